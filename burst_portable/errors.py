@@ -1,0 +1,99 @@
+"""Every error that this library raises on purpose.
+
+::
+
+    BurstError
+    ├── InputError (ValueError)              something that the caller passed
+    │   ├── MaskError                        overlapping regions, a mask longer than the sequence ...
+    │   ├── LayoutError                      shards that do not fit the ranks
+    │   ├── ShapeError                       tensors that do not go together
+    │   └── UnknownNameError                 a name that no registry holds; lists the near ones
+    ├── DtypeError (TypeError)               a dtype that no kernel takes, or dtypes that disagree
+    ├── UnsupportedError (NotImplementedError)   valid, but what was named cannot do it
+    ├── BackendUnavailableError (ImportError)    a backend that was named and cannot run here
+    └── CommunicationError (RuntimeError)    between ranks
+        ├── MismatchError                    ranks that disagree about the call
+        ├── PeerLostError (ConnectionError)  a peer that is gone
+        └── DeadlineError (TimeoutError)     a hop that came too late
+
+A message says what is wrong, what was given, what is allowed, and what to do next; `explain` puts it together.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class BurstError(Exception):
+    """The root: ``except BurstError`` catches everything that this library raises on purpose."""
+
+
+class InputError(BurstError, ValueError):
+    """A value that the caller passed cannot be used."""
+
+
+class MaskError(InputError):
+    """A mask that contradicts itself or the sequence that it is used on."""
+
+
+class LayoutError(InputError):
+    """A layout that does not fit the sequence or the ranks."""
+
+
+class ShapeError(InputError):
+    """Tensors whose shapes do not go together."""
+
+
+class UnknownNameError(InputError):
+    """A name that no registry holds."""
+
+
+class DtypeError(BurstError, TypeError):
+    """A dtype that cannot be used, or dtypes that disagree."""
+
+
+class UnsupportedError(BurstError, NotImplementedError):
+    """A valid request that the named strategy, kernel or backend cannot serve."""
+
+
+class BackendUnavailableError(BurstError, ImportError):
+    """A backend that was named, but cannot run on this machine."""
+
+
+class CommunicationError(BurstError, RuntimeError):
+    """Something went wrong between ranks."""
+
+
+class MismatchError(CommunicationError):
+    """Ranks disagree about the call that they are making together."""
+
+
+class PeerLostError(CommunicationError, ConnectionError):
+    """A peer is gone."""
+
+
+class DeadlineError(CommunicationError, TimeoutError):
+    """A hop took longer than its deadline."""
+
+
+def explain(what: str, *, got: object = None, allowed: object = None, next_step: str | None = None) -> str:
+    """One line: what is wrong; what was given; what is allowed; what to do next."""
+    parts = [what]
+    if got is not None:
+        parts.append(f"got {got}")
+    if allowed is not None:
+        parts.append(f"allowed: {allowed}")
+    if next_step is not None:
+        parts.append(next_step)
+    return "; ".join(parts)
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
+    """The error for a name that no registry holds, with the near ones first."""
+    known = sorted(known)
+    near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else None
+    return UnknownNameError(
+        explain(f"unknown {kind}", got=repr(name), allowed=", ".join(known) or "none is registered", next_step=hint)
+    )

@@ -1,0 +1,105 @@
+"""What a local attention kernel is: `attend` and `attend_backward` over one tensor pair and a list of tiles.
+
+Shapes (the last stride is 1, all others are free):
+
+======  ===================  ====================================================================
+q       [B, Sq, Hq, D]       queries of one block
+k, v    [B, Sk, Hkv, D|Dv]   keys and values; Hq = g·Hkv, head h reads K/V head h // g; Dv may differ from D
+out     [B, Sq, Hq, Dv]      in the accumulation dtype unless asked otherwise
+lse     [B, Hq, Sq]          natural logarithm, accumulation dtype; -inf where nothing is seen
+delta   [B, Hq, Sq]          rowsum(dO * O), accumulation dtype
+======  ===================  ====================================================================
+
+In the backward pass lse, delta and out are *global*: those of the row over every key of the sequence.
+The accumulation dtype is float32 (float64 for float64); see `numerics`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from burst_portable.numerics import State
+from burst_portable.tiles import Tiles
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""(dq, dk, dv)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What changes the numbers of an attention besides its tensors and its mask."""
+
+    scale: float
+    softcap: float | None = None
+    deterministic: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a kernel must know to say whether it can serve a call."""
+
+    dtype: torch.dtype
+    device: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    softcap: bool = False
+    deterministic: bool = True
+
+
+class Support(NamedTuple):
+    """Whether a kernel serves a problem, and the reason if it does not."""
+
+    ok: bool
+    reason: str = ""
+
+
+class Kernel(Protocol):
+    """One provider of local attention."""
+
+    @property
+    def name(self) -> str:
+        """The registry key, the command-line value, the label in traces."""
+
+    def supports(self, problem: Problem) -> Support:
+        """Whether it serves this problem; it does not raise."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        options: Options,
+        *,
+        state: State | None = None,
+    ) -> State:
+        """Attention of q over the pairs of all tiles.
+
+        Without `state`: a new (out, lse) in the accumulation dtype; rows outside every tile are 0 and -inf.
+        With `state`: merges into it, in place, and returns it.
+        """
+
+    def attend_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+        *,
+        delta: Tensor | None = None,
+        out: Tensor | None = None,
+        into: Gradients,
+    ) -> None:
+        """Adds the gradients of all tiles' pairs into the buffers `into` (accumulation dtype, shapes of q, k, v).
+
+        Exactly one of `delta` and `out` is given; lse, delta and out are global.
+        """

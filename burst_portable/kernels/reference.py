@@ -1,0 +1,128 @@
+"""Attention over tiles in plain torch: any dtype, any device, any head size. The oracle that others are held to.
+
+Rows are taken in pieces, so that scores never hold more than `SCORES` elements: no S x S, whatever the tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from burst_portable.kernels.contract import Gradients, Options, Problem, Support
+from burst_portable.numerics import State, accumulation_dtype, empty_state, merge_into, row_delta
+from burst_portable.tiles import Tile, Tiles
+
+SCORES = 1 << 22
+
+
+class ReferenceKernel:
+    """See `kernels.contract.Kernel`."""
+
+    name = "reference"
+
+    def supports(self, problem: Problem) -> Support:
+        if not problem.dtype.is_floating_point or problem.dtype.itemsize < 2:
+            return Support(False, f"{problem.dtype} is no floating dtype of 16 bits or more")
+        return Support(True)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
+    ) -> State:
+        state = empty_state(q, v.shape[-1]) if state is None else state
+        for piece in _pieces(tiles, q):
+            rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop)
+            groups = k.shape[2]
+            scores, _ = _scores(_grouped(q[:, rows], groups), _heads_first(k[:, columns], q.dtype), piece, options)
+            lse = torch.logsumexp(scores, -1)
+            p = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
+            out = _ungrouped(_matmul(p, _heads_first(v[:, columns], q.dtype)))
+            merge_into((state[0][:, rows], state[1][:, :, rows]), out, lse.flatten(1, 2))
+        return state
+
+    def attend_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+        *,
+        delta: Tensor | None = None,
+        out: Tensor | None = None,
+        into: Gradients,
+    ) -> None:
+        assert (delta is None) != (out is None), "exactly one of delta and out"
+        if delta is None:
+            assert out is not None
+            delta = row_delta(dout, out)
+        dq, dk, dv = into
+        groups = k.shape[2]
+        for piece in _pieces(tiles, q):
+            rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop)
+            q_rows, dout_rows = _grouped(q[:, rows], groups), _grouped(dout[:, rows], groups)
+            k_columns, v_columns = _heads_first(k[:, columns], q.dtype), _heads_first(v[:, columns], q.dtype)
+            scores, slope = _scores(q_rows, k_columns, piece, options)
+            row_lse = lse[:, :, rows].unflatten(1, (groups, -1)).unsqueeze(-1)
+            row_delta_ = delta[:, :, rows].unflatten(1, (groups, -1)).unsqueeze(-1)
+            p = torch.exp(scores - torch.where(row_lse == -torch.inf, 0.0, row_lse))
+            ds = p * (_matmul(dout_rows, v_columns.transpose(-1, -2)) - row_delta_) * slope * options.scale
+            dq[:, rows] += _ungrouped(_matmul(ds, k_columns))
+            dk[:, columns] += _summed(ds, q_rows)
+            dv[:, columns] += _summed(p, dout_rows)
+
+
+# Inside, G is K/V heads and g the query heads that share one: queries and scores are [B, G, g, rows, ...], keys
+# [B, G, columns, D]. K and V are never repeated.
+
+
+def _pieces(tiles: Tiles, q: Tensor) -> Iterator[Tile]:
+    """Row pieces of the tiles, small enough."""
+    for tile in tiles:
+        step = max(1, SCORES // (q.shape[0] * q.shape[2] * tile.columns))
+        for start in range(tile.q_start, tile.q_stop, step):
+            piece = tile.clipped(start, min(start + step, tile.q_stop), tile.k_start, tile.k_stop)
+            assert piece is not None, "a tile has no empty rows"
+            yield piece
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """[B, S, Hq, D] -> [B, G, g, S, D] in the accumulation dtype."""
+    return x.to(accumulation_dtype(x.dtype)).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+
+
+def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, S, G, D] -> [B, G, S, D] in the accumulation dtype."""
+    return x.to(accumulation_dtype(dtype)).transpose(1, 2)
+
+
+def _ungrouped(x: Tensor) -> Tensor:
+    """[B, G, g, S, D] -> [B, S, Hq, D]."""
+    return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
+    """[B, G, g, S, A] x [B, G, A, C] -> [B, G, g, S, C], as one product a K/V head."""
+    return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
+
+
+def _summed(x: Tensor, y: Tensor) -> Tensor:
+    """x^T y, summed over the query heads that share a K/V head: -> [B, columns, G, D]."""
+    return (x.flatten(2, 3).transpose(-1, -2) @ y.flatten(2, 3)).transpose(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, tile: Tile, options: Options) -> tuple[Tensor, Tensor | float]:
+    """Scaled, capped, masked scores, and the derivative of the cap."""
+    scores, slope = _matmul(q, k.transpose(-1, -2)) * options.scale, 1.0
+    if options.softcap is not None:
+        squashed = torch.tanh(scores / options.softcap)
+        scores, slope = options.softcap * squashed, 1.0 - squashed.square()
+    if not tile.full:
+        rows = torch.arange(tile.q_start, tile.q_stop, device=q.device)
+        columns = torch.arange(tile.k_start, tile.k_stop, device=q.device)
+        distance = rows.unsqueeze(1) - columns
+        scores = scores.masked_fill((distance < tile.lo) | (distance > tile.hi), -torch.inf)
+    return scores, slope

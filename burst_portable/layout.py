@@ -1,0 +1,192 @@
+"""Layouts: which global positions a rank holds, as arithmetic progressions. Four ranks::
+
+    contiguous      0000 1111 2222 3333
+    zigzag          00 11 22 33 33 22 11 00      rank r holds chunks r and 2W-1-r: causal work is even
+    striped         0123 0123 0123 0123          position p lies on rank p mod W
+    document_zigzag a zigzag of its own for every document
+
+Lengths that the ranks (or twice the ranks) do not divide give uneven shards; nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+
+from burst_portable.errors import LayoutError, explain, unknown_name
+from burst_portable.mask import Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`count` global positions: start, start + step, ..."""
+
+    start: int
+    count: int
+    step: int = 1
+
+    @property
+    def last(self) -> int:
+        """The last position that it holds."""
+        return self.start + (self.count - 1) * self.step
+
+    def positions(self) -> range:
+        """Its positions, in order."""
+        return range(self.start, self.start + self.count * self.step, self.step)
+
+    def within(self, start: int, stop: int) -> tuple[int, int]:
+        """The local indices [first, past) whose positions lie in [start, stop)."""
+        first = max(0, -((self.start - start) // self.step))  # ceil((start - self.start) / step)
+        past = min(self.count, -((self.start - stop) // self.step))
+        return first, max(first, past)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The segments of every rank, in the order in which the rank's rows lie in memory."""
+
+    name: str
+    length: int
+    shards: tuple[tuple[Segment, ...], ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.length, self.shards)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the sequence."""
+        return len(self.shards)
+
+    def count(self, rank: int) -> int:
+        """How many positions a rank holds."""
+        return sum(s.count for s in self.shards[rank])
+
+    def positions(self, rank: int) -> list[int]:
+        """A rank's global positions, in the order of its rows."""
+        return [p for s in self.shards[rank] for p in s.positions()]
+
+    def joined(self) -> Layout:
+        """All shards on one rank, one after the other: what a rank holds after an all-gather."""
+        return Layout(f"joined {self.name}", self.length, (tuple(s for shard in self.shards for s in shard),))
+
+
+# ----------------------------------------------------------------------------------------- constructors
+
+
+def contiguous(length: int, ranks: int) -> Layout:
+    """Rank r holds the r-th of `ranks` pieces."""
+    return Layout("contiguous", length, tuple(_merged([_chunk(length, ranks, r)]) for r in range(ranks)))
+
+
+def zigzag(length: int, ranks: int) -> Layout:
+    """Rank r holds chunks r and 2W-1-r of 2W (Zhu, ring-flash-attention; Llama 3, section 3.3.2)."""
+    pieces = 2 * ranks
+    return Layout(
+        "zigzag",
+        length,
+        tuple(
+            _merged([_chunk(length, pieces, r), _chunk(length, pieces, pieces - 1 - r)]) for r in range(ranks)
+        ),
+    )
+
+
+def striped(length: int, ranks: int) -> Layout:
+    """Rank r holds every W-th position from r (Striped Attention, arXiv 2311.09431)."""
+    return Layout("striped", length, tuple((Segment(r, len(range(r, length, ranks)), ranks),) for r in range(ranks)))
+
+
+def document_zigzag(cumulative: Sequence[int], ranks: int) -> Layout:
+    """A zigzag of its own for every document, so that packed causal work is even."""
+    pieces = 2 * ranks
+    shards = []
+    for rank in range(ranks):
+        mine = []
+        for start, stop in pairwise(cumulative):
+            for piece in (rank, pieces - 1 - rank):
+                chunk = _chunk(stop - start, pieces, piece)
+                mine.append(Segment(start + chunk.start, chunk.count))
+        shards.append(_merged(mine))
+    return Layout("document_zigzag", cumulative[-1], tuple(shards))
+
+
+LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
+    "contiguous": contiguous,
+    "zigzag": zigzag,
+    "striped": striped,
+}
+NAMES = (*LAYOUTS, "document_zigzag")
+
+
+@lru_cache(maxsize=256)
+def make_layout(name: str, length: int, ranks: int, mask: Mask | None = None) -> Layout:
+    """The layout of that name; `document_zigzag` reads the documents from the mask.
+
+    Raises `UnknownNameError` for a name that is none, `LayoutError` for lengths and ranks that do not fit.
+    """
+    if ranks < 1 or length < 1:
+        raise LayoutError(explain("a layout needs ranks and tokens", got=f"{ranks} ranks, {length} tokens"))
+    if length < ranks:
+        raise LayoutError(
+            explain(
+                "more ranks than tokens",
+                got=f"{ranks} ranks for {length} tokens",
+                allowed=f"at most {length} ranks",
+            )
+        )
+    if name == "document_zigzag":
+        layout = document_zigzag(_document_bounds(mask, length), ranks)
+    elif name in LAYOUTS:
+        layout = LAYOUTS[name](length, ranks)
+    else:
+        raise unknown_name("layout", name, NAMES)
+    if empty := [r for r in range(ranks) if not layout.count(r)]:
+        raise LayoutError(
+            explain(
+                f"the layout {name!r} leaves ranks without a token",
+                got=f"ranks {empty[:8]} of {ranks}, {length} tokens",
+                next_step="use fewer ranks, or another layout",
+            )
+        )
+    return layout
+
+
+def _document_bounds(mask: Mask | None, length: int) -> tuple[int, ...]:
+    """Where documents end: the square regions on the diagonal that tile the sequence."""
+    bounds = [0]
+    for region in mask.regions if mask is not None else ():
+        if (region.q_start, region.q_stop) != (region.k_start, region.k_stop) or region.q_start != bounds[-1]:
+            break
+        bounds.append(min(region.q_stop, length))
+    if bounds[-1] != length:
+        raise LayoutError(
+            explain(
+                "the layout 'document_zigzag' needs a mask of documents that fill the sequence",
+                got=f"the mask {str(mask)!r} and {length} tokens",
+                next_step="pass Mask.documents(...), or use the layout 'zigzag'",
+            )
+        )
+    return tuple(bounds)
+
+
+def _chunk(length: int, pieces: int, index: int) -> Segment:
+    start, stop = index * length // pieces, (index + 1) * length // pieces
+    return Segment(start, stop - start)
+
+
+def _merged(segments: list[Segment]) -> tuple[Segment, ...]:
+    """Without empty segments, and with neighbours joined."""
+    out: list[Segment] = []
+    for s in segments:
+        if not s.count:
+            continue
+        if out and out[-1].start + out[-1].count == s.start:
+            out[-1] = Segment(out[-1].start, out[-1].count + s.count)
+        else:
+            out.append(s)
+    return tuple(out)

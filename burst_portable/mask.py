@@ -1,0 +1,296 @@
+"""Masks: which query sees which key, as disjoint banded regions of global positions.
+
+A `Region` is a box of the score matrix and a band across it::
+
+        k_start      k_stop
+    q_start +----------+        A query q in [q_start, q_stop) sees a key k in [k_start, k_stop)
+            |##..      |        where lo <= q - k <= hi.
+            |####..    |
+            |..####..  |        lo = 0 hides the future; hi = w hides what is more than w back.
+     q_stop +----------+
+
+A `Mask` is a tuple of regions that do not overlap, the same for every head and batch row, so that an
+attention over it is a sum over regions and nothing is counted twice. Positions are global: where a shard
+lies is the business of `layout`, and the two meet in `tiles` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from burst_portable.errors import MaskError, explain, unknown_name
+
+UNBOUNDED = 1 << 60
+"""Stands for "as far as the sequence goes": in ranges, and (negated too) in bands."""
+
+
+def band_area(rows: int, columns: int, lo: int, hi: int) -> int:
+    """Cells (i, j) of a rows x columns box with lo <= i - j <= hi, in closed form."""
+
+    def up_to(bound: int) -> int:  # cells with i - j <= bound
+        bound = max(min(bound, rows - 1), -columns)
+        # Column j holds clamp(bound + j + 1, 0, rows) cells: nothing, then a ramp, then all rows.
+        ramp_start = max(0, -bound - 1)
+        ramp_stop = max(ramp_start, min(columns, rows - bound - 1))
+        ramp = (ramp_stop - ramp_start) * (bound + ramp_start + 1 + bound + ramp_stop) // 2
+        return ramp + rows * (columns - ramp_stop)
+
+    return up_to(hi) - up_to(lo - 1) if lo <= hi else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of global positions and a band across it: see the drawing at the top of this module."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    lo: int = -UNBOUNDED
+    hi: int = UNBOUNDED
+
+    def __post_init__(self) -> None:
+        for name in ("q_start", "q_stop", "k_start", "k_stop", "lo", "hi"):
+            if not isinstance(getattr(self, name), int):
+                raise MaskError(explain(f"{name} of a region must be an int", got=repr(getattr(self, name))))
+        if not (0 <= self.q_start < self.q_stop and 0 <= self.k_start < self.k_stop and self.lo <= self.hi):
+            raise MaskError(
+                explain("a region is empty or starts before 0", got=self, allowed="0 <= start < stop and lo <= hi")
+            )
+
+    def overlaps(self, other: Region) -> bool:
+        """Whether some pair (q, k) lies in both, in closed form."""
+        q_start, q_stop = max(self.q_start, other.q_start), min(self.q_stop, other.q_stop)
+        k_start, k_stop = max(self.k_start, other.k_start), min(self.k_stop, other.k_stop)
+        if q_start >= q_stop or k_start >= k_stop:
+            return False
+        lo, hi = max(self.lo, other.lo, q_start - k_stop + 1), min(self.hi, other.hi, q_stop - 1 - k_start)
+        return lo <= hi
+
+    def area(self, q_length: int, k_length: int) -> int:
+        """How many pairs of a sequence with these lengths it holds."""
+        rows, columns = min(self.q_stop, q_length) - self.q_start, min(self.k_stop, k_length) - self.k_start
+        offset = self.q_start - self.k_start
+        return band_area(rows, columns, self.lo - offset, self.hi - offset) if rows > 0 and columns > 0 else 0
+
+    def __str__(self) -> str:
+        def bound(value: int) -> str:
+            return "…" if abs(value) >= UNBOUNDED else str(value)
+
+        band = "" if (self.lo, self.hi) == (-UNBOUNDED, UNBOUNDED) else f" {bound(self.lo)}≤q-k≤{bound(self.hi)}"
+        return f"q[{self.q_start}:{bound(self.q_stop)}] k[{self.k_start}:{bound(self.k_stop)}]{band}"
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Disjoint regions. Build one with a constructor below, or from your own regions.
+
+    Raises `MaskError`, naming the pair, when two regions overlap.
+    """
+
+    regions: tuple[Region, ...]
+    name: str = "custom"
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "regions", tuple(sorted(self.regions, key=lambda r: (r.q_start, r.k_start, r.lo))))
+        object.__setattr__(self, "_hash", hash(self.regions))
+        if pair := _first_overlap(self.regions):
+            raise MaskError(
+                explain(
+                    "two regions of a mask overlap, so their pairs would count twice",
+                    got=f"{pair[0]} and {pair[1]}",
+                    next_step="cut one of them so that they are disjoint",
+                )
+            )
+
+    # A mask is the key of every plan's cache: its hash is kept, and the usual case of equality is identity.
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Mask) and self._hash == other._hash and self.regions == other.regions
+
+    def __str__(self) -> str:
+        return self.name
+
+    def check_lengths(self, q_length: int, k_length: int) -> None:
+        """Refuse a mask that names positions past the end of the sequence."""
+        for region in self.regions:
+            for side, stop, length in (("q", region.q_stop, q_length), ("k", region.k_stop, k_length)):
+                if length < stop < UNBOUNDED:
+                    raise MaskError(
+                        explain(
+                            f"the mask {self.name!r} is longer than the sequence",
+                            got=f"a region with {side} up to {stop}, and {length} tokens",
+                            allowed=f"positions below {length}",
+                        )
+                    )
+
+    def area(self, q_length: int, k_length: int | None = None) -> int:
+        """How many (q, k) pairs it lets through: what FLOPs are counted from."""
+        return sum(r.area(q_length, q_length if k_length is None else k_length) for r in self.regions)
+
+    # ------------------------------------------------------------------------------------- constructors
+
+    @classmethod
+    def full(cls) -> Mask:
+        """Every query sees every key."""
+        return cls((Region(0, UNBOUNDED, 0, UNBOUNDED),), "full")
+
+    @classmethod
+    def causal(cls) -> Mask:
+        """A query sees itself and what came before."""
+        return cls((Region(0, UNBOUNDED, 0, UNBOUNDED, lo=0),), "causal")
+
+    @classmethod
+    def window(cls, left: int, right: int = 0) -> Mask:
+        """A query sees `left` tokens back, itself, and `right` tokens ahead."""
+        _at_least(0, left=left, right=right)
+        return cls((Region(0, UNBOUNDED, 0, UNBOUNDED, lo=-right, hi=left),), f"window:{left}:{right}")
+
+    @classmethod
+    def documents(cls, cumulative: Sequence[int], *, causal: bool = True, window: int | None = None) -> Mask:
+        """Packed sequences: cumulative = (0, end of the first, ..., length). No token sees another document.
+
+        `window` limits each token to so many tokens back within its document.
+        """
+        bounds = _cumulative("documents", cumulative)
+        lo, hi = 0 if causal else -UNBOUNDED, UNBOUNDED
+        if window is not None:
+            _at_least(0, window=window)
+            lo, hi = 0 if causal else -window, window
+        return cls(
+            tuple(Region(a, b, a, b, lo=lo, hi=hi) for a, b in pairwise(bounds)),
+            f"documents({len(bounds) - 1})" if causal else f"full documents({len(bounds) - 1})",
+        )
+
+    @classmethod
+    def prefix_lm(cls, prefix: int) -> Mask:
+        """The first `prefix` tokens are seen by all; the rest is causal."""
+        _at_least(1, prefix=prefix)
+        return cls(
+            (Region(0, UNBOUNDED, 0, prefix), Region(prefix, UNBOUNDED, prefix, UNBOUNDED, lo=0)), f"prefix:{prefix}"
+        )
+
+    @classmethod
+    def sink_window(cls, sink: int, left: int) -> Mask:
+        """Causal: the first `sink` tokens are seen by all that follow, besides a window of `left` tokens back."""
+        _at_least(1, sink=sink)
+        _at_least(0, left=left)
+        return cls(
+            (Region(0, UNBOUNDED, 0, sink, lo=0), Region(sink, UNBOUNDED, sink, UNBOUNDED, lo=0, hi=left)),
+            f"sink:{sink}:{left}",
+        )
+
+    @classmethod
+    def global_window(cls, tokens: int, left: int, right: int) -> Mask:
+        """The first `tokens` tokens see all and are seen by all; the rest sees a window (both ways)."""
+        _at_least(1, tokens=tokens)
+        _at_least(0, left=left, right=right)
+        return cls(
+            (
+                Region(0, tokens, 0, UNBOUNDED),
+                Region(tokens, UNBOUNDED, 0, tokens),
+                Region(tokens, UNBOUNDED, tokens, UNBOUNDED, lo=-right, hi=left),
+            ),
+            f"global:{tokens}:{left}:{right}",
+        )
+
+    @classmethod
+    def block_causal(cls, cumulative: Sequence[int]) -> Mask:
+        """A query sees its whole block and every block before it. cumulative = (0, end of the first, ...)."""
+        bounds = _cumulative("block_causal", cumulative)
+        return cls(tuple(Region(a, b, 0, b) for a, b in pairwise(bounds)), f"block_causal({len(bounds) - 1})")
+
+    @classmethod
+    def share_question(cls, lengths: Sequence[int]) -> Mask:
+        """One question and several answers to it, packed: lengths = (question, answer, answer, ...).
+
+        Each answer is causal and sees the question, and no other answer.
+        """
+        bounds = [0]
+        for length in lengths:
+            _at_least(1, length=length)
+            bounds.append(bounds[-1] + length)
+        if len(bounds) < 3:
+            raise MaskError(explain("share_question needs a question and an answer", got=list(lengths)))
+        question = bounds[1]
+        regions = [Region(0, question, 0, question, lo=0)]
+        for a, b in pairwise(bounds[1:]):
+            regions += [Region(a, b, 0, question), Region(a, b, a, b, lo=0)]
+        return cls(tuple(regions), f"share_question({len(bounds) - 2})")
+
+    @classmethod
+    def parse(cls, text: str, length: int | None = None) -> Mask:
+        """A mask from its short form, as the command line takes it.
+
+        ``full``, ``causal``, ``window:LEFT[:RIGHT]``, ``documents:0,A,B,...``, ``full_documents:0,A,...``,
+        ``prefix:N``, ``sink:N:LEFT``, ``global:N:LEFT:RIGHT``, ``block_causal:SIZE`` (needs `length`),
+        ``share_question:Q,A,A,...``.
+        """
+        name, _, rest = text.partition(":")
+        if name not in _PARSERS:
+            raise unknown_name("mask", name, _PARSERS)
+        usage, make = _PARSERS[name]
+        try:
+            numbers = [int(part) for part in rest.replace(",", ":").split(":")] if rest else []
+            return make(numbers, length)
+        except MaskError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise MaskError(explain(f"the mask {text!r} cannot be read", allowed=usage)) from error
+
+
+def _uniform_blocks(numbers: list[int], length: int | None) -> Mask:
+    (size,) = numbers
+    _at_least(1, size=size)
+    if length is None:
+        raise MaskError("block_causal:SIZE needs the length of the sequence")
+    return Mask.block_causal([*range(0, length, size), length])
+
+
+_PARSERS: dict[str, tuple[str, Callable[[list[int], int | None], Mask]]] = {
+    "full": ("full", lambda n, _: Mask.full(*n)),
+    "causal": ("causal", lambda n, _: Mask.causal(*n)),
+    "window": ("window:LEFT[:RIGHT]", lambda n, _: Mask.window(*n)),
+    "documents": ("documents:0,END,END,...", lambda n, _: Mask.documents(n)),
+    "full_documents": ("full_documents:0,END,END,...", lambda n, _: Mask.documents(n, causal=False)),
+    "prefix": ("prefix:TOKENS", lambda n, _: Mask.prefix_lm(*n)),
+    "sink": ("sink:TOKENS:LEFT", lambda n, _: Mask.sink_window(*n)),
+    "global": ("global:TOKENS:LEFT:RIGHT", lambda n, _: Mask.global_window(*n)),
+    "block_causal": ("block_causal:SIZE", _uniform_blocks),
+    "share_question": ("share_question:QUESTION,ANSWER,ANSWER,...", lambda n, _: Mask.share_question(n)),
+}
+
+
+def _first_overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
+    """The first overlapping pair of regions sorted by q_start, if any: a sweep over q."""
+    active: list[Region] = []
+    for region in regions:
+        active = [r for r in active if r.q_stop > region.q_start]
+        for other in active:
+            if other.overlaps(region):
+                return other, region
+        active.append(region)
+    return None
+
+
+def _at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise MaskError(explain(f"{name} of a mask is out of range", got=repr(value), allowed=f"an int >= {least}"))
+
+
+def _cumulative(what: str, bounds: Sequence[int]) -> list[int]:
+    bounds = [int(b) for b in bounds]
+    if len(bounds) < 2 or bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
+        shown = str(bounds) if len(bounds) <= 12 else f"{str(bounds[:12])[:-1]}, ...]"
+        raise MaskError(
+            explain(f"{what} takes cumulative lengths", got=shown, allowed="0 first, then strictly rising ends")
+        )
+    return bounds

@@ -1,0 +1,216 @@
+"""Tiles: the one place where a mask meets a layout.
+
+A `Tile` is what a kernel is launched on: a box of *local* rows and columns of one block pair, and a band
+across it in local indices. All tiles of a pair are disjoint, no row or column of a tile is empty, and
+neighbours whose union is one banded box again are fused into it: zigzag and striped causal work is one tile a
+step, as in code written for it by hand::
+
+    zigzag, rank 1 of 2 against itself: chunks 1 and 2 of 4        keys    1   2
+                                                            queries 1      ◣          three tiles, fused
+                                                                    2      ■   ◣      into one ◣
+
+Nothing here is in proportion to the tokens: positions are never listed, regions are found by bisection.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from burst_portable.errors import LayoutError, explain
+from burst_portable.layout import Segment
+from burst_portable.mask import UNBOUNDED, Mask, Region, band_area
+
+_FUSE_PAIRWISE = 16  # above so many tiles only neighbours are tried: documents by the hundred do not fuse anyway
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows [q_start, q_stop) see columns [k_start, k_stop) where lo <= row - column <= hi, all local."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    lo: int
+    hi: int
+
+    @property
+    def rows(self) -> int:
+        return self.q_stop - self.q_start
+
+    @property
+    def columns(self) -> int:
+        return self.k_stop - self.k_start
+
+    @property
+    def area(self) -> int:
+        """Pairs that it holds."""
+        offset = self.q_start - self.k_start
+        return band_area(self.rows, self.columns, self.lo - offset, self.hi - offset)
+
+    @property
+    def full(self) -> bool:
+        """Whether the band hides nothing of the box."""
+        return self.lo <= self.q_start - self.k_stop + 1 and self.hi >= self.q_stop - 1 - self.k_start
+
+    def shifted(self, rows: int, columns: int) -> Tile:
+        """The same pairs where the block's first row or column has another index."""
+        return Tile(
+            self.q_start + rows,
+            self.q_stop + rows,
+            self.k_start + columns,
+            self.k_stop + columns,
+            self.lo + rows - columns,
+            self.hi + rows - columns,
+        )
+
+    def clipped(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Tile | None:
+        """What of it lies in a box, without empty rows and columns; None if nothing does."""
+        return banded_box(
+            max(self.q_start, q_start),
+            min(self.q_stop, q_stop),
+            max(self.k_start, k_start),
+            min(self.k_stop, k_stop),
+            self.lo,
+            self.hi,
+        )
+
+
+class Tiles(tuple[Tile, ...]):
+    """The disjoint tiles of one block pair. Its hash is kept: kernels look their launch tables up by it."""
+
+    _hash: int
+
+    def __new__(cls, tiles: Iterable[Tile] = ()) -> Tiles:
+        self = super().__new__(cls, tiles)
+        self._hash = tuple.__hash__(self)
+        return self
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def area(self) -> int:
+        """Pairs in all of them."""
+        return sum(t.area for t in self)
+
+
+def banded_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Tile | None:
+    """The tile of a box and a band: rows, columns and bounds that matter; None if nothing is seen."""
+    if q_start >= q_stop or k_start >= k_stop:
+        return None
+    lo, hi = max(lo, q_start - k_stop + 1), min(hi, q_stop - 1 - k_start)
+    if lo > hi:
+        return None
+    return Tile(
+        max(q_start, k_start + lo),
+        min(q_stop, k_stop + hi),
+        max(k_start, q_start - hi),
+        min(k_stop, q_stop - lo),
+        lo,
+        hi,
+    )
+
+
+def find_tiles(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> Tiles:
+    """All tiles of a block of queries against a block of keys, fused.
+
+    Raises `LayoutError` when segments of different steps meet: their band would not be a band of indices.
+    """
+    return fuse(list(_pieces(mask, queries, keys)))
+
+
+def sees(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> bool:
+    """Whether any query of one block sees any key of the other."""
+    return next(_pieces(mask, queries, keys), None) is not None
+
+
+def _pieces(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> Iterator[Tile]:
+    q_offset = 0
+    for q in queries:
+        k_offset = 0
+        for k in keys:
+            for region in _regions_of_rows(mask, q.start, q.last + 1):
+                if tile := _piece(region, q, k, q_offset, k_offset):
+                    yield tile
+            k_offset += k.count
+        q_offset += q.count
+
+
+def _piece(region: Region, q: Segment, k: Segment, q_offset: int, k_offset: int) -> Tile | None:
+    """One region on one pair of segments."""
+    if region.k_start > k.last or region.k_stop <= k.start:
+        return None
+    if q.step != k.step:
+        raise LayoutError(
+            explain(
+                "queries and keys are laid out with different steps",
+                got=f"{q.step} and {k.step}",
+                next_step="use layouts with the same step for both",
+            )
+        )
+    q_first, q_past = q.within(region.q_start, region.q_stop)
+    k_first, k_past = k.within(region.k_start, region.k_stop)
+    # Global q - k of row i and column j is base + step * (i - j): the band, divided by the step.
+    base = (q.start - k.start) - q.step * (q_offset - k_offset)
+    lo = -UNBOUNDED if region.lo <= -UNBOUNDED else -((base - region.lo) // q.step)
+    hi = UNBOUNDED if region.hi >= UNBOUNDED else (region.hi - base) // q.step
+    return banded_box(q_offset + q_first, q_offset + q_past, k_offset + k_first, k_offset + k_past, lo, hi)
+
+
+@lru_cache(maxsize=64)
+def _row_index(mask: Mask) -> tuple[list[int], list[int]]:
+    """For bisection: where regions (sorted so) start, and the furthest stop up to each."""
+    return [r.q_start for r in mask.regions], list(accumulate((r.q_stop for r in mask.regions), max))
+
+
+def _regions_of_rows(mask: Mask, start: int, stop: int) -> tuple[Region, ...]:
+    """The regions that may hold a query of [start, stop)."""
+    if len(mask.regions) <= 2:
+        return mask.regions
+    starts, furthest = _row_index(mask)
+    return mask.regions[bisect_right(furthest, start) : bisect_left(starts, stop)]
+
+
+# ----------------------------------------------------------------------------------------------- fusing
+
+
+def fuse(tiles: list[Tile]) -> Tiles:
+    """The same pairs in fewer tiles where a union of some is a banded box again.
+
+    The pieces are disjoint; so if the smallest banded box around them has the sum of their areas, it *is* them.
+    """
+    if len(tiles) < 2:
+        return Tiles(tiles)
+    if whole := _union(tiles):
+        return Tiles((whole,))
+    tiles = sorted(tiles, key=lambda t: (t.q_start, t.k_start))
+    reach = len(tiles) if len(tiles) <= _FUSE_PAIRWISE else 2
+    index = 0
+    while index < len(tiles):
+        for other in range(index + 1, min(len(tiles), index + reach)):
+            if joined := _union([tiles[index], tiles[other]]):
+                del tiles[other]
+                tiles[index] = joined
+                index = -1 if reach > 2 else index - 1  # a larger tile may fit what was tried before
+                break
+        index += 1
+    return Tiles(tiles)
+
+
+def _union(tiles: Sequence[Tile]) -> Tile | None:
+    """The banded box that is exactly these disjoint tiles, if there is one."""
+    box = banded_box(
+        min(t.q_start for t in tiles),
+        max(t.q_stop for t in tiles),
+        min(t.k_start for t in tiles),
+        max(t.k_stop for t in tiles),
+        min(t.lo for t in tiles),
+        max(t.hi for t in tiles),
+    )
+    assert box is not None
+    return box if box.area == sum(t.area for t in tiles) else None
