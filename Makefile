@@ -1,0 +1,46 @@
+# The README's two commands are `make demo` and `make test`; both set the clone up on the first run.
+# Options go through ARGS: make test ARGS="-k mask -x"
+
+PYTHON_IN_VENV := .venv/bin/python
+STAMP := .venv/.setup-done
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test full lint types layers clean
+
+help:
+	@echo "make demo    train a small model over two ranks and check it against one device"
+	@echo "make test    the test-suite"
+	@echo "make full    the test-suite with every combination (long)"
+	@echo "make lint    ruff: format and rules       make types   mypy, strict on the core"
+	@echo "make layers  who may import whom          make clean   remove reports and caches"
+
+setup: $(STAMP)
+
+# A change of the pins or of the dependencies sets up again; otherwise the stamp says that there is nothing to do.
+$(STAMP): pyproject.toml constraints.txt ci/setup.sh
+	@sh ci/setup.sh
+	@touch $@
+
+demo: $(STAMP)
+	@.venv/bin/burst-portable run --model tiny --ranks 2 --seq-len 4096 --steps 10 --check --report report/ $(ARGS)
+
+test: $(STAMP)
+	@$(PYTHON_IN_VENV) -m pytest $(ARGS)
+
+full: $(STAMP)
+	@$(PYTHON_IN_VENV) -m pytest -m "not device" --timeout 600 $(ARGS)
+
+lint: $(STAMP)
+	@$(PYTHON_IN_VENV) -m ruff format --check .
+	@$(PYTHON_IN_VENV) -m ruff check .
+
+types: $(STAMP)
+	@$(PYTHON_IN_VENV) -m mypy
+
+layers: $(STAMP)
+	@$(PYTHON_IN_VENV) ci/check_layers.py
+
+clean:
+	rm -rf report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
