@@ -1,0 +1,32 @@
+"""What every test stands on: poisoned memory, fixed seeds, few threads."""
+
+from __future__ import annotations
+
+import random
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+from tests.poison import fresh_memory_is_nan
+
+# Ranks are threads here, each with torch's own threads below it: more of those only fight over two cores.
+torch.set_num_threads(1)
+
+# A deadline measures the machine that two sessions share, not the code.
+hypothesis.settings.register_profile("burst_portable", deadline=None)
+hypothesis.settings.load_profile("burst_portable")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    with fresh_memory_is_nan():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def seeds():
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
