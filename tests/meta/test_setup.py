@@ -1,0 +1,45 @@
+"""`make setup` refuses a Python that does not fit, in one line, before it has made anything."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def set_up(clone: Path, python: str) -> subprocess.CompletedProcess[str]:
+    (clone / "ci").mkdir()
+    shutil.copy(ROOT / "ci" / "setup.sh", clone / "ci")
+    command = ["sh", str(clone / "ci" / "setup.sh")]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": python}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def fake_python(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("script", ["exit 1", "echo no such version >&2; exit 127"])
+def test_an_unfit_python_is_refused(tmp_path, script):
+    done = set_up(tmp_path, str(fake_python(tmp_path / "bin" / "python3.9", script)))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "found no Python 3.11, 3.12 or 3.13" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_a_venv_of_another_python_is_refused(tmp_path):
+    fake_python(tmp_path / ".venv" / "bin" / "python", "exit 1")
+    done = set_up(tmp_path, "python3")
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == "setup: the Python in .venv is not 3.11, 3.12 or 3.13; remove .venv and run make again\n"
+    )
