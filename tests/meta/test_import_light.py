@@ -36,7 +36,9 @@ def test_import_loads_nothing_heavy():
     assert not set(HEAVY) & set(loaded)
 
 
-@pytest.mark.parametrize("module", ["mask", "layout", "tiles", "moves", "plan"])
+@pytest.mark.parametrize(
+    "module", ["mask", "layout", "tiles", "moves", "plan", "cost", "verify", "strategies.registry"]
+)
 def test_planning_needs_no_torch(module):
     # None in sys.modules makes an import of that name fail, also one of a submodule.
     run_python(f"import sys\nsys.modules.update(dict.fromkeys({HEAVY}))\nimport burst_portable.{module}\n")

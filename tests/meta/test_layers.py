@@ -38,6 +38,7 @@ CAPABILITY = "ask a capability, not a vendor"
 # of the source is the one to be named; the other side of each import is planted too.
 VIOLATIONS = {
     "lower imports higher": ("executor.py", "from burst_portable.api import attention", HIGHER),
+    "several names": ("mesh.py", "from burst_portable.api import attention, merge", HIGHER),
     "relative": ("kernels/contract.py", "from ..mesh import Mesh", HIGHER),
     "relative to a package": ("comm/__init__.py", "from .. import autograd", HIGHER),
     "inside a function": ("runtime.py", "def f():\n    import burst_portable.api", HIGHER),
@@ -58,6 +59,9 @@ VIOLATIONS = {
     "tiles sees numerics": ("tiles.py", "from burst_portable.numerics import merge", PURE),
     "moves sees mesh": ("moves.py", "from burst_portable.mesh import Mesh", PURE),
     "plan sees runtime": ("plan.py", "from burst_portable import runtime", PURE),
+    "strategy sees comm": ("strategies/ring.py", "from burst_portable.comm import base", PURE),
+    "strategy sees torch": ("strategies/ring.py", "import torch", PURE),
+    "plan sees strategies": ("plan.py", "from burst_portable.strategies import registry", HIGHER),
     "api sees the profiler": ("api.py", "import burst_portable.profiling.session", "nothing of the profiler"),
     "runtime sees the profiler": ("runtime.py", "from .profiling import session", "nothing of the profiler"),
     "vendor sees plan": ("backends/cuda/backend.py", "from burst_portable import plan", VENDOR),
@@ -86,6 +90,7 @@ VIOLATIONS = {
 }
 OTHER_SIDES = (
     *("api", "mesh", "autograd", "plan", "numerics", "runtime", "profiling/__init__", "profiling/session"),
+    *("comm/base", "strategies/__init__", "strategies/registry"),
     *("backends/__init__", "backends/registry", "backends/cuda/__init__", "backends/cuda/backend"),
 )
 
