@@ -1,0 +1,51 @@
+"""The public names, pinned: to add, rename or drop one is a decision, and shows in a diff of this file."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import types
+
+import pytest
+
+import burst_portable
+
+PUBLIC = [
+    "Layout",
+    "Mask",
+    "Mesh",
+    "Region",
+    "Segment",
+    "__version__",
+    "attention",
+    "local_mesh",
+    "merge",
+    "partial_attention",
+    "plan",
+    "positions",
+    "shard",
+    "shard_batch",
+    "unshard",
+]
+
+
+def test_the_public_names():
+    assert sorted(burst_portable.__all__) == PUBLIC
+
+
+def test_dir_lists_them():
+    assert set(PUBLIC) <= set(dir(burst_portable))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_is_no_module(name):
+    """Importing a submodule sets its name on the package, and hides a lazy public name that is spelt alike."""
+    for module in pkgutil.iter_modules(burst_portable.__path__):
+        if module.name == name:
+            importlib.import_module(f"burst_portable.{name}")
+    assert not isinstance(getattr(burst_portable, name), types.ModuleType)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="atention"):
+        burst_portable.atention  # noqa: B018  # the access is what is tested
