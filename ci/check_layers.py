@@ -25,11 +25,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mask", "layout"),
     ("tiles", "moves"),
     ("plan",),
+    ("packets",),
     ("cost", "verify"),
-    ("backends.base", "kernels"),
+    (
+        "backends.base",
+        "comm.base",
+        "kernels",
+    ),  # the contracts: a backend names its kernels and its transports
     ("comm", "backends.registry", "backends"),
     ("mesh", "runtime"),
-    ("executor", "strategies"),
+    ("executor", "reshard", "strategies"),
     ("autograd",),
     ("api", ""),  # "" is burst_portable/__init__.py, which hands out the names of api
     ("profiling",),
@@ -39,7 +44,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A plan is made, printed and checked where there is no torch and no process group.
-PURE = ("errors", "config", "mask", "layout", "tiles", "moves", "plan", "cost", "verify", "strategies")
+PURE = (
+    *("errors", "config", "mask", "layout", "tiles", "moves", "plan"),
+    *("packets", "cost", "verify", "strategies"),
+)
 PURE_NEVER = ("torch", "numpy", "triton", "transformers")
 
 # The profiler installs itself through runtime; hot code knows nothing of it.

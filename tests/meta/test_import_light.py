@@ -37,7 +37,7 @@ def test_import_loads_nothing_heavy():
 
 
 @pytest.mark.parametrize(
-    "module", ["mask", "layout", "tiles", "moves", "plan", "cost", "verify", "strategies.registry"]
+    "module", ["mask", "layout", "tiles", "moves", "plan", "packets", "cost", "verify", "strategies.registry"]
 )
 def test_planning_needs_no_torch(module):
     # None in sys.modules makes an import of that name fail, also one of a submodule.

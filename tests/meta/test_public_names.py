@@ -39,7 +39,7 @@ def test_dir_lists_them():
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_is_no_module(name):
-    """Importing a submodule sets its name on the package, and hides a lazy public name that is spelt alike."""
+    """Importing a submodule sets its name on the package, and hides a lazy public name spelt alike."""
     for module in pkgutil.iter_modules(burst_portable.__path__):
         if module.name == name:
             importlib.import_module(f"burst_portable.{name}")
