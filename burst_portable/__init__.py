@@ -1,3 +1,65 @@
-"""Exact attention over a sequence that no single device can hold."""
+"""Exact attention over a sequence that no single device can hold, on every vendor's devices.
+
+>>> import torch, burst_portable as bp
+>>> q, k, v = (torch.randn(1, 128, 8, 64) for _ in range(3))
+>>> bp.attention(q, k, v, mask="causal").shape
+torch.Size([1, 128, 8, 64])
+
+Importing this package imports nothing else: names load what they need when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "attention": "api",
+    "partial_attention": "api",
+    "plan": "api",
+    "positions": "api",
+    "shard": "api",
+    "shard_batch": "api",
+    "unshard": "api",
+    "merge": "numerics",
+    "Mask": "mask",
+    "Region": "mask",
+    "Layout": "layout",
+    "Segment": "layout",
+    "make_layout": "layout",
+    "Mesh": "mesh",
+    "run_local": "mesh",
+    "make_strategy": "strategies.registry",
+    "BurstError": "errors",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]
+
+if TYPE_CHECKING:
+    from burst_portable.api import attention as attention
+    from burst_portable.api import partial_attention as partial_attention
+    from burst_portable.api import plan as plan
+    from burst_portable.api import positions as positions
+    from burst_portable.api import shard as shard
+    from burst_portable.api import shard_batch as shard_batch
+    from burst_portable.api import unshard as unshard
+    from burst_portable.errors import BurstError as BurstError
+    from burst_portable.layout import Layout as Layout
+    from burst_portable.layout import Segment as Segment
+    from burst_portable.layout import make_layout as make_layout
+    from burst_portable.mask import Mask as Mask
+    from burst_portable.mask import Region as Region
+    from burst_portable.mesh import Mesh as Mesh
+    from burst_portable.mesh import run_local as run_local
+    from burst_portable.numerics import merge as merge
+    from burst_portable.strategies.registry import make_strategy as make_strategy
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'burst_portable' has no attribute {name!r}")
+    return getattr(import_module(f"burst_portable.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -95,5 +95,10 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameEr
     near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else None
     return UnknownNameError(
-        explain(f"unknown {kind}", got=repr(name), allowed=", ".join(known) or "none is registered", next_step=hint)
+        explain(
+            f"unknown {kind}",
+            got=repr(name),
+            allowed=", ".join(known) or "none is registered",
+            next_step=hint,
+        )
     )

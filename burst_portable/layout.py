@@ -90,9 +90,7 @@ def zigzag(length: int, ranks: int) -> Layout:
     return Layout(
         "zigzag",
         length,
-        tuple(
-            _merged([_chunk(length, pieces, r), _chunk(length, pieces, pieces - 1 - r)]) for r in range(ranks)
-        ),
+        tuple(_merged([_chunk(length, pieces, r), _chunk(length, pieces, pieces - 1 - r)]) for r in range(ranks)),
     )
 
 

@@ -174,7 +174,8 @@ class Mask:
         """The first `prefix` tokens are seen by all; the rest is causal."""
         _at_least(1, prefix=prefix)
         return cls(
-            (Region(0, UNBOUNDED, 0, prefix), Region(prefix, UNBOUNDED, prefix, UNBOUNDED, lo=0)), f"prefix:{prefix}"
+            (Region(0, UNBOUNDED, 0, prefix), Region(prefix, UNBOUNDED, prefix, UNBOUNDED, lo=0)),
+            f"prefix:{prefix}",
         )
 
     @classmethod

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("numerics",),
     ("mask", "layout"),
     ("tiles", "moves"),
-    ("plan",),
+    ("plans",),
     ("packets",),
     ("cost", "verify"),
     (
@@ -45,7 +45,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
-    *("errors", "config", "mask", "layout", "tiles", "moves", "plan"),
+    *("errors", "config", "mask", "layout", "tiles", "moves", "plans"),
     *("packets", "cost", "verify", "strategies"),
 )
 PURE_NEVER = ("torch", "numpy", "triton", "transformers")
@@ -54,7 +54,7 @@ PURE_NEVER = ("torch", "numpy", "triton", "transformers")
 KNOW_NO_PROFILER = {"api", "runtime"}
 
 # backends/<vendor>/ sees the contract and the tools that it is made of, nothing of who calls it.
-VENDOR_MAY_IMPORT = ("backends.base", "kernels", "comm", "numerics", "errors")
+VENDOR_MAY_IMPORT = ("backends.base", "kernels", "comm", "numerics", "tiles", "errors")
 SHARED_BACKEND_MODULES = {"base", "registry"}
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
@@ -196,9 +196,7 @@ def check_environment(source: Source) -> Iterator[Violation]:
                 continue
         for name in names:
             what = f"{dotted(source.module)} uses os.{name}"
-            yield Violation(
-                source.path, node.lineno, what, "environment variables are read in config.py alone"
-            )
+            yield Violation(source.path, node.lineno, what, "environment variables are read in config.py alone")
 
 
 def vendor_word(node: ast.AST) -> str | None:
@@ -217,9 +215,7 @@ def check_vendor_names(source: Source) -> Iterator[Violation]:
         found: list[tuple[int, str]] = []
         match node:
             case ast.Compare(left=left, comparators=others):
-                literals = [
-                    side for side in (left, *others) if not isinstance(side, ast.Call | ast.Subscript)
-                ]
+                literals = [side for side in (left, *others) if not isinstance(side, ast.Call | ast.Subscript)]
                 words = (vendor_word(side) for side in literals)
                 found = [(node.lineno, f"compares with {word!r}") for word in words if word]
             case ast.Call(func=ast.Attribute(attr="startswith"), args=[argument, *_]):
@@ -231,9 +227,7 @@ def check_vendor_names(source: Source) -> Iterator[Violation]:
             case ast.Attribute(attr=attr) if attr in VENDOR_FLAGS:
                 found = [(node.lineno, f"asks .{attr}")]
         for line, what in found:
-            yield Violation(
-                source.path, line, f"{dotted(source.module)} {what}", "ask a capability, not a vendor"
-            )
+            yield Violation(source.path, line, f"{dotted(source.module)} {what}", "ask a capability, not a vendor")
 
 
 def check(package: Path) -> list[Violation]:
@@ -243,9 +237,7 @@ def check(package: Path) -> list[Violation]:
     for source in sources:
         if source.module and layer(source.module) is None:
             what = f"{dotted(source.module)} has no layer"
-            violations.append(
-                Violation(source.path, 1, what, "every module stands in LAYERS of ci/check_layers.py")
-            )
+            violations.append(Violation(source.path, 1, what, "every module stands in LAYERS of ci/check_layers.py"))
         violations += check_imports(source, modules)
         violations += check_environment(source)
         violations += check_vendor_names(source)

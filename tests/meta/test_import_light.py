@@ -29,15 +29,13 @@ def run_python(source: str) -> str:
 
 
 def test_import_loads_nothing_heavy():
-    loaded = json.loads(
-        run_python("import burst_portable, json, sys; print(json.dumps(sorted(sys.modules)))")
-    )
+    loaded = json.loads(run_python("import burst_portable, json, sys; print(json.dumps(sorted(sys.modules)))"))
     assert "burst_portable" in loaded
     assert not set(HEAVY) & set(loaded)
 
 
 @pytest.mark.parametrize(
-    "module", ["mask", "layout", "tiles", "moves", "plan", "packets", "cost", "verify", "strategies.registry"]
+    "module", ["mask", "layout", "tiles", "moves", "plans", "packets", "cost", "verify", "strategies.registry"]
 )
 def test_planning_needs_no_torch(module):
     # None in sys.modules makes an import of that name fail, also one of a submodule.

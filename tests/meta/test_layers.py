@@ -45,7 +45,7 @@ VIOLATIONS = {
     "inside a function": ("runtime.py", "def f():\n    import burst_portable.api", HIGHER),
     "by a literal name": (
         "numerics.py",
-        "import importlib\nimportlib.import_module('burst_portable.plan')",
+        "import importlib\nimportlib.import_module('burst_portable.plans')",
         HIGHER,
     ),
     "for types only": (
@@ -55,17 +55,17 @@ VIOLATIONS = {
     ),
     "mask sees torch": ("mask.py", "import torch.nn.functional as F", PURE),
     "layout sees torch": ("layout.py", "def f():\n    from torch import Tensor", PURE),
-    "plan sees numpy": ("plan.py", "import numpy", PURE),
+    "plans sees numpy": ("plans.py", "import numpy", PURE),
     "config sees torch": ("config.py", "import torch", PURE),
     "tiles sees numerics": ("tiles.py", "from burst_portable.numerics import merge", PURE),
     "moves sees mesh": ("moves.py", "from burst_portable.mesh import Mesh", PURE),
-    "plan sees runtime": ("plan.py", "from burst_portable import runtime", PURE),
+    "plans sees runtime": ("plans.py", "from burst_portable import runtime", PURE),
     "strategy sees comm": ("strategies/ring.py", "from burst_portable.comm import base", PURE),
     "strategy sees torch": ("strategies/ring.py", "import torch", PURE),
-    "plan sees strategies": ("plan.py", "from burst_portable.strategies import registry", HIGHER),
+    "plans sees strategies": ("plans.py", "from burst_portable.strategies import registry", HIGHER),
     "api sees the profiler": ("api.py", "import burst_portable.profiling.session", "nothing of the profiler"),
     "runtime sees the profiler": ("runtime.py", "from .profiling import session", "nothing of the profiler"),
-    "vendor sees plan": ("backends/cuda/backend.py", "from burst_portable import plan", VENDOR),
+    "vendor sees plans": ("backends/cuda/backend.py", "from burst_portable import plans", VENDOR),
     "vendor sees registry": ("backends/cuda/__init__.py", "from .. import registry", VENDOR),
     "vendor sees a vendor": ("backends/rocm/__init__.py", "from burst_portable.backends import cuda", LOADED),
     "registry sees a vendor": (
@@ -90,7 +90,7 @@ VIOLATIONS = {
     "no layer": ("helpers.py", "", "every module stands in LAYERS"),
 }
 OTHER_SIDES = (
-    *("api", "mesh", "autograd", "plan", "numerics", "runtime", "profiling/__init__", "profiling/session"),
+    *("api", "mesh", "autograd", "plans", "numerics", "runtime", "profiling/__init__", "profiling/session"),
     *("comm/base", "comm/local", "strategies/__init__", "strategies/registry"),
     *("backends/__init__", "backends/registry", "backends/cuda/__init__", "backends/cuda/backend"),
 )

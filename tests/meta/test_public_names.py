@@ -11,6 +11,7 @@ import pytest
 import burst_portable
 
 PUBLIC = [
+    "BurstError",
     "Layout",
     "Mask",
     "Mesh",
@@ -18,11 +19,13 @@ PUBLIC = [
     "Segment",
     "__version__",
     "attention",
-    "local_mesh",
+    "make_layout",
+    "make_strategy",
     "merge",
     "partial_attention",
     "plan",
     "positions",
+    "run_local",
     "shard",
     "shard_batch",
     "unshard",

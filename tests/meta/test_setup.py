@@ -39,7 +39,4 @@ def test_a_venv_of_another_python_is_refused(tmp_path):
     fake_python(tmp_path / ".venv" / "bin" / "python", "exit 1")
     done = set_up(tmp_path, "python3")
     assert done.returncode == 1
-    assert (
-        done.stderr
-        == "setup: the Python in .venv is not 3.11, 3.12 or 3.13; remove .venv and run make again\n"
-    )
+    assert done.stderr == "setup: the Python in .venv is not 3.11, 3.12 or 3.13; remove .venv and run make again\n"

@@ -1,0 +1,110 @@
+"""The one autograd.Function. What a call needs (plan, runtime, options) is settled in forward and kept for backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from burst_portable import numerics
+from burst_portable.executor import run_backward, run_forward
+from burst_portable.kernels.contract import Options
+from burst_portable.plans import Plan
+from burst_portable.reshard import heads_of, to_heads, to_sequence
+from burst_portable.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Everything about an attention but its tensors."""
+
+    plan: Plan
+    runtime: Runtime
+    options: Options
+
+    @property
+    def rank(self) -> int:
+        """This rank in the plan's passes: after a reshard each rank has a plan of its own."""
+        return 0 if self.plan.reshard else self.runtime.transport.rank
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out in q's dtype, LSE) of tensors that are sharded as the plan's passes want them."""
+    state = run_forward(call.plan.forward, call.rank, call.runtime, call.options, q, k, v)
+    if sinks is not None:
+        numerics.add_sinks(state, sinks)
+    return state[0].to(q.dtype), state[1]
+
+
+class Attention(torch.autograd.Function):
+    """Distributed attention with its gradients. Differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+        problem, transport = call.plan.problem, call.runtime.transport
+        if call.plan.reshard:
+            q, k, v = (to_heads(x, problem.q_layout, transport) for x in (q, k, v))
+            sinks = sinks[heads_of(transport.rank, transport.size, problem.heads)] if sinks is not None else None
+        out, lse = forward(call, q, k, v, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.call = call
+        if call.plan.reshard:
+            out = to_sequence(out, problem.q_layout, transport, problem.heads)
+            rows = lse.transpose(1, 2).unsqueeze(-1).contiguous()
+            lse = to_sequence(rows, problem.q_layout, transport, problem.heads).squeeze(-1).transpose(1, 2)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        problem, transport = call.plan.problem, call.runtime.transport
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        if dout is None:  # a rank whose result nobody used still takes part: others wait for it
+            dout = torch.zeros_like(out) if not call.plan.reshard else None
+        if call.plan.reshard:
+            shape = (q.shape[0], problem.q_layout.count(transport.rank), problem.heads, v.shape[-1])
+            dout = q.new_zeros(shape) if dout is None else dout
+            dout = to_heads(dout, problem.q_layout, transport)
+        assert dout is not None
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        delta = numerics.row_delta(dout, out)
+        part = call.plan.backward
+        grads = run_backward(part, call.rank, call.runtime, call.options, dout, q, k, v, lse, delta)
+        dsinks = None
+        if sinks is not None:
+            dsinks = numerics.sinks_gradient(sinks, lse, delta)
+        if call.plan.reshard:
+            grads, dsinks = _home(grads, dsinks, call, q.dtype)
+        dq, dk, dv = (g.to(q.dtype) for g in grads)
+        return dq, dk, dv, dsinks, None
+
+
+def _home(
+    grads: tuple[Tensor, Tensor, Tensor], dsinks: Tensor | None, call: Call, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """Gradients of head shards, back to sequence shards."""
+    problem, transport = call.plan.problem, call.runtime.transport
+    layout, shared = problem.q_layout, problem.kv_heads < transport.size
+    dq = to_sequence(grads[0].to(dtype), layout, transport, problem.heads)
+    # Ranks that share a K/V head add up their gradients of it, in the accumulation dtype.
+    dk, dv = (to_sequence(g if shared else g.to(dtype), layout, transport, problem.kv_heads) for g in grads[1:])
+    if dsinks is not None:
+        every = dsinks.new_zeros(problem.heads)
+        every[heads_of(transport.rank, transport.size, problem.heads)] = dsinks
+        dsinks = every
+    return (dq, dk, dv), dsinks
+
+
+def apply(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention with gradients where any are wanted, and nothing kept where none are."""
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    if wanted or call.plan.reshard:
+        result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
+        return result
+    return forward(call, q, k, v, sinks)

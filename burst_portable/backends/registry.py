@@ -1,0 +1,89 @@
+"""Backends by name, from entry points: in this tree or in somebody else's package.
+
+Nothing is imported before it is asked for. The backends of this tree are listed here as well, so that they are
+found when it runs from a checkout that was not installed.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from burst_portable.backends.base import Backend
+from burst_portable.errors import BackendUnavailableError, UnsupportedError, explain, unknown_name
+from burst_portable.kernels.contract import Kernel, Problem
+
+GROUP = "burst_portable.backends"
+_OURS = {"cpu": "burst_portable.backends.cpu:backend"}
+
+
+def known() -> dict[str, str]:
+    """Every backend's name, and where it comes from (``module:attribute``)."""
+    return {**_OURS, **{point.name: point.value for point in entry_points(group=GROUP)}}
+
+
+@lru_cache(maxsize=32)
+def load(name: str) -> Backend:
+    """The backend of that name.
+
+    Raises `UnknownNameError` for a name that is none, `BackendUnavailableError` for one that fails to import.
+    """
+    table = known()
+    if name not in table:
+        raise unknown_name("backend", name, table)
+    module, _, attribute = table[name].partition(":")
+    try:
+        backend: Backend = getattr(import_module(module), attribute)
+    except ImportError as error:
+        raise BackendUnavailableError(
+            explain(f"the backend {name!r} fails to import", got=error, next_step=f"mend or remove {module}")
+        ) from error
+    return backend
+
+
+@lru_cache(maxsize=32)
+def for_device(device_type: str) -> Backend:
+    """The backend whose tensors these are, among those that can run here.
+
+    Raises `UnsupportedError` when there is none.
+    """
+    reasons = []
+    for name in known():
+        backend = load(name)
+        if backend.capabilities.device_type != device_type:
+            continue
+        probe = backend.probe()
+        if probe.ok:
+            return backend
+        reasons.append(f"{name}: {probe.reason}")
+    raise UnsupportedError(
+        explain(
+            f"no backend for tensors on {device_type!r}",
+            got="; ".join(reasons) or "none is registered for it",
+            allowed=", ".join(known()),
+            next_step="run `burst-portable doctor`",
+        )
+    )
+
+
+def choose_kernel(backend: Backend, problem: Problem, named: str = "auto") -> tuple[Kernel, str]:
+    """The kernel for a problem, and why: the one named, or the first in the backend's order that serves it.
+
+    Raises `UnknownNameError`, or `UnsupportedError` with every reason.
+    """
+    kernels = {kernel.name: kernel for kernel in backend.kernels()}
+    if named != "auto":
+        if named not in kernels:
+            raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
+        kernels = {named: kernels[named]}
+    reasons = []
+    for kernel in kernels.values():
+        support = kernel.supports(problem)
+        if support.ok:
+            why = "named" if named != "auto" else "; ".join(["first that serves it", *reasons])
+            return kernel, why
+        reasons.append(f"not {kernel.name}: {support.reason}")
+    raise UnsupportedError(
+        explain(f"no kernel of the backend {backend.name!r} serves this call", got="; ".join(reasons))
+    )

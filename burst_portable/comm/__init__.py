@@ -1,0 +1,1 @@
+"""Transports: move buffers between ranks. `base` says what one is; `local` runs ranks as threads."""

@@ -1,0 +1,72 @@
+"""What a transport is: it moves byte buffers between the ranks of one group, and returns handles.
+
+Both ends post matching moves in the same order; nothing is looked up by name, no transport has state of its own
+that two groups share, and none depends on what another rank has cached.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Handle(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Return when the buffer may be used (on a device: when work issued from now on may use it).
+
+        Raises a `CommunicationError` that names the peer when the transfer failed or came too late.
+        """
+
+
+class Message(NamedTuple):
+    """One contiguous uint8 buffer, and the rank that it goes to or comes from."""
+
+    buffer: Tensor
+    peer: int
+
+
+class Transport(ABC):
+    """The ranks of one group, as seen from one of them."""
+
+    name: str
+    rank: int
+    size: int
+
+    @abstractmethod
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
+    ) -> tuple[list[Handle], list[Handle]]:
+        """Start all of them at once; handles of the sends and of the receives, in order.
+
+        A buffer that is sent must stay unchanged, and one that is received into untouched, until its handle has
+        been waited for. `label` names the step in errors.
+        """
+
+    def buffer(self, size: int, device: torch.device) -> Tensor:
+        """A fresh message buffer of so many bytes, which this transport can send from and receive into."""
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
+        """sends[r] goes to rank r, receives[r] comes from it; uint8, any sizes; returns when all have arrived."""
+        receives[self.rank].copy_(sends[self.rank])
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        handles = self.post(
+            [Message(sends[r], r) for r in others if sends[r].numel()],
+            [Message(receives[r], r) for r in reversed(others) if receives[r].numel()],
+            label,
+        )
+        for handle in (*handles[1], *handles[0]):
+            handle.wait()
+
+    def all_gather(self, send: Tensor, receives: Sequence[Tensor], label: str = "all_gather") -> None:
+        """receives[r] is what rank r sent; uint8, any sizes; returns when all have arrived."""
+        self.all_to_all([send] * self.size, receives, label)
+
+    def close(self) -> None:  # noqa: B027  (most transports hold nothing)
+        """Let go of what this transport holds."""

@@ -1,0 +1,154 @@
+"""What a plan costs: bytes, FLOPs, launches, memory and predicted time, from the plan alone.
+
+FLOPs count exact mask area: forward 2·area·H·(D + Dv), backward 2·area·H·(3·D + 2·Dv), which for Dv = D is the
+field's 4·area·H·D and 2.5 times that. The time is a simulation of one rank's compute and link, each busy with one
+thing at a time; it knows no contention and no slow neighbour, so it ranks plans rather than promising seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from burst_portable.moves import Move
+from burst_portable.packets import message_size
+from burst_portable.plans import PASSES, PassName, Plan, Problem, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine does: matrix TFLOP/s a rank, GB/s a rank in each direction, and fixed costs in seconds."""
+
+    tflops: float
+    gbps: float
+    hop_latency: float = 20e-6
+    launch_latency: float = 10e-6
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """One rank's share of one pass."""
+
+    flops: int
+    sent: int
+    received: int
+    hops: int
+    launches: int
+    tiles: int
+    blocks_held: int
+    """Bytes of the largest set of foreign blocks held at once, those on their way included."""
+    seconds: float
+
+
+def pass_flops(problem: Problem, pass_name: PassName, area: int) -> int:
+    """FLOPs of a pass over `area` pairs of every head."""
+    d, dv = problem.head_dim, problem.value_dim
+    return 2 * area * problem.heads * problem.batch * ((d + dv) if pass_name == "forward" else (3 * d + 2 * dv))
+
+
+def reshard_bytes(problem: Problem, pass_name: PassName, rank: int) -> int:
+    """Bytes that a rank sends to change from sequence shards to head shards and back (Ulysses)."""
+    ranks, rows = problem.ranks, problem.q_layout.count(rank)
+    others = problem.q_layout.length - rows
+    q_heads, kv_heads = problem.heads // ranks, max(1, problem.kv_heads // ranks)
+    d, dv = problem.head_dim, problem.value_dim
+    # There: my rows, for every other rank's heads. Back: everybody else's rows, of my heads.
+    data, wide = problem.itemsize, max(problem.itemsize, 4)
+    if pass_name == "forward":
+        there, back = data * (q_heads * d + kv_heads * (d + dv)), data * q_heads * dv
+    else:
+        # Gradients of K/V heads that ranks share are summed, so they come back in the accumulation dtype.
+        gradients = wide if problem.kv_heads < ranks else data
+        there, back = data * q_heads * dv, data * q_heads * d + gradients * kv_heads * (d + dv)
+    return problem.batch * (rows * (ranks - 1) * there + others * back)
+
+
+def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassCost:
+    """The cost of one pass on one rank."""
+    part = plan.forward if pass_name == "forward" else plan.backward
+    steps = part.rank(0 if plan.reshard else rank)
+
+    def size(move: Move) -> int:
+        return message_size(part.problem, move, backward=pass_name == "backward")
+
+    flops = [pass_flops(part.problem, pass_name, s.compute.tiles.area) if s.compute else 0 for s in steps]
+    sent = sum(size(m) for s in steps for m in (*s.sends, *s.result_sends))
+    received = sum(size(m) for s in steps for m in (*s.receives, *s.result_receives))
+    reshard = reshard_bytes(plan.problem, pass_name, rank) if plan.reshard else 0
+    hops = sum(len(s.receives) + len(s.result_receives) for s in steps) + (2 if reshard else 0)
+    inbound = [sum(map(size, s.receives)) for s in steps]
+    results = [sum(map(size, s.result_receives)) for s in steps]
+    seconds = _simulated(steps, flops, inbound, results, rates)
+    return PassCost(
+        flops=sum(flops),
+        sent=sent + reshard,
+        received=received + reshard,
+        hops=hops,
+        launches=sum(s.compute is not None for s in steps),
+        tiles=sum(len(s.compute.tiles) for s in steps if s.compute),
+        blocks_held=_most_held(steps, size),
+        seconds=seconds + (reshard / (rates.gbps * 1e9) + 2 * rates.hop_latency if reshard else 0.0),
+    )
+
+
+def _simulated(
+    steps: Sequence[Step], flops: Sequence[int], inbound: Sequence[int], results: Sequence[int], rates: Rates
+) -> float:
+    """Seconds of one rank: its compute stream and its link, each doing one thing at a time."""
+    compute_free = link_free = 0.0
+    arrives: dict[Move, float] = {}
+
+    def receive(moves: Sequence[Move], size: int, now: float) -> None:
+        nonlocal link_free
+        if moves:
+            link_free = max(link_free, now) + rates.hop_latency + size / (rates.gbps * 1e9)
+            arrives.update(dict.fromkeys(moves, link_free))
+
+    for index, step in enumerate(steps):
+        ready = max([compute_free, *(arrives.get(m, 0.0) for m in step.arrivals)])
+        receive(step.receives, inbound[index], ready)
+        if step.compute:
+            compute_free = ready + rates.launch_latency + flops[index] / (rates.tflops * 1e12)
+        compute_free = max([compute_free, *(arrives.get(m, 0.0) for m in step.result_arrivals)])
+        receive(step.result_receives, results[index], compute_free)
+    return max(compute_free, link_free)
+
+
+def _most_held(steps: Sequence[Step], size: Callable[[Move], int]) -> int:
+    held: dict[int, int] = {}
+    most = 0
+    for step in steps:
+        held.update({m.owner: size(m) for m in step.receives})
+        most = max(most, sum(held.values()))
+        for owner in step.released:
+            held.pop(owner, None)
+    return most
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCost:
+    """A plan's cost over a set of ranks: the slowest rank counts, the mean tells the balance."""
+
+    ranks: tuple[int, ...]
+    per_rank: dict[PassName, tuple[PassCost, ...]]
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds, forward and backward, of the slowest rank in each."""
+        return sum(max(c.seconds for c in costs) for costs in self.per_rank.values())
+
+    @property
+    def sent(self) -> int:
+        """Bytes sent by the rank that sends most, both passes."""
+        return max(sum(costs[i].sent for costs in self.per_rank.values()) for i in range(len(self.ranks)))
+
+    def imbalance(self, pass_name: PassName = "forward") -> float:
+        """Largest over mean FLOPs of a rank."""
+        flops = [c.flops for c in self.per_rank[pass_name]]
+        return max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0
+
+
+def plan_cost(plan: Plan, rates: Rates, ranks: Sequence[int] | None = None) -> PlanCost:
+    """The cost of a plan, over all ranks or those given."""
+    chosen = tuple(range(plan.problem.ranks) if ranks is None else ranks)
+    return PlanCost(chosen, {name: tuple(rank_cost(plan, name, r, rates) for r in chosen) for name in PASSES})

@@ -1,0 +1,215 @@
+"""Runs one rank's part of a plan: the only loop over steps that there is, whatever the strategy.
+
+::
+
+    for each step:  what arrives   ->   send on, receive ahead   ->   compute   ->   gradients after their block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from burst_portable.comm.base import Handle
+from burst_portable.kernels.contract import Gradients, Options
+from burst_portable.moves import Move
+from burst_portable.numerics import State, accumulation_dtype, empty_state
+from burst_portable.packets import Field, fields, message_size
+from burst_portable.plans import PassPlan, Step
+from burst_portable.runtime import Runtime
+
+Views = tuple[Tensor, ...]
+
+
+def run_forward(
+    part: PassPlan, rank: int, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor
+) -> State:
+    """(out, LSE) of this rank's queries, in the accumulation dtype."""
+    blocks = _Exchange(part, rank, runtime, (k, v), q.dtype, backward=False)
+    state: State | None = None
+    for step in part.rank(rank):
+        blocks.begin(step)
+        if step.compute:
+            keys, values = blocks.use(step.compute.k_owner)
+            state = runtime.attend(step.compute, q, keys, values, options, state)
+        blocks.end(step)
+    blocks.finish()
+    return empty_state(q, v.shape[-1]) if state is None else state
+
+
+def run_backward(
+    part: PassPlan,
+    rank: int,
+    runtime: Runtime,
+    options: Options,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+) -> Gradients:
+    """(dq, dk, dv) of this rank's shard, in the accumulation dtype. LSE and delta are global."""
+    dq, dk, dv = (torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v))
+    travels_kv = part.side == "kv"
+    own_block, own_gradients = ((k, v), (dk, dv)) if travels_kv else ((q, dout, lse, delta), (dq,))
+    blocks = _Exchange(part, rank, runtime, own_block, q.dtype, backward=True)
+    results = _Results(blocks, own_gradients)
+    for step in part.rank(rank):
+        blocks.begin(step)
+        if compute := step.compute:
+            owner = compute.k_owner if travels_kv else compute.q_owner
+            block, gradients = blocks.use(owner), results.accumulators(owner)
+            queries: Views
+            if travels_kv:
+                (keys, values), queries, into = block, (q, dout, lse, delta), (dq, *gradients)
+            else:
+                (keys, values), queries, into = (k, v), block, (*gradients, dk, dv)
+            runtime.attend_backward(compute, queries, keys, values, options, into)
+        results.end(step)
+        blocks.end(step)
+    results.finish()
+    blocks.finish()
+    return dq, dk, dv
+
+
+class _Exchange:
+    """The blocks of one pass: this rank's own, and the foreign ones that are here or on their way."""
+
+    def __init__(
+        self,
+        part: PassPlan,
+        rank: int,
+        runtime: Runtime,
+        own: Views,
+        dtype: torch.dtype,
+        *,
+        backward: bool,
+    ) -> None:
+        self.part, self.rank, self.runtime, self.backward = part, rank, runtime, backward
+        self._own, self.dtype, self.device = own, dtype, own[0].device
+        self._arriving: dict[Move, tuple[Handle, Tensor]] = {}
+        self._held: dict[int, tuple[Tensor, Views]] = {}
+        self._packed: dict[tuple[int, int], Tensor] = {}
+        self._leaving: list[list[tuple[Handle, Tensor]]] = [[], []]  # of the step before, and of this one
+
+    def begin(self, step: Step) -> None:
+        """What this step needs has come; what later ones need is on its way."""
+        for move in step.arrivals:
+            buffer = self.take(move)
+            self._held[move.owner] = buffer, self.views(move, buffer)
+        self.post([(m, self._outgoing(m)) for m in step.sends], step.receives, step.index)
+
+    def use(self, owner: int) -> Views:
+        """The tensors of a block."""
+        return self._own if owner == self.rank else self._held[owner][1]
+
+    def end(self, step: Step) -> None:
+        """Let go of blocks that no later step uses, once what was sent a step ago has left."""
+        for handle, _ in self._leaving[0]:
+            handle.wait()
+        self._leaving = [self._leaving[1], []]
+        for owner in step.released:
+            del self._held[owner]
+
+    def finish(self) -> None:
+        """All that was sent has left."""
+        for handle, _ in (*self._leaving[0], *self._leaving[1]):
+            handle.wait()
+        self._leaving = [[], []]
+        assert not (self._held or self._arriving), "the plan leaves blocks behind"
+
+    def post(self, sends: list[tuple[Move, Tensor]], receives: Sequence[Move], step: int) -> None:
+        """Start moves."""
+        if not sends and not receives:
+            return
+        incoming = [(move, self.buffer(move)) for move in receives]
+        leaving, arriving = self.runtime.post(sends, incoming, step)
+        self._leaving[1] += [(handle, buffer) for handle, (_, buffer) in zip(leaving, sends, strict=True)]
+        for handle, (move, buffer) in zip(arriving, incoming, strict=True):
+            self._arriving[move] = handle, buffer
+
+    def take(self, move: Move) -> Tensor:
+        """The message of a move that has been posted, when it has come."""
+        handle, buffer = self._arriving.pop(move)
+        handle.wait()
+        return buffer
+
+    def buffer(self, move: Move) -> Tensor:
+        """An empty message for a move."""
+        size = message_size(self.part.problem, move, backward=self.backward)
+        return self.runtime.transport.buffer(size, self.device)
+
+    def views(self, move: Move, buffer: Tensor) -> Views:
+        """The fields of a message as tensors."""
+        parts = fields(self.part.problem, move.side, result=move.result, backward=self.backward)
+        batch, rows = self.part.problem.batch, move.rows[1] - move.rows[0]
+        views, start = [], 0
+        for part in parts:
+            views.append(_view(part, buffer[start:], batch, rows, self.dtype))
+            start += part.size(batch, rows)
+        return tuple(views)
+
+    def _outgoing(self, move: Move) -> Tensor:
+        """The message for an input that leaves: a foreign block as it came, or rows of our own, packed once."""
+        if move.owner != self.rank:
+            return self._held[move.owner][0]
+        if move.rows not in self._packed:
+            self._packed[move.rows] = buffer = self.buffer(move)
+            for view, tensor in zip(self.views(move, buffer), self._own, strict=True):
+                view.copy_(rows_of(tensor, move.rows))
+        return self._packed[move.rows]
+
+
+class _Results:
+    """Gradients of the travelling side: our own, and those made here of foreign blocks."""
+
+    def __init__(self, blocks: _Exchange, own: Views) -> None:
+        self._blocks, self._own = blocks, own
+        self._made: dict[int, Tensor] = {}
+        results = [m for step in blocks.part.rank(blocks.rank) for m in step.result_sends]
+        self._sends = {m.owner: m for m in results}
+
+    def accumulators(self, owner: int) -> Views:
+        """Where the kernel adds the gradients of a block: fresh zeros for a foreign one."""
+        if owner == self._blocks.rank:
+            return self._own
+        move = self._sends[owner]
+        self._made[owner] = buffer = self._blocks.buffer(move)
+        buffer.zero_()
+        return self._blocks.views(move, buffer)
+
+    def end(self, step: Step) -> None:
+        """Add what came, and send on what is made."""
+        for move in step.result_arrivals:
+            self._add(move)
+        sends = [(m, self._made.pop(m.owner)) for m in step.result_sends]
+        self._blocks.post(sends, step.result_receives, step.index)
+
+    def finish(self) -> None:
+        assert not self._made, "every gradient of a foreign block has left"
+
+    def _add(self, move: Move) -> None:
+        came = self._blocks.views(move, self._blocks.take(move))
+        if move.owner == self._blocks.rank:
+            mine = tuple(rows_of(x, move.rows) for x in self._own)
+        else:
+            mine = self._blocks.views(self._sends[move.owner], self._made[move.owner])
+        for total, part in zip(mine, came, strict=True):
+            total += part
+
+
+def rows_of(tensor: Tensor, rows: tuple[int, int]) -> Tensor:
+    """Rows of ``[B, S, H, D]``, or of ``[B, H, S]``."""
+    return tensor[:, rows[0] : rows[1]] if tensor.dim() == 4 else tensor[:, :, rows[0] : rows[1]]
+
+
+def _view(part: Field, buffer: Tensor, batch: int, rows: int, dtype: torch.dtype) -> Tensor:
+    kind = dtype if part.itemsize == dtype.itemsize and part.dim is not None else accumulation_dtype(dtype)
+    shape = part.shape(batch, rows)
+    count = 1
+    for size in shape:
+        count *= size
+    return buffer[: count * part.itemsize].view(kind).view(shape)

@@ -1,0 +1,215 @@
+"""Moves: which rows of which tensors go from whom to whom, when they may leave, when they are needed.
+
+A block is one rank's shard of one side: its keys and values (``kv``) or its queries (``q``, in the backward pass
+with dO, LSE and delta). At step s, a rank holds one foreign block and computes with it. A `Route` says how each
+block gets to each rank that needs it, and how the gradients that were made of it get home::
+
+    ring          0 -> 1 -> 2 -> 3           a block goes from neighbour to neighbour, its gradients follow it
+    double_ring   0 -> 1    4 -> 5           rings inside nodes; the block for the next node leaves at the first
+                  |         ^                inner step, so that a whole inner round hides it
+                  +---------+                (BurstAttention, arXiv 2403.09347, section 3.2)
+    fetch         0 -> 1, 0 -> 2, 0 -> 3     each block straight from its owner, its gradients straight home
+
+A block is only sent to ranks whose mask needs it; where that breaks a chain, the owner sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from burst_portable.layout import Layout
+from burst_portable.mask import Mask
+from burst_portable.tiles import sees
+
+Side = Literal["kv", "q"]
+"""Which side of the attention travels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Rows of one block from one rank to another. Both post it at step `issue`; step `needed` waits for it.
+
+    An input (``result`` false) is posted before the computation of its step, once that step's own arrivals are
+    there. A result, the gradients of the block, is posted after it, and added after the computation of `needed`.
+    """
+
+    side: Side
+    owner: int
+    source: int
+    target: int
+    issue: int
+    needed: int
+    rows: tuple[int, int]
+    result: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name of its content, as traces and printed plans show it."""
+        return f"{'d' if self.result else ''}{self.side}{self.owner}"
+
+
+class Needs:
+    """Which rank needs whose block: the mask between a travelling block and what stays on a rank."""
+
+    def __init__(self, mask: Mask, q_layout: Layout, k_layout: Layout, side: Side) -> None:
+        self._mask, self._q, self._k, self._side = mask, q_layout, k_layout, side
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def __call__(self, owner: int, rank: int) -> bool:
+        """Whether `rank` computes with the block of `owner`."""
+        key = (owner, rank)
+        if key not in self._known:
+            queries, keys = (rank, owner) if self._side == "kv" else (owner, rank)
+            self._known[key] = sees(self._mask, self._q.shards[queries], self._k.shards[keys])
+        return self._known[key]
+
+    def any(self, owner: int, ranks: Sequence[int]) -> bool:
+        """Whether one of these ranks does."""
+        return any(self(owner, rank) for rank in ranks)
+
+
+class Route(Protocol):
+    """How blocks travel among ranks."""
+
+    @property
+    def name(self) -> str:
+        """As the command line and printed plans call it."""
+
+    @property
+    def trims(self) -> bool:
+        """Whether only the rows that the target needs are sent: nobody hands them on."""
+
+    def step(self, owner: int, rank: int) -> int:
+        """The step at which `rank` computes with the block of `owner`: 0 for its own."""
+
+    def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
+        """(source, issue) of the hop that brings the block of `owner` to `rank`; None if it need not come."""
+
+    def targets(self, owner: int, rank: int) -> Iterator[int]:
+        """The ranks that `rank` may have to hand the block of `owner` to."""
+
+    def departure(self, needs: Needs, owner: int, rank: int) -> int:
+        """Where `rank` sends its gradients of the block of `owner`: the next that adds to them, or home."""
+
+    def feeder(self, owner: int, rank: int) -> int | None:
+        """The neighbour that may send `rank` gradients of the block of `owner` to add to."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One ring over all ranks: RingAttention (arXiv 2310.01889), and the burst backward of BurstAttention."""
+
+    ranks: int
+    name: str = "ring"
+    trims: bool = False
+
+    def step(self, owner: int, rank: int) -> int:
+        return (rank - owner) % self.ranks
+
+    def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
+        if not needs(owner, rank):
+            return None
+        neighbour = (rank - 1) % self.ranks
+        unbroken = neighbour == owner or needs(owner, neighbour)
+        return neighbour if unbroken else owner, self.step(owner, rank) - 1
+
+    def targets(self, owner: int, rank: int) -> Iterator[int]:
+        if owner == rank:
+            yield from ((rank + distance) % self.ranks for distance in range(1, self.ranks))
+        elif (rank + 1) % self.ranks != owner:
+            yield (rank + 1) % self.ranks
+
+    def departure(self, needs: Needs, owner: int, rank: int) -> int:
+        neighbour = (rank + 1) % self.ranks
+        return neighbour if neighbour != owner and needs(owner, neighbour) else owner
+
+    def feeder(self, owner: int, rank: int) -> int | None:
+        neighbour = (rank - 1) % self.ranks
+        return neighbour if neighbour != owner else None
+
+
+@dataclass(frozen=True)
+class DoubleRing:
+    """Rings of `inner` ranks (a node), and an outer ring over the nodes that hides behind whole inner rounds.
+
+    A node takes part if one of its ranks needs the block; gradients are added up along a node's ring, and go home
+    once from each node.
+    """
+
+    ranks: int
+    inner: int
+    name: str = "double_ring"
+    trims: bool = False
+
+    def step(self, owner: int, rank: int) -> int:
+        nodes, turn = self._distance(owner, rank)
+        return nodes * self.inner + turn
+
+    def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
+        nodes, turn = self._distance(owner, rank)
+        node = rank // self.inner
+        if not needs.any(owner, self._members(node)):
+            return None
+        if turn:
+            return node * self.inner + (rank - 1) % self.inner, self.step(owner, rank) - 1
+        before = (node - 1) % self._nodes
+        unbroken = nodes == 1 or needs.any(owner, self._members(before))
+        return before * self.inner + rank % self.inner if unbroken else owner, self.step(owner, rank) - self.inner
+
+    def targets(self, owner: int, rank: int) -> Iterator[int]:
+        nodes, turn = self._distance(owner, rank)
+        node = rank // self.inner
+        if turn < self.inner - 1:
+            yield node * self.inner + (rank + 1) % self.inner
+        if owner == rank:
+            yield from ((rank + step * self.inner) % self.ranks for step in range(1, self._nodes))
+        elif turn == 0 and nodes < self._nodes - 1:
+            yield (rank + self.inner) % self.ranks
+
+    def departure(self, needs: Needs, owner: int, rank: int) -> int:
+        _, turn = self._distance(owner, rank)
+        neighbour = rank // self.inner * self.inner + (rank + 1) % self.inner
+        return neighbour if turn < self.inner - 1 and needs(owner, neighbour) else owner
+
+    def feeder(self, owner: int, rank: int) -> int | None:
+        _, turn = self._distance(owner, rank)
+        neighbour = rank // self.inner * self.inner + (rank - 1) % self.inner
+        return neighbour if turn and neighbour != owner else None
+
+    @property
+    def _nodes(self) -> int:
+        return self.ranks // self.inner
+
+    def _members(self, node: int) -> range:
+        return range(node * self.inner, (node + 1) * self.inner)
+
+    def _distance(self, owner: int, rank: int) -> tuple[int, int]:
+        """How many nodes, and how many ranks within the node's ring, the block is from its owner."""
+        return (rank // self.inner - owner // self.inner) % self._nodes, (rank - owner) % self.inner
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Straight from the owner, straight home; at each step every rank asks, and is asked by, one other."""
+
+    ranks: int
+    name: str = "fetch"
+    trims: bool = True
+
+    def step(self, owner: int, rank: int) -> int:
+        return (rank - owner) % self.ranks
+
+    def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
+        return (owner, self.step(owner, rank) - 1) if needs(owner, rank) else None
+
+    def targets(self, owner: int, rank: int) -> Iterator[int]:
+        if owner == rank:
+            yield from ((rank + distance) % self.ranks for distance in range(1, self.ranks))
+
+    def departure(self, needs: Needs, owner: int, rank: int) -> int:
+        return owner
+
+    def feeder(self, owner: int, rank: int) -> int | None:
+        return None

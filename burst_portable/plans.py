@@ -1,0 +1,244 @@
+"""Plans: everything that a distributed attention will do, as data, before a byte moves.
+
+A `Plan` holds for every rank and pass a tuple of steps; a step is what arrives, what leaves, and what is computed::
+
+    step 0   compute q1 x kv1 (own)     send kv1 -> 2     receive kv0 <- 0
+    step 1   compute q1 x kv0           send kv0 -> 2     receive kv3 <- 0
+    ...
+
+It needs no device and no torch: it can be made, printed, costed and verified for any number of ranks on any
+machine. A rank's part is made when it is asked for, so planning one rank of a thousand costs one rank's time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from burst_portable.layout import Layout
+from burst_portable.mask import Mask
+from burst_portable.moves import Move, Needs, Route, Side
+from burst_portable.tiles import Tiles, find_tiles
+
+PassName = Literal["forward", "backward"]
+PASSES: tuple[PassName, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is planned: the mask, who holds which positions, and the sizes that bytes and FLOPs follow from."""
+
+    mask: Mask
+    q_layout: Layout
+    k_layout: Layout
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    batch: int = 1
+    itemsize: int = 2
+
+    @property
+    def ranks(self) -> int:
+        return self.q_layout.ranks
+
+    @property
+    def area(self) -> int:
+        """(q, k) pairs of one head, over the whole sequence."""
+        return self.mask.area(self.q_layout.length, self.k_layout.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Attention of one block of queries to one block of keys. Tiles count from the first row of each range."""
+
+    q_owner: int
+    k_owner: int
+    q_rows: tuple[int, int]
+    k_rows: tuple[int, int]
+    tiles: Tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a rank does at one step, in this order.
+
+    1. wait for `arrivals`; 2. post `sends` and `receives`; 3. compute; 4. wait for `result_arrivals` and add them;
+    5. post `result_sends` and `result_receives`; 6. let go of blocks that no later step uses.
+    """
+
+    index: int
+    arrivals: tuple[Move, ...] = ()
+    sends: tuple[Move, ...] = ()
+    receives: tuple[Move, ...] = ()
+    compute: Compute | None = None
+    result_arrivals: tuple[Move, ...] = ()
+    result_sends: tuple[Move, ...] = ()
+    result_receives: tuple[Move, ...] = ()
+    released: tuple[int, ...] = ()
+
+
+Steps = tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """How one pass goes: which side travels, along which route, and what each rank does."""
+
+    problem: Problem
+    side: Side
+    route: Route
+    results: Route | None = None
+    _needs: Needs = field(init=False, repr=False, compare=False)
+    _ranks: dict[int, Steps] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        p = self.problem
+        object.__setattr__(self, "_needs", Needs(p.mask, p.q_layout, p.k_layout, self.side))
+
+    def rank(self, rank: int) -> Steps:
+        """The steps of one rank; made once."""
+        if rank not in self._ranks:
+            self._ranks[rank] = self._make(rank)
+        return self._ranks[rank]
+
+    def _make(self, rank: int) -> Steps:
+        inputs = list(self._inputs(rank))
+        computes = {
+            self.route.step(owner, rank): compute
+            for owner in range(self.problem.ranks)
+            if (compute := self._compute(owner, rank))
+        }
+        return _scheduled(rank, inputs, computes, list(self._results(rank)))
+
+    def _compute(self, owner: int, rank: int) -> Compute | None:
+        """What a rank does with the block of an owner."""
+        if not self._needs(owner, rank):
+            return None
+        q_owner, k_owner = (rank, owner) if self.side == "kv" else (owner, rank)
+        tiles = self._tiles(owner, rank)
+        first, past = self._rows(owner, rank)
+        q_all, k_all = self._all_rows("q", q_owner), self._all_rows("kv", k_owner)
+        q_rows, k_rows = (q_all, (first, past)) if self.side == "kv" else ((first, past), k_all)
+        return Compute(q_owner, k_owner, q_rows, k_rows, Tiles(t.shifted(-q_rows[0], -k_rows[0]) for t in tiles))
+
+    def _tiles(self, owner: int, rank: int) -> Tiles:
+        p = self.problem
+        q_owner, k_owner = (rank, owner) if self.side == "kv" else (owner, rank)
+        return find_tiles(p.mask, p.q_layout.shards[q_owner], p.k_layout.shards[k_owner])
+
+    def _all_rows(self, side: Side, owner: int) -> tuple[int, int]:
+        layout = self.problem.k_layout if side == "kv" else self.problem.q_layout
+        return 0, layout.count(owner)
+
+    def _rows(self, owner: int, rank: int) -> tuple[int, int]:
+        """The rows of the owner's block that come to this rank: what it needs, or all where it hands them on."""
+        trims = self.route.trims and (self.results is None or self.results.trims)
+        if owner == rank or not trims:
+            return self._all_rows(self.side, owner)
+        tiles = self._tiles(owner, rank)
+        if self.side == "kv":
+            return min(t.k_start for t in tiles), max(t.k_stop for t in tiles)
+        return min(t.q_start for t in tiles), max(t.q_stop for t in tiles)
+
+    def _inputs(self, rank: int) -> Iterator[Move]:
+        for owner in range(self.problem.ranks):
+            if owner != rank and (move := self._input(owner, rank)):
+                yield move
+            for target in self.route.targets(owner, rank):
+                move = self._input(owner, target)
+                if move and move.source == rank:
+                    yield move
+
+    def _input(self, owner: int, target: int) -> Move | None:
+        arrival = self.route.arrival(self._needs, owner, target)
+        if arrival is None:
+            return None
+        source, issue = arrival
+        step = self.route.step(owner, target)
+        return Move(self.side, owner, source, target, issue, step, self._rows(owner, target))
+
+    def _results(self, rank: int) -> Iterator[Move]:
+        """Gradients of foreign blocks that a rank sends on, and those that come to it."""
+        if self.results is None:
+            return
+        for other in range(self.problem.ranks):
+            if other == rank:
+                continue
+            if move := self._result(other, rank):
+                yield move
+            feeder = self.results.feeder(other, rank)
+            for owner, source in ((rank, other), (other, feeder)):
+                move = self._result(owner, source) if source is not None else None
+                if move and move.target == rank:
+                    yield move
+
+    def _result(self, owner: int, source: int) -> Move | None:
+        if self.results is None or not self._needs(owner, source):
+            return None
+        target = self.results.departure(self._needs, owner, source)
+        issue = self.route.step(owner, source)
+        return Move(self.side, owner, source, target, issue, issue + 1, self._rows(owner, source), result=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of one attention: both passes, what made it, and why.
+
+    `reshard` is "heads" where tensors go from sequence shards to head shards before, and back after (Ulysses).
+    """
+
+    problem: Problem
+    strategy: str
+    forward: PassPlan
+    backward: PassPlan
+    reshard: Literal["heads"] | None = None
+    reason: str = ""
+
+    def passes(self) -> tuple[tuple[PassName, PassPlan], ...]:
+        """Both, with their names."""
+        return ("forward", self.forward), ("backward", self.backward)
+
+
+def order(moves: Iterable[Move]) -> tuple[Move, ...]:
+    """The order in which both ends of every pair post their moves."""
+    return tuple(sorted(moves, key=lambda m: (m.needed, m.side, m.owner, m.source, m.target)))
+
+
+def _scheduled(rank: int, inputs: list[Move], computes: dict[int, Compute], results: list[Move]) -> Steps:
+    """Moves and computations, put where they belong: one `Step` for every index at which anything happens."""
+    at: dict[str, dict[int, list[Move]]] = {name: defaultdict(list) for name in _SLOTS}
+    last_use: dict[int, int] = {}
+    for move in inputs:
+        if move.target == rank:
+            at["receives"][move.issue].append(move)
+            at["arrivals"][move.needed].append(move)
+            last_use[move.owner] = max(last_use.get(move.owner, 0), move.needed)
+        else:
+            at["sends"][move.issue].append(move)
+            if move.owner != rank:
+                last_use[move.owner] = max(last_use.get(move.owner, 0), move.issue)
+    for move in results:
+        if move.target == rank:
+            at["result_receives"][move.issue].append(move)
+            at["result_arrivals"][move.needed].append(move)
+        else:
+            at["result_sends"][move.issue].append(move)
+    released = defaultdict(list)
+    for owner, step in last_use.items():
+        released[step].append(owner)
+    indices = sorted({*computes, *released, *(step for slot in at.values() for step in slot)})
+    return tuple(
+        Step(
+            index,
+            compute=computes.get(index),
+            released=tuple(sorted(released[index])),
+            **{name: order(slot[index]) for name, slot in at.items()},
+        )
+        for index in indices
+    )
+
+
+_SLOTS = ("arrivals", "sends", "receives", "result_arrivals", "result_sends", "result_receives")

@@ -1,0 +1,1 @@
+"""Strategies: what moves. One file each; `registry` finds them by name."""

@@ -1,0 +1,68 @@
+"""Chooses a strategy by the predicted time of its plan, and says why.
+
+Which side should travel is arithmetic: per token, K and V with their float32 gradients are 12·Hkv·D bytes in 16
+bits, Q with dO, LSE, delta and float32 dQ 8·Hq·D + 8·Hq. So burst's backward wins while Hq/Hkv is below about 1.5,
+and the ring's above; windows and documents favour fetching only what is needed; Ulysses wins where heads allow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from burst_portable.cost import PlanCost, Rates, plan_cost
+from burst_portable.errors import UnsupportedError
+from burst_portable.plans import Plan, Problem
+from burst_portable.strategies.base import Strategy, Traits
+from burst_portable.strategies.burst import BurstStrategy
+from burst_portable.strategies.double_ring import DoubleRingStrategy
+from burst_portable.strategies.ring import RingStrategy
+from burst_portable.strategies.ulysses import UlyssesStrategy
+
+DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
+"""A present-day accelerator, used where no backend says better."""
+
+_SAMPLED_RANKS = 8  # costs of so many ranks, spread over all: every rank's would be ranks² tiles
+
+
+@dataclass(frozen=True)
+class AutoStrategy:
+    """The cheapest of all; `inner` (ranks a node) lets the double ring take part."""
+
+    inner: int | None = None
+    rates: Rates = DEFAULT_RATES
+    name: str = "auto"
+    traits: ClassVar[Traits] = Traits()
+
+    def plan(self, problem: Problem) -> Plan:
+        costs: dict[str, tuple[PlanCost, Plan]] = {}
+        reasons = []
+        for label, strategy in self._candidates():
+            try:
+                plan = strategy.plan(problem)
+            except UnsupportedError as error:
+                reasons.append(f"not {label}: {error}")
+                continue
+            costs[label] = plan_cost(plan, self.rates, _sample(problem.ranks)), plan
+        best = min(costs, key=lambda label: (round(costs[label][0].seconds, 7), costs[label][0].sent))
+        ranking = sorted(costs, key=lambda label: costs[label][0].seconds)
+        told = ", ".join(f"{label} {costs[label][0].seconds * 1e3:.3g} ms" for label in ranking)
+        reason = f"chose {best} by predicted time ({told})" + "".join(f"; {r}" for r in reasons)
+        return replace(costs[best][1], reason=reason)
+
+    def _candidates(self) -> Iterator[tuple[str, Strategy]]:
+        yield "ring", RingStrategy()
+        yield "burst", BurstStrategy()
+        yield "ring+fetch", RingStrategy(moves="fetch")
+        yield "burst+fetch", BurstStrategy(moves="fetch")
+        yield "ulysses", UlyssesStrategy()
+        if self.inner is not None and self.inner > 1:
+            yield "double_ring", DoubleRingStrategy(inner=self.inner)
+            yield "double_ring+kv", DoubleRingStrategy(inner=self.inner, travels="kv")
+
+
+def _sample(ranks: int) -> tuple[int, ...]:
+    if ranks <= _SAMPLED_RANKS:
+        return tuple(range(ranks))
+    return tuple(sorted({i * (ranks - 1) // (_SAMPLED_RANKS - 1) for i in range(_SAMPLED_RANKS)}))

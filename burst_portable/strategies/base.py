@@ -1,0 +1,73 @@
+"""What a strategy is: a generator of plans, with its traits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from burst_portable.errors import InputError, explain, unknown_name
+from burst_portable.moves import DoubleRing, Fetch, Ring, Route, Side
+from burst_portable.plans import PassPlan, Plan, Problem
+
+Moves = Literal["neighbour", "fetch"]
+"""How blocks travel: from neighbour to neighbour, or straight from their owners."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a user may count on."""
+
+    exact: bool = True
+    differentiable: bool = True
+    shards: Literal["sequence", "heads"] = "sequence"
+
+
+class Strategy(Protocol):
+    """One way to distribute an attention. Frozen, hashable; `plan` is pure."""
+
+    @property
+    def name(self) -> str:
+        """File name, registry key, command-line value, test id and trace label."""
+
+    @property
+    def traits(self) -> Traits:
+        """What a user may count on."""
+
+    def __hash__(self) -> int:
+        """Plans are looked up by their strategy."""
+
+    def plan(self, problem: Problem) -> Plan:
+        """The plan for a problem.
+
+        Raises `UnsupportedError` or `InputError` where strategy and problem do not go together.
+        """
+
+
+def route(ranks: int, moves: Moves, inner: int | None = None) -> Route:
+    """The route for a way of moving; two levels where `inner` is given."""
+    if moves not in ("neighbour", "fetch"):
+        raise unknown_name("way of moving", moves, ("neighbour", "fetch"))
+    if moves == "fetch":
+        return Fetch(ranks)
+    if inner is None:
+        return Ring(ranks)
+    if inner < 1 or ranks % inner:
+        raise InputError(
+            explain(
+                "the inner ring does not divide the ranks",
+                got=f"inner={inner}, {ranks} ranks",
+                allowed=", ".join(str(i) for i in range(1, ranks + 1) if ranks % i == 0),
+            )
+        )
+    return DoubleRing(ranks, inner)
+
+
+def ring_plan(problem: Problem, strategy: str, *, side: Side, path: Route, note: str = "") -> Plan:
+    """The plan of the whole ring family: K and V travel forward, `side` travels backward with its gradients."""
+    return Plan(
+        problem,
+        strategy,
+        forward=PassPlan(problem, "kv", path),
+        backward=PassPlan(problem, side, path, results=path),
+        reason=note,
+    )

@@ -1,0 +1,33 @@
+"""BurstAttention (arXiv 2403.09347, section 3.1): forward as the ring; backward K, V, dK, dV stay where they are.
+
+::
+
+    forward                                  backward
+    for each step:                           for each step:
+        send K, V on; receive the next           send Q, dO, LSE, delta on; receive the next
+        out, LSE <- merge(attend(q, K, V))       dk, dv += ...; dQ += ...
+                                                 send dQ after its block; at last home
+
+What travels backward no longer holds O: delta = rowsum(dO * O) takes its place. For as many K/V heads as query
+heads these are fewer bytes than the ring's; for few K/V heads (GQA) they are more, see docs/strategies.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from burst_portable.plans import Plan, Problem
+from burst_portable.strategies.base import Moves, Traits, ring_plan, route
+
+
+@dataclass(frozen=True)
+class BurstStrategy:
+    """K and V travel forward, Q, dO, LSE, delta and dQ backward."""
+
+    moves: Moves = "neighbour"
+    name: str = "burst"
+    traits: ClassVar[Traits] = Traits()
+
+    def plan(self, problem: Problem) -> Plan:
+        return ring_plan(problem, self.name, side="q", path=route(problem.ranks, self.moves))

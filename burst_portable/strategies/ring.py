@@ -1,0 +1,30 @@
+"""RingAttention (arXiv 2310.01889): K and V go round, and in the backward pass dK and dV with them.
+
+::
+
+    forward                                  backward
+    for each step:                           for each step:
+        send K, V on; receive the next           send K, V on; receive the next
+        out, LSE <- merge(attend(q, K, V))       dq += ...; dK, dV += ...
+                                                 send dK, dV after their block; at last home
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from burst_portable.plans import Plan, Problem
+from burst_portable.strategies.base import Moves, Traits, ring_plan, route
+
+
+@dataclass(frozen=True)
+class RingStrategy:
+    """K and V travel in both passes."""
+
+    moves: Moves = "neighbour"
+    name: str = "ring"
+    traits: ClassVar[Traits] = Traits()
+
+    def plan(self, problem: Problem) -> Plan:
+        return ring_plan(problem, self.name, side="kv", path=route(problem.ranks, self.moves))
