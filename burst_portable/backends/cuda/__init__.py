@@ -1,0 +1,1 @@
+"""NVIDIA: the `cuda` backend."""

@@ -1,0 +1,332 @@
+"""The Hopper kernel: `hopper_forward` and `hopper_backward` behind the contract of `kernels.contract`.
+
+Triton is imported when a kernel is first launched, never before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_portable.backends.cuda.hopper_tables import LaunchTable, backward_table, forward_table
+from burst_portable.errors import UnsupportedError, explain
+from burst_portable.kernels.contract import Gradients, Options, Problem, Support
+from burst_portable.numerics import State, empty_state
+from burst_portable.tiles import Tiles
+
+TRITON_FROM, TRITON_BELOW = (3, 6), (3, 8)
+"""Versions whose Gluon compiles these kernels; tests/kernels/test_hopper_compile.py is the evidence."""
+
+_LOG2E = 1.4426950408889634
+_TABLES = 256  # launch tables kept
+_L2_FOR_KEYS = 24 << 20  # bytes of K and V that heads running side by side should share in the L2
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardConfig:
+    """NWG warpgroups of 64 rows, key blocks of BN, NS slots, registers a thread of the warpgroups."""
+
+    NWG: int
+    BN: int
+    NS: int
+    REGS: int
+    maxnreg: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardConfig:
+    """Query blocks of BM, NQ slots, registers a thread of the two warpgroups."""
+
+    BM: int
+    NQ: int
+    REGS: int
+    maxnreg: int
+
+
+FORWARD = {64: ForwardConfig(2, 128, 3, 240, 168), 128: ForwardConfig(2, 128, 2, 240, 168)}
+BACKWARD = {64: BackwardConfig(128, 2, 240, 168), 128: BackwardConfig(64, 2, 240, 168)}
+"""By head size."""
+
+KEY_BLOCK = 128  # of the backward: two warpgroups of 64 keys
+
+
+class HopperKernel:
+    """See `kernels.contract.Kernel`. Merges into a state and adds into gradients in its own epilogues."""
+
+    name = "hopper"
+
+    def __init__(self) -> None:
+        self._tables: OrderedDict[Hashable, tuple[Tensor, int]] = OrderedDict()
+
+    def supports(self, problem: Problem) -> Support:
+        if reason := self._cannot_run(problem):
+            return Support(False, reason)
+        if problem.deterministic:
+            return Support(False, "its backward adds dq in any order; it serves deterministic=False only")
+        return Support(True)
+
+    def supports_forward(self, problem: Problem) -> Support:
+        """Whether it serves the forward pass alone, which is deterministic."""
+        reason = self._cannot_run(problem)
+        return Support(not reason, reason)
+
+    def _cannot_run(self, problem: Problem) -> str:
+        if problem.dtype not in (torch.bfloat16, torch.float16):
+            return f"it takes bfloat16 and float16, not {problem.dtype}"
+        if problem.head_dim not in FORWARD:
+            return f"it takes head sizes {sorted(FORWARD)}, not {problem.head_dim}"
+        if problem.value_dim != problem.head_dim:
+            return f"it needs value heads as large as query heads, not {problem.value_dim} and {problem.head_dim}"
+        if problem.softcap:
+            return "it knows no softcap"
+        return _triton_reason() or _device_reason(problem.device)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        options: Options,
+        *,
+        state: State | None = None,
+        out_dtype: torch.dtype = torch.float32,
+    ) -> State:
+        """As the contract says. Without `state`, `out_dtype` may be the dtype of q: out is then written in 16 bits."""
+        _check_options(options)
+        if not tiles or q.numel() == 0:
+            return state if state is not None else _as_dtype(empty_state(q, v.shape[-1]), out_dtype)
+        batch, rows, heads, dim = q.shape
+        config = FORWARD[dim]
+        fresh = state is None
+        if fresh:
+            out = torch.empty(batch, rows, heads, dim, dtype=out_dtype, device=q.device)
+            lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
+            state = (out, lse)
+        out, lse = state
+        _check_last_stride("lse", lse)
+        table, blocks = self._table(
+            ("forward", tiles, rows, config, fresh, q.device),
+            lambda: forward_table(tiles, rows, 64 * config.NWG, config.BN, every_block=fresh),
+        )
+        kernels = _kernels()
+        group = heads // k.shape[2]
+        head_group = _head_group(batch * heads, group, k.shape[1] * dim * 4)
+        mode = kernels.MERGE_32 if not fresh else kernels.OUT_32 if out.dtype == torch.float32 else kernels.OUT_16
+        with torch.cuda.device(q.device):
+            kernels.forward[(blocks * batch * heads,)](
+                kernels.rows("q", q, 64),
+                kernels.rows("k", k, config.BN),
+                kernels.rows("v", v, config.BN),
+                kernels.rows("out", out, 64),
+                lse, table, options.scale * _LOG2E, rows, lse.stride(0), lse.stride(1), heads, group, blocks, head_group,
+                NWG=config.NWG, BN=config.BN, D=dim, NS=config.NS, MODE=mode, REGS=config.REGS,
+                num_warps=4, maxnreg=config.maxnreg,
+            )  # fmt: skip
+        return state
+
+    def attend_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+        *,
+        delta: Tensor | None = None,
+        out: Tensor | None = None,
+        into: Gradients,
+    ) -> None:
+        """As the contract says."""
+        assert (delta is None) != (out is None), "exactly one of delta and out"
+        _check_options(options)
+        if options.deterministic:
+            raise UnsupportedError(
+                explain("the hopper kernel's backward is not deterministic", next_step="use the triton kernel")
+            )
+        if not tiles or q.numel() == 0:
+            return
+        batch, rows, heads, dim = q.shape
+        config = BACKWARD[dim]
+        table, blocks = self._table(
+            ("backward", tiles, rows, config, q.device),
+            lambda: backward_table(tiles, rows, config.BM, KEY_BLOCK),
+        )
+        kernels = _kernels()
+        group = heads // k.shape[2]
+        head_group = _head_group(batch * heads, group, rows * dim * 4 * group)
+        # In bf16 the scale rides in P, for nothing; in fp16 small P would leave the range of normal numbers.
+        fold = q.dtype == torch.bfloat16
+        dq, dk, dv = into
+        with torch.cuda.device(q.device):
+            minus_lse, minus_delta = _row_terms(kernels, dout, lse, delta, out, options.scale, config.BM, fold)
+            kernels.backward[(blocks * batch * heads,)](
+                kernels.rows("q", q, config.BM),
+                kernels.rows("k", k, 64),
+                kernels.rows("v", v, 64),
+                kernels.rows("dout", dout, config.BM),
+                kernels.row_vector(minus_lse, config.BM),
+                kernels.row_vector(minus_delta, config.BM),
+                kernels.rows("dq", dq, 64, columns=64),
+                kernels.rows("dk", dk, 64),
+                kernels.rows("dv", dv, 64),
+                table, options.scale, options.scale * _LOG2E, heads, group, blocks, head_group,
+                BM=config.BM, D=dim, NQ=config.NQ, FOLD=int(fold), REGS=config.REGS,
+                num_warps=4, maxnreg=config.maxnreg,
+            )  # fmt: skip
+
+    def _table(self, key: tuple[Any, ...], build: Callable[[], LaunchTable]) -> tuple[Tensor, int]:
+        """The launch table on the device, from the cache if it is there."""
+        found = self._tables.get(key)
+        if found is None:
+            table = build()
+            found = (torch.tensor(table.numbers, dtype=torch.int32).to(key[-1]), table.blocks)
+            self._tables[key] = found
+            while len(self._tables) > _TABLES:
+                self._tables.popitem(last=False)
+        return found
+
+
+def _row_terms(
+    kernels: "_Kernels",
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor | None,
+    out: Tensor | None,
+    scale: float,
+    block: int,
+    fold: bool,
+) -> tuple[Tensor, Tensor]:
+    """(shift - lse / scale, -delta), [B·H, rows and padding]; padded rows get -inf and 0."""
+    batch, rows, heads, dim = dout.shape
+    padded = -(-(rows + block) // 64) * 64  # a block may begin at the last row
+    minus_lse, minus_delta = torch.empty(2, batch * heads, padded, dtype=torch.float32, device=dout.device)
+    _check_last_stride("lse", lse)
+    if delta is not None:
+        _check_last_stride("delta", delta)
+    else:
+        _check_last_stride("dout", dout)
+        _check_last_stride("out", out)
+    terms = lse if delta is None else delta
+    source = dout if out is None else out
+    shift = math.log(scale) / scale if fold else 0.0
+    kernels.prepare[(padded // 64, batch * heads)](
+        source, dout, lse, terms, minus_lse, minus_delta, 1.0 / scale, shift, rows, padded, heads,
+        *source.stride()[:3], *dout.stride()[:3], *lse.stride()[:2], *terms.stride()[:2],
+        HAS_OUT=out is not None, BM=64, D=dim, num_warps=4,
+    )  # fmt: skip
+    return minus_lse, minus_delta
+
+
+def _head_group(heads: int, group: int, bytes_a_key_head: int) -> int:
+    """How many query heads run side by side: as many as share the L2, whole groups of a K/V head, a divisor of all."""
+    wanted = max(1, _L2_FOR_KEYS // max(1, bytes_a_key_head)) * group
+    return max(d for d in range(1, heads + 1) if heads % d == 0 and (d <= wanted or d == 1))
+
+
+def _as_dtype(state: State, dtype: torch.dtype) -> State:
+    return state[0].to(dtype), state[1]
+
+
+def _check_options(options: Options) -> None:
+    if options.softcap is not None:
+        raise UnsupportedError(explain("the hopper kernel knows no softcap", next_step="use the triton kernel"))
+    if not options.scale > 0:
+        raise UnsupportedError(
+            explain("the hopper kernel needs a positive scale", got=options.scale, next_step="use the triton kernel")
+        )
+
+
+def _check_last_stride(name: str, x: Tensor) -> None:
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        raise UnsupportedError(
+            explain(f"the last stride of {name} must be 1", got=x.stride(), next_step="make it contiguous")
+        )
+
+
+@cache
+def _triton_reason() -> str:
+    """Why the Triton that is installed cannot be used; empty if it can."""
+    try:
+        text = version("triton")
+    except PackageNotFoundError:
+        return "Triton is not installed"
+    numbers = tuple(int(part) for part in text.split(".")[:2])
+    if TRITON_FROM <= numbers < TRITON_BELOW:
+        return ""
+    first, past = (".".join(map(str, v)) for v in (TRITON_FROM, TRITON_BELOW))
+    return f"it needs a Triton from {first} and below {past}, not {text}"
+
+
+@cache
+def _device_reason(device: str) -> str:
+    """Why a device cannot run it; empty if it can."""
+    if torch.device(device).type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return f"it runs on NVIDIA GPUs, not on {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if (major, minor) == (9, 0) else f"it runs on sm_90, not on sm_{major}{minor}"
+
+
+class _Kernels:
+    """The compiled side, imported on first use, and descriptors for it."""
+
+    def __init__(self) -> None:
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from burst_portable.backends.cuda import hopper_backward, hopper_forward
+
+        self.forward = hopper_forward.forward_kernel
+        self.backward = hopper_backward.backward_kernel
+        self.prepare = hopper_backward.prepare_kernel
+        self.OUT_16, self.OUT_32, self.MERGE_32 = (
+            hopper_forward.OUT_16,
+            hopper_forward.OUT_32,
+            hopper_forward.MERGE_32,
+        )
+        self._descriptor = TensorDescriptor
+        self._layouts = {
+            size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)
+        }
+        self._vector = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+    def rows(self, name: str, x: Tensor, rows: int, columns: int | None = None) -> Any:
+        """A descriptor of `rows` rows of one head of [B, S, H, D]."""
+        strides = _tma_strides(name, x)
+        block = [1, rows, 1, x.shape[3] if columns is None else columns]
+        return self._descriptor(x, list(x.shape), strides, block, self._layouts[x.element_size()])
+
+    def row_vector(self, x: Tensor, rows: int) -> Any:
+        """A descriptor of `rows` entries of one row of [B·H, S]."""
+        return self._descriptor(x, list(x.shape), list(x.stride()), [1, rows], self._vector)
+
+
+@cache
+def _kernels() -> _Kernels:
+    return _Kernels()
+
+
+def _tma_strides(name: str, x: Tensor) -> list[int]:
+    """The strides as TMA takes them; dimensions of one element get one that fits."""
+    each = 16 // x.element_size()
+    strides = [each * x.shape[3] if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    if x.stride(3) != 1 or any(s % each or s <= 0 for s in strides) or x.data_ptr() % 16:
+        raise UnsupportedError(
+            explain(
+                f"the hopper kernel cannot address {name}",
+                got=f"strides {x.stride()} at byte {x.data_ptr() % 16} of 16",
+                allowed="last stride 1, others multiples of 16 bytes, begun at a multiple of 16 bytes",
+                next_step="make it contiguous or use the triton kernel",
+            )
+        )
+    return [*strides, 1]

@@ -1,0 +1,347 @@
+"""Backward attention for Hopper (sm_90) in Gluon: a load warp and two warpgroups of 64 keys each.
+
+One program does one block of 128 keys of one query head, with keys as rows, so that Pᵀ and dSᵀ are register
+operands of dV and dK. Per block of BM queries, a warpgroup computes::
+
+    Sᵀ = K·Qᵀ (on top of -LSE)     dPᵀ = V·dOᵀ         Pᵀ = exp2(Sᵀ)          dSᵀ = Pᵀ∘(dPᵀ - delta)
+    dV += Pᵀ·dO                    dK += dSᵀ·Q         dQ = dS·K  (half of it, dS of both through shared memory)
+
+dQ is added to global float32 by TMA, and so are dK and dV at the end: a ring's steps, and the query heads of one
+K/V head, add up with no merge. Such additions come in any order, so this kernel is not deterministic.
+
+Which query blocks a key block visits stands in an int32 table (see `hopper_tables`): masked blocks in a loop of
+their own, then the full ones in a loop that knows no mask.
+
+Shapes: q, dout, dq [B, Sq, Hq, D]; k, v, dk, dv [B, Sk, Hkv, D]. `prepare_kernel` makes the row terms
+[B·Hq, Sq + padding] that the scores and dP start from.
+"""
+
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@builtin
+def _tma_add(desc, coord, src, _semantic=None):
+    # Gluon's Python has no name for it in Triton 3.6 and 3.7; the builder does.
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@triton.jit(do_not_specialize=["Sq", "padded", "lse_sb", "lse_sh"])
+def prepare_kernel(
+    O, DO, LSE, DELTA, LN, DN, slope, shift, Sq, padded, heads,
+    o_sb, o_ss, o_sh, do_sb, do_ss, do_sh, lse_sb, lse_sh, delta_sb, delta_sh,
+    HAS_OUT: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    # LN = shift - lse·slope, -inf where a row sees nothing or does not exist (its P is then 0); DN = -delta
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    bh = tl.program_id(1).to(tl.int64)
+    b = bh // heads
+    h = bh % heads
+    inside = rows < Sq
+    if HAS_OUT:
+        at = rows.to(tl.int64)[:, None]
+        d = tl.arange(0, D)[None, :]
+        o = tl.load(O + b * o_sb + h * o_sh + at * o_ss + d, mask=inside[:, None], other=0.0)
+        do = tl.load(DO + b * do_sb + h * do_sh + at * do_ss + d, mask=inside[:, None], other=0.0)
+        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    else:
+        delta = tl.load(DELTA + b * delta_sb + h * delta_sh + rows, mask=inside, other=0.0)
+    lse = tl.load(LSE + b * lse_sb + h * lse_sh + rows, mask=inside, other=float("-inf"))
+    seen = lse != float("-inf")
+    ln = tl.where(seen, shift - lse * slope, float("-inf"))
+    tl.store(LN + bh * padded + rows, ln, mask=rows < padded)
+    tl.store(DN + bh * padded + rows, tl.where(seen, -delta, 0.0), mask=rows < padded)
+
+
+@gluon.jit
+def _work(table, heads, blocks, head_group):
+    # program -> batch, query head, both as one, row of the work table; groups of heads, long columns first
+    t = gl.program_id(0)
+    per_group = blocks * head_group
+    rest = t % per_group
+    head = (t // per_group) * head_group + rest % head_group
+    return head // heads, head % heads, head, table + 8 * (rest // head_group)
+
+
+@gluon.jit
+def _load_rows(
+    desc,
+    row_desc,
+    b,
+    row,
+    h,
+    bh,
+    ready,
+    empty,
+    rows_sm,
+    vec_sm,
+    it,
+    BM: gl.constexpr,
+    D: gl.constexpr,
+    NQ: gl.constexpr,
+):
+    slot = it % NQ
+    mbarrier.wait(empty.index(slot), ((it // NQ) & 1) ^ 1)
+    mbarrier.expect(ready.index(slot), desc.block_type.nbytes + row_desc.block_type.nbytes)
+    view = rows_sm.index(slot)._reinterpret(desc.dtype, [1, BM, 1, D], desc.layout)
+    tma.async_copy_global_to_shared(desc, [b, row, h, 0], ready.index(slot), view)
+    tma.async_copy_global_to_shared(row_desc, [bh, row], ready.index(slot), vec_sm.index(slot))
+
+
+@gluon.jit
+def _loader(
+    q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
+    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, blocks, head_group,
+    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr,
+):  # fmt: skip
+    b, h, bh, work = _work(table, heads, blocks, head_group)
+    col = gl.load(work) * 128
+    kv = h // kv_group
+    runs = table + gl.load(work + 1)
+    n_runs = gl.load(work + 2)
+    masked = table + gl.load(work + 4)
+    n_masked = gl.load(work + 5)
+    mbarrier.expect(kv_rdy, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for w in gl.static_range(2):
+        k_view = k_sm.index(w)._reinterpret(k_desc.dtype, [1, 64, 1, D], k_desc.layout)
+        v_view = v_sm.index(w)._reinterpret(v_desc.dtype, [1, 64, 1, D], v_desc.layout)
+        tma.async_copy_global_to_shared(k_desc, [b, col + 64 * w, kv, 0], kv_rdy, k_view)
+        tma.async_copy_global_to_shared(v_desc, [b, col + 64 * w, kv, 0], kv_rdy, v_view)
+    it = 0
+    for i in range(n_masked):
+        row = gl.load(masked + 8 * i)
+        _load_rows(q_desc, l_desc, b, row, h, bh, q_rdy, q_emp, q_sm, l_sm, it, BM, D, NQ)
+        _load_rows(do_desc, d_desc, b, row, h, bh, do_rdy, do_emp, do_sm, d_sm, it, BM, D, NQ)
+        it += 1
+    for r in range(n_runs):
+        first = gl.load(runs + 2 * r)
+        count = gl.load(runs + 2 * r + 1)
+        for i in range(count):
+            row = first + i * BM
+            _load_rows(q_desc, l_desc, b, row, h, bh, q_rdy, q_emp, q_sm, l_sm, it, BM, D, NQ)
+            _load_rows(do_desc, d_desc, b, row, h, bh, do_rdy, do_emp, do_sm, d_sm, it, BM, D, NQ)
+            it += 1
+
+
+@gluon.jit
+def _add_dq(dq_desc, b, row, h, dq_sm, dq_rdy, dq_emp, it, D: gl.constexpr):
+    for w in gl.static_range(2):
+        mbarrier.wait(dq_rdy.index(w), it & 1)
+        view = dq_sm.index(w)._reinterpret(gl.float32, [1, 64, 1, 64], dq_desc.layout)
+        if D == 128:
+            _tma_add(dq_desc, [b, row, h, w * 64], view)
+        else:
+            _tma_add(dq_desc, [b, row + w * 64, h, 0], view)
+    tma.store_wait(0)
+    for w in gl.static_range(2):
+        mbarrier.arrive(dq_emp.index(w), count=1)
+
+
+@gluon.jit
+def _adder(dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, blocks, head_group, BM: gl.constexpr, D: gl.constexpr):
+    # a warp of its own: the workers have no registers left for where a block lies
+    b, h, bh, work = _work(table, heads, blocks, head_group)
+    runs = table + gl.load(work + 1)
+    n_runs = gl.load(work + 2)
+    masked = table + gl.load(work + 4)
+    n_masked = gl.load(work + 5)
+    for i in range(n_masked):
+        _add_dq(dq_desc, b, gl.load(masked + 8 * i), h, dq_sm, dq_rdy, dq_emp, i, D)
+    it = n_masked
+    for r in range(n_runs):
+        first = gl.load(runs + 2 * r)
+        count = gl.load(runs + 2 * r + 1)
+        for i in range(count):
+            _add_dq(dq_desc, b, first + i * BM, h, dq_sm, dq_rdy, dq_emp, it + i, D)
+        it += count
+
+
+@gluon.jit
+def _bounds(entry, col0, sl: gl.constexpr):
+    # a masked block's visible queries [first, last) of each key, counted from its first query
+    row = gl.load(entry)
+    q_start = gl.load(entry + 1)
+    q_stop = gl.load(entry + 2)
+    k_start = gl.load(entry + 3)
+    k_stop = gl.load(entry + 4)
+    lo = gl.load(entry + 5)  # lo <= key - query <= hi
+    hi = gl.load(entry + 6)
+    keys = col0 + gl.arange(0, 64, gl.SliceLayout(1, sl))
+    first = gl.maximum(keys - hi, q_start) - row
+    last = gl.minimum(keys - lo + 1, q_stop) - row
+    last = gl.where((keys >= k_start) & (keys < k_stop), last, 0)
+    return first, last
+
+
+@gluon.jit
+def _row_terms(buf, BM: gl.constexpr, sl: gl.constexpr):
+    return gl.zeros([64, BM], gl.float32, sl) + buf.reshape([BM]).load(gl.SliceLayout(0, sl))[None, :]
+
+
+@gluon.jit
+def _step(
+    WG: gl.constexpr, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp,
+    it, dk, dv, masked, n_masked, col0, scale, qk_scale,
+    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr,
+):  # fmt: skip
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ql: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    pl: gl.constexpr = gl.DotOperandLayout(0, al, 2)
+    slot = it % NQ
+    phase = (it // NQ) & 1
+    pair = it % 2
+    mbarrier.wait(q_rdy.index(slot), phase)
+    s = _row_terms(l_sm.index(slot), BM, sl)
+    s = warpgroup_mma(k_sm.index(WG), q_sm.index(slot).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(do_rdy.index(slot), phase)
+    dp = gl.zeros([64, BM], gl.float32, sl)
+    dp = warpgroup_mma(v_sm.index(WG), do_sm.index(slot).permute((1, 0)), dp, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = gl.exp2(s * qk_scale)
+    if it < n_masked:
+        first, last = _bounds(masked + 8 * it, col0, sl)
+        queries = gl.arange(0, BM, gl.SliceLayout(0, sl))[None, :]
+        p = gl.where((queries >= first[:, None]) & (queries < last[:, None]), p, 0.0)
+    p16 = gl.convert_layout(p.to(q_sm.dtype), pl)
+    dvt = warpgroup_mma(p16, do_sm.index(slot), dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    delta = d_sm.index(slot).reshape([BM]).load(gl.SliceLayout(0, sl))
+    ds = (p * (dp + delta[None, :])).to(q_sm.dtype)
+    ds_sm.index(2 * pair + WG).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_rdy.index(pair), count=1)
+    ds = gl.convert_layout(ds, pl)
+    dkt = warpgroup_mma(ds, q_sm.index(slot), dk, is_async=True)
+    mbarrier.wait(ds_rdy.index(pair), (it // 2) & 1)
+    dq = gl.zeros([64, 64], gl.float32, ql)
+    ds0 = ds_sm.index(2 * pair).permute((1, 0))
+    ds1 = ds_sm.index(2 * pair + 1).permute((1, 0))
+    if D == 128:  # half of the columns
+        dq = warpgroup_mma(ds0, k_sm.index(0).slice(WG * 64, 64, dim=1), dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds1, k_sm.index(1).slice(WG * 64, 64, dim=1), dq, is_async=True)
+    else:  # half of the rows
+        ds0 = ds_sm.index(2 * pair).slice(WG * 64, 64, dim=1).permute((1, 0))
+        ds1 = ds_sm.index(2 * pair + 1).slice(WG * 64, 64, dim=1).permute((1, 0))
+        dq = warpgroup_mma(ds0, k_sm.index(0), dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds1, k_sm.index(1), dq, is_async=True)
+    dv, p16 = warpgroup_mma_wait(3, deps=[dvt, p16])
+    mbarrier.arrive(do_emp.index(slot), count=1)
+    dk, ds = warpgroup_mma_wait(2, deps=[dkt, ds])
+    mbarrier.arrive(q_emp.index(slot), count=1)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    if not FOLD:
+        dq = dq * scale
+    mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)
+    dq_sm.index(WG).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_rdy.index(WG), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _add_out(x, desc, buffer, b, row, kv, D: gl.constexpr):
+    # 64 rows of float32 through a buffer that nobody reads any more
+    plain: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    buffer._reinterpret(gl.float32, [64, D], plain).store(x)
+    fence_async_shared()
+    _tma_add(desc, [b, row, kv, 0], buffer._reinterpret(gl.float32, [1, 64, 1, D], desc.layout))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _worker(
+    WG: gl.constexpr, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm, kv_rdy, q_rdy, do_rdy,
+    q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done, scale, qk_scale, heads, kv_group, blocks, head_group,
+    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr,
+):  # fmt: skip
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    b, h, bh, work = _work(table, heads, blocks, head_group)
+    col0 = gl.load(work) * 128 + 64 * WG
+    masked = table + gl.load(work + 4)
+    n_masked = gl.load(work + 5)
+    n = gl.load(work + 3) + n_masked
+    dk = gl.zeros([64, D], gl.float32, al)
+    dv = gl.zeros([64, D], gl.float32, al)
+    mbarrier.wait(kv_rdy, 0)
+    for i in range(n):
+        dk, dv = _step(WG, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp,
+                       i, dk, dv, masked, n_masked, col0, scale, qk_scale, BM, D, NQ, FOLD)  # fmt: skip
+    if FOLD:
+        dv = dv * (1.0 / scale)
+    else:
+        dk = dk * scale
+    # K and V serve as staging now, one for each warpgroup; the other one must have read its last of them
+    mbarrier.arrive(done, count=1)
+    mbarrier.wait(done, 0)
+    kv = h // kv_group
+    if WG == 0:
+        _add_out(dv, dv_desc, k_sm, b, col0, kv, D)
+        _add_out(dk, dk_desc, k_sm, b, col0, kv, D)
+    else:
+        _add_out(dv, dv_desc, v_sm, b, col0, kv, D)
+        _add_out(dk, dk_desc, v_sm, b, col0, kv, D)
+
+
+@gluon.jit(do_not_specialize=["heads", "kv_group", "blocks", "head_group"])
+def backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, dq_desc, dk_desc, dv_desc, table, scale, qk_scale,
+    heads, kv_group, blocks, head_group,
+    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, REGS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    q_sm = gl.allocate_shared_memory(dtype, [NQ, BM, D], tile)
+    do_sm = gl.allocate_shared_memory(dtype, [NQ, BM, D], tile)
+    k_sm = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
+    v_sm = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
+    l_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], l_desc.layout)
+    d_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], d_desc.layout)
+    ds_sm = gl.allocate_shared_memory(dtype, [4, 64, BM], tile)
+    dq_sm = gl.allocate_shared_memory(gl.float32, [2, 64, 64], wide)
+    bl: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_rdy = gl.allocate_shared_memory(gl.int64, [1], bl)
+    q_rdy = gl.allocate_shared_memory(gl.int64, [NQ, 1], bl)
+    q_emp = gl.allocate_shared_memory(gl.int64, [NQ, 1], bl)
+    do_rdy = gl.allocate_shared_memory(gl.int64, [NQ, 1], bl)
+    do_emp = gl.allocate_shared_memory(gl.int64, [NQ, 1], bl)
+    ds_rdy = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
+    dq_rdy = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
+    dq_emp = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
+    done = gl.allocate_shared_memory(gl.int64, [1], bl)
+    mbarrier.init(kv_rdy, count=1)
+    mbarrier.init(done, count=2)
+    for i in gl.static_range(NQ):
+        mbarrier.init(q_rdy.index(i), count=1)
+        mbarrier.init(q_emp.index(i), count=2)
+        mbarrier.init(do_rdy.index(i), count=1)
+        mbarrier.init(do_emp.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(ds_rdy.index(i), count=2)
+        mbarrier.init(dq_rdy.index(i), count=1)
+        mbarrier.init(dq_emp.index(i), count=1)
+    fence_async_shared()
+    # The argument tuples stand inline: a local variable would turn their constants into tensors.
+    gl.warp_specialize([
+        (_worker, (0, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm, kv_rdy, q_rdy, do_rdy,
+                   q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done, scale, qk_scale, heads, kv_group, blocks, head_group, BM, D, NQ, FOLD)),
+        (_worker, (1, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm, kv_rdy, q_rdy, do_rdy,
+                   q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done, scale, qk_scale, heads, kv_group, blocks, head_group, BM, D, NQ, FOLD)),
+        (_loader, (q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
+                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, blocks, head_group, BM, D, NQ)),
+        (_adder, (dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, blocks, head_group, BM, D)),
+    ], [4, 1, 1], [REGS, 24, 24])  # fmt: skip

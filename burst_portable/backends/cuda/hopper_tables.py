@@ -1,0 +1,161 @@
+"""Launch tables of the Hopper kernels: which inner blocks each outer block visits, in runs, from a list of tiles.
+
+Forward has query blocks outside and walks over keys; backward has key blocks outside and walks over queries. Per
+outer block the table holds the blocks that a band or a border cuts, each with its bounds, and the full blocks as
+runs, so that its size follows the borders of the mask and not its area. One flat list of int32::
+
+    work    8 a block     outer block, runs at, runs, full blocks, masked at, masked blocks, 0, 0
+    runs    2 a run       first inner index, number of blocks
+    masked  8 a block     first inner index, inner start, stop, outer start, stop, lo, hi, 0
+
+"at" counts int32 from the list's beginning. Inner blocks start anywhere, outer ones at multiples of their size.
+A masked block shows the pairs with inner in [start, stop), outer in [start, stop), lo <= outer - inner <= hi.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from burst_portable.tiles import Tile, Tiles
+
+_WORK = 8
+_HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # a masked block that shows nothing
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTable:
+    """The int32 numbers, and how many outer blocks are launched a head."""
+
+    numbers: list[int]
+    blocks: int
+
+
+@dataclass(slots=True)
+class _Block:
+    """What one outer block visits."""
+
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    masked: list[tuple[int, ...]] = field(default_factory=list)
+
+    @property
+    def full(self) -> int:
+        return sum(count for _, count in self.runs)
+
+    @property
+    def length(self) -> int:
+        return self.full + len(self.masked)
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """One direction: block sizes and which padding does no harm.
+
+    outer_length, inner_length: where padding begins, if a kernel may treat padded rows as seen (forward: padded
+    queries are never stored; backward: padded queries have LSE -inf), else None.
+    """
+
+    outer: int
+    inner: int
+    outer_length: int | None = None
+    inner_length: int | None = None
+
+
+def forward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_block: bool) -> LaunchTable:
+    """Query blocks outside. Each has at least one masked block, which the kernel peels off its loop.
+
+    Args:
+        rows: length of the queries.
+        every_block: launch blocks that see nothing as well, for they must write 0 and -inf.
+    """
+    walk = Walk(q_block, k_block, outer_length=rows)
+    blocks = _collect(tiles, walk)
+    if every_block:
+        for index in range(-(-rows // q_block)):
+            blocks.setdefault(index, _Block(masked=[_HIDDEN]))
+    for index, block in blocks.items():
+        if not block.masked:
+            _peel(block, index, walk)
+    return _pack(blocks)
+
+
+def backward_table(tiles: Tiles, rows: int, q_block: int, k_block: int) -> LaunchTable:
+    """Key blocks outside."""
+    turned = (Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles)
+    walk = Walk(k_block, q_block, inner_length=rows)
+    blocks = _collect(turned, walk)
+    for index, block in blocks.items():
+        block.runs = [part for run in block.runs for part in _turned(run, index * walk.outer, walk.inner)]
+    return _pack(blocks)
+
+
+def _collect(tiles: Iterable[Tile], walk: Walk) -> dict[int, _Block]:
+    blocks: dict[int, _Block] = {}
+    for tile in tiles:
+        for index in range(tile.q_start // walk.outer, -(-tile.q_stop // walk.outer)):
+            _visit(blocks.setdefault(index, _Block()), index, tile, walk)
+    return {index: block for index, block in blocks.items() if block.length}
+
+
+def _visit(block: _Block, index: int, tile: Tile, walk: Walk) -> None:
+    """Add what one outer block sees of one tile. Its inner blocks start at the first index that it sees."""
+    top, bottom = index * walk.outer, (index + 1) * walk.outer
+    first, last = max(top, tile.q_start), min(bottom, tile.q_stop) - 1
+    start, stop = max(tile.k_start, first - tile.hi), min(tile.k_stop, last - tile.lo + 1)
+    count = -(-(stop - start) // walk.inner)
+    whole_outer = first == top and (last == bottom - 1 or last + 1 == walk.outer_length)
+    full_from, full_to = count, count
+    if whole_outer:
+        # what every outer index of the block sees
+        seen_start, seen_stop = max(tile.k_start, last - tile.hi), min(tile.k_stop, first - tile.lo + 1)
+        if seen_stop == walk.inner_length:
+            seen_stop = start + count * walk.inner
+        full_from = min(count, max(0, -(-(seen_start - start) // walk.inner)))
+        full_to = max(full_from, min(count, (seen_stop - start) // walk.inner))
+    if full_to > full_from:
+        block.runs.append((start + full_from * walk.inner, full_to - full_from))
+    for i in (*range(full_from), *range(full_to, count)):
+        block.masked.append(_masked(start + i * walk.inner, tile))
+
+
+def _masked(start: int, tile: Tile) -> tuple[int, ...]:
+    return (start, tile.k_start, tile.k_stop, tile.q_start, tile.q_stop, tile.lo, tile.hi, 0)
+
+
+def _peel(block: _Block, index: int, walk: Walk) -> None:
+    """Treat the first full block as a masked one: a mask that shows all of it."""
+    (start, count), *rest = block.runs
+    block.runs = [(start + walk.inner, count - 1), *rest] if count > 1 else rest
+    top, bottom = index * walk.outer, (index + 1) * walk.outer
+    block.masked.append((start, start, start + walk.inner, top, bottom, -(1 << 30), 1 << 30, 0))
+
+
+def _turned(run: tuple[int, int], outer: int, inner: int) -> Iterator[tuple[int, int]]:
+    """Walk a run from the outer block's own index on, where the run holds it, and then the run's beginning.
+
+    Programs that run side by side would otherwise add to the same rows of dq at the same time.
+    """
+    start, count = run
+    skip = (outer - start) // inner
+    if 0 < skip < count:
+        yield start + skip * inner, count - skip
+        yield start, skip
+    else:
+        yield run
+
+
+def _pack(blocks: dict[int, _Block]) -> LaunchTable:
+    """Long blocks first: what is launched last should be short."""
+    order = sorted(blocks.items(), key=lambda item: -item[1].length)
+    work: list[int] = []
+    runs: list[int] = []
+    masked: list[int] = []
+    runs_at = _WORK * len(order)
+    masked_at = runs_at + 2 * sum(len(block.runs) for _, block in order)
+    for index, block in order:
+        work += (index, runs_at + len(runs), len(block.runs), block.full, masked_at + len(masked), len(block.masked), 0, 0)
+        for run in block.runs:
+            runs += run
+        for entry in block.masked:
+            masked += entry
+    return LaunchTable(work + runs + masked, len(order))
