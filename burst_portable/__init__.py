@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "attention": "api",
     "partial_attention": "api",
-    "plan": "api",
+    "plan": "planning",
     "positions": "api",
     "shard": "api",
     "shard_batch": "api",
@@ -38,7 +38,6 @@ __all__ = [*sorted(_HOMES), "__version__"]
 if TYPE_CHECKING:
     from burst_portable.api import attention as attention
     from burst_portable.api import partial_attention as partial_attention
-    from burst_portable.api import plan as plan
     from burst_portable.api import positions as positions
     from burst_portable.api import shard as shard
     from burst_portable.api import shard_batch as shard_batch
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from burst_portable.mesh import Mesh as Mesh
     from burst_portable.mesh import run_local as run_local
     from burst_portable.numerics import merge as merge
+    from burst_portable.planning import plan as plan
     from burst_portable.strategies.registry import make_strategy as make_strategy
 
 

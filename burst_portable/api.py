@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Literal, overload
 
 import torch
@@ -15,17 +14,18 @@ from torch import Tensor
 
 from burst_portable.autograd import Call, apply
 from burst_portable.backends.registry import choose_kernel, for_device
-from burst_portable.errors import DtypeError, InputError, LayoutError, ShapeError, explain, unknown_name
+from burst_portable.errors import DtypeError, InputError, LayoutError, ShapeError, explain
 from burst_portable.kernels import contract
-from burst_portable.layout import Layout, make_layout
+from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh
 from burst_portable.numerics import State
-from burst_portable.plans import Plan, Problem
+from burst_portable.planning import check_heads, named_layout, planned
+from burst_portable.planning import plan as plan
+from burst_portable.plans import Problem
 from burst_portable.runtime import PlainRuntime
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import NAMES as STRATEGIES
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.tiles import Tiles
 
@@ -151,7 +151,7 @@ def _prepare(
     mask = Mask.parse(mask, length) if isinstance(mask, str) else mask
     if not isinstance(mask, Mask):
         raise InputError(explain("mask is no mask", got=type(mask).__name__, allowed="a Mask, or its short form"))
-    where = layout if isinstance(layout, Layout) else _named_layout(layout, length, mesh.size, mask)
+    where = layout if isinstance(layout, Layout) else named_layout(layout, length, mesh.size, mask)
     _check_layout(where, length, rows, mesh)
     mask.check_lengths(length, length)
     backend = for_device(q.device.type)
@@ -168,7 +168,7 @@ def _prepare(
     )
     if strategy == "auto":
         strategy = AutoStrategy(inner=mesh.inner, rates=backend.capabilities.rates)
-    made = _planned(make_strategy(strategy) if isinstance(strategy, str) else strategy, problem)
+    made = planned(make_strategy(strategy) if isinstance(strategy, str) else strategy, problem)
     local = made.forward.problem
     wanted = contract.Problem(
         q.dtype,
@@ -183,56 +183,6 @@ def _prepare(
     chosen, _ = choose_kernel(backend, wanted, named)
     options = contract.Options(_checked_scale(scale, q.shape[3]), _checked_softcap(softcap))
     return Call(made, PlainRuntime(chosen, mesh.transport(q.device.type)), options)
-
-
-@lru_cache(maxsize=256)
-def _planned(strategy: Strategy, problem: Problem) -> Plan:
-    if not hasattr(strategy, "plan"):
-        raise unknown_name("strategy", strategy, STRATEGIES)
-    return strategy.plan(problem)
-
-
-def plan(
-    *,
-    seq_len: int,
-    ranks: int,
-    heads: int,
-    kv_heads: int | None = None,
-    head_dim: int = 128,
-    value_dim: int | None = None,
-    mask: Mask | str = "causal",
-    strategy: Strategy | str = "auto",
-    layout: Layout | str = "zigzag",
-    batch: int = 1,
-    itemsize: int = 2,
-) -> Plan:
-    """The plan that `attention` would run, made without a device, for any number of ranks.
-
-    Raises `InputError` or `UnsupportedError` as `attention` would. See `cost.plan_cost` and `verify.verify`.
-    """
-    kv_heads = heads if kv_heads is None else kv_heads
-    value_dim = head_dim if value_dim is None else value_dim
-    sizes = {"seq_len": seq_len, "ranks": ranks, "heads": heads, "kv_heads": kv_heads, "batch": batch}
-    sizes |= {"head_dim": head_dim, "value_dim": value_dim, "itemsize": itemsize}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InputError(explain(f"{name} is no size", got=repr(size), allowed="an int of at least 1"))
-    _check_heads(heads, kv_heads)
-    mask = Mask.parse(mask, seq_len) if isinstance(mask, str) else mask
-    mask.check_lengths(seq_len, seq_len)
-    where = layout if isinstance(layout, Layout) else _named_layout(layout, seq_len, ranks, mask)
-    problem = Problem(
-        mask,
-        where,
-        where,
-        heads,
-        sizes["kv_heads"],
-        head_dim,
-        sizes["value_dim"],
-        batch=batch,
-        itemsize=itemsize,
-    )
-    return _planned(make_strategy(strategy) if isinstance(strategy, str) else strategy, problem)
 
 
 # ------------------------------------------------------------------------------------ parts of an attention
@@ -294,7 +244,7 @@ def positions(
 ) -> Tensor:
     """The global positions of this rank's rows, in order: int64 ``[S]``. `mask` is for `document_zigzag`."""
     mesh = as_mesh(mesh)
-    where = layout if isinstance(layout, Layout) else _named_layout(layout, seq_len, mesh.size, mask)
+    where = layout if isinstance(layout, Layout) else named_layout(layout, seq_len, mesh.size, mask)
     _check_layout(where, seq_len, None, mesh)
     return torch.cat([torch.arange(s.start, s.last + 1, s.step, device=device) for s in where.shards[mesh.rank]])
 
@@ -323,7 +273,7 @@ def unshard(
     if x.requires_grad and torch.is_grad_enabled():
         raise InputError("unshard has no gradient: detach the tensor first, or compute the loss on shards")
     mesh = as_mesh(mesh)
-    where = layout if isinstance(layout, Layout) else _named_layout(layout, seq_len, mesh.size, mask)
+    where = layout if isinstance(layout, Layout) else named_layout(layout, seq_len, mesh.size, mask)
     _check_layout(where, seq_len, x.shape[dim], mesh)
     mine = x.movedim(dim, 0).contiguous()
     parts = [mine.new_empty(where.count(r), *mine.shape[1:]) for r in range(mesh.size)]
@@ -385,10 +335,6 @@ def shard_batch(
 
 
 # ---------------------------------------------------------------------------------------------------- checks
-
-
-def _named_layout(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
-    return make_layout(name, length, ranks, mask if name == "document_zigzag" else None)
 
 
 def _length(layout: Layout | str, seq_len: int | None, rows: int, mesh: Mesh) -> int:
@@ -453,14 +399,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) -
         raise ShapeError(explain("q and k have different head sizes", got=shapes))
     if max(q.shape[3], v.shape[3]) > _MAX_HEAD_DIM:
         raise ShapeError(explain("unsupported head size", got=shapes, allowed=f"1 to {_MAX_HEAD_DIM}"))
-    _check_heads(q.shape[2], k.shape[2])
-
-
-def _check_heads(heads: int, kv_heads: int) -> None:
-    if heads % kv_heads:
-        raise ShapeError(
-            explain("query heads are no multiple of K/V heads", got=f"{heads} and {kv_heads}", next_step="see GQA")
-        )
+    check_heads(q.shape[2], k.shape[2])
 
 
 def _check_sinks(sinks: Tensor, q: Tensor) -> None:

@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("comm", "backends.registry", "backends"),
     ("mesh", "runtime"),
     ("executor", "reshard", "strategies"),
+    ("planning",),
     ("autograd",),
     ("api", ""),  # "" is burst_portable/__init__.py, which hands out the names of api
     ("profiling",),
@@ -46,7 +47,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
     *("errors", "config", "mask", "layout", "tiles", "moves", "plans"),
-    *("packets", "cost", "verify", "strategies"),
+    *("packets", "cost", "verify", "strategies", "planning"),
 )
 PURE_NEVER = ("torch", "numpy", "triton", "transformers")
 
