@@ -1,0 +1,186 @@
+"""What `burst-portable plan` tells, as plain data: its JSON, and what its tables are made from. Needs no torch.
+
+==================  ==========================================================================================
+schema              "burst_portable.plan/1"; a change that breaks readers counts it up
+problem             the sizes that were asked for; mask and layout by name; `area`: (query, key) pairs a head
+strategy, reason    what plans, and why where it was chosen
+rates               tflops and gbps a rank, that times are predicted with
+costed_ranks        the ranks that numbers below are taken over: all of them, or a sample
+passes              by "forward" and "backward": what travels how, and
+  max, mean         of one rank: flops, sent and received bytes, hops, launches, tiles
+  bytes_a_hop       the largest message; null where nothing hops
+  imbalance         largest over mean FLOPs of a rank
+  memory            bytes: `shard` (own tensors of the pass), `in_flight` (foreign blocks here or on their way)
+  seconds           of the slowest rank; `compute_seconds`: its FLOPs at the given rate and nothing else
+  efficiency        mean FLOPs of a rank at the given rate, over `seconds`
+steps               of one rank: what arrives, what is computed, what leaves
+check               whether every pair is computed exactly once, and what is wrong if not
+==================  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from burst_portable import __version__
+from burst_portable.cost import PassCost, Rates, plan_cost
+from burst_portable.moves import Move
+from burst_portable.packets import message_size
+from burst_portable.plans import PassName, PassPlan, Plan, Problem, Step
+from burst_portable.verify import verify
+
+SCHEMA = "burst_portable.plan/1"
+ALL_RANKS = 64
+"""Up to so many ranks are costed one by one; above, a sample: every rank's cost is that of ranks² blocks."""
+
+Facts = dict[str, Any]
+
+
+def plan_facts(plan: Plan, rates: Rates, rank: int) -> Facts:
+    """All but the check, with the steps of one rank."""
+    costed = costed_ranks(plan.problem.ranks, rank)
+    cost = plan_cost(plan, rates, costed)
+    return {
+        "schema": SCHEMA,
+        "version": __version__,
+        "problem": _problem(plan.problem),
+        "strategy": plan.strategy,
+        "reason": plan.reason,
+        "reshard": plan.reshard,
+        "rates": {"tflops": rates.tflops, "gbps": rates.gbps},
+        "costed_ranks": list(costed),
+        "passes": {
+            name: {
+                **_pass(plan, name, part, cost.per_rank[name], costed, rates),
+                "imbalance": cost.imbalance(name),
+            }
+            for name, part in plan.passes()
+        },
+        "seconds": cost.seconds,
+        "steps": {
+            "rank": rank,
+            **{name: _steps(plan, name, part, rank) for name, part in plan.passes()},
+        },
+    }
+
+
+def check(plan: Plan, progress: Callable[[int], None]) -> Facts:
+    """The check's outcome; `progress` hears how many of `walks` are done."""
+    wrong = verify(plan, progress)
+    return {"done": True, "ok": not wrong, "wrong": wrong}
+
+
+def walks(plan: Plan) -> int:
+    """How many rank plans the check walks."""
+    return sum(part.problem.ranks for _, part in plan.passes())
+
+
+def costed_ranks(ranks: int, shown: int) -> tuple[int, ...]:
+    """All ranks where they are few, else eight spread over them and the one that is shown."""
+    if ranks <= ALL_RANKS:
+        return tuple(range(ranks))
+    return tuple(sorted({i * (ranks - 1) // 7 for i in range(8)} | {shown}))
+
+
+def _problem(problem: Problem) -> Facts:
+    return {
+        "seq_len": problem.q_layout.length,
+        "ranks": problem.ranks,
+        "heads": problem.heads,
+        "kv_heads": problem.kv_heads,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "batch": problem.batch,
+        "itemsize": problem.itemsize,
+        "mask": str(problem.mask),
+        "layout": problem.q_layout.name,
+        "area": problem.area,
+    }
+
+
+def _pass(
+    plan: Plan, name: PassName, part: PassPlan, costs: Sequence[PassCost], ranks: Sequence[int], rates: Rates
+) -> Facts:
+    seconds = max(c.seconds for c in costs)
+    flops = [c.flops for c in costs]
+    per_second = rates.tflops * 1e12
+    columns = {
+        "flops": flops,
+        "sent_bytes": [c.sent for c in costs],
+        "received_bytes": [c.received for c in costs],
+        "hops": [c.hops for c in costs],
+        "launches": [c.launches for c in costs],
+        "tiles": [c.tiles for c in costs],
+    }
+    return {
+        "travels": "heads" if plan.reshard else part.side,
+        "moves": "all_to_all" if plan.reshard else part.route.name,
+        "max": {column: max(values) for column, values in columns.items()},
+        "mean": {column: sum(values) / len(values) for column, values in columns.items()},
+        "bytes_a_hop": None if plan.reshard else _largest_hop(part, name, ranks),
+        "memory": {
+            "shard": max(shard_bytes(part.problem, name, 0 if plan.reshard else r) for r in ranks),
+            "in_flight": max(c.blocks_held for c in costs),
+        },
+        "seconds": seconds,
+        "compute_seconds": max(flops) / per_second,
+        "efficiency": sum(flops) / len(flops) / per_second / seconds if seconds else 1.0,
+    }
+
+
+def shard_bytes(problem: Problem, pass_name: PassName, rank: int) -> int:
+    """A rank's own tensors: Q, K, V, out, LSE; backward also dO, delta and the gradients, in wide accumulators."""
+    data, wide = problem.itemsize, max(problem.itemsize, 4)
+    queries = problem.batch * problem.q_layout.count(rank) * problem.heads
+    keys = problem.batch * problem.k_layout.count(rank) * problem.kv_heads
+    d, dv = problem.head_dim, problem.value_dim
+    inputs = data * (queries * d + keys * (d + dv))
+    if pass_name == "forward":
+        return inputs + wide * queries * (dv + 1)
+    results = data * 2 * queries * dv + wide * 2 * queries  # out, dO; LSE, delta
+    return inputs + results + wide * (queries * d + keys * (d + dv))
+
+
+def _largest_hop(part: PassPlan, name: PassName, ranks: Sequence[int]) -> int:
+    moves = (m for r in ranks for s in part.rank(r) for m in (*s.receives, *s.result_receives))
+    return max((_size(part, name, move) for move in moves), default=0)
+
+
+def _size(part: PassPlan, name: PassName, move: Move) -> int:
+    return message_size(part.problem, move, backward=name == "backward")
+
+
+def _steps(plan: Plan, name: PassName, part: PassPlan, rank: int) -> list[Facts]:
+    return [_step(part, name, step) for step in part.rank(0 if plan.reshard else rank)]
+
+
+def _step(part: PassPlan, name: PassName, step: Step) -> Facts:
+    def moved(moves: Sequence[Move], other: str) -> list[Facts]:
+        return [
+            {"what": m.label, "rank": getattr(m, other), "rows": list(m.rows), "bytes": _size(part, name, m)}
+            for m in moves
+        ]
+
+    return {
+        "step": step.index,
+        "arrives": moved(step.arrivals, "source"),
+        "computes": _compute(step),
+        "sends": moved(step.sends, "target"),
+        "results_arrive": moved(step.result_arrivals, "source"),
+        "results_sent": moved(step.result_sends, "target"),
+    }
+
+
+def _compute(step: Step) -> Facts | None:
+    if step.compute is None:
+        return None
+    c = step.compute
+    full = sum(tile.full for tile in c.tiles)
+    return {
+        "q": c.q_owner,
+        "kv": c.k_owner,
+        "full_tiles": full,
+        "masked_tiles": len(c.tiles) - full,
+        "area": c.tiles.area,
+    }

@@ -1,0 +1,196 @@
+"""The facts of a plan as tables and a picture, for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from burst_portable.cli.drawing import LABELS, SEVERAL, Cell, owners, score_matrix, several
+from burst_portable.cli.plan_facts import Facts
+from burst_portable.cli.units import bytes_text, flops_text, seconds_text
+from burst_portable.plans import Plan
+
+_COLOURS = ("blue", "dark_orange", "green", "magenta", "cyan", "red", "yellow", "purple")
+_PASSES = ("forward", "backward")
+
+
+def show(console: Console, plan: Plan, facts: Facts, *, steps: int) -> None:
+    """All of it, from what is planned to what it costs."""
+    _header(console, facts)
+    _drawing(console, plan)
+    for name in _PASSES:
+        console.print(_steps_table(facts, name, steps))
+    console.print(_costs_table(facts))
+    _time_note(console, facts)
+
+
+def show_check(console: Console, facts: Facts) -> None:
+    """What the check found."""
+    outcome = facts["check"]
+    if not outcome["done"]:
+        console.print("[yellow]check   skipped[/]: --no-check was given, so nothing says that the plan is right")
+    elif outcome["ok"]:
+        console.print(
+            f"[green]check   ok[/]: every pair of the mask is computed exactly once, every send meets its receive, "
+            f"every gradient gets home ({facts['problem']['ranks']:,} ranks)"
+        )
+    else:
+        console.print("[red]check   FAILED[/]:")
+        for problem in outcome["wrong"]:
+            console.print(f"  {problem}", markup=False)
+
+
+def _header(console: Console, facts: Facts) -> None:
+    p = facts["problem"]
+    share = p["area"] / p["seq_len"] ** 2
+    sizes = f"batch {p['batch']}, {p['heads']} query and {p['kv_heads']} K/V heads of {p['head_dim']}"
+    values = f" (values {p['value_dim']})" if p["value_dim"] != p["head_dim"] else ""
+    console.print(
+        f"[bold]plan[/]    {facts['strategy']} over {p['ranks']:,} ranks, layout {p['layout']}, "
+        f"{p['seq_len']:,} tokens, {sizes}{values}, {p['itemsize']} bytes a number",
+    )
+    console.print(f"mask    {p['mask']}: {p['area']:,} pairs a head, {share:.3%} of all", markup=False)
+    if facts["reason"]:
+        console.print(f"why     {facts['reason']}", markup=False)
+
+
+# ------------------------------------------------------------------------------------------------- drawing
+
+
+def _drawing(console: Console, plan: Plan) -> None:
+    problem = plan.problem
+    matrix = score_matrix(problem.mask, problem.q_layout)
+    console.print()
+    console.print("score matrix: queries go down, keys to the right; coloured by the rank that holds the queries")
+    console.print(Text.assemble("  keys ", *(_owner_text(rank) for rank in owners(problem.k_layout))))
+    for row in matrix:
+        console.print(Text.assemble("       ", *(_cell_text(cell) for cell in row)))
+    unsure = f"; {SEVERAL}: of several ranks" if several(matrix) else ""
+    console.print(f"       00: all pairs of the cell, 0: some, ·: none; the digit is the rank{unsure}\n")
+
+
+def _label(rank: int | None) -> str:
+    return LABELS[rank] if rank is not None and rank < len(LABELS) else SEVERAL
+
+
+def _owner_text(rank: int | None) -> Text:
+    return Text(f"{_label(rank)} ", style=_colour(rank))
+
+
+def _cell_text(cell: Cell) -> Text:
+    if not cell.seen:
+        return Text(cell.text, style="dim")
+    colour = _colour(cell.rank)
+    return Text(cell.text, style=f"white on {colour}" if cell.seen == 1 else colour)
+
+
+def _colour(rank: int | None) -> str:
+    return "grey50" if rank is None else _COLOURS[rank % len(_COLOURS)]
+
+
+# --------------------------------------------------------------------------------------------------- steps
+
+
+_TRAVELS = {
+    ("forward", "kv"): "K and V travel",
+    ("backward", "kv"): "K and V travel, dK and dV after them",
+    ("backward", "q"): "Q, dO, LSE and delta travel, dQ after them",
+    ("forward", "heads"): "all rows of some heads come before, out goes back after",
+    ("backward", "heads"): "all rows of some heads of dO come before, gradients go back after",
+}
+
+
+def _steps_table(facts: Facts, name: str, limit: int) -> Table:
+    steps = facts["steps"][name]
+    rank = facts["steps"]["rank"]
+    part = facts["passes"][name]
+    title = f"{name} on rank {rank}: {_TRAVELS[name, part['travels']]} ({part['moves']})"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("step", "arrives", "computes", "tiles", "pairs", "sends", "bytes sent"):
+        table.add_column(column, justify="right" if column in ("step", "pairs", "bytes sent") else "left")
+    for step in steps[:limit]:
+        table.add_row(*_step_row(step))
+    if len(steps) > limit:
+        table.add_row("…", f"{len(steps) - limit:,} more", *[""] * 5)
+    return table
+
+
+def _step_row(step: Facts) -> tuple[str, ...]:
+    sent = [*step["sends"], *step["results_sent"]]
+    came = [*step["arrives"], *step["results_arrive"]]
+    return (
+        str(step["step"]),
+        ", ".join(f"{m['what']} ← {m['rank']}" for m in came),
+        *_compute_columns(step["computes"]),
+        _joined([f"{m['what']} → {m['rank']}" for m in sent]),
+        bytes_text(sum(m["bytes"] for m in sent)) if sent else "",
+    )
+
+
+def _compute_columns(compute: Facts | None) -> tuple[str, str, str]:
+    if compute is None:
+        return "", "", ""
+    kinds = [
+        f"{count} {kind}"
+        for kind, count in (("full", compute["full_tiles"]), ("masked", compute["masked_tiles"]))
+        if count
+    ]
+    return f"q{compute['q']} x kv{compute['kv']}", " + ".join(kinds), f"{compute['area']:,}"
+
+
+def _joined(parts: list[str]) -> str:
+    """A sender of a thousand blocks shows the first few."""
+    return ", ".join(parts) if len(parts) <= 4 else f"{', '.join(parts[:3])} and {len(parts) - 3:,} more"
+
+
+# --------------------------------------------------------------------------------------------------- costs
+
+
+def _costs_table(facts: Facts) -> Table:
+    passes = [facts["passes"][name] for name in _PASSES]
+    table = Table(title=f"costs over {_ranks_text(facts)}", title_justify="left", title_style="bold")
+    table.add_column("")
+    for name in _PASSES:
+        table.add_column(name, justify="right")
+    for label, value in _COST_ROWS.items():
+        table.add_row(label, *(value(part) for part in passes))
+    return table
+
+
+def _ranks_text(facts: Facts) -> str:
+    ranks, costed = facts["problem"]["ranks"], facts["costed_ranks"]
+    if len(costed) == ranks:
+        return f"all {ranks:,} ranks" if ranks > 1 else "one rank"
+    return f"{len(costed)} of {ranks:,} ranks: {', '.join(map(str, costed))}"
+
+
+def _max_mean(key: str, text: Any) -> Any:
+    return lambda part: f"{text(part['max'][key])} / {text(part['mean'][key])}"
+
+
+_COST_ROWS = {
+    "FLOPs a rank, max / mean": _max_mean("flops", flops_text),
+    "imbalance (max / mean)": lambda part: f"{part['imbalance']:.3f}",
+    "sent by a rank, max / mean": _max_mean("sent_bytes", bytes_text),
+    "received by a rank, max / mean": _max_mean("received_bytes", bytes_text),
+    "largest hop": lambda part: "-" if part["bytes_a_hop"] is None else bytes_text(part["bytes_a_hop"]),
+    "hops of a rank, max": lambda part: f"{part['max']['hops']:,}",
+    "kernel launches, max": lambda part: f"{part['max']['launches']:,}",
+    "tiles of a rank, max": lambda part: f"{part['max']['tiles']:,}",
+    "memory: own tensors": lambda part: bytes_text(part["memory"]["shard"]),
+    "memory: blocks in flight": lambda part: bytes_text(part["memory"]["in_flight"]),
+    "predicted time": lambda part: seconds_text(part["seconds"]),
+    "computing alone": lambda part: seconds_text(part["compute_seconds"]),
+    "predicted efficiency": lambda part: f"{part['efficiency']:.1%}",
+}
+
+
+def _time_note(console: Console, facts: Facts) -> None:
+    rates = facts["rates"]
+    console.print(
+        f"time    {seconds_text(facts['seconds'])} forward and backward, predicted (not measured) for "
+        f"{rates['tflops']:g} TFLOP/s and {rates['gbps']:g} GB/s a rank"
+    )
