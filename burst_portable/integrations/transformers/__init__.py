@@ -1,0 +1,16 @@
+"""transformers' causal language models with their sequence sharded over a mesh, exactly and unedited.
+
+::
+
+    handle = parallelize(model, mesh)
+    inputs = handle.shard(input_ids)  # this rank's rows, labels shifted before the cut
+    loss = model(**inputs).loss  # this rank's part of the mean over all tokens
+    loss.backward()
+    sum_gradients(model.parameters(), mesh)  # now every rank has one device's gradients
+"""
+
+from burst_portable.integrations.gradients import sum_gradients, sum_over_ranks
+from burst_portable.integrations.transformers.checks import check_model
+from burst_portable.integrations.transformers.parallel import Parallel, parallelize
+
+__all__ = ["Parallel", "check_model", "parallelize", "sum_gradients", "sum_over_ranks"]

@@ -1,0 +1,148 @@
+"""The attention function that transformers calls in a parallelized model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from burst_portable.api import attention
+from burst_portable.errors import InputError, UnsupportedError, explain
+from burst_portable.integrations.transformers.masks import Wanted, mask_of
+from burst_portable.layout import Layout
+from burst_portable.mesh import Mesh
+
+ATTRIBUTE = "_burst_portable"
+"""Where a module of a parallelized model keeps its `State`: so two models with two meshes live in one process."""
+
+# What reaches an attention function and changes nothing about the attention itself: the mask already says it
+# (windows, positions), or it is meant for other layers (the loss, the router). Anything else is refused.
+_HARMLESS = frozenset(
+    {
+        *("position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache", "layer_idx"),
+        *("sliding_window", "is_causal", "window_size"),
+        *("labels", "shift_labels", "num_items_in_batch", "logits_to_keep"),
+        *("output_hidden_states", "output_router_logits", "return_dict"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One call's sequence: how long, cut how, and where its packed documents end."""
+
+    seq_len: int
+    layout: Layout
+    documents: tuple[int, ...] | None = None
+
+
+class State(Protocol):
+    """What the attention of a model needs to know; kept by every module of the model."""
+
+    mesh: Mesh
+    strategy: Any
+    kernel: str
+    call: Sequence | None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention over the whole sequence, from the rows of this rank.
+
+    Args:
+        query: ``[B, Hq, S, D]``; key, value: ``[B, Hkv, S, D]``, never repeated.
+        attention_mask: the `Wanted` that our mask function made.
+
+    Returns:
+        ``[B, S, Hq, Dv]``, and no weights.
+
+    Raises:
+        InputError, UnsupportedError: before anything is sent; the same on every rank.
+    """
+    state: State | None = getattr(module, ATTRIBUTE, None)
+    if state is None:
+        raise InputError(
+            f"{type(module).__name__} belongs to no parallelized model, but its config asks for this attention: "
+            "two models share one config object; give each its own copy"
+        )
+    sequence = _sequence(state, attention_mask)
+    _refuse(dropout, query, key, others)
+    query, key, value = _as_autocast_would(query, key, value)
+    # Autocast ends here: the kernels choose their own precision, which a cast in the middle would spoil.
+    with torch.autocast(query.device.type, enabled=False):
+        out = attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            mask=mask_of(attention_mask.band, sequence.seq_len, sequence.documents),
+            mesh=state.mesh,
+            strategy=state.strategy,
+            layout=sequence.layout,
+            seq_len=sequence.seq_len,
+            scale=scaling,
+            softcap=softcap,
+            sinks=s_aux,
+            kernel=state.kernel,
+        )
+    return out, None
+
+
+def _sequence(state: State, wanted: Any) -> Sequence:
+    """The sequence that a mask belongs to: bound at its first use, in the forward pass that made it."""
+    if not isinstance(wanted, Wanted):
+        raise UnsupportedError(
+            explain(
+                "the mask did not come from transformers' mask functions",
+                got="none" if wanted is None else type(wanted).__name__,
+                next_step="pass no attention_mask; packed documents are named when sharding",
+            )
+        )
+    if wanted.sequence is None:
+        if state.call is None:
+            raise InputError("a layer ran outside its model's forward: call the model that was parallelized")
+        wanted.sequence = state.call
+    sequence: Sequence = wanted.sequence
+    return sequence
+
+
+def _refuse(dropout: float, query: Tensor, key: Tensor, others: dict[str, Any]) -> None:
+    if dropout:
+        raise UnsupportedError(
+            explain("attention dropout over ranks", got=dropout, allowed=0, next_step="set attention_dropout=0")
+        )
+    if query.shape[2] != key.shape[2]:
+        raise UnsupportedError(
+            explain(
+                "queries and keys of different lengths: a cache or cross attention",
+                got=f"{query.shape[2]} and {key.shape[2]}",
+            )
+        )
+    unknown = [name for name, x in others.items() if name not in _HARMLESS and x is not None and x is not False]
+    if unknown:
+        raise UnsupportedError(
+            explain(
+                "the attention got arguments that may change its result, and that we do not know",
+                got=", ".join(sorted(unknown)),
+            )
+        )
+
+
+def _as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v in autocast's dtype, as scaled_dot_product_attention gets them; float64 is left alone."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)

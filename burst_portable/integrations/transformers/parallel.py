@@ -1,0 +1,275 @@
+"""`parallelize`: one model, told which mesh its sequence is spread over."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from burst_portable.api import positions, shard_batch
+from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, explain
+from burst_portable.integrations.transformers.attention import ATTRIBUTE, Sequence, attend
+from burst_portable.integrations.transformers.checks import check_model, check_rope, parameters_of
+from burst_portable.integrations.transformers.masks import wanted_mask
+from burst_portable.layout import Layout, make_layout
+from burst_portable.mask import Mask
+from burst_portable.mesh import as_mesh
+from burst_portable.strategies.base import Strategy
+from burst_portable.strategies.registry import make_strategy
+
+NAME = "burst_portable"
+"""The name of our attention and mask functions in transformers' interfaces."""
+
+
+def parallelize(
+    model: PreTrainedModel,
+    mesh: Any = None,
+    *,
+    strategy: Strategy | str = "auto",
+    layout: str = "zigzag",
+    seq_len: int | None = None,
+    kernel: str = "auto",
+) -> Parallel:
+    """Run an unedited transformers model with its sequence sharded over the ranks of a mesh.
+
+    Every rank calls the model with its own rows: ``model(**handle.shard(input_ids))``. Everything but attention works
+    on rows alone; attention sees the whole sequence. What the model's masks mean is mapped to ours or refused.
+
+    Args:
+        model: a decoder of transformers; it is changed in place, and restored by `Parallel.undo`.
+        mesh: as `attention` takes it; None is the default process group.
+        strategy, layout, kernel: as `attention` takes them; the layout by name.
+        seq_len: tokens of the whole sequence, for calls that name none; None: all ranks hold equally many.
+
+    Returns:
+        A handle, which is also a context manager that undoes it.
+
+    Raises:
+        InputError: no transformers model, or one that is parallelized already; unknown names.
+        UnsupportedError: a model that cannot be sharded, with the reason.
+    """
+    return Parallel(model, mesh, strategy=strategy, layout=layout, seq_len=seq_len, kernel=kernel)
+
+
+class Parallel:
+    """A parallelized model's handle, and what its modules know. See `parallelize`.
+
+    Attributes:
+        model, mesh, strategy, layout, kernel: as given.
+        seq_len: tokens of the whole sequence, for calls that name none. May be set between calls.
+        call: the sequence of the call that runs now.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: Any,
+        *,
+        strategy: Strategy | str,
+        layout: str,
+        seq_len: int | None,
+        kernel: str,
+    ) -> None:
+        check_model(model)
+        if hasattr(model, ATTRIBUTE):
+            raise InputError("the model is parallelized already; undo() its handle first")
+        if isinstance(strategy, str):
+            make_strategy(strategy)
+        self.model, self.mesh, self.strategy, self.layout = model, as_mesh(mesh), strategy, layout
+        self.seq_len, self.kernel = seq_len, kernel
+        self.call: Sequence | None = None
+        self._caller: Any = None
+        self._before = model.config._attn_implementation
+        self._hooks: list[Any] = []
+        self._install()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
+        """A copied model works on the same mesh; groups and transports cannot be copied."""
+        return self
+
+    def _install(self) -> None:
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, wanted_mask)
+        self.model.set_attn_implementation(NAME)
+        for module in self.model.modules():
+            setattr(module, ATTRIBUTE, self)
+            # Inner models are called on their own as well, by those who compute a loss themselves.
+            if isinstance(module, PreTrainedModel) and "position_ids" in parameters_of(module):
+                self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def undo(self) -> None:
+        """Give the model back as it was. Calling it again does nothing."""
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for module in self.model.modules():
+            if hasattr(module, ATTRIBUTE):
+                delattr(module, ATTRIBUTE)
+        self.model.set_attn_implementation(self._before)
+
+    def __enter__(self) -> Parallel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    # ------------------------------------------------------------------------------------------ inputs of a call
+
+    def shard(
+        self, input_ids: Tensor, labels: Tensor | None = None, *, documents: tuple[int, ...] | list[int] | None = None
+    ) -> dict[str, Any]:
+        """This rank's arguments for the model, from a batch that every rank has whole.
+
+        The loss of a rank is its part of the mean over all tokens: summed over ranks, the losses are one device's
+        loss, and the gradients one device's gradients.
+
+        Args:
+            input_ids: ``[B, N]``, the same on every rank.
+            labels: ``[B, N]``, not shifted, -100 where there is none; None takes `input_ids`.
+            documents: cumulative lengths of packed documents, the same for each row of the batch.
+
+        Returns:
+            input_ids, position_ids, labels and shift_labels ``[B, S]``, num_items_in_batch, seq_len, documents.
+        """
+        bounds = None if documents is None else tuple(int(b) for b in documents)
+        batch = shard_batch(input_ids, labels, documents=bounds, mesh=self.mesh, layout=self._cut(input_ids, bounds))
+        held = (input_ids if labels is None else labels) != -100
+        # The first token of a document is nobody's next one.
+        first = torch.tensor((bounds or (0, input_ids.shape[1]))[:-1], device=held.device)
+        return {
+            **batch,
+            "shift_labels": batch["labels"],
+            # Not fewer than one: a batch without any label has the loss 0, not 0 / 0.
+            "num_items_in_batch": (held.sum() - held[:, first].sum()).clamp(min=1),
+            "seq_len": input_ids.shape[1],
+            "documents": bounds,
+        }
+
+    def _cut(self, input_ids: Tensor, documents: tuple[int, ...] | None) -> Layout:
+        if input_ids.dim() != 2:
+            raise ShapeError(explain("input_ids must be [batch, tokens]", got=tuple(input_ids.shape)))
+        return _layout(self.layout, input_ids.shape[1], self.mesh.size, documents)
+
+    # ------------------------------------------------------------------------------------------------ the hooks
+
+    def _enter(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before a model's forward: which sequence this is; its position ids; what cannot be taken, refused."""
+        if self.call is not None:
+            return args, kwargs  # a model inside the one that was called
+        kwargs = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
+        seq_len, documents = kwargs.pop("seq_len", None), kwargs.pop("documents", None)
+        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+            raise ShapeError(
+                explain("a sharded model takes input_ids [batch, rows] or inputs_embeds", got=type(tokens))
+            )
+        sequence = self._sequence(tokens.shape[1], seq_len, documents)
+        check_rope(module.config, sequence.seq_len)
+        _check_arguments(kwargs, self.mesh.size)
+        kwargs["position_ids"] = _checked_positions(
+            kwargs.get("position_ids"), self._positions(sequence, tokens.device), tokens
+        )
+        kwargs["attention_mask"] = None
+        kwargs["use_cache"] = False
+        self.call, self._caller = sequence, module
+        return (), kwargs
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        """After a model's forward, also one that failed."""
+        if self._caller is module:
+            self.call = self._caller = None
+
+    def _sequence(self, rows: int, seq_len: int | None, documents: Any) -> Sequence:
+        seq_len = self.seq_len if seq_len is None else seq_len
+        length = rows * self.mesh.size if seq_len is None else int(seq_len)
+        bounds = None if documents is None else tuple(int(b) for b in documents)
+        layout = _layout(self.layout, length, self.mesh.size, bounds)
+        if layout.count(self.mesh.rank) != rows:
+            raise LayoutError(
+                explain(
+                    f"rank {self.mesh.rank} was given another number of tokens than the layout {self.layout!r} gives it",
+                    got=rows,
+                    allowed=f"{layout.count(self.mesh.rank)} of {length} on {self.mesh.size} ranks",
+                    next_step="call the model with handle.shard(input_ids), or name seq_len",
+                )
+            )
+        return Sequence(length, layout, bounds)
+
+    def _positions(self, sequence: Sequence, device: torch.device) -> Tensor:
+        """Position ids of this rank's rows, ``[S]``: counted from the start of the document, where there are some."""
+        where = positions(self.mesh, seq_len=sequence.seq_len, layout=sequence.layout, device=device)
+        if sequence.documents is None:
+            return where
+        starts = torch.tensor(sequence.documents[:-1], device=device)
+        return where - starts[torch.searchsorted(starts, where, right=True) - 1]
+
+
+@lru_cache(maxsize=256)
+def _layout(name: str, length: int, ranks: int, documents: tuple[int, ...] | None) -> Layout:
+    mask = None if documents is None else Mask.documents(documents)
+    if mask is not None:
+        mask.check_lengths(length, length)
+        if documents is not None and documents[-1] != length:
+            raise InputError(explain("documents end before the sequence", got=documents[-1], allowed=length))
+    return make_layout(name, length, ranks, mask if name == "document_zigzag" else None)
+
+
+def _check_arguments(kwargs: dict[str, Any], ranks: int) -> None:
+    """Refuse what would be computed wrongly on a shard."""
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask != 0).all())):
+        raise UnsupportedError(
+            explain(
+                "this attention_mask cannot be expressed",
+                got="padding" if isinstance(mask, Tensor) and mask.dim() == 2 else type(mask).__name__,
+                allowed="none, or [batch, tokens] without a zero",
+                next_step="pass sequences without padding, or packed documents (see Parallel.shard)",
+            )
+        )
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise UnsupportedError("a sharded model keeps no cache and does not generate; pass use_cache=False")
+    keep = kwargs.get("logits_to_keep", 0)
+    if isinstance(keep, Tensor) or keep:
+        raise UnsupportedError(
+            explain("logits_to_keep counts rows of a shard, not of the sequence", got=keep, allowed=0)
+        )
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError("output_attentions: the weights are never made")
+    if ranks > 1 and kwargs.get("labels") is not None:
+        missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
+        if missing:
+            raise InputError(
+                explain(
+                    "labels of a shard need to be shifted before the cut, and divided by the tokens of all ranks",
+                    got=f"labels without {' and '.join(missing)}",
+                    next_step="call the model with handle.shard(input_ids, labels)",
+                )
+            )
+
+
+def _checked_positions(given: Tensor | None, expected: Tensor, tokens: Tensor) -> Tensor:
+    """The position ids ``[1 or B, S]``: those given, if they are this rank's."""
+    if given is None:
+        return expected.unsqueeze(0)
+    fits = given.dim() == 2 and given.shape[0] in (1, tokens.shape[0]) and given.shape[1] == expected.shape[0]
+    if not fits or not bool((given == expected).all()):
+        raise InputError(
+            explain(
+                "position_ids are not those of this rank's rows",
+                got=f"{tuple(given.shape)}, from {given.flatten()[0].item()}" if given.numel() else "none",
+                allowed=f"{expected.shape[0]} positions, from {expected[0].item()}",
+                next_step="leave them out; packed documents are named with documents=(0, end, ...)",
+            )
+        )
+    return given
