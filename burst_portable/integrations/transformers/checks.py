@@ -65,7 +65,7 @@ def check_rope(config: Any, seq_len: int) -> None:
         if seq_len > trained:
             raise UnsupportedError(
                 explain(
-                    f"RoPE of type {kind!r} changes its frequencies with the longest position, which ranks do not share",
+                    f"RoPE of type {kind!r} follows the longest position at hand, which ranks do not share",
                     got=f"{seq_len} tokens",
                     allowed=f"at most {trained}",
                 )

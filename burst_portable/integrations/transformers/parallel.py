@@ -198,7 +198,7 @@ class Parallel:
         if layout.count(self.mesh.rank) != rows:
             raise LayoutError(
                 explain(
-                    f"rank {self.mesh.rank} was given another number of tokens than the layout {self.layout!r} gives it",
+                    f"rank {self.mesh.rank} got another number of tokens than the layout {self.layout!r} gives it",
                     got=rows,
                     allowed=f"{layout.count(self.mesh.rank)} of {length} on {self.mesh.size} ranks",
                     next_step="call the model with handle.shard(input_ids), or name seq_len",
