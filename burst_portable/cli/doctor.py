@@ -1,10 +1,125 @@
-"""`burst-portable doctor`: what is installed here, and which backends can run."""
+"""`burst-portable doctor`: what is installed here, which backends can run, and with which kernels."""
 
 from __future__ import annotations
 
+import json
 import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from burst_portable import __version__
+from burst_portable.config import from_environment
+
+if TYPE_CHECKING:
+    from burst_portable.backends.base import Backend
+    from burst_portable.kernels.contract import Kernel, Problem
+
+SCHEMA = "burst_portable.doctor/1"
+PACKAGES = ("torch", "numpy", "triton", "transformers", "typer", "rich", "jinja2")
+
+Facts = dict[str, Any]
 
 
-def doctor() -> None:
-    """What is installed on this machine, and which backends can run on it."""
-    print(f"Python {platform.python_version()}")
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write JSON to standard output.")] = False) -> int:
+    """What is installed here, which backends can run, and with which kernels.
+
+    Exit code 1 when no backend can run.
+    """
+    facts = examine()
+    if as_json:
+        print(json.dumps(facts, indent=2, default=str))
+    else:
+        from burst_portable.cli.doctor_view import show
+
+        show(facts)
+    return 0 if any(backend["ok"] for backend in facts["backends"].values()) else 1
+
+
+def examine() -> Facts:
+    """Everything that is told, as plain data."""
+    settings = from_environment()
+    return {
+        "schema": SCHEMA,
+        "version": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "settings": {"deadline": settings.deadline, "kernel": settings.kernel},
+        "backends": _backends(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _backends() -> dict[str, Facts]:
+    try:
+        from burst_portable.backends.registry import known
+    except ImportError as error:  # without torch there is no backend at all
+        return {"any": _refused("burst_portable.backends", f"fails to import: {error}")}
+    return {name: _backend(name, home) for name, home in sorted(known().items())}
+
+
+def _backend(name: str, home: str) -> Facts:
+    from burst_portable.backends.registry import load
+
+    try:
+        backend = load(name)
+        probe = backend.probe()
+        capabilities = backend.capabilities
+        kernels = [_kernel(kernel, capabilities.device_type) for kernel in backend.kernels()] if probe.ok else []
+    # Somebody else's backend may fail in any way; that is what is to be reported, and others may still be well.
+    except Exception as error:  # noqa: BLE001
+        return _refused(home, f"broken: {type(error).__name__}: {error}")
+    return {
+        "ok": probe.ok,
+        "reason": probe.reason,
+        "from": home,
+        **_capabilities(backend),
+        "facts": dict(probe.facts),
+        "kernels": kernels,
+    }
+
+
+def _refused(home: str, reason: str) -> Facts:
+    return {"ok": False, "reason": " ".join(reason.split()), "from": home, "facts": {}, "kernels": []}
+
+
+def _capabilities(backend: Backend) -> Facts:
+    capabilities = backend.capabilities
+    return {
+        "device_type": capabilities.device_type,
+        "process_group": capabilities.process_group,
+        "streams": capabilities.streams,
+        "rates": {"tflops": capabilities.rates.tflops, "gbps": capabilities.rates.gbps},
+    }
+
+
+def _kernel(kernel: Kernel, device: str) -> Facts:
+    """What a kernel says to a handful of typical problems."""
+    cases = {}
+    for case, problem in _problems(device):
+        support = kernel.supports(problem)
+        cases[case] = {"ok": support.ok, "reason": support.reason}
+    return {"name": kernel.name, "supports": cases}
+
+
+def _problems(device: str) -> Iterator[tuple[str, Problem]]:
+    import torch
+
+    from burst_portable.kernels.contract import Problem
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        yield str(dtype).removeprefix("torch."), Problem(dtype, device, 8, 2, 128, 128)
+    # What sets kernels apart besides the dtype, asked in 16 bits, where vendors' kernels are at home.
+    yield "heads of 256", Problem(torch.bfloat16, device, 8, 2, 256, 256)
+    yield "heads of 80", Problem(torch.bfloat16, device, 8, 2, 80, 80)
+    yield "values of 64, heads of 128", Problem(torch.bfloat16, device, 8, 2, 128, 64)
+    yield "softcap", Problem(torch.bfloat16, device, 8, 2, 128, 128, softcap=True)

@@ -1,0 +1,64 @@
+"""What the doctor found, for people."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from burst_portable.cli.doctor import Facts
+
+
+def show(facts: Facts) -> None:
+    """Versions, then a row a backend, then the kernels of those that run."""
+    # Tables in a pipe or a log would be squeezed into 80 columns.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console.print(f"[bold]burst_portable {facts['version']}[/] on Python {facts['python']}, {facts['platform']}")
+    found = [f"{name} {version or 'is not installed'}" for name, version in facts["packages"].items()]
+    console.print(", ".join(found))
+    console.print("hop deadline {deadline:g} s, local kernel {kernel}".format(**facts["settings"]))
+    console.print(_backends(facts["backends"]))
+    for name, backend in facts["backends"].items():
+        for line in _details(name, backend):
+            console.print(line)
+
+
+def _backends(backends: dict[str, Facts]) -> Table:
+    table = Table(title="backends", title_justify="left", title_style="bold")
+    for column in ("backend", "runs here", "device", "process group", "from"):
+        table.add_column(column)
+    for name, backend in backends.items():
+        verdict = Text("yes", "green") if backend["ok"] else Text(f"no: {backend['reason']}", "red")
+        row = (backend.get("device_type", ""), backend.get("process_group", ""), backend["from"])
+        table.add_row(name, verdict, *row)
+    return table
+
+
+def _details(name: str, backend: Facts) -> list[Table | Text]:
+    lines: list[Table | Text] = [Text(f"{name}: {key} {value}") for key, value in backend["facts"].items()]
+    if backend["kernels"]:
+        lines += [_kernels(name, backend["kernels"])]
+        lines += [Text(f"  {line}", "dim") for line in _reasons(backend["kernels"])]
+    return lines
+
+
+def _kernels(name: str, kernels: list[Facts]) -> Table:
+    table = Table(title=f"kernels of {name}, the preferred first", title_justify="left", title_style="bold")
+    table.add_column("problem")
+    for kernel in kernels:
+        table.add_column(kernel["name"])
+    for case in kernels[0]["supports"]:
+        answers = [kernel["supports"][case]["ok"] for kernel in kernels]
+        table.add_row(case, *(Text("yes", "green") if ok else Text("no", "red") for ok in answers))
+    return table
+
+
+def _reasons(kernels: list[Facts]) -> list[str]:
+    return [
+        f"{kernel['name']}, {case}: {answer['reason']}"
+        for kernel in kernels
+        for case, answer in kernel["supports"].items()
+        if not answer["ok"]
+    ]
