@@ -9,17 +9,18 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from burst_portable.backends.cuda.hopper_launch import Descriptors, Launcher, tma_strides
 from burst_portable.backends.cuda.hopper_tables import LaunchTable, backward_table, forward_table
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, Options, Problem, Support
-from burst_portable.numerics import State, empty_state
+from burst_portable.numerics import State, empty_state, row_delta
 from burst_portable.tiles import Tiles
 
 TRITON_FROM, TRITON_BELOW = (3, 6), (3, 8)
@@ -117,19 +118,23 @@ class HopperKernel:
             ("forward", tiles, rows, config, fresh, q.device),
             lambda: forward_table(tiles, rows, 64 * config.NWG, config.BN, every_block=fresh),
         )
-        kernels = _kernels()
+        compiled = _compiled()
         group = heads // k.shape[2]
-        head_group = _head_group(batch * heads, group, k.shape[1] * dim * 4)
-        mode = kernels.MERGE_32 if not fresh else kernels.OUT_32 if out.dtype == torch.float32 else kernels.OUT_16
+        mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16
         with torch.cuda.device(q.device):
-            kernels.forward[(blocks * batch * heads,)](
-                kernels.rows("q", q, 64),
-                kernels.rows("k", k, config.BN),
-                kernels.rows("v", v, config.BN),
-                kernels.rows("out", out, 64),
-                lse, table, options.scale * _LOG2E, rows, lse.stride(0), lse.stride(1), heads, group, blocks, head_group,
-                NWG=config.NWG, BN=config.BN, D=dim, NS=config.NS, MODE=mode, REGS=config.REGS,
-                num_warps=4, maxnreg=config.maxnreg,
+            compiled.forward(
+                (q.device.index, q.dtype, config, mode, dim),
+                (blocks * batch * heads, 1),
+                (
+                    compiled.rows("q", q, 64, dim),
+                    compiled.rows("k", k, config.BN, dim),
+                    compiled.rows("v", v, config.BN, dim),
+                    compiled.rows("out", out, 64, dim),
+                    lse, table, options.scale * _LOG2E, rows, lse.stride(0), lse.stride(1),
+                    heads, group, blocks, _head_group(batch * heads, group, k.shape[1] * dim * 4),
+                ),
+                (config.NWG, config.BN, dim, config.NS, mode, config.REGS),
+                {"num_warps": 4, "maxnreg": config.maxnreg},
             )  # fmt: skip
         return state
 
@@ -162,27 +167,31 @@ class HopperKernel:
             ("backward", tiles, rows, config, q.device),
             lambda: backward_table(tiles, rows, config.BM, KEY_BLOCK),
         )
-        kernels = _kernels()
+        compiled = _compiled()
         group = heads // k.shape[2]
-        head_group = _head_group(batch * heads, group, rows * dim * 4 * group)
         # In bf16 the scale rides in P, for nothing; in fp16 small P would leave the range of normal numbers.
-        fold = q.dtype == torch.bfloat16
+        fold = int(q.dtype == torch.bfloat16)
         dq, dk, dv = into
         with torch.cuda.device(q.device):
-            minus_lse, minus_delta = _row_terms(kernels, dout, lse, delta, out, options.scale, config.BM, fold)
-            kernels.backward[(blocks * batch * heads,)](
-                kernels.rows("q", q, config.BM),
-                kernels.rows("k", k, 64),
-                kernels.rows("v", v, 64),
-                kernels.rows("dout", dout, config.BM),
-                kernels.row_vector(minus_lse, config.BM),
-                kernels.row_vector(minus_delta, config.BM),
-                kernels.rows("dq", dq, 64, columns=64),
-                kernels.rows("dk", dk, 64),
-                kernels.rows("dv", dv, 64),
-                table, options.scale, options.scale * _LOG2E, heads, group, blocks, head_group,
-                BM=config.BM, D=dim, NQ=config.NQ, FOLD=int(fold), REGS=config.REGS,
-                num_warps=4, maxnreg=config.maxnreg,
+            minus_lse, minus_delta = _row_terms(compiled, dout, lse, delta, out, options.scale, config.BM, fold)
+            compiled.backward(
+                (q.device.index, q.dtype, config, dim),
+                (blocks * batch * heads, 1),
+                (
+                    compiled.rows("q", q, config.BM, dim),
+                    compiled.rows("k", k, 64, dim),
+                    compiled.rows("v", v, 64, dim),
+                    compiled.rows("dout", dout, config.BM, dim),
+                    compiled.vector(minus_lse, config.BM),
+                    compiled.vector(minus_delta, config.BM),
+                    compiled.rows("dq", dq, 64, 64),
+                    compiled.rows("dk", dk, 64, dim),
+                    compiled.rows("dv", dv, 64, dim),
+                    table, options.scale, options.scale * _LOG2E,
+                    heads, group, blocks, _head_group(batch * heads, group, rows * dim * 4 * group),
+                ),
+                (config.BM, dim, config.NQ, fold, config.REGS),
+                {"num_warps": 4, "maxnreg": config.maxnreg},
             )  # fmt: skip
 
     def _table(self, key: tuple[Any, ...], build: Callable[[], LaunchTable]) -> tuple[Tensor, int]:
@@ -198,36 +207,43 @@ class HopperKernel:
 
 
 def _row_terms(
-    kernels: "_Kernels",
+    compiled: _Compiled,
     dout: Tensor,
     lse: Tensor,
     delta: Tensor | None,
     out: Tensor | None,
     scale: float,
     block: int,
-    fold: bool,
+    fold: int,
 ) -> tuple[Tensor, Tensor]:
     """(shift - lse / scale, -delta), [B·H, rows and padding]; padded rows get -inf and 0."""
     batch, rows, heads, dim = dout.shape
     padded = -(-(rows + block) // 64) * 64  # a block may begin at the last row
     minus_lse, minus_delta = torch.empty(2, batch * heads, padded, dtype=torch.float32, device=dout.device)
     _check_last_stride("lse", lse)
+    if out is not None and out.element_size() not in (2, 4):
+        out, delta = None, row_delta(dout, out)
     if delta is not None:
         _check_last_stride("delta", delta)
-    else:
-        _check_last_stride("dout", dout)
-        _check_last_stride("out", out)
-    terms = lse if delta is None else delta
-    source = dout if out is None else out
-    shift = math.log(scale) / scale if fold else 0.0
-    kernels.prepare[(padded // 64, batch * heads)](
-        source, dout, lse, terms, minus_lse, minus_delta, 1.0 / scale, shift, rows, padded, heads,
-        *source.stride()[:3], *dout.stride()[:3], *lse.stride()[:2], *terms.stride()[:2],
-        HAS_OUT=out is not None, BM=64, D=dim, num_warps=4,
+        delta = delta.float()
+    source, terms = (dout, delta) if out is None else (out, lse)
+    out_strides = [s // 4 for s in tma_strides("out", source)[:3]]
+    dout_strides = [s // 8 for s in tma_strides("dout", dout)[:3]]
+    compiled.prepare(
+        (dout.device.index, dout.dtype, source.dtype, out is None, dim),
+        (padded // 64, batch * heads),
+        (
+            source, dout, lse, terms, minus_lse, minus_delta,
+            1.0 / scale, math.log(scale) / scale if fold else 0.0, rows, padded, heads,
+            *out_strides, *dout_strides, *lse.stride()[:2], *terms.stride()[:2],
+        ),
+        (out is not None, 64, dim),
+        {"num_warps": 4},
     )  # fmt: skip
     return minus_lse, minus_delta
 
 
+@lru_cache(maxsize=256)
 def _head_group(heads: int, group: int, bytes_a_key_head: int) -> int:
     """How many query heads run side by side: as many as share the L2, whole groups of a K/V head, a divisor of all."""
     wanted = max(1, _L2_FOR_KEYS // max(1, bytes_a_key_head)) * group
@@ -277,56 +293,23 @@ def _device_reason(device: str) -> str:
     return "" if (major, minor) == (9, 0) else f"it runs on sm_90, not on sm_{major}{minor}"
 
 
-class _Kernels:
-    """The compiled side, imported on first use, and descriptors for it."""
+class _Compiled:
+    """The compiled side, imported on first use."""
 
     def __init__(self) -> None:
-        from triton.experimental.gluon import language as gl
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
         from burst_portable.backends.cuda import hopper_backward, hopper_forward
 
-        self.forward = hopper_forward.forward_kernel
-        self.backward = hopper_backward.backward_kernel
-        self.prepare = hopper_backward.prepare_kernel
-        self.OUT_16, self.OUT_32, self.MERGE_32 = (
-            hopper_forward.OUT_16,
-            hopper_forward.OUT_32,
-            hopper_forward.MERGE_32,
-        )
-        self._descriptor = TensorDescriptor
-        self._layouts = {
-            size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)
-        }
-        self._vector = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-
-    def rows(self, name: str, x: Tensor, rows: int, columns: int | None = None) -> Any:
-        """A descriptor of `rows` rows of one head of [B, S, H, D]."""
-        strides = _tma_strides(name, x)
-        block = [1, rows, 1, x.shape[3] if columns is None else columns]
-        return self._descriptor(x, list(x.shape), strides, block, self._layouts[x.element_size()])
-
-    def row_vector(self, x: Tensor, rows: int) -> Any:
-        """A descriptor of `rows` entries of one row of [B·H, S]."""
-        return self._descriptor(x, list(x.shape), list(x.stride()), [1, rows], self._vector)
+        self.OUT_16 = hopper_forward.OUT_16
+        self.OUT_32 = hopper_forward.OUT_32
+        self.MERGE_32 = hopper_forward.MERGE_32
+        self.forward = Launcher(hopper_forward.forward_kernel)
+        self.backward = Launcher(hopper_backward.backward_kernel)
+        self.prepare = Launcher(hopper_backward.prepare_kernel)
+        descriptors = Descriptors()
+        self.rows = descriptors.rows
+        self.vector = descriptors.vector
 
 
 @cache
-def _kernels() -> _Kernels:
-    return _Kernels()
-
-
-def _tma_strides(name: str, x: Tensor) -> list[int]:
-    """The strides as TMA takes them; dimensions of one element get one that fits."""
-    each = 16 // x.element_size()
-    strides = [each * x.shape[3] if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    if x.stride(3) != 1 or any(s % each or s <= 0 for s in strides) or x.data_ptr() % 16:
-        raise UnsupportedError(
-            explain(
-                f"the hopper kernel cannot address {name}",
-                got=f"strides {x.stride()} at byte {x.data_ptr() % 16} of 16",
-                allowed="last stride 1, others multiples of 16 bytes, begun at a multiple of 16 bytes",
-                next_step="make it contiguous or use the triton kernel",
-            )
-        )
-    return [*strides, 1]
+def _compiled() -> _Compiled:
+    return _Compiled()

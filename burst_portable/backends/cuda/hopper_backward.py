@@ -38,31 +38,36 @@ def _tma_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
-@triton.jit(do_not_specialize=["Sq", "padded", "lse_sb", "lse_sh"])
+@triton.jit(do_not_specialize=["LSE", "DELTA", "LN", "DN", "rows", "padded", "heads", "o_sb", "o_ss", "o_sh", "g_sb", "g_ss", "g_sh", "lse_sb", "lse_sh", "delta_sb", "delta_sh"])  # fmt: skip # noqa: E501
 def prepare_kernel(
-    O, DO, LSE, DELTA, LN, DN, slope, shift, Sq, padded, heads,
-    o_sb, o_ss, o_sh, do_sb, do_ss, do_sh, lse_sb, lse_sh, delta_sb, delta_sh,
+    OUT, DOUT, LSE, DELTA, LN, DN, slope: tl.float32, shift: tl.float32,
+    rows: tl.int32, padded: tl.int32, heads: tl.int32,
+    o_sb: tl.int64, o_ss: tl.int64, o_sh: tl.int64, g_sb: tl.int64, g_ss: tl.int64, g_sh: tl.int64,
+    lse_sb: tl.int64, lse_sh: tl.int64, delta_sb: tl.int64, delta_sh: tl.int64,
     HAS_OUT: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    # LN = shift - lse·slope, -inf where a row sees nothing or does not exist (its P is then 0); DN = -delta
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    # LN = shift - lse·slope, -inf where a row sees nothing or does not exist (its P is then 0); DN = -delta.
+    # Strides of out and dout come in units of 4 and 8 elements, so that the compiler knows that they are aligned.
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
     bh = tl.program_id(1).to(tl.int64)
     b = bh // heads
     h = bh % heads
-    inside = rows < Sq
+    inside = row < rows
     if HAS_OUT:
-        at = rows.to(tl.int64)[:, None]
+        at = row.to(tl.int64)[:, None]
         d = tl.arange(0, D)[None, :]
-        o = tl.load(O + b * o_sb + h * o_sh + at * o_ss + d, mask=inside[:, None], other=0.0)
-        do = tl.load(DO + b * do_sb + h * do_sh + at * do_ss + d, mask=inside[:, None], other=0.0)
-        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        o_at = (b * o_sb + h * o_sh + at * o_ss) * 4 + d
+        g_at = (b * g_sb + h * g_sh + at * g_ss) * 8 + d
+        o = tl.load(OUT + o_at, mask=inside[:, None], other=0.0)
+        g = tl.load(DOUT + g_at, mask=inside[:, None], other=0.0)
+        delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     else:
-        delta = tl.load(DELTA + b * delta_sb + h * delta_sh + rows, mask=inside, other=0.0)
-    lse = tl.load(LSE + b * lse_sb + h * lse_sh + rows, mask=inside, other=float("-inf"))
+        delta = tl.load(DELTA + b * delta_sb + h * delta_sh + row, mask=inside, other=0.0)
+    lse = tl.load(LSE + b * lse_sb + h * lse_sh + row, mask=inside, other=float("-inf"))
     seen = lse != float("-inf")
     ln = tl.where(seen, shift - lse * slope, float("-inf"))
-    tl.store(LN + bh * padded + rows, ln, mask=rows < padded)
-    tl.store(DN + bh * padded + rows, tl.where(seen, -delta, 0.0), mask=rows < padded)
+    tl.store(LN + bh * padded + row, ln, mask=row < padded)
+    tl.store(DN + bh * padded + row, tl.where(seen, -delta, 0.0), mask=row < padded)
 
 
 @gluon.jit
@@ -152,7 +157,7 @@ def _add_dq(dq_desc, b, row, h, dq_sm, dq_rdy, dq_emp, it, D: gl.constexpr):
 @gluon.jit
 def _adder(dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, blocks, head_group, BM: gl.constexpr, D: gl.constexpr):
     # a warp of its own: the workers have no registers left for where a block lies
-    b, h, bh, work = _work(table, heads, blocks, head_group)
+    b, h, _bh, work = _work(table, heads, blocks, head_group)
     runs = table + gl.load(work + 1)
     n_runs = gl.load(work + 2)
     masked = table + gl.load(work + 4)
@@ -192,8 +197,8 @@ def _row_terms(buf, BM: gl.constexpr, sl: gl.constexpr):
 
 @gluon.jit
 def _step(
-    WG: gl.constexpr, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp,
-    it, dk, dv, masked, n_masked, col0, scale, qk_scale,
+    WG: gl.constexpr, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+    q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, dk, dv, masked, n_masked, col0, scale, qk_scale,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
@@ -263,13 +268,13 @@ def _add_out(x, desc, buffer, b, row, kv, D: gl.constexpr):
 
 @gluon.jit
 def _worker(
-    WG: gl.constexpr, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm, kv_rdy, q_rdy, do_rdy,
-    q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done, scale, qk_scale, heads, kv_group, blocks, head_group,
+    WG: gl.constexpr, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
+    scale, qk_scale, heads, kv_group, blocks, head_group,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    b, h, bh, work = _work(table, heads, blocks, head_group)
+    b, h, _bh, work = _work(table, heads, blocks, head_group)
     col0 = gl.load(work) * 128 + 64 * WG
     masked = table + gl.load(work + 4)
     n_masked = gl.load(work + 5)
@@ -278,8 +283,10 @@ def _worker(
     dv = gl.zeros([64, D], gl.float32, al)
     mbarrier.wait(kv_rdy, 0)
     for i in range(n):
-        dk, dv = _step(WG, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp,
-                       i, dk, dv, masked, n_masked, col0, scale, qk_scale, BM, D, NQ, FOLD)  # fmt: skip
+        dk, dv = _step(
+            WG, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+            q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, i, dk, dv,
+            masked, n_masked, col0, scale, qk_scale, BM, D, NQ, FOLD)  # fmt: skip
     if FOLD:
         dv = dv * (1.0 / scale)
     else:
@@ -296,10 +303,12 @@ def _worker(
         _add_out(dk, dk_desc, v_sm, b, col0, kv, D)
 
 
-@gluon.jit(do_not_specialize=["heads", "kv_group", "blocks", "head_group"])
+# Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
+@gluon.jit(do_not_specialize=["table", "heads", "kv_group", "blocks", "head_group"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, dq_desc, dk_desc, dv_desc, table, scale, qk_scale,
-    heads, kv_group, blocks, head_group,
+    q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, dq_desc, dk_desc, dv_desc, table,
+    scale: gl.float32, qk_scale: gl.float32,
+    heads: gl.int32, kv_group: gl.int32, blocks: gl.int32, head_group: gl.int32,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -337,10 +346,12 @@ def backward_kernel(
     fence_async_shared()
     # The argument tuples stand inline: a local variable would turn their constants into tensors.
     gl.warp_specialize([
-        (_worker, (0, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm, kv_rdy, q_rdy, do_rdy,
-                   q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done, scale, qk_scale, heads, kv_group, blocks, head_group, BM, D, NQ, FOLD)),
-        (_worker, (1, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm, kv_rdy, q_rdy, do_rdy,
-                   q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done, scale, qk_scale, heads, kv_group, blocks, head_group, BM, D, NQ, FOLD)),
+        (_worker, (0, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
+                   scale, qk_scale, heads, kv_group, blocks, head_group, BM, D, NQ, FOLD)),
+        (_worker, (1, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
+                   scale, qk_scale, heads, kv_group, blocks, head_group, BM, D, NQ, FOLD)),
         (_loader, (q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, blocks, head_group, BM, D, NQ)),
         (_adder, (dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, blocks, head_group, BM, D)),

@@ -128,8 +128,8 @@ def _plain(D):
 
 
 @gluon.jit
-def _bounds(entry, row0, sl: gl.constexpr):
-    # a masked block's visible columns [left, right) of each row, counted from its first column
+def _hide(s, entry, row0, BN: gl.constexpr, sl: gl.constexpr):
+    # each row sees the columns [left, right) of a masked block, counted from its first column
     col = gl.load(entry)
     k_start = gl.load(entry + 1)
     k_stop = gl.load(entry + 2)
@@ -141,11 +141,6 @@ def _bounds(entry, row0, sl: gl.constexpr):
     left = gl.maximum(rows - hi, k_start) - col
     right = gl.minimum(rows - lo + 1, k_stop) - col
     right = gl.where((rows >= q_start) & (rows < q_stop), right, 0)
-    return left, right
-
-
-@gluon.jit
-def _hide(s, left, right, BN: gl.constexpr, sl: gl.constexpr):
     cols = gl.arange(0, BN, gl.SliceLayout(0, sl))[None, :]
     return gl.where((cols >= left[:, None]) & (cols < right[:, None]), s, float("-inf"))
 
@@ -158,7 +153,7 @@ def _partial_sum(p, BN: gl.constexpr):
 
 @gluon.jit
 def _step(
-    q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, l, top, left, right, qk_scale,
+    q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, masked, row0, qk_scale,
     MASK: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr,
 ):  # fmt: skip
     # P·V of block `it` beside Q·Kᵀ and the softmax of block it + 1
@@ -174,22 +169,23 @@ def _step(
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_emp.index(nslot), count=1)
     if MASK:
-        s = _hide(s, left, right, BN, sl)
+        s = _hide(s, masked, row0, BN, sl)
     ntop = gl.maximum(top, gl.max(s, axis=1) * qk_scale)
     fade = gl.exp2(top - ntop)
     p = gl.exp2(s * qk_scale - ntop[:, None])
-    l = l * gl.convert_layout(fade, gl.SliceLayout(1, l.type.layout))[:, None] + _partial_sum(p, BN)
+    fade_parts = gl.convert_layout(fade, gl.SliceLayout(1, total.type.layout))
+    total = total * fade_parts[:, None] + _partial_sum(p, BN)
     o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])
     mbarrier.arrive(v_emp.index(slot), count=1)
     p16 = gl.convert_layout(p.to(p16.dtype), gl.DotOperandLayout(0, ol, 2))
     o = o * gl.convert_layout(fade, gl.SliceLayout(1, ol))[:, None]
-    return o, p16, l, ntop
+    return o, p16, total, ntop
 
 
 @gluon.jit
-def _finish(o, l, top, lse_ptr, rows, Sq, MODE: gl.constexpr):
+def _finish(total, top, lse_ptr, rows, Sq, MODE: gl.constexpr):
     # the row's LSE, and the weights of this result and of the running one
-    new = (top + gl.log2(l)) * 0.6931471805599453
+    new = (top + gl.log2(total)) * 0.6931471805599453
     inside = rows < Sq
     if MODE == _MERGE_32:
         old = gl.load(lse_ptr + rows, mask=inside, other=float("-inf"))
@@ -198,11 +194,11 @@ def _finish(o, l, top, lse_ptr, rows, Sq, MODE: gl.constexpr):
         # a row that saw nothing on either side: its weights are 0, not exp(-inf + inf)
         anchor = gl.maximum(both, -1e30)
         keep = gl.exp(old - anchor)
-        gain = gl.where(l > 0, gl.exp(new - anchor) / l, 0.0)
+        gain = gl.where(total > 0, gl.exp(new - anchor) / total, 0.0)
     else:
         both = new
-        keep = l
-        gain = gl.where(l > 0, 1.0 / l, 0.0)
+        keep = total  # not used
+        gain = gl.where(total > 0, 1.0 / total, 0.0)
     gl.store(lse_ptr + rows, both, mask=inside)
     return keep, gain
 
@@ -248,7 +244,8 @@ def _store_32(
         o = o + part.load(ol) * keep[:, None]
     part.store(o)
     fence_async_shared()
-    tma.async_copy_shared_to_global(o_desc, [b, row, h, 0], part._reinterpret(gl.float32, [1, 64, 1, D], o_desc.layout))
+    view = part._reinterpret(gl.float32, [1, 64, 1, D], o_desc.layout)
+    tma.async_copy_shared_to_global(o_desc, [b, row, h, 0], view)
 
 
 @gluon.jit
@@ -264,9 +261,7 @@ def _consumer(
     row0 = gl.load(work) * (64 * NWG) + 64 * WG
     n_full = gl.load(work + 3)
     masked = table + gl.load(work + 4)
-    n_masked = gl.load(work + 5)
-    n = n_full + n_masked
-    left, right = _bounds(masked, row0, sl)
+    n = n_full + gl.load(work + 5)
     q = q_sm.index(WG)
     # the first block, always with a mask; nothing to multiply by V yet
     mbarrier.wait(q_rdy, 0)
@@ -275,24 +270,29 @@ def _consumer(
     s = warpgroup_mma(q, k_sm.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_emp.index(0), count=1)
-    s = _hide(s, left, right, BN, sl)
+    s = _hide(s, masked, row0, BN, sl)
     top = gl.maximum(gl.max(s, axis=1) * qk_scale, -1e30)  # finite, also where nothing is seen
     p = gl.exp2(s * qk_scale - top[:, None])
-    l = _partial_sum(p, BN)
+    total = _partial_sum(p, BN)
     p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, ol, 2))
     o = gl.zeros([64, D], gl.float32, ol)
     for it in range(n_full):
-        o, p16, l, top = _step(q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, l, top, left, right, qk_scale, False, BN, D, NS)  # fmt: skip
-    for i in range(1, n_masked):
-        left, right = _bounds(masked + 8 * i, row0, sl)
-        o, p16, l, top = _step(q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, n_full + i - 1, o, p16, l, top, left, right, qk_scale, True, BN, D, NS)  # fmt: skip
+        o, p16, total, top = _step(
+            q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, masked, row0, qk_scale,
+            False, BN, D, NS)  # fmt: skip
+    for it in range(n_full, n - 1):
+        masked += 8
+        o, p16, total, top = _step(
+            q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, masked, row0, qk_scale,
+            True, BN, D, NS)  # fmt: skip
     slot = (n - 1) % NS
     mbarrier.wait(v_rdy.index(slot), ((n - 1) // NS) & 1)
     ot = warpgroup_mma(p16, v_sm.index(slot), o, is_async=True)
     rl: gl.constexpr = gl.SliceLayout(1, ol)
-    l = gl.convert_layout(gl.sum(l, axis=1), rl)
+    total = gl.convert_layout(gl.sum(total, axis=1), rl)
     rows = row0 + gl.arange(0, 64, rl)
-    keep, gain = _finish(ot, l, gl.convert_layout(top, rl), lse + b * lse_sb + h * lse_sh, rows, Sq, MODE)
+    keep, gain = _finish(
+        total, gl.convert_layout(top, rl), lse + b * lse_sb + h * lse_sh, rows, Sq, MODE)  # fmt: skip
     o, p16 = warpgroup_mma_wait(0, deps=[ot, p16])
     mbarrier.arrive(v_emp.index(slot), count=1)
     o = o * gain[:, None]
@@ -306,9 +306,11 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["Sq", "lse_sb", "lse_sh", "heads", "kv_group", "blocks", "head_group"])
+# Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
+@gluon.jit(do_not_specialize=["lse", "table", "Sq", "lse_sb", "lse_sh", "heads", "kv_group", "blocks", "head_group"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse, table, qk_scale, Sq, lse_sb, lse_sh, heads, kv_group, blocks, head_group,
+    q_desc, k_desc, v_desc, o_desc, lse, table, qk_scale: gl.float32, Sq: gl.int32, lse_sb: gl.int64, lse_sh: gl.int64,
+    heads: gl.int32, kv_group: gl.int32, blocks: gl.int32, head_group: gl.int32,
     NWG: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype

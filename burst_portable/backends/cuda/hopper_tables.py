@@ -8,7 +8,8 @@ runs, so that its size follows the borders of the mask and not its area. One fla
     runs    2 a run       first inner index, number of blocks
     masked  8 a block     first inner index, inner start, stop, outer start, stop, lo, hi, 0
 
-"at" counts int32 from the list's beginning. Inner blocks start anywhere, outer ones at multiples of their size.
+"at" counts int32 from the list's beginning. Inner blocks start anywhere (in the backward at
+multiples of 4), outer ones at multiples of their size.
 A masked block shows the pairs with inner in [start, stop), outer in [start, stop), lo <= outer - inner <= hi.
 """
 
@@ -53,12 +54,14 @@ class Walk:
 
     outer_length, inner_length: where padding begins, if a kernel may treat padded rows as seen (forward: padded
     queries are never stored; backward: padded queries have LSE -inf), else None.
+    inner_align: where inner blocks may start: TMA reads a row of float32 from multiples of 16 bytes on.
     """
 
     outer: int
     inner: int
     outer_length: int | None = None
     inner_length: int | None = None
+    inner_align: int = 1
 
 
 def forward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_block: bool) -> LaunchTable:
@@ -82,7 +85,7 @@ def forward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_blo
 def backward_table(tiles: Tiles, rows: int, q_block: int, k_block: int) -> LaunchTable:
     """Key blocks outside."""
     turned = (Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles)
-    walk = Walk(k_block, q_block, inner_length=rows)
+    walk = Walk(k_block, q_block, inner_length=rows, inner_align=4)
     blocks = _collect(turned, walk)
     for index, block in blocks.items():
         block.runs = [part for run in block.runs for part in _turned(run, index * walk.outer, walk.inner)]
@@ -102,6 +105,7 @@ def _visit(block: _Block, index: int, tile: Tile, walk: Walk) -> None:
     top, bottom = index * walk.outer, (index + 1) * walk.outer
     first, last = max(top, tile.q_start), min(bottom, tile.q_stop) - 1
     start, stop = max(tile.k_start, first - tile.hi), min(tile.k_stop, last - tile.lo + 1)
+    start -= start % walk.inner_align
     count = -(-(stop - start) // walk.inner)
     whole_outer = first == top and (last == bottom - 1 or last + 1 == walk.outer_length)
     full_from, full_to = count, count
@@ -153,7 +157,16 @@ def _pack(blocks: dict[int, _Block]) -> LaunchTable:
     runs_at = _WORK * len(order)
     masked_at = runs_at + 2 * sum(len(block.runs) for _, block in order)
     for index, block in order:
-        work += (index, runs_at + len(runs), len(block.runs), block.full, masked_at + len(masked), len(block.masked), 0, 0)
+        work += (
+            index,
+            runs_at + len(runs),
+            len(block.runs),
+            block.full,
+            masked_at + len(masked),
+            len(block.masked),
+            0,
+            0,
+        )
         for run in block.runs:
             runs += run
         for entry in block.masked:

@@ -1,0 +1,105 @@
+"""Launching Gluon kernels with little host time: tensor descriptors and compiled kernels are kept and reused.
+
+Triton binds, specialises and looks up each launch anew, which costs more than a short kernel takes. Our kernels
+specialise on nothing but what stands in the key given here, so that the compiled kernel may be called directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_portable.errors import UnsupportedError, explain
+
+_DESCRIPTORS = 2048  # kept at most
+
+
+class Launcher:
+    """One kernel: Triton's way the first time, its compiled form afterwards."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(
+        self,
+        key: Hashable,
+        grid: tuple[int, int],
+        args: Sequence[Any],
+        constants: Sequence[Any],
+        options: dict[str, int],
+    ) -> None:
+        """`key` must hold the device and everything that the types of `args`, and `constants`, depend on."""
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = self._kernel[grid](*args, *constants, **options)
+        else:
+            compiled[(*grid, 1)](*args, *constants)
+
+
+class _Address:
+    """What a descriptor needs of a tensor, without holding its memory."""
+
+    __slots__ = ("dtype", "pointer")
+
+    def __init__(self, pointer: int, dtype: torch.dtype) -> None:
+        self.pointer = pointer
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+class Descriptors:
+    """TMA descriptors by address, shape, strides and block; the caching allocator hands out the same ones again."""
+
+    def __init__(self) -> None:
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        self._make = TensorDescriptor
+        self._kept: dict[Hashable, Any] = {}
+        self._layouts = {
+            size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)
+        }
+        self._vector = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+    def rows(self, name: str, x: Tensor, rows: int, columns: int) -> Any:
+        """For `rows` rows and `columns` columns of one head of [B, S, H, D]."""
+        return self._keep(
+            x, rows, columns, lambda: ([1, rows, 1, columns], self._layouts[x.element_size()], tma_strides(name, x))
+        )
+
+    def vector(self, x: Tensor, rows: int) -> Any:
+        """For `rows` entries of one row of [B·H, S]."""
+        return self._keep(x, 1, rows, lambda: ([1, rows], self._vector, list(x.stride())))
+
+    def _keep(self, x: Tensor, rows: int, columns: int, parts: Callable[[], tuple[list[int], Any, list[int]]]) -> Any:
+        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, rows, columns)
+        found = self._kept.get(key)
+        if found is None:
+            block, layout, strides = parts()
+            found = self._make(_Address(x.data_ptr(), x.dtype), list(x.shape), strides, block, layout)
+            if len(self._kept) >= _DESCRIPTORS:
+                self._kept.clear()
+            self._kept[key] = found
+        return found
+
+
+def tma_strides(name: str, x: Tensor) -> list[int]:
+    """The strides of [B, S, H, D] as TMA takes them; dimensions of one element get one that fits."""
+    each = 16 // x.element_size()
+    strides = [each * x.shape[3] if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    if x.stride(3) != 1 or any(s % each or s <= 0 for s in strides) or x.data_ptr() % 16:
+        raise UnsupportedError(
+            explain(
+                f"the hopper kernel cannot address {name}",
+                got=f"strides {x.stride()} at byte {x.data_ptr() % 16} of 16",
+                allowed="last stride 1, others multiples of 16 bytes, begun at a multiple of 16 bytes",
+                next_step="make it contiguous or use the triton kernel",
+            )
+        )
+    return [*strides, 1]

@@ -1,0 +1,171 @@
+"""The Hopper kernel on a device against the float64 reference: every mask, ragged lengths, GQA, states, strides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from burst_portable.backends.cuda.hopper import HopperKernel
+from burst_portable.errors import UnsupportedError
+from burst_portable.kernels.contract import Options, Problem
+from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.layout import Segment
+from burst_portable.mask import Mask
+from burst_portable.numerics import empty_state, row_delta
+from burst_portable.tiles import Tile, Tiles, find_tiles
+
+pytestmark = pytest.mark.device
+
+KERNEL, ORACLE = HopperKernel(), ReferenceKernel()
+DEVICE = "cuda"
+# (out, LSE, gradients): relative Frobenius error, of which bf16 attention itself has about 2e-3 to 4e-3.
+TOLERANCE = {torch.bfloat16: (6e-3, 2e-5, 1e-2), torch.float16: (1e-3, 2e-5, 2e-3)}
+MASKS = [
+    "full", "causal", "window:200", "window:300:100", "documents:0,100,357,600", "full_documents:0,300,301,600",
+    "prefix:130", "sink:4:150", "global:70:100:100", "block_causal:96", "share_question:100,200,150,150",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no sm_90 device")
+    reason = KERNEL.supports_forward(Problem(torch.bfloat16, DEVICE, 2, 2, 128, 128)).reason
+    assert not reason, reason
+
+
+def tiles_of(text: str, length: int) -> Tiles:
+    whole = (Segment(0, length),)
+    return find_tiles(Mask.parse(text, length), whole, whole)
+
+
+def randn(*shape, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator(DEVICE).manual_seed(seed + sum(shape))
+    return torch.randn(shape, device=DEVICE, generator=generator).to(dtype)
+
+
+def wide(*tensors):
+    return tuple(x.double() for x in tensors)
+
+
+def gap(x, exact):
+    """Relative Frobenius error; where the exact result is as good as 0 (one key a row), an absolute one."""
+    assert not torch.isnan(x).any()
+    floor = 0.01 * exact.numel() ** 0.5
+    return ((x.double() - exact).norm() / exact.norm().clamp(min=floor)).item()
+
+
+def compare(q, k, v, tiles, *, seed=0):
+    """Forward, backward with delta and with out, all against float64."""
+    tolerance = TOLERANCE[q.dtype]
+    options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
+    out, lse = KERNEL.attend(q, k, v, tiles, options)
+    exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, options)
+    assert out.dtype == lse.dtype == torch.float32
+    seen = exact_lse > -torch.inf
+    assert (lse[~seen] == -torch.inf).all()
+    assert (out.transpose(1, 2)[~seen] == 0).all()
+    assert gap(out, exact_out) < tolerance[0]
+    assert gap(lse[seen], exact_lse[seen]) < tolerance[1]
+    narrow, narrow_lse = KERNEL.attend(q, k, v, tiles, options, out_dtype=q.dtype)
+    assert narrow.dtype == q.dtype
+    assert gap(narrow, exact_out) < 1.5 * tolerance[0]
+    assert torch.equal(lse, narrow_lse)
+
+    dout = randn(*out.shape, dtype=q.dtype, seed=seed + 7)
+    delta = row_delta(dout.double(), exact_out)
+    exact = tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    ORACLE.attend_backward(*wide(dout, q, k, v), exact_lse, tiles, options, delta=delta, into=exact)
+    for given in ({"delta": delta.float()}, {"out": exact_out.to(q.dtype)}, {"out": exact_out.float()}):
+        start = tuple(torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v))
+        KERNEL.attend_backward(dout, q, k, v, exact_lse.float(), tiles, options, into=start, **given)
+        for name, mine, good in zip("qkv", start, exact, strict=True):
+            assert gap(mine - 0.25, good) < tolerance[2], f"d{name} with {next(iter(given))}"
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask, dim):
+    length = 600
+    q, k, v = (randn(2, length, h, dim, seed=i) for i, h in enumerate((4, 2, 2)))
+    compare(q, k, v, tiles_of(mask, length))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 6), (6, 2), (8, 1)])
+@pytest.mark.parametrize("length", [1, 63, 129, 1000])
+def test_lengths_and_groups(length, heads, dim, dtype):
+    q, k, v = (randn(1, length, h, dim, dtype=dtype, seed=i) for i, h in enumerate((heads[0], heads[1], heads[1])))
+    compare(q, k, v, tiles_of("causal", length))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_queries_and_keys_of_other_lengths(dim):
+    q, k, v = randn(2, 333, 4, dim), randn(2, 1111, 2, dim, seed=1), randn(2, 1111, 2, dim, seed=2)
+    compare(q, k, v, Tiles([Tile(5, 300, 17, 1000, -2000, 2000)]))
+    compare(q, k, v, Tiles([Tile(0, 333, 0, 1111, -778, 332)]))
+    compare(q, k, v, Tiles([Tile(0, 10, 1000, 1111, -2000, 2000), Tile(100, 333, 0, 77, 100, 300)]))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_state_is_merged_in_place(dim):
+    """Blocks of keys one after the other equal all keys at once; rows that a step does not see stay as they are."""
+    length, options = 700, Options(scale=0.1)
+    q, k, v = (randn(2, length, h, dim, seed=i) for i, h in enumerate((4, 2, 2)))
+    tiles = tiles_of("causal", length)
+    exact = ORACLE.attend(*wide(q, k, v), tiles, options)
+    state = empty_state(q, dim)
+    for start, stop in ((600, 700), (0, 200), (200, 600)):
+        part = [t.clipped(0, length, start, stop) for t in tiles]
+        local = Tiles(t.shifted(0, -start) for t in part if t is not None)
+        merged = KERNEL.attend(q, k[:, start:stop], v[:, start:stop], local, options, state=state)
+        assert merged[0] is state[0]
+        assert merged[1] is state[1]
+    assert gap(state[0], exact[0]) < TOLERANCE[q.dtype][0]
+    assert gap(state[1], exact[1]) < TOLERANCE[q.dtype][1]
+
+
+def test_strided_inputs_and_state():
+    length, dim, options = 300, 128, Options(scale=0.09, deterministic=False)
+    packed = randn(2, length, 12, dim)
+    q, k, v = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
+    compare(q, k, v, tiles_of("causal", length))
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    compare(*heads_first, tiles_of("causal", length))
+    whole = empty_state(packed, dim)
+    part = (whole[0][:, 100:, 4:8], whole[1][:, 4:8, 100:])
+    tiles = Tiles([Tile(0, 200, 0, 300, -99, 199)])
+    KERNEL.attend(q[:, 100:], k, v, tiles, options, state=part)
+    exact = ORACLE.attend(*wide(q[:, 100:], k, v), tiles, options)
+    assert gap(part[0], exact[0]) < 6e-3
+    assert (whole[0][:, :100] == 0).all()
+    assert (whole[0][:, :, :4] == 0).all()
+    assert (whole[1][:, :, :100] == -torch.inf).all()
+
+
+def test_neighbours_full_of_nan_do_no_harm():
+    """Padding of a block must come from nowhere, not from the next batch, head or row."""
+    length, dim = 200, 128
+    poisoned = [torch.full((3, length + 30, 4, dim), torch.nan, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
+    q, k, v = (x[1:2, 10 : 10 + length, 1:3] for x in poisoned)
+    for i, x in enumerate((q, k, v)):
+        x.copy_(randn(*x.shape, seed=i))
+    compare(q, k, v, tiles_of("causal", length))
+
+
+def test_large_scores():
+    q, k, v = (randn(1, 300, 2, 128, seed=i) for i in range(3))
+    compare(q * 20, k, v, tiles_of("causal", 300))
+
+
+def test_refusals():
+    q = randn(1, 64, 2, 128)
+    tiles = tiles_of("full", 64)
+    with pytest.raises(UnsupportedError, match="deterministic"):
+        KERNEL.attend_backward(q, q, q, q, q, tiles, Options(scale=0.1), out=q, into=(q, q, q))
+    odd = randn(1, 64, 2, 129)[..., :128]
+    with pytest.raises(UnsupportedError, match="cannot address q"):
+        KERNEL.attend(odd, q, q, tiles, Options(scale=0.1))
