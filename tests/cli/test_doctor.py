@@ -1,0 +1,121 @@
+"""`burst-portable doctor` says what runs, and a broken backend is a row of its table and not its end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from burst_portable.backends import registry
+from burst_portable.cli import doctor, main
+
+
+@pytest.fixture
+def backends(tmp_path, monkeypatch):
+    """Installs somebody else's package with a backend in a file of this source."""
+
+    def install(name: str, source: str) -> None:
+        (tmp_path / f"{name}_backend.py").write_text(source)
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{name} = {name}_backend:backend\n")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield install
+    for module in [name for name in sys.modules if name.endswith("_backend")]:
+        del sys.modules[module]
+    registry.load.cache_clear()
+
+
+def examined(capsys) -> dict:
+    assert main(["doctor", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_versions_and_the_backend_of_this_machine(capsys):
+    facts = examined(capsys)
+    assert facts["schema"] == "burst_portable.doctor/1"
+    assert facts["packages"]["torch"] == torch.__version__
+    cpu = facts["backends"]["cpu"]
+    assert cpu["ok"]
+    assert (cpu["device_type"], cpu["process_group"]) == ("cpu", "gloo")
+    assert cpu["facts"]["cores"] >= 1
+
+
+def test_kernels_stand_in_order_with_what_they_serve(capsys):
+    kernels = examined(capsys)["backends"]["cpu"]["kernels"]
+    assert [kernel["name"] for kernel in kernels] == ["cpu_flash", "reference"]
+    assert kernels[0]["supports"]["float32"]["ok"]
+    assert kernels[0]["supports"]["softcap"] == {"ok": False, "reason": "it has no softcap"}
+    assert all(answer["ok"] for answer in kernels[1]["supports"].values())
+
+
+def test_every_known_backend_has_a_row(capsys):
+    assert set(examined(capsys)["backends"]) == set(registry.known())
+
+
+def test_the_tables_tell_the_same(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert torch.__version__ in out
+    assert "kernels of cpu, the preferred first" in out
+    assert "cpu_flash, softcap: it has no softcap" in out
+
+
+ABSENT = """
+from dataclasses import replace
+from burst_portable.backends.base import Probe
+from burst_portable.backends.registry import load
+class Backend:
+    name = "absent"
+    capabilities = load("cpu").capabilities
+    def probe(self):
+        return Probe(False, "no such device here")
+    def kernels(self):
+        raise AssertionError("nobody asks a backend that cannot run")
+backend = Backend()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (ABSENT, "no such device here"),
+        ("import no_such_library", "No module named 'no_such_library'"),
+        ("raise RuntimeError('the driver\\nis too old')", "RuntimeError: the driver is too old"),
+        ("other = 1", "AttributeError"),
+        ("def broken(", "SyntaxError"),
+    ],
+    ids=["absent", "import", "raises", "attribute", "syntax"],
+)
+def test_a_backend_that_cannot_run_is_a_row_with_its_reason(capsys, backends, source, reason):
+    backends("theirs", source)
+    facts = examined(capsys)
+    theirs = facts["backends"]["theirs"]
+    assert not theirs["ok"]
+    assert reason in theirs["reason"]
+    assert theirs["from"] == "theirs_backend:backend"
+    assert facts["backends"]["cpu"]["ok"]
+    assert main(["doctor"]) == 0
+    assert "theirs" in capsys.readouterr().out
+
+
+def test_no_backend_at_all_exits_with_1(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "_backends", lambda: {"some": doctor._refused("nowhere", "it is ill")})
+    assert main(["doctor"]) == 1
+    assert "no: it is ill" in capsys.readouterr().out
+
+
+def test_without_torch_it_says_so():
+    source = (
+        "import sys\nsys.modules.update(dict.fromkeys(('torch', 'triton', 'transformers')))\n"
+        "from burst_portable.cli import main\nsys.exit(main(['doctor']))"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "fails to import" in done.stdout
+    assert not done.stderr

@@ -1,0 +1,163 @@
+"""What cannot be used is refused in one line on stderr, with exit code 2 and no traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from burst_portable import __version__, errors
+from burst_portable.cli import app, main
+
+GOOD = ("plan", "--seq-len", "64", "--ranks", "2", "--heads", "4")
+
+
+def refused(capsys, *arguments: str, code: int = 2) -> str:
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("burst-portable: ")
+    assert captured.err.count("\n") == 1, captured.err
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--strategy", "rng"), ["unknown strategy", "'rng'", "double_ring", "did you mean 'ring'"]),
+        (("--layout", "zigzig"), ["unknown layout", "contiguous", "did you mean 'zigzag'"]),
+        (("--mask", "casual"), ["unknown mask", "sink", "did you mean 'causal'"]),
+        (("--dtype", "float23"), ["unknown dtype", "bfloat16", "did you mean 'float"]),
+        (("--strategy", "ring", "--moves", "fech"), ["unknown way of moving", "did you mean 'fetch'"]),
+        (("--strategy", "double_ring", "--travels", "v"), ["unknown travelling side", "kv, q"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_unknown_names_show_the_near_ones(capsys, arguments, said):
+    message = refused(capsys, *GOOD, *arguments)
+    assert all(part in message for part in said), message
+
+
+@pytest.mark.parametrize("value", ["0", "-3"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--seq-len", "--ranks", "--heads", "--kv-heads", "--head-dim", "--value-dim", "--batch", "--inner"),
+        *("--tflops", "--gbps", "--steps"),
+    ],
+)
+def test_zero_and_negative_numbers(capsys, option, value):
+    message = refused(capsys, *GOOD, option, value)
+    assert option.strip("-").replace("-", "_") in message.replace("-", "_")
+    assert "allowed" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--tflops", "nan"), ["--tflops", "nan"]),
+        (("--rank", "2"), ["no such rank", "0 to 1"]),
+        (("--rank", "-1"), ["no such rank", "0 to 1"]),
+        (("--kv-heads", "3"), ["no multiple", "4 and 3"]),
+        (("--ranks", "65"), ["more ranks than tokens", "at most 64"]),
+        (("--mask", "documents:0,40,80"), ["longer than the sequence", "up to 80", "64 tokens"]),
+        (("--mask", "documents:0,40,30"), ["cumulative", "strictly rising"]),
+        (("--mask", "window:many"), ["cannot be read", "window:LEFT[:RIGHT]"]),
+        (("--mask", "window:-1"), ["out of range", ">= 0"]),
+        (("--layout", "document_zigzag", "--mask", "sink:4:8"), ["needs a mask of documents"]),
+        (("--strategy", "ulysses", "--heads", "3"), ["cannot share these heads", "3 query", "2 ranks", "'ring'"]),
+        (("--strategy", "double_ring", "--inner", "3"), ["does not divide", "inner=3", "1, 2"]),
+        (("--strategy", "ring", "--inner", "2"), ["no option 'inner'", "moves"]),
+        (("out.json",), ["goes with --json"]),
+        (("--json", "/no/such/folder/plan.json", "--no-check"), ["cannot be written"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_what_does_not_go_together(capsys, arguments, said):
+    assert main([*GOOD, *arguments]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert all(part in message for part in said), message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan", "--seq-len", "64"), "'--ranks'"),
+        ((*GOOD, "--batch", "two"), "'--batch'"),
+        ((*GOOD, "--frob"), "--frob"),
+        (("--frob",), "--frob"),
+        (("plann",), "'plan'"),
+        (("doctor", "--jason"), "--json"),
+    ],
+)
+def test_mistyped_options(capsys, arguments, said):
+    assert said in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.InputError("no\nsuch   text"), 2),
+        (errors.DtypeError("no such text"), 2),
+        (errors.UnsupportedError("no such text"), 2),
+        (errors.BackendUnavailableError("no such text"), 2),
+        (errors.DeadlineError("no such text"), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_errors_of_this_library_are_one_line(capsys, monkeypatch, error, code):
+    command(monkeypatch, error)
+    assert refused(capsys, "fails", code=code) == "burst-portable: no such text\n"
+
+
+def command(monkeypatch, error: BaseException) -> None:
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setitem(app.COMMANDS, "fails", "nowhere:fails")
+    monkeypatch.setattr(app, "_load", lambda target: fails)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), typer.Abort()], ids=lambda value: type(value).__name__)
+def test_an_interruption_is_quiet(capsys, monkeypatch, error):
+    command(monkeypatch, error)
+    assert main(["fails"]) == 130
+    assert not capsys.readouterr().out
+
+
+def test_what_nobody_foresaw_keeps_its_traceback(monkeypatch):
+    command(monkeypatch, ZeroDivisionError("ours"))
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        main(["fails"])
+
+
+def test_version_and_help(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"burst-portable {__version__}\n"
+    for arguments in ([], ["--help"], ["-h"]):
+        assert main(arguments) == 0
+        out = capsys.readouterr().out
+        assert all(name in out for name in app.COMMANDS)
+
+
+def test_the_module_is_the_command():
+    command = [sys.executable, "-m", "burst_portable", "plan", "--seq-len", "0", "--ranks", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "burst-portable: seq_len is no size; got 0; allowed: an int of at least 1\n"
+    assert not done.stdout
+
+
+def test_without_the_cli_extra_it_says_what_to_install():
+    source = (
+        "import importlib.util, sys\nfind = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name: None if name == 'typer' else find(name)\n"
+        "from burst_portable.cli import main\nsys.exit(main(['plan']))"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "burst-portable: the command line needs typer; run: pip install 'burst-portable[cli]'\n"

@@ -1,0 +1,189 @@
+"""`burst-portable plan`: its numbers are those that one counts by hand, and it needs no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from burst_portable.cli import main
+from burst_portable.cli.drawing import score_matrix
+from burst_portable.layout import make_layout
+from burst_portable.mask import Mask
+from burst_portable.verify import verify
+
+# 8 tokens, causal, contiguous, 2 ranks: rank 0 sees 1+2+3+4 = 10 pairs, rank 1 sees 16 + 10 = 26.
+TINY = (
+    *("--seq-len", "8", "--ranks", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--value-dim", "8"),
+    *("--mask", "causal", "--layout", "contiguous", "--dtype", "float32"),
+)
+
+
+def plan(capsys, *arguments: str) -> dict:
+    assert main(["plan", *arguments, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert not captured.err
+    return json.loads(captured.out)
+
+
+def text(capsys, *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------- numbers
+
+
+def test_area_flops_and_imbalance_by_hand(capsys):
+    facts = plan(capsys, *TINY, "--strategy", "ring")
+    assert facts["problem"]["area"] == 36
+    assert facts["costed_ranks"] == [0, 1]
+    forward, backward = facts["passes"]["forward"], facts["passes"]["backward"]
+    # 2·pairs·heads·(D + Dv), and 2·pairs·heads·(3·D + 2·Dv)
+    assert forward["max"]["flops"] == 2 * 26 * 4 * (16 + 8)
+    assert forward["mean"]["flops"] == 2 * 18 * 4 * (16 + 8)
+    assert backward["max"]["flops"] == 2 * 26 * 4 * (3 * 16 + 2 * 8)
+    assert forward["imbalance"] == backward["imbalance"] == pytest.approx(26 / 18)
+
+
+def test_bytes_of_ring_by_hand(capsys):
+    facts = plan(capsys, *TINY, "--strategy", "ring")
+    kv = 4 * 2 * (16 + 8) * 4  # rows · K/V heads · (D + Dv) · bytes
+    forward, backward = facts["passes"]["forward"], facts["passes"]["backward"]
+    # Rank 0 sends its K and V to rank 1; nobody needs those of rank 1.
+    assert (forward["max"]["sent_bytes"], forward["mean"]["sent_bytes"]) == (kv, kv / 2)
+    assert (forward["bytes_a_hop"], forward["max"]["hops"]) == (kv, 1)
+    # Rank 0 sends K and V, rank 1 sends their gradients back: 4 bytes a number each.
+    assert (backward["max"]["sent_bytes"], backward["mean"]["sent_bytes"]) == (kv, kv)
+    assert forward["memory"]["in_flight"] == kv
+
+
+def test_bytes_of_burst_by_hand(capsys):
+    facts = plan(capsys, *TINY, "--strategy", "burst")
+    backward = facts["passes"]["backward"]
+    rows = 128  # LSE and delta: 4 rows · 4 heads · 4 bytes = 64, and each field fills 128
+    block = 4 * 4 * 16 * 4 + 4 * 4 * 8 * 4 + rows + rows
+    assert backward["travels"] == "q"
+    assert backward["bytes_a_hop"] == backward["max"]["sent_bytes"] == block
+    assert backward["mean"]["sent_bytes"] == (block + 4 * 4 * 16 * 4) / 2  # dQ comes home
+
+
+def test_memory_by_hand(capsys):
+    facts = plan(capsys, *TINY, "--strategy", "ring")
+    q, out, lse, kv = 4 * 4 * 16, 4 * 4 * 8, 4 * 4, 4 * 2 * (16 + 8)
+    assert facts["passes"]["forward"]["memory"]["shard"] == 4 * (q + kv + out + lse)
+    # Q, K, V, out, dO, LSE, delta, and dQ, dK, dV
+    assert facts["passes"]["backward"]["memory"]["shard"] == 4 * (2 * (q + kv) + 2 * out + 2 * lse)
+
+
+def test_times_follow_the_rates(capsys):
+    slow = plan(capsys, *TINY, "--strategy", "ring", "--tflops", "1e-6", "--gbps", "1e6")
+    forward = slow["passes"]["forward"]
+    assert forward["compute_seconds"] == pytest.approx(2 * 26 * 4 * 24 / 1e6)
+    assert forward["compute_seconds"] < forward["seconds"] < forward["compute_seconds"] + 1e-3
+    assert forward["efficiency"] == pytest.approx(18 / 26, rel=0.1)
+    assert slow["seconds"] == pytest.approx(sum(part["seconds"] for part in slow["passes"].values()))
+
+
+def test_steps_of_a_rank(capsys):
+    steps = plan(capsys, *TINY, "--strategy", "ring", "--rank", "1")["steps"]
+    assert steps["rank"] == 1
+    first, second = steps["forward"]
+    assert first["computes"] == {"q": 1, "kv": 1, "full_tiles": 0, "masked_tiles": 1, "area": 10}
+    assert second["computes"] == {"q": 1, "kv": 0, "full_tiles": 1, "masked_tiles": 0, "area": 16}
+    assert second["arrives"] == [{"what": "kv0", "rank": 0, "rows": [0, 4], "bytes": 768}]
+    assert [move["what"] for step in steps["backward"] for move in step["results_sent"]] == ["dkv0"]
+
+
+def test_auto_says_what_it_chose_and_why(capsys):
+    facts = plan(capsys, *TINY)
+    assert facts["strategy"] in facts["reason"]
+    assert "chose" in facts["reason"]
+    out = " ".join(text(capsys, *TINY).split())
+    assert facts["reason"] in out
+
+
+def test_ulysses_has_no_hops(capsys):
+    facts = plan(capsys, *TINY, "--strategy", "ulysses")
+    forward = facts["passes"]["forward"]
+    assert (forward["travels"], forward["moves"], forward["bytes_a_hop"]) == ("heads", "all_to_all", None)
+    assert forward["imbalance"] == 1.0
+    assert "all rows of some heads" in text(capsys, *TINY, "--strategy", "ulysses")
+
+
+# --------------------------------------------------------------------------------------------- the check
+
+
+def test_the_check_passes_or_is_skipped_aloud(capsys):
+    assert plan(capsys, *TINY)["check"] == {"done": True, "ok": True, "wrong": []}
+    assert plan(capsys, *TINY, "--no-check")["check"] == {"done": False}
+    assert "check   ok" in text(capsys, *TINY)
+    assert "check   skipped" in text(capsys, *TINY, "--no-check")
+
+
+def test_a_wrong_plan_exits_with_1(capsys, monkeypatch):
+    def wrong(plan, progress):
+        return [*verify(plan, progress), "forward: block pairs computed more than once: [(0, 1)]"]
+
+    monkeypatch.setattr("burst_portable.cli.plan_facts.verify", wrong)
+    assert main(["plan", *TINY]) == 1
+    assert "computed more than once" in capsys.readouterr().out
+    assert main(["plan", *TINY, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["check"]["ok"] is False
+
+
+def test_many_ranks_are_sampled_and_the_shown_one_is_among_them(capsys):
+    facts = plan(capsys, "--seq-len", "1000", "--ranks", "100", "--strategy", "ring", "--no-check", "--rank", "7")
+    costed = facts["costed_ranks"]
+    assert {0, 7, 99} <= set(costed)
+    assert len(costed) == 9
+    out = text(capsys, "--seq-len", "1000", "--ranks", "100", "--strategy", "ring", "--no-check", "--rank", "7")
+    assert "9 of 100 ranks: 0, 7, 14" in out
+    assert "84 more" in out
+
+
+def test_many_ranks_are_checked_with_a_bar_on_stderr(capsys):
+    assert (
+        main(["plan", "--seq-len", "650", "--ranks", "65", "--strategy", "ring", "--mask", "window:9", "--json"]) == 0
+    )
+    assert json.loads(capsys.readouterr().out)["check"]["ok"] is True
+
+
+# ---------------------------------------------------------------------------------------- output, imports
+
+
+def test_json_goes_to_a_file_beside_the_tables(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    assert main(["plan", *TINY, "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    facts = json.loads(file.read_text())
+    assert facts["schema"] == "burst_portable.plan/1"
+    assert "score matrix" in out
+    assert "predicted efficiency" in out
+
+
+def test_the_picture():
+    # 24 cells of 2 tokens: a cell on the diagonal is seen in part; rank 0 holds the first quarter and the last.
+    cells = [[cell.text for cell in row] for row in score_matrix(Mask.causal(), make_layout("zigzag", 48, 2))]
+    assert cells[0] == ["0 ", *["· "] * 23]
+    assert cells[7] == [*["11"] * 7, "1 ", *["· "] * 16]
+    assert cells[23] == [*["00"] * 23, "0 "]
+
+
+def test_the_picture_says_where_a_cell_is_of_several_ranks(capsys):
+    out = text(capsys, "--seq-len", "96", "--ranks", "2", "--layout", "striped", "--heads", "2")
+    assert "##" in out
+    assert "#: of several ranks" in out
+
+
+def test_planning_needs_no_torch():
+    blocked = ("torch", "numpy", "triton", "transformers")
+    source = (
+        f"import sys\nsys.modules.update(dict.fromkeys({blocked}))\n"
+        f"from burst_portable.cli import main\nsys.exit(main(['plan', *{TINY!r}, '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["check"]["ok"] is True
