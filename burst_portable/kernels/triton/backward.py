@@ -1,0 +1,215 @@
+"""The backward kernels: one pass over keys for dK and dV, one over queries for dQ. No atomics, so always the same.
+
+FlashAttention-2 (arXiv 2307.08691), algorithm 2, in two passes. LSE and delta are those of the whole row, so the
+passes need nothing of the forward one. Gradients are added to float32 buffers, each element by one program.
+Shapes: R own rows, C columns of one step; in the keys' pass own rows are keys and columns are queries.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from burst_portable.kernels.triton.common import (
+    capped,
+    head_of,
+    load_numbers,
+    load_rows,
+    place,
+    row_bounds,
+    seen,
+    step_start,
+    stretch,
+    widened,
+)
+
+
+@triton.jit
+def _base_two(lse):
+    """LSE in base 2. +inf for a row that saw nothing: its weights become exp2(-inf) = 0."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+
+
+@triton.jit
+def _weights(s, lse, scale, inner, outer, CAP: tl.constexpr):
+    """(probabilities, the cap's derivative)."""
+    if CAP:
+        t = capped(s, inner)
+        return tl.math.exp2(t * outer - lse), 1.0 - t * t
+    else:
+        return tl.math.exp2(s * scale - lse), 1.0
+
+
+@triton.jit
+def _walk_queries(
+    keys, values, dk, dv, rows, entry, queries, douts, lse, delta, batch, head, scale, inner, outer,
+    q_row, dout_row, lse_row, delta_row,
+    C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    CAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, TMA_NUMBERS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """All full, or all masked, blocks of queries of one entry: scores are transposed, [keys, queries]."""
+    first, left, second, count = stretch(entry, MASKED)
+    stop = tl.load(entry + 10)
+    last_start = tl.load(entry + 11)
+    lower, upper = row_bounds(rows, entry)
+    for n in tl.range(0, count):
+        nominal, j = step_start(n, first, left, second, last_start, C, MASKED)
+        columns = j + tl.arange(0, C)
+        q = load_rows(queries, batch, head, j, stop, q_row, C, D, PADDED_D, TMA, MASKED)
+        row_lse = _base_two(load_numbers(lse, batch, head, j, stop, lse_row, C, TMA_NUMBERS, MASKED))
+        p, slope = _weights(
+            tl.dot(keys, tl.trans(q), input_precision=PRECISION), row_lse[None, :], scale, inner, outer, CAP
+        )
+        if MASKED:
+            keep = seen(lower, upper, columns, nominal)
+            p = tl.where(keep, p, 0.0)
+        dout = load_rows(douts, batch, head, j, stop, dout_row, C, DV, PADDED_DV, TMA, MASKED)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        row_delta = load_numbers(delta, batch, head, j, stop, delta_row, C, TMA_NUMBERS, MASKED)
+        dp = tl.dot(values, tl.trans(dout), input_precision=PRECISION)
+        ds = p * (dp - row_delta[None, :]) * slope
+        if MASKED:
+            ds = tl.where(keep, ds, 0.0)  # 0 times what lies outside may be NaN
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _walk_keys(
+    query, dout, row_lse, row_delta, dq, rows, entry, k, v, batch, head, scale, inner, outer, k_row, v_row,
+    C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    CAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """All full, or all masked, blocks of keys of one entry: scores are [queries, keys]."""
+    first, left, second, count = stretch(entry, MASKED)
+    stop = tl.load(entry + 10)
+    last_start = tl.load(entry + 11)
+    lower, upper = row_bounds(rows, entry)
+    for n in tl.range(0, count):
+        nominal, j = step_start(n, first, left, second, last_start, C, MASKED)
+        keys = load_rows(k, batch, head, j, stop, k_row, C, D, PADDED_D, TMA, MASKED)
+        values = load_rows(v, batch, head, j, stop, v_row, C, DV, PADDED_DV, TMA, MASKED)
+        p, slope = _weights(
+            tl.dot(query, tl.trans(keys), input_precision=PRECISION), row_lse[:, None], scale, inner, outer, CAP
+        )
+        dp = tl.dot(dout, tl.trans(values), input_precision=PRECISION)
+        ds = p * (dp - row_delta[:, None]) * slope
+        if MASKED:
+            ds = tl.where(seen(lower, upper, j + tl.arange(0, C), nominal), ds, 0.0)
+        dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def _add_rows(target, value, rows, stop, row_stride, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """target[rows] += value, for rows before `stop`."""
+    inner = tl.arange(0, PADDED)
+    address = target + rows.to(tl.int64)[:, None] * row_stride + inner[None, :]
+    keep = (rows < stop)[:, None] & (inner < SIZE)[None, :]
+    tl.store(address, tl.load(address, mask=keep, other=0.0) + value, mask=keep)
+
+
+@triton.jit
+def keys_kernel(
+    q, k, v, dout, lse, delta, dk, dv, table, scale, inner, outer, gradient_scale,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
+    lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
+    dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
+    k_rows, blocks, heads, group,
+    R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, TOGETHER: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, TMA_NUMBERS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys, summed over the query heads that share it. `heads` are K/V heads."""
+    batch, head, block = place(table, blocks, heads, TOGETHER)
+    start = tl.load(block)
+    rows = start + tl.arange(0, R)
+    q_row, dout_row = widened(q_row, WIDE), widened(dout_row, WIDE)
+    keys = head_of(k, batch, head, k_batch, k_head, False)
+    values = head_of(v, batch, head, v_batch, v_head, False)
+    keys = load_rows(keys, batch, head, start, k_rows, widened(k_row, WIDE), R, D, PADDED_D, False, True)
+    values = load_rows(values, batch, head, start, k_rows, widened(v_row, WIDE), R, DV, PADDED_DV, False, True)
+    sum_dk = tl.zeros([R, PADDED_D], tl.float32)
+    sum_dv = tl.zeros([R, PADDED_DV], tl.float32)
+    for reader in range(head * group, head * group + group):
+        queries = head_of(q, batch, reader, q_batch, q_head, TMA)
+        douts = head_of(dout, batch, reader, dout_batch, dout_head, TMA)
+        reader_lse = head_of(lse, batch, reader, lse_batch, lse_head, TMA_NUMBERS)
+        reader_delta = head_of(delta, batch, reader, delta_batch, delta_head, TMA_NUMBERS)
+        for entry in range(tl.load(block + 1), tl.load(block + 2), 12):
+            sum_dk, sum_dv = _walk_queries(
+                keys, values, sum_dk, sum_dv, rows, table + entry, queries, douts, reader_lse, reader_delta,
+                batch, reader, scale, inner, outer, q_row, dout_row, lse_row, delta_row,
+                C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, TMA_NUMBERS, False,
+            )  # fmt: skip
+            sum_dk, sum_dv = _walk_queries(
+                keys, values, sum_dk, sum_dv, rows, table + entry, queries, douts, reader_lse, reader_delta,
+                batch, reader, scale, inner, outer, q_row, dout_row, lse_row, delta_row,
+                C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, TMA_NUMBERS, True,
+            )  # fmt: skip
+    dk = head_of(dk, batch, head, dk_batch, dk_head, False)
+    dv = head_of(dv, batch, head, dv_batch, dv_head, False)
+    _add_rows(dk, sum_dk * gradient_scale, rows, k_rows, dk_row, D, PADDED_D)
+    _add_rows(dv, sum_dv, rows, k_rows, dv_row, DV, PADDED_DV)
+
+
+@triton.jit
+def queries_kernel(
+    q, k, v, dout, lse, delta, dq, table, scale, inner, outer, gradient_scale,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
+    lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row, dq_batch, dq_row, dq_head,
+    q_rows, blocks, heads, group,
+    R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, TOGETHER: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of queries."""
+    batch, head, block = place(table, blocks, heads, TOGETHER)
+    start = tl.load(block)
+    rows = start + tl.arange(0, R)
+    wide = rows.to(tl.int64)
+    shared = head // group
+    keys = head_of(k, batch, shared, k_batch, k_head, TMA)
+    values = head_of(v, batch, shared, v_batch, v_head, TMA)
+    k_row, v_row = widened(k_row, WIDE), widened(v_row, WIDE)
+    query = head_of(q, batch, head, q_batch, q_head, False)
+    mine = head_of(dout, batch, head, dout_batch, dout_head, False)
+    query = load_rows(query, batch, head, start, q_rows, widened(q_row, WIDE), R, D, PADDED_D, False, True)
+    mine = load_rows(mine, batch, head, start, q_rows, widened(dout_row, WIDE), R, DV, PADDED_DV, False, True)
+    row_lse = head_of(lse, batch, head, lse_batch, lse_head, False) + wide * lse_row
+    row_delta = head_of(delta, batch, head, delta_batch, delta_head, False) + wide * delta_row
+    row_lse = _base_two(tl.load(row_lse, mask=rows < q_rows, other=float("-inf")))
+    row_delta = tl.load(row_delta, mask=rows < q_rows, other=0.0)
+    sum_dq = tl.zeros([R, PADDED_D], tl.float32)
+    for entry in range(tl.load(block + 1), tl.load(block + 2), 12):
+        sum_dq = _walk_keys(
+            query, mine, row_lse, row_delta, sum_dq, rows, table + entry, keys, values, batch, shared,
+            scale, inner, outer, k_row, v_row,
+            C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, False,
+        )  # fmt: skip
+        sum_dq = _walk_keys(
+            query, mine, row_lse, row_delta, sum_dq, rows, table + entry, keys, values, batch, shared,
+            scale, inner, outer, k_row, v_row,
+            C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, True,
+        )  # fmt: skip
+    dq = head_of(dq, batch, head, dq_batch, dq_head, False)
+    _add_rows(dq, sum_dq * gradient_scale, rows, q_rows, dq_row, D, PADDED_D)
+
+
+@triton.jit
+def delta_kernel(
+    dout, out, delta, dout_batch, dout_row, dout_head, out_batch, out_row, out_head, q_rows, heads,
+    R: tl.constexpr, DV: tl.constexpr, PADDED_DV: tl.constexpr,
+):  # fmt: skip
+    """numerics.row_delta in one pass: delta [B, H, S], contiguous."""
+    head = tl.program_id(1) % heads
+    batch = tl.program_id(1) // heads
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    inner = tl.arange(0, PADDED_DV)
+    keep = (rows < q_rows)[:, None] & (inner < DV)[None, :]
+    wide = rows.to(tl.int64)[:, None]
+    dout = head_of(dout, batch, head, dout_batch, dout_head, False) + wide * dout_row + inner[None, :]
+    out = head_of(out, batch, head, out_batch, out_head, False) + wide * out_row + inner[None, :]
+    product = tl.load(dout, mask=keep, other=0.0).to(tl.float32) * tl.load(out, mask=keep, other=0.0).to(tl.float32)
+    target = delta + tl.program_id(1).to(tl.int64) * q_rows + rows
+    tl.store(target, tl.sum(product, 1), mask=rows < q_rows)

@@ -1,0 +1,134 @@
+"""What the forward and the backward kernels share: loads, scores, masks.
+
+Shapes: R own rows, C columns of one step, P a head size padded to a power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_rows(
+    source, batch, head, row, stop, stride,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, PADDED] from `row` on. `source` is a descriptor of the whole tensor, or a pointer to one head.
+
+    A descriptor reads zeros past the tensor. A pointer reads past `stop` unless CLIP.
+    """
+    if TMA:
+        return tl.reshape(source.load([batch, row, head, 0]), (ROWS, PADDED))
+    else:
+        inner = tl.arange(0, PADDED)
+        # Only the block's start needs 64 bits; the offsets inside it stay as narrow as the stride is.
+        start = source + tl.cast(row, tl.int64) * stride
+        address = start + (tl.arange(0, ROWS)[:, None] * stride + inner[None, :])
+        if CLIP:
+            keep = (row + tl.arange(0, ROWS))[:, None] < stop
+            if SIZE != PADDED:
+                keep &= inner[None, :] < SIZE
+            return tl.load(address, mask=keep, other=0.0)
+        elif SIZE != PADDED:
+            return tl.load(address, mask=inner[None, :] < SIZE, other=0.0)
+        else:
+            return tl.load(address)
+
+
+@triton.jit
+def load_numbers(source, batch, head, row, stop, stride, COUNT: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr):
+    """[COUNT] numbers of a [B, H, S] tensor, one a row, from `row` on. `source` as in `load_rows`."""
+    if TMA:
+        return tl.reshape(source.load([batch, head, row]), (COUNT,))
+    else:
+        start = source + tl.cast(row, tl.int64) * stride
+        index = tl.arange(0, COUNT)
+        if CLIP:
+            return tl.load(start + index * stride, mask=row + index < stop, other=0.0)
+        else:
+            return tl.load(start + index * stride)
+
+
+@triton.jit
+def head_of(source, batch, head, batch_stride, head_stride, TMA: tl.constexpr):
+    """What `load_rows` takes as source for one head."""
+    if TMA:
+        return source
+    else:
+        return source + tl.cast(batch, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
+
+
+@triton.jit
+def widened(stride, WIDE: tl.constexpr):
+    """A row stride, in 64 bits where a block of rows spans more than 32 bits can count."""
+    if WIDE:
+        return tl.cast(stride, tl.int64)
+    else:
+        return stride
+
+
+@triton.jit
+def place(table, blocks, heads, TOGETHER: tl.constexpr):
+    """Which part of the work this program does: (batch, head, its row of the table).
+
+    Heads go in groups of TOGETHER: enough of them to fill the device with the longest blocks first, few enough
+    that their keys and values stay in the cache.
+    """
+    program = tl.program_id(0)
+    within = program % TOGETHER
+    program = program // TOGETHER
+    block = program % blocks
+    program = program // blocks
+    groups = heads // TOGETHER
+    return program // groups, (program % groups) * TOGETHER + within, table + block * 4
+
+
+@triton.jit
+def stretch(entry, MASKED: tl.constexpr):
+    """(start of the first stretch, its blocks, start of the second, blocks of both) of one table entry."""
+    if MASKED:
+        left = tl.load(entry + 3)
+        return tl.load(entry + 2), left, tl.load(entry + 4), left + tl.load(entry + 5)
+    else:
+        count = tl.load(entry + 1)
+        start = tl.load(entry)
+        return start, count, start, count
+
+
+@triton.jit
+def step_start(n, first, left, second, last_start, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
+    """(column where the n-th step begins, column where it reads from).
+
+    The last block of a tile would reach past it, where anything may lie: NaN too, which no mask takes out of a
+    product. So it reads the tile's last columns, and those that were had already are masked.
+    """
+    if MASKED:
+        nominal = tl.where(n < left, first + n * COLUMNS, second + (n - left) * COLUMNS)
+        return nominal, tl.minimum(nominal, last_start)
+    else:
+        start = first + n * COLUMNS
+        return start, start
+
+
+@triton.jit
+def row_bounds(rows, entry):
+    """([R], [R]): the first and the last column that each own row sees of the entry's tile; none if outside it.
+
+    Two numbers a row, so that masking needs no intermediate per score: registers are what these kernels lack.
+    """
+    inside = (rows >= tl.load(entry + 8)) & (rows < tl.load(entry + 9))
+    last = tl.minimum(rows - tl.load(entry + 6), tl.load(entry + 10) - 1)
+    return rows - tl.load(entry + 7), tl.where(inside, last, -1)
+
+
+@triton.jit
+def seen(lower, upper, columns, nominal):
+    """[R, C]: which pairs of a masked block the tile holds, without those that an earlier block had."""
+    return (columns[None, :] >= tl.maximum(lower, nominal)[:, None]) & (columns[None, :] <= upper[:, None])
+
+
+@triton.jit
+def capped(s, inner):
+    """tanh of a softcapped score. `inner` is scale / cap, times 2·log2(e); saturates, never NaN."""
+    return 1.0 - 2.0 / (1.0 + tl.math.exp2(s * inner))

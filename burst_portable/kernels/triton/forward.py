@@ -1,0 +1,144 @@
+"""The forward kernel: one launch for all tiles of a block pair, merged into a running state if there is one.
+
+Online softmax in base 2 (FlashAttention-2, arXiv 2307.08691, algorithm 1). Shapes: R own rows (queries),
+C columns (keys) of one step; q [R, D], k [C, D], v [C, Dv], scores [R, C], acc [R, Dv].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from burst_portable.kernels.triton.common import (
+    capped,
+    head_of,
+    load_rows,
+    place,
+    row_bounds,
+    seen,
+    step_start,
+    stretch,
+    widened,
+)
+
+
+@triton.jit
+def _weights(s, top, scale, keep, inner, outer, MASKED: tl.constexpr, CAP: tl.constexpr, PRESCALE: tl.constexpr):
+    """Scores to (weights, new maximum in base 2, factor for what was summed so far)."""
+    factor = scale
+    if CAP:
+        s = capped(s, inner) * outer
+        factor = 1.0
+    elif PRESCALE:  # a scale that is not positive would turn the maximum into a minimum
+        s = s * scale
+        factor = 1.0
+    if MASKED:
+        s = tl.where(keep, s, float("-inf"))
+    new = tl.maximum(top, tl.max(s, 1) * factor)
+    anchor = new
+    if MASKED:
+        anchor = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing: no -inf - -inf
+    return tl.math.exp2(s * factor - anchor[:, None]), new, tl.math.exp2(top - anchor)
+
+
+@triton.jit
+def _walk(
+    q, k, v, acc, top, total, rows, entry, batch, head, scale, inner, outer, k_row, v_row,
+    C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
+    CAP: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """All full, or all masked, blocks of one table entry."""
+    first, left, second, count = stretch(entry, MASKED)
+    stop = tl.load(entry + 10)
+    last_start = tl.load(entry + 11)
+    lower, upper = row_bounds(rows, entry)
+    for n in tl.range(0, count):
+        nominal, j = step_start(n, first, left, second, last_start, C, MASKED)
+        keys = load_rows(k, batch, head, j, stop, k_row, C, D, PADDED_D, TMA, MASKED)
+        s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        keep = seen(lower, upper, j + tl.arange(0, C), nominal) if MASKED else None
+        p, top, fade = _weights(s, top, scale, keep, inner, outer, MASKED, CAP, PRESCALE)
+        total = total * fade + tl.sum(p, 1)
+        acc = acc * fade[:, None]
+        values = load_rows(v, batch, head, j, stop, v_row, C, DV, PADDED_DV, TMA, MASKED)
+        acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
+    return acc, top, total
+
+
+@triton.jit
+def _resume(
+    out, lse, rows, inside, out_row, lse_row, DV: tl.constexpr, PADDED_DV: tl.constexpr, MERGE: tl.constexpr,
+    R: tl.constexpr,
+):  # fmt: skip
+    """Where the online softmax starts: (acc, top, total).
+
+    A running state (out, lse) is what the softmax would hold after a single score of lse whose value is out. So
+    it is merged by going on from there: no second set of R x Dv numbers is ever in registers.
+    """
+    if MERGE:
+        inner = tl.arange(0, PADDED_DV)
+        wide = rows.to(tl.int64)
+        top = tl.load(lse + wide * lse_row, mask=inside, other=float("-inf")) * 1.4426950408889634
+        keep = inside[:, None] & (inner < DV)[None, :]
+        acc = tl.load(out + wide[:, None] * out_row + inner[None, :], mask=keep, other=0.0)
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
+    else:
+        acc = tl.zeros([R, PADDED_DV], tl.float32)
+        top = tl.full([R], float("-inf"), tl.float32)
+        total = tl.zeros([R], tl.float32)
+    return acc, top, total
+
+
+@triton.jit
+def _store(
+    acc, top, total, out, lse, rows, inside, out_row, lse_row,
+    DV: tl.constexpr, PADDED_DV: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    """Normalise and write."""
+    inner = tl.arange(0, PADDED_DV)
+    wide = rows.to(tl.int64)
+    if MERGE:  # rows that saw nothing new stay as they are, to the bit
+        before = tl.load(lse + wide * lse_row, mask=inside, other=float("-inf")) * 1.4426950408889634
+        inside &= (total != 1.0) | (top != before)
+    # Exactly 0 means that nothing was seen: then acc is 0 and top is -inf. A NaN stays one.
+    total = tl.where(total == 0.0, 1.0, total)
+    acc = acc * (1.0 / total)[:, None]
+    mine = (top + tl.math.log2(total)) * 0.6931471805599453
+    keep = inside[:, None] & (inner < DV)[None, :]
+    tl.store(out + wide[:, None] * out_row + inner[None, :], acc, mask=keep)
+    tl.store(lse + wide * lse_row, mine, mask=inside)
+
+
+@triton.jit
+def attend_kernel(
+    q, k, v, out, lse, table, scale, inner, outer,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    out_batch, out_row, out_head, lse_batch, lse_head, lse_row,
+    q_rows, blocks, heads, group,
+    R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, TOGETHER: tl.constexpr, CAP: tl.constexpr,
+    PRESCALE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    batch, head, block = place(table, blocks, heads, TOGETHER)
+    start = tl.load(block)
+    rows = start + tl.arange(0, R)
+    shared = head // group
+    keys = head_of(k, batch, shared, k_batch, k_head, TMA)
+    values = head_of(v, batch, shared, v_batch, v_head, TMA)
+    queries = head_of(q, batch, head, q_batch, q_head, False)
+    k_row, v_row = widened(k_row, WIDE), widened(v_row, WIDE)
+    mine = load_rows(queries, batch, head, start, q_rows, widened(q_row, WIDE), R, D, PADDED_D, False, True)
+    out = head_of(out, batch, head, out_batch, out_head, False)
+    lse = head_of(lse, batch, head, lse_batch, lse_head, False)
+    inside = rows < q_rows
+    acc, top, total = _resume(out, lse, rows, inside, out_row, lse_row, DV, PADDED_DV, MERGE, R)
+    for entry in range(tl.load(block + 1), tl.load(block + 2), 12):
+        acc, top, total = _walk(
+            mine, keys, values, acc, top, total, rows, table + entry, batch, shared, scale, inner, outer, k_row, v_row,
+            C, D, DV, PADDED_D, PADDED_DV, CAP, PRESCALE, PRECISION, TMA, False,
+        )  # fmt: skip
+        acc, top, total = _walk(
+            mine, keys, values, acc, top, total, rows, table + entry, batch, shared, scale, inner, outer, k_row, v_row,
+            C, D, DV, PADDED_D, PADDED_DV, CAP, PRESCALE, PRECISION, TMA, True,
+        )  # fmt: skip
+    _store(acc, top, total, out, lse, rows, inside, out_row, lse_row, DV, PADDED_DV, MERGE)

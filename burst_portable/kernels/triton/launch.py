@@ -1,0 +1,390 @@
+"""`TritonKernel`: the portable attention kernel. See `kernels.contract.Kernel`.
+
+A call looks its `_Launch` up by all that shapes it (tiles, shapes, strides, dtypes) and hands Triton the tensors:
+tables, strides and options are made once. Nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import log2
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.errors import TritonError
+from triton.runtime.interpreter import InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from burst_portable.errors import DtypeError, ShapeError, UnsupportedError, explain
+from burst_portable.kernels.contract import Gradients, Options, Problem, Support
+from burst_portable.kernels.triton import backward, forward
+from burst_portable.kernels.triton.blocks import BlockTable, block_table, transposed
+from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, Table, Tuning, choose
+from burst_portable.numerics import State
+from burst_portable.tiles import Tile, Tiles
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST_HEAD = 256
+_LOG2_E = log2(2.718281828459045)
+_TMA_BYTES = 16  # what addresses and strides of a hardware descriptor are multiples of
+_LONG_STRIDE = 1 << 23  # from here on a block's rows span more than 32 bits can count
+_DELTA_ROWS = 64
+
+
+@dataclass(slots=True)
+class _Launch:
+    """One kernel, ready but for its tensors."""
+
+    run: Callable[..., Any]
+    grid: tuple[int]
+    table: Tensor
+    sizes: tuple[int, ...]
+    options: dict[str, Any]
+    tma: bool
+    tma_numbers: bool
+    columns: int
+    what: str
+    ran: bool = False
+
+    def __call__(self, *arguments: object) -> None:
+        if self.ran:
+            self.run(*arguments, *self.sizes, grid=self.grid, warmup=False, **self.options)
+            return
+        try:
+            self.run(*arguments, *self.sizes, grid=self.grid, warmup=False, **self.options)
+        except (TritonError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "PassManager" not in str(error):
+                raise
+            raise UnsupportedError(
+                explain(
+                    "a Triton kernel does not compile here",
+                    got=f"{self.what}, {self.options}: {error}",
+                    next_step="pass another tuning to TritonKernel, or name another kernel",
+                )
+            ) from error
+        self.ran = True
+
+
+class TritonKernel:
+    """The portable kernel: forward and backward in plain Triton.
+
+    Args:
+        half, single: tuning tables for 16-bit and for float32 tensors.
+        float32_precision: "ieee" (exact), or "tf32" for those who ask for it.
+        cached: how many prepared launches are kept.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        half: Table = HALF,
+        single: Table = SINGLE,
+        *,
+        float32_precision: str = "ieee",
+        cached: int = 1024,
+    ) -> None:
+        self._half, self._single, self._precision, self._cached = half, single, float32_precision, cached
+        self._launches: OrderedDict[object, tuple[_Launch, ...]] = OrderedDict()
+
+    def supports(self, problem: Problem) -> Support:
+        if problem.dtype not in DTYPES:
+            return Support(False, f"{problem.dtype} is not among float16, bfloat16 and float32")
+        largest = max(problem.head_dim, problem.value_dim)
+        if largest > LARGEST_HEAD:
+            return Support(False, f"head size {largest} is larger than {LARGEST_HEAD}")
+        if problem.heads % problem.kv_heads:
+            return Support(False, f"{problem.heads} heads are no multiple of {problem.kv_heads} K/V heads")
+        accelerator = torch.accelerator.current_accelerator()
+        if not _interpreted() and (accelerator is None or accelerator.type != problem.device):
+            return Support(False, f"Triton has no code for {problem.device}, and its interpreter is off")
+        return Support(True)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
+    ) -> State:
+        merge = state is not None
+        out, lse = _new_state(q, v.shape[-1]) if state is None else state
+        tensors = (q, k, v, out, lse)
+        key = (tiles, merge, options.softcap is None, options.scale > 0, *map(_layout, tensors))
+        launches = self._launches.get(key)
+        if launches is None:
+            launches = self._keep(key, (self._forward(tiles, options, merge, tensors),))
+        (launch,) = launches
+        if launch.grid[0]:
+            numbers = _numbers(options)
+            with _on(q):
+                if launch.tma:
+                    k, v = _described(k, launch.columns), _described(v, launch.columns)
+                launch(q, k, v, out, lse, launch.table, *numbers)
+        return out, lse
+
+    def attend_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+        *,
+        delta: Tensor | None = None,
+        out: Tensor | None = None,
+        into: Gradients,
+    ) -> None:
+        assert (delta is None) != (out is None), "exactly one of delta and out"
+        if dout.stride(-1) != 1 or dout.dtype != q.dtype:  # the gradient of a sum has stride 0
+            dout = dout.to(q.dtype).contiguous()
+        if delta is None:
+            assert out is not None
+            delta = row_delta(dout, out)
+        dq, dk, dv = into
+        tensors = (q, k, v, dout, lse, delta, dq, dk, dv)
+        key = (tiles, options.softcap is None, *map(_layout, tensors))
+        launches = self._launches.get(key)
+        if launches is None:
+            launches = self._keep(key, (self._keys(tiles, options, tensors), self._queries(tiles, options, tensors)))
+        keys, queries = launches
+        if not keys.grid[0]:
+            return
+        numbers = (*_numbers(options), float(options.scale))
+        with _on(q):
+            if keys.tma:
+                c = keys.columns
+                rows = _described(q, c), k, v, _described(dout, c)
+                row_numbers = (_numbered(lse, c), _numbered(delta, c)) if keys.tma_numbers else (lse, delta)
+                keys(*rows, *row_numbers, dk, dv, keys.table, *numbers)
+            else:
+                keys(q, k, v, dout, lse, delta, dk, dv, keys.table, *numbers)
+            if queries.tma:
+                k, v = _described(k, queries.columns), _described(v, queries.columns)
+            queries(q, k, v, dout, lse, delta, dq, queries.table, *numbers)
+
+    # ------------------------------------------------------------------------------- making launches
+
+    def _keep(self, key: object, launches: tuple[_Launch, ...]) -> tuple[_Launch, ...]:
+        if len(self._launches) >= self._cached:
+            self._launches.popitem(last=False)
+        self._launches[key] = launches
+        return launches
+
+    def _tuning(self, q: Tensor, v: Tensor) -> Tuning:
+        head = max(_padded(q.shape[-1]), _padded(v.shape[-1]))
+        return choose(self._single if q.dtype == torch.float32 else self._half, architecture(), head)
+
+    def _forward(self, tiles: Tiles, options: Options, merge: bool, tensors: tuple[Tensor, ...]) -> _Launch:
+        q, k, v, out, lse = tensors
+        _check(q, k, v, out)
+        choices = _first(self._tuning(q, v).forward, k, v)
+        blocks, table = _table(tiles, q.shape[1], k.shape[1], choices, not merge)
+        flags = {"PRESCALE": options.softcap is None and options.scale <= 0, "MERGE": merge}
+        sizes = (*_strides(q, k, v, out), *_number_strides(lse), q.shape[1])
+        return self._launch(forward.attend_kernel, blocks, table, options, (q, k, v, out), q.shape[2], sizes, **flags)
+
+    def _keys(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...]) -> _Launch:
+        q, k, v, dout, lse, delta, dq, dk, dv = tensors
+        _check(q, k, v, dout, dq, dk, dv)
+        turned = [transposed(tile) for tile in tiles]
+        choices = _first(self._tuning(q, v).keys, q, dout)
+        blocks, table = _table(turned, k.shape[1], q.shape[1], choices, False)
+        # Descriptors of single numbers start at multiples of 16 bytes.
+        flags = {"TMA_NUMBERS": blocks.tma and table.aligned and _describable(lse) and _describable(delta)}
+        sizes = (*_strides(q, k, v, dout), *_number_strides(lse, delta), *_strides(dk, dv), k.shape[1])
+        wide = (q, k, v, dout)
+        return self._launch(backward.keys_kernel, blocks, table, options, wide, k.shape[2], sizes, **flags)
+
+    def _queries(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...]) -> _Launch:
+        q, k, v, dout, lse, delta, dq, _, _ = tensors
+        choices = _first(self._tuning(q, v).queries, k, v)
+        blocks, table = _table(tiles, q.shape[1], k.shape[1], choices, False)
+        sizes = (*_strides(q, k, v, dout), *_number_strides(lse, delta), *_strides(dq), q.shape[1])
+        wide = (q, k, v, dout)
+        return self._launch(backward.queries_kernel, blocks, table, options, wide, q.shape[2], sizes)
+
+    def _launch(
+        self,
+        kernel: Any,
+        blocks: Blocks,
+        table: BlockTable,
+        options: Options,
+        tensors: tuple[Tensor, ...],
+        heads: int,
+        sizes: tuple[int, ...],
+        **flags: bool,
+    ) -> _Launch:
+        """`tensors` are q, k, v and those whose strides may be long; `heads` have programs of their own."""
+        q, k, v, *_ = tensors
+        together = max(n for n in range(1, blocks.together + 1) if heads % n == 0)
+        constants = {
+            "R": blocks.rows,
+            "C": blocks.columns,
+            "D": q.shape[-1],
+            "DV": v.shape[-1],
+            "PADDED_D": _padded(q.shape[-1]),
+            "PADDED_DV": _padded(v.shape[-1]),
+            "TOGETHER": together,
+            "CAP": options.softcap is not None,
+            "PRECISION": self._precision,
+            "TMA": blocks.tma,
+            "WIDE": any(x.stride(1) >= _LONG_STRIDE for x in tensors),
+            "num_warps": blocks.warps,
+            "num_stages": blocks.stages,
+            **dict(blocks.extra),
+            **flags,
+        }
+        if _interpreted():  # it knows no launch options
+            constants = {name: value for name, value in constants.items() if name.isupper()}
+        return _Launch(
+            run=kernel.run,
+            grid=(table.blocks * heads * q.shape[0],),
+            table=torch.from_numpy(table.data).to(q.device),
+            sizes=(*sizes, max(table.blocks, 1), heads, q.shape[2] // k.shape[2]),
+            options=constants,
+            tma=blocks.tma,
+            tma_numbers=flags.get("TMA_NUMBERS", False),
+            columns=blocks.columns,
+            what=f"{kernel.__name__} for {architecture()}, {q.dtype}",
+        )
+
+
+def row_delta(dout: Tensor, out: Tensor) -> Tensor:
+    """`numerics.row_delta` in one pass over its two tensors."""
+    if out.stride(-1) != 1:
+        out = out.contiguous()
+    batch, rows, heads, size = dout.shape
+    delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=dout.device)
+    if delta.numel():
+        with _on(dout):
+            backward.delta_kernel[(triton.cdiv(rows, _DELTA_ROWS), batch * heads)](
+                dout, out, delta, *_strides(dout, out), rows, heads, R=_DELTA_ROWS, DV=size, PADDED_DV=_padded(size)
+            )  # fmt: skip
+    return delta
+
+
+# --------------------------------------------------------------------------------------------- helpers
+
+
+def _new_state(q: Tensor, value_dim: int) -> State:
+    """Memory for a state; the kernel writes every row."""
+    batch, rows, heads, _ = q.shape
+    out = torch.empty(batch, rows, heads, value_dim, dtype=torch.float32, device=q.device)
+    return out, torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
+
+
+def _layout(x: Tensor) -> tuple[object, ...]:
+    """What of a tensor a launch depends on."""
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _TMA_BYTES
+
+
+def _numbers(options: Options) -> tuple[float, float, float]:
+    """scale, inner, outer of the kernels: everything in base 2."""
+    if options.softcap is None:
+        return options.scale * _LOG2_E, 0.0, 0.0
+    return 1.0, 2.0 * options.scale / options.softcap * _LOG2_E, options.softcap * _LOG2_E
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """batch, row and head stride of each [B, S, H, D]."""
+    return tuple(s for x in tensors for s in x.stride()[:3])
+
+
+def _number_strides(*tensors: Tensor) -> tuple[int, ...]:
+    """batch, head and row stride of each [B, H, S]."""
+    return tuple(s for x in tensors for s in x.stride())
+
+
+def _padded(size: int) -> int:
+    """A head size as the kernels hold it: matrix instructions want at least 16."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def _table(
+    tiles: Sequence[Tile], rows: int, columns: int, choices: tuple[Blocks, ...], every_row: bool
+) -> tuple[Blocks, BlockTable]:
+    """The first choice that the tiles allow, and its table."""
+    for blocks in (*choices, replace(choices[-1], tma=False)):
+        table = block_table(tiles, rows, columns, blocks.rows, blocks.columns, every_row=every_row)
+        if not (blocks.tma and table.reads_past_tiles):
+            break
+    return blocks, table
+
+
+def _first(choices: tuple[Blocks, ...], *tensors: Tensor) -> tuple[Blocks, ...]:
+    """The choices that these tensors allow, best first; at worst the last one, by pointers."""
+    if all(map(_describable, tensors)):
+        return choices
+    return tuple(c for c in choices if not c.tma) or (replace(choices[-1], tma=False),)
+
+
+def _describable(x: Tensor) -> bool:
+    """Whether a hardware descriptor can hold it. Strides of dimensions of size 1 do not matter."""
+    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+    aligned = all(s > 0 and s * x.itemsize % _TMA_BYTES == 0 for s in strides)
+    return aligned and x.data_ptr() % _TMA_BYTES == 0 and x.stride(-1) == 1 and x.numel() > 0
+
+
+def _described(x: Tensor, rows: int) -> TensorDescriptor:
+    """A descriptor of [B, S, H, D] for blocks of `rows`, `_describable` having been asked before."""
+    return _descriptor(x, [1, rows, 1, _padded(x.shape[-1])])
+
+
+def _numbered(x: Tensor, rows: int) -> TensorDescriptor:
+    """The same of [B, H, S]."""
+    return _descriptor(x, [1, 1, rows])
+
+
+def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    strides = x.stride()
+    if 1 in x.shape:
+        whole = _TMA_BYTES  # any legal number serves a dimension of size 1
+        strides = (*(whole if n == 1 else s for s, n in zip(strides[:-1], x.shape[:-1], strict=True)), 1)
+    return TensorDescriptor(x, list(x.shape), list(strides), block)
+
+
+def _on(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device; make it the tensor's."""
+    if x.device.index is None or x.device.index == torch.accelerator.current_device_index():
+        return nullcontext()
+    return torch.accelerator.device_index(x.device.index)
+
+
+def _interpreted() -> bool:
+    return isinstance(forward.attend_kernel, InterpretedFunction)
+
+
+@lru_cache(maxsize=1)
+def architecture() -> str:
+    """Triton's target as a key of the tuning tables. One kind of accelerator a process."""
+    if _interpreted():
+        return "interpreter"
+    arch = triton.runtime.driver.active.get_current_target().arch
+    return f"sm_{arch}" if isinstance(arch, int) else str(arch)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> None:
+    """What would become a wrong address or a wrong number."""
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise DtypeError(
+            explain("dtypes that this kernel cannot take", got=(q.dtype, k.dtype, v.dtype), allowed=f"one of {DTYPES}")
+        )
+    if any(x.stride(-1) != 1 for x in (q, k, v, *others)):
+        raise ShapeError(
+            explain(
+                "the last stride of a tensor is not 1", got=[x.stride() for x in (q, k, v)], next_step=".contiguous()"
+            )
+        )
+    if max(q.shape[-1], v.shape[-1]) > LARGEST_HEAD:
+        raise UnsupportedError(
+            explain(
+                "head size", got=(q.shape[-1], v.shape[-1]), allowed=f"up to {LARGEST_HEAD}", next_step="use reference"
+            )
+        )
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or q.shape[2] % k.shape[2]:
+        raise ShapeError(explain("q, k and v do not go together", got=(tuple(q.shape), tuple(k.shape), tuple(v.shape))))

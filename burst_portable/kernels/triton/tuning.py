@@ -1,0 +1,109 @@
+"""Block sizes and launch options as data, by architecture and head size. Kernels know nothing of architectures.
+
+A backend may pass tables of its own to `TritonKernel`. The keys are Triton's names of targets: ``sm_90``,
+``gfx942``; ``*`` serves what is not listed. Each use has a list, and the first entry that the tensors allow wins:
+entries with `tma` need hardware descriptors, so strides and addresses that are multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How one kernel is cut and launched.
+
+    Attributes:
+        rows, columns: own rows of a program, and columns of one step.
+        warps, stages: Triton's num_warps and num_stages.
+        tma: load columns by hardware descriptors.
+        together: heads whose programs are started next to each other.
+        extra: further launch options of the target, such as (("waves_per_eu", 2),).
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    tma: bool = False
+    together: int = 4
+    extra: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Choices for the three kernels, best first."""
+
+    forward: tuple[Blocks, ...]
+    keys: tuple[Blocks, ...]
+    queries: tuple[Blocks, ...]
+
+
+Table = Mapping[str, Mapping[int, Tuning]]
+"""Architecture -> largest padded head size -> tuning."""
+
+
+def _one(forward: Blocks, keys: Blocks, queries: Blocks) -> Tuning:
+    return Tuning((forward,), (keys,), (queries,))
+
+
+_SMALL = _one(Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1))
+
+HALF: Table = {
+    "*": {
+        64: _one(Blocks(128, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+        128: _one(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 1), Blocks(64, 64, 8, 1)),
+        256: _one(Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
+    },
+    "sm_80": {
+        64: _one(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2)),
+        128: _one(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2)),
+        256: _one(Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
+    },
+    "sm_90": {
+        64: Tuning(
+            (Blocks(128, 64, 4, 3, tma=True), Blocks(128, 64, 8, 3)),
+            (Blocks(128, 64, 8, 2, tma=True), Blocks(64, 64, 4, 2)),
+            (Blocks(128, 64, 8, 3, tma=True), Blocks(128, 64, 8, 3)),
+        ),
+        128: Tuning(
+            (Blocks(128, 64, 4, 2, tma=True), Blocks(128, 64, 8, 3)),
+            (Blocks(64, 64, 4, 2, tma=True), Blocks(64, 64, 4, 2)),
+            (Blocks(128, 64, 8, 3, tma=True), Blocks(128, 64, 8, 3)),
+        ),
+        256: Tuning(
+            (Blocks(128, 64, 8, 2, tma=True), Blocks(64, 64, 8, 1)),
+            (Blocks(64, 64, 8, 1),),
+            (Blocks(64, 64, 8, 1),),
+        ),
+    },
+    "gfx90a": {
+        64: _one(Blocks(128, 64, 4, 1), Blocks(64, 64, 4, 1), Blocks(64, 64, 4, 1)),
+        128: _one(Blocks(128, 64, 8, 1), Blocks(64, 64, 8, 1), Blocks(64, 64, 8, 1)),
+        256: _one(Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
+    },
+    "gfx942": {
+        64: _one(Blocks(128, 64, 4, 1), Blocks(64, 64, 4, 1), Blocks(64, 64, 4, 1)),
+        128: _one(Blocks(128, 64, 8, 1), Blocks(64, 64, 8, 1), Blocks(64, 64, 8, 1)),
+        256: _one(Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
+    },
+    # Small, so that small problems have several blocks; interpreted time goes with the number of blocks.
+    "interpreter": {256: _one(Blocks(32, 16, 1, 1, together=2), Blocks(16, 32, 1, 1), Blocks(32, 16, 1, 1))},
+}
+"""For 16-bit tensors."""
+
+SINGLE: Table = {
+    # Exact float32 products are no matrix instructions: small blocks, or there are not enough registers.
+    "*": {64: _SMALL, 128: _one(Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
+          256: _one(Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1))},
+    "interpreter": HALF["interpreter"],
+}  # fmt: skip
+"""For float32 tensors."""
+
+
+def choose(table: Table, architecture: str, head: int) -> Tuning:
+    """The tuning for the larger of the padded head sizes."""
+    sizes = table.get(architecture, table["*"])
+    return sizes[min(size for size in sizes if size >= head)]

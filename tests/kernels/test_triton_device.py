@@ -1,0 +1,114 @@
+"""The Triton kernels on an accelerator, the same cases as in the interpreter, bfloat16 too: `pytest -m device`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from burst_portable.kernels.contract import Options, Problem
+from burst_portable.layout import Segment
+from burst_portable.mask import Mask
+from burst_portable.tiles import find_tiles
+from tests.kernels.triton_cases import CHECKS, SHAPES, Case, cases, check, inputs, layouts, masks
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here"),
+]
+
+
+@pytest.fixture(scope="module")
+def device() -> str:
+    return torch.accelerator.current_accelerator().type
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    from burst_portable.kernels.triton import TritonKernel
+
+    return TritonKernel()
+
+
+SMALL = [*cases(53, torch.float32), *cases(64, torch.float16, scale=0.2), *cases(61, torch.bfloat16, scale=0.2)]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_small(kernel, device: str, case: Case) -> None:
+    check(kernel, case, device)
+
+
+# Long enough for full blocks of every configuration, at even and at uneven places.
+LONG = [
+    Case(mask, length, layout, ranks, heads=4, kv_heads=2, head_dim=head, value_dim=head, dtype=torch.bfloat16, scale=0.1)
+    for length, head in ((1024, 128), (1003, 64))
+    for mask in masks(length)
+    for layout, ranks in layouts(mask)
+]  # fmt: skip
+HEADS = [
+    Case("causal", 515, heads=2, head_dim=d, value_dim=v, dtype=dtype, scale=d**-0.5, softcap=cap, poison=poison)
+    for dtype in (torch.bfloat16, torch.float32)
+    for d, v, cap, poison in ((16, 16, None, True), (40, 72, None, True), (80, 80, 3.0, False), (96, 128, None, False),
+                              (128, 128, 2.0, True), (192, 128, None, False), (256, 256, None, True))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*LONG, *HEADS], ids=str)
+def test_long(kernel, device: str, case: Case) -> None:
+    check(kernel, case, device)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_contract(kernel, device: str, name: str) -> None:
+    CHECKS[name](kernel, device)
+
+
+def test_same_twice(kernel, device: str) -> None:
+    """Deterministic, to the bit."""
+    case = replace(SHAPES[0], length=700, dtype=torch.bfloat16)
+    dout, q, k, v = inputs(case, device)
+    tiles = find_tiles(case.parsed, (Segment(0, 700),), (Segment(0, 700),))
+    results = []
+    for _ in range(2):
+        out, lse = kernel.attend(q, k, v, tiles, Options(0.2))
+        into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+        kernel.attend_backward(dout, q, k, v, lse, tiles, Options(0.2), out=out, into=into)
+        results.append((out, lse, *into))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("stride", [1 << 16, 1 << 24], ids=["long tensor", "long rows"])
+def test_past_two_to_the_31(kernel, device: str, stride: int) -> None:
+    """Keys, values and gradients that lie further from their tensor's start than 32 bits can count."""
+    rows, length = (1 << 31) // stride + 128, 128
+    case = Case("causal", length, heads=1, head_dim=64, value_dim=64, dtype=torch.bfloat16, scale=0.125)
+    small = inputs(case, device)
+    q_start = rows - length
+    far = []
+    for x in small:
+        room = torch.empty(rows * stride, dtype=x.dtype, device=device).as_strided(
+            (1, rows, 1, 64), (stride, stride, 64, 1)
+        )
+        room[:, q_start:] = x
+        far.append(room)
+    dout, q, k, v = far
+    near, tiles = (find_tiles(Mask.causal(), (Segment(0, n),), (Segment(0, n),)) for n in (length, rows))
+    tiles = type(tiles)(tile.shifted(q_start, q_start) for tile in near)
+    expected = [*kernel.attend(*small[1:], near, Options(0.125))]
+    got = [*kernel.attend(q, k, v, tiles, Options(0.125))]
+    for results, (g, a, b, c), which in ((expected, small, near), (got, (dout, q, k, v), tiles)):
+        into = tuple(torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (a, b, c))
+        kernel.attend_backward(g, a, b, c, results[1], which, Options(0.125), out=results[0], into=into)
+        results += into
+    for index, (a, b) in enumerate(zip(expected, got, strict=True)):
+        assert torch.equal(a, b[..., q_start:] if index == 1 else b[:, q_start:])
+
+
+def test_reasons(kernel, device: str) -> None:
+    """What it cannot do, it says."""
+    problem = Problem(torch.float64, device, 2, 2, 64, 64)
+    assert "float64" in kernel.supports(problem).reason
+    assert "512" in kernel.supports(replace(problem, dtype=torch.float16, head_dim=512)).reason
+    assert kernel.supports(replace(problem, dtype=torch.float16))

@@ -1,0 +1,240 @@
+"""What the Triton kernels are held to, wherever they run: in the interpreter and on a device.
+
+A case is one attention over a whole sequence, computed as a ring would: every rank's queries meet every rank's
+keys, forward into a running state, backward with the row's global LSE into float32 buffers. It is compared with
+dense attention in float64, whose mask comes straight from the regions and knows neither layouts nor tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from burst_portable.kernels.contract import Kernel, Options
+from burst_portable.layout import Layout, make_layout
+from burst_portable.mask import Mask
+from burst_portable.numerics import per_row, row_delta
+from burst_portable.tiles import Tiles, find_tiles
+
+# Relative error (Frobenius) against float64 on the same inputs. Plain attention with products in that dtype loses
+# about 2e-7, 4e-4 and 3e-3 in `out`, and twice as much in the gradients.
+LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention. `poison`: NaN lies around every tensor, in memory that the kernel must not use."""
+
+    mask: str
+    length: int = 53
+    layout: str = "contiguous"
+    ranks: int = 1
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 16
+    value_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    softcap: float | None = None
+    scale: float = 0.25
+    poison: bool = True
+    deltas: bool = False
+
+    def __str__(self) -> str:
+        default = {name: field.default for name, field in type(self).__dataclass_fields__.items()}
+        odd = [f"{n}={getattr(self, n)}" for n in default if n != "mask" and getattr(self, n) != default[n]]
+        return "-".join([self.mask, *odd]).replace("torch.", "")
+
+    @cached_property
+    def parsed(self) -> Mask:
+        return Mask.parse(self.mask, self.length)
+
+
+def masks(length: int) -> list[str]:
+    """Every form of mask, cut at uneven places."""
+    a, b, c = length // 5 + 1, length // 2 + 1, length - length // 8
+    return [
+        "full",
+        "causal",
+        f"window:{length // 3}",
+        f"window:{a}:{length // 4}",
+        f"documents:0,{a},{b},{c},{length}",
+        f"full_documents:0,{a},{b},{c},{length}",
+        f"prefix:{b}",
+        f"sink:3:{a}",
+        f"global:5:{a}:4",
+        f"block_causal:{a}",
+        f"share_question:{a},{b - a},{c - b},{length - c}",
+    ]
+
+
+def layouts(mask: str) -> list[tuple[str, int]]:
+    """(layout, ranks) that a mask is tried on."""
+    chosen = [("contiguous", 1), ("contiguous", 2), ("zigzag", 2), ("striped", 2)]
+    return [*chosen, ("document_zigzag", 2)] if "documents" in mask else chosen
+
+
+SHAPES = [
+    Case("causal", batch=2, heads=4, kv_heads=2),
+    Case("causal", heads=3, kv_heads=3, head_dim=24, value_dim=40),
+    Case("causal", head_dim=80, value_dim=16),
+    Case("window:9", head_dim=128, value_dim=96, length=37),
+    Case("causal", softcap=1.5),
+    Case("sink:3:11", softcap=1.5, layout="zigzag", ranks=2, deltas=True),
+    Case("causal", scale=-0.3),
+    Case("causal", scale=0.0),
+    Case("causal", length=64, poison=False),
+    Case("full", length=1),
+    Case("documents:0,1,2,40,53", layout="striped", ranks=4, deltas=True),
+    Case("share_question:7,5,2,1,1,17,20", deltas=True),
+]
+
+
+def cases(length: int, dtype: torch.dtype, heads: int = 2, **changes: object) -> list[Case]:
+    """The whole list: masks by layouts (with so many heads on one of K/V), and shapes."""
+    table = [
+        Case(mask, length, layout, ranks, heads=heads, dtype=dtype)
+        for mask in masks(length)
+        for layout, ranks in layouts(mask)
+    ]
+    return [replace(case, **changes) for case in [*table, *(replace(s, dtype=dtype) for s in SHAPES)]]
+
+
+# ---------------------------------------------------------------------------------------------- oracle
+
+
+def visible(mask: Mask, length: int) -> Tensor:
+    """[S, S] of bool, from the regions' definition."""
+    q, k = torch.arange(length).unsqueeze(1), torch.arange(length).unsqueeze(0)
+    keep = torch.zeros(length, length, dtype=torch.bool)
+    for r in mask.regions:
+        rows, columns = (q >= r.q_start) & (q < r.q_stop), (k >= r.k_start) & (k < r.k_stop)
+        keep |= rows & columns & (q - k >= r.lo) & (q - k <= r.hi)
+    return keep
+
+
+def dense(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, ...]:
+    """(out, lse, dq, dk, dv) in float64, by torch's autograd over the whole score matrix."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    group = q.shape[2] // k.shape[2]
+    queries, keys, values = leaves[0], *(x.repeat_interleave(group, 2) for x in leaves[1:])
+    s = torch.einsum("bqhd,bkhd->bhqk", queries, keys) * case.scale
+    if case.softcap is not None:
+        s = case.softcap * torch.tanh(s / case.softcap)
+    keep = visible(case.parsed, case.length).to(q.device)
+    s = s.masked_fill(~keep, -torch.inf)
+    seen = keep.any(-1)
+    lse = torch.logsumexp(s.masked_fill(~seen[:, None], 0.0), -1).masked_fill(~seen, -torch.inf)
+    p = torch.softmax(s.masked_fill(~seen[:, None], 0.0), -1).masked_fill(~seen[:, None], 0.0)
+    out = torch.einsum("bhqk,bkhd->bqhd", p, values)
+    gradients = torch.autograd.grad(out, leaves, dout.double())
+    return out.detach(), lse.detach(), *gradients
+
+
+# ------------------------------------------------------------------------------------------------ body
+
+
+def surrounded(x: Tensor, poison: bool) -> Tensor:
+    """The same numbers inside a larger tensor full of NaN; [B, S, H, D], its strides multiples of 16 bytes."""
+    if not poison:
+        return x
+    batch, rows, heads, size = x.shape
+    room = torch.full((batch, rows + 5, heads + 1, size + 24), torch.nan, dtype=x.dtype, device=x.device)
+    room[:, 2 : 2 + rows, :heads, 16 : 16 + size] = x
+    return room[:, 2 : 2 + rows, :heads, 16 : 16 + size]
+
+
+def ring(kernel: Kernel, case: Case, layout: Layout, full: list[Tensor]) -> tuple[Tensor, ...]:
+    """(out, lse, dq, dk, dv) of the whole sequence: every rank's queries against every rank's keys in turn."""
+    q, k, v = full[1:]
+    options = Options(case.scale, case.softcap)
+    where = [torch.tensor(layout.positions(r), device=q.device) for r in range(layout.ranks)]
+    blocks = [[surrounded(x[:, at], case.poison) for x in full] for at in where]
+    gradients = [[torch.zeros_like(x, dtype=torch.float32) for x in block[1:]] for block in blocks]
+    tiles = [[find_tiles(case.parsed, a, b) for b in layout.shards] for a in layout.shards]
+    out = torch.full((*q.shape[:3], v.shape[-1]), torch.nan, dtype=torch.float32, device=q.device)
+    lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), torch.nan)
+    for mine in range(layout.ranks):
+        state = None
+        for other in range(layout.ranks):
+            state = kernel.attend(blocks[mine][1], *blocks[other][2:], tiles[mine][other], options, state=state)
+        out[:, where[mine]], lse[:, :, where[mine]] = state
+        for other in range(layout.ranks):
+            given = {"delta": row_delta(blocks[mine][0], state[0])} if case.deltas else {"out": state[0]}
+            into = (gradients[mine][0], *gradients[other][1:])
+            kernel.attend_backward(
+                *blocks[mine][:2], *blocks[other][2:], state[1], tiles[mine][other], options, **given, into=into
+            )
+    joined = []
+    for index, like in enumerate((q, k, v)):
+        whole = torch.full(like.shape, torch.nan, dtype=torch.float32, device=q.device)
+        for rank, at in enumerate(where):
+            whole[:, at] = gradients[rank][index]
+        joined.append(whole)
+    return out, lse, *joined
+
+
+def inputs(case: Case, device: str) -> list[Tensor]:
+    """dout, q, k, v; drawn on the CPU, so that every device sees the same."""
+    shapes = [(case.heads, case.value_dim), (case.heads, case.head_dim)]
+    shapes += [(case.kv_heads, case.head_dim), (case.kv_heads, case.value_dim)]
+    generator = torch.Generator().manual_seed(case.length)
+    made = [torch.randn(case.batch, case.length, *shape, generator=generator) for shape in shapes]
+    return [x.to(case.dtype).to(device) for x in made]
+
+
+def check(kernel: Kernel, case: Case, device: str) -> dict[str, float]:
+    """Run one case; the errors, or an AssertionError that says which is too large."""
+    full = inputs(case, device)
+    layout = make_layout(case.layout, case.length, case.ranks, case.parsed)
+    got = dict(zip(("out", "lse", "dq", "dk", "dv"), ring(kernel, case, layout, full), strict=True))
+    expected = dict(zip(got, dense(*full, case), strict=True))
+    assert torch.equal(got["lse"] == -torch.inf, expected["lse"] == -torch.inf), "other rows saw nothing"
+    empty = per_row(expected["lse"] == -torch.inf)
+    assert not got["out"].masked_select(empty).any(), "a row that saw nothing is not 0"
+    errors = {}
+    for name, value in got.items():
+        finite = torch.isfinite(expected[name])
+        difference = (value.double() - expected[name])[finite]
+        scale = expected[name][finite].norm().clamp_min(0.2 * finite.sum().sqrt())  # gradients that cancel to 0
+        errors[name] = float(difference.norm() / scale)
+    limit = LIMITS[case.dtype]
+    bad = {name: error for name, error in errors.items() if not error < limit}  # NaN is bad too
+    assert not bad, f"{case}: relative errors {bad}, allowed {limit}"
+    return errors
+
+
+def check_untouched(kernel: Kernel, device: str) -> None:
+    """A running state keeps, to the bit, every row that no tile touches."""
+    case = Case("documents:0,20,40", length=40)
+    _, q, k, v = inputs(case, device)
+    options = Options(0.25)
+    whole = find_tiles(case.parsed, *[make_layout("contiguous", 40, 1).shards[0]] * 2)
+    out, lse = kernel.attend(q, k, v, whole, options)
+    before = out.clone(), lse.clone()
+    one = Tiles([tile for tile in whole if tile.q_start == 20])
+    assert len(one) == 1
+    merged = kernel.attend(q, k, v, one, options, state=(out, lse))
+    assert merged[0] is out
+    assert merged[1] is lse
+    assert torch.equal(out[:, :20], before[0][:, :20])
+    assert torch.equal(lse[:, :, :20], before[1][:, :, :20])
+    assert (lse[:, :, 20:] > before[1][:, :, 20:]).all()
+    kernel.attend(q, k, v, Tiles(), options, state=(out, lse))
+    out, lse = kernel.attend(q, k, v, Tiles(), options)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+def check_delta(kernel: Kernel, device: str) -> None:
+    """The one-pass delta is that of numerics."""
+    from burst_portable.kernels.triton.launch import row_delta as one_pass
+
+    dout, out = torch.randn(2, 70, 3, 40, device=device), torch.randn(2, 70, 3, 40, device=device)
+    torch.testing.assert_close(one_pass(dout, out), row_delta(dout, out))
+
+
+CHECKS = {"untouched": check_untouched, "delta": check_delta}
