@@ -39,11 +39,16 @@ class Cell(NamedTuple):
 
 def cells(length: int, ranks: int) -> list[Segment]:
     """The sequence cut into a few pieces; so that a zigzag's chunks are whole cells, where that can be."""
-    chunks = 2 * ranks
-    count = _CELLS // chunks * chunks or (chunks if chunks <= _MOST_CELLS else _CELLS)
-    count = min(count, length)
-    bounds = [i * length // count for i in range(count + 1)]
-    return [Segment(start, stop - start) for start, stop in pairwise(bounds)]
+    chunks = 2 * ranks if 2 * ranks <= _MOST_CELLS else _CELLS
+    parts = max(1, _CELLS // chunks)
+    return [cell for chunk in _cut(Segment(0, length), chunks) for cell in _cut(chunk, parts)]
+
+
+def _cut(whole: Segment, pieces: int) -> list[Segment]:
+    """As a layout cuts: the first pieces are one longer; without those that are empty."""
+    size, longer = divmod(whole.count, pieces)
+    starts = [whole.start + i * size + min(i, longer) for i in range(pieces + 1)]
+    return [Segment(start, stop - start) for start, stop in pairwise(starts) if start < stop]
 
 
 def owner(layout: Layout, cell: Segment) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,22 +70,23 @@ def plan(
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     rates = Rates(tflops=tflops, gbps=gbps)
-    made = make_plan(
-        seq_len=seq_len,
-        ranks=ranks,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        mask=mask,
-        strategy=_strategy(strategy, inner, travels, moves, rates),
-        layout=layout,
-        batch=batch,
-        itemsize=DTYPES[dtype],
-    )
-    if not 0 <= rank < ranks:
-        raise InputError(explain("no such rank", got=rank, allowed=f"0 to {ranks - 1}"))
-    facts = plan_facts(made, rates, rank)
+    with _waiting("planning"):
+        made = make_plan(
+            seq_len=seq_len,
+            ranks=ranks,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            mask=mask,
+            strategy=_strategy(strategy, inner, travels, moves, rates),
+            layout=layout,
+            batch=batch,
+            itemsize=DTYPES[dtype],
+        )
+        if not 0 <= rank < ranks:
+            raise InputError(explain("no such rank", got=rank, allowed=f"0 to {ranks - 1}"))
+        facts = plan_facts(made, rates, rank)
     if not as_json or file is not None:
         _show(made, facts, steps)
     facts["check"] = _check(made) if checked else {"done": False}
@@ -106,6 +107,13 @@ def _positive(**numbers: float | None) -> None:
 def _strategy(name: str, inner: int | None, travels: str | None, moves: str | None, rates: Rates) -> Strategy:
     given = {"inner": inner, "travels": travels, "moves": moves}
     return make_strategy(name, **given, rates=rates if name == "auto" else None)
+
+
+def _waiting(label: str) -> AbstractContextManager[object]:
+    """A sign of life on a terminal: a thousand ranks take seconds."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(label)
 
 
 def _check(plan: Plan) -> Facts:
