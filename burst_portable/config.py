@@ -36,3 +36,37 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
     if not 0 < seconds < 1e9:
         raise InputError(explain("BURST_DEADLINE is no number of seconds", got=repr(deadline), allowed="above 0"))
     return Config(deadline=seconds, kernel=environment.get("BURST_KERNEL", "auto"))
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a launcher such as torchrun tells a process: its rank, how many there are, and its number on this host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
+    """What a launcher has set (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``), or None in a process of its own.
+
+    Raises `InputError` for values that are no ranks.
+    """
+    environment = os.environ if environment is None else environment
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    rank, size = environment["RANK"], environment["WORLD_SIZE"]
+    local = environment.get("LOCAL_RANK", rank)
+    try:
+        made = Launched(int(rank), int(size), int(local))
+    except ValueError:
+        made = Launched(0, 0, 0)
+    if not (0 <= made.rank < made.world_size and made.local_rank >= 0):
+        got = f"RANK={rank!r}, WORLD_SIZE={size!r}, LOCAL_RANK={local!r}"
+        raise InputError(explain("the launcher's variables are no ranks", got=got, next_step="start with torchrun"))
+    return made
+
+
+def environment_of_children(**changes: str) -> dict[str, str]:
+    """This process's environment with a few changes, for processes that it starts."""
+    return {**os.environ, **changes}

@@ -1,0 +1,52 @@
+"""A job: everything that a rank needs to know, as data that is written to a file and read by its process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of `burst-portable run`.
+
+    Attributes:
+        model: "tiny", a config's JSON, or a checkpoint's folder.
+        text: a file, or None for the text that comes with Python.
+        steps: training steps, or sequences that are scored.
+        batch: sequences a step.
+        scoring: perplexity instead of training.
+        backend, device_type, process_group: the backend by name, and its capabilities of these names.
+        threads: of torch's CPU operators, a rank.
+        folder: where ranks leave what is too large for a pipe; None where nobody collects it.
+    """
+
+    model: str
+    text: str | None
+    seq_len: int
+    ranks: int
+    steps: int
+    batch: int
+    learning_rate: float
+    seed: int
+    scoring: bool
+    backend: str
+    device_type: str
+    process_group: str
+    strategy: str
+    layout: str
+    dtype: str
+    threads: int
+    folder: str | None = None
+
+    def save(self, path: Path) -> None:
+        """Write it where `load` finds it."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Job:
+        """The job that `save` wrote."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))

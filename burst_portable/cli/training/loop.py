@@ -1,0 +1,127 @@
+"""Training and scoring, on a shard or on one device: the same loop, so that the two differ in nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_portable.cli.training.timing import Clock
+from burst_portable.integrations.gradients import sum_gradients, sum_over_ranks
+from burst_portable.mesh import Mesh
+
+PHASES = ("forward", "backward", "gradient sum", "optimizer")
+
+
+@dataclass
+class Course:
+    """What happened, step by step.
+
+    Attributes:
+        losses: mean over all tokens of a step; in scoring, of a sequence.
+        tokens: how many tokens each loss is the mean of.
+        seconds: of each step.
+        phases: seconds of each step by name; `kernels` and `waiting` are parts of forward and backward.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    phases: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What makes a rank's loop differ from one device's: its handle, its mesh, and a clock where one can be read."""
+
+    handle: Any
+    mesh: Mesh
+    clock: Clock | None
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        return sum_over_ranks(x, self.mesh)
+
+
+OnStep = Callable[[Course], None]
+
+
+def train(
+    model: Any, data: list[Tensor], learning_rate: float, device: torch.device, sharded: Sharded | None, on_step: OnStep
+) -> Course:
+    """AdamW at a fixed rate, a step a batch. The gradients of the last step stay in the model.
+
+    Args:
+        data: batches ``[B, N]`` of whole sequences, the same on every rank.
+        sharded: None on one device.
+        on_step: hears of each step when it is done.
+    """
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    course = Course()
+    for ids in data:
+        started = perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        before = _read(sharded)
+        loss, tokens = _forward(model, ids.to(device), sharded)
+        forward = perf_counter()
+        loss.backward()
+        backward = perf_counter()
+        kernels, waiting = (b - a for a, b in zip(before, _read(sharded), strict=True))
+        if sharded is not None:
+            sum_gradients(model.parameters(), sharded.mesh)
+        value = _whole(loss, sharded)
+        summed = perf_counter()
+        optimizer.step()
+        done = perf_counter()
+        spent = (forward - started, backward - forward, summed - backward, done - summed)
+        phases = dict(zip(PHASES, spent, strict=True)) | {"kernels": kernels, "waiting": waiting}
+        _note(course, value, tokens, done - started, phases)
+        on_step(course)
+    return course
+
+
+def score(model: Any, data: list[Tensor], device: torch.device, sharded: Sharded | None, on_step: OnStep) -> Course:
+    """The mean loss of each batch, without training."""
+    model.eval()
+    course = Course()
+    for ids in data:
+        started = perf_counter()
+        before = _read(sharded)
+        with torch.no_grad():
+            loss, tokens = _forward(model, ids.to(device), sharded)
+        kernels, waiting = (b - a for a, b in zip(before, _read(sharded), strict=True))
+        value = _whole(loss, sharded)
+        seconds = perf_counter() - started
+        _note(course, value, tokens, seconds, {"forward": seconds, "kernels": kernels, "waiting": waiting})
+        on_step(course)
+    return course
+
+
+def _forward(model: Any, ids: Tensor, sharded: Sharded | None) -> tuple[Tensor, int]:
+    """This rank's part of the mean loss, and how many tokens the mean is over."""
+    tokens = ids.shape[0] * (ids.shape[1] - 1)
+    if sharded is None:  # transformers shifts the labels and takes the mean itself: a path that is not ours
+        return model(input_ids=ids, labels=ids, use_cache=False).loss, tokens
+    return model(**sharded.handle.shard(ids)).loss, tokens
+
+
+def _whole(loss: Tensor, sharded: Sharded | None) -> float:
+    value = loss.detach().double()
+    return (value if sharded is None else sharded.total(value.reshape(1))).item()
+
+
+def _read(sharded: Sharded | None) -> tuple[float, float]:
+    clock = sharded.clock if sharded else None
+    return (clock.kernels, clock.waiting) if clock else (0.0, 0.0)
+
+
+def _note(course: Course, loss: float, tokens: int, seconds: float, phases: dict[str, float]) -> None:
+    course.losses.append(loss)
+    course.tokens.append(tokens)
+    course.seconds.append(seconds)
+    course.phases.append(phases)

@@ -1,0 +1,115 @@
+"""What one rank does with a job, whoever started it."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from burst_portable.backends.registry import load
+from burst_portable.cli.training.job import Job
+from burst_portable.cli.training.loop import Course, OnStep, Sharded, score, train
+from burst_portable.cli.training.models import build, checkpoint_of, config_of, quiet
+from burst_portable.cli.training.texts import batches, tokens_of
+from burst_portable.cli.training.timing import Clock, TimedMesh
+from burst_portable.integrations.transformers import parallelize
+from burst_portable.mesh import Mesh
+
+GRADIENTS = "gradients.safetensors"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank or the reference leaves behind; plain data, for a pipe.
+
+    Attributes:
+        course: see `loop.Course`, as a dict.
+        peak_memory_bytes: of the device, or of the process where the device is the CPU.
+        fingerprint: of the parameters after the last step; equal on all ranks, or something is wrong.
+        timed: whether kernels and waiting were told apart.
+    """
+
+    course: dict[str, Any]
+    peak_memory_bytes: int
+    fingerprint: str
+    timed: bool
+
+
+def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tuple[Outcome, list[Tensor]]:
+    """Train or score this rank's shard; the outcome, and the gradients of the last step, summed over the ranks."""
+    streams = load(job.backend).capabilities.streams
+    clock = None if streams else Clock()
+    watched = mesh if clock is None else TimedMesh(mesh, clock)
+
+    def prepare(model: Any) -> Sharded:
+        handle = parallelize(model, watched, strategy=job.strategy, layout=job.layout)
+        return Sharded(handle, watched, clock)
+
+    return _run(job, device, prepare, on_step)
+
+
+def run_reference(job: Job, device: torch.device, on_step: OnStep) -> tuple[Outcome, list[Tensor]]:
+    """The same on one device: plain SDPA, nothing of this package but the loop."""
+    return _run(job, device, lambda model: None, on_step)
+
+
+def _run(
+    job: Job, device: torch.device, prepare: Callable[[Any], Sharded | None], on_step: OnStep
+) -> tuple[Outcome, list[Tensor]]:
+    quiet()
+    tokens, _ = tokens_of(job.text, checkpoint_of(job.model))
+    data = batches(tokens, job.seq_len, job.batch, job.steps)
+    model = build(job.model, config_of(job.model, job.seq_len), getattr(torch, job.dtype), job.seed).to(device)
+    sharded = prepare(model)
+    if job.scoring:
+        course = score(model, data, device, sharded, on_step)
+    else:
+        course = train(model, data, job.learning_rate, device, sharded, on_step)
+    outcome = Outcome(asdict(course), peak_memory(device), _fingerprint(model), bool(sharded and sharded.clock))
+    return outcome, [] if job.scoring else [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def save_gradients(gradients: list[Tensor], folder: Path) -> None:
+    """For the process that compares them."""
+    save_file({str(i): g.detach().cpu().contiguous() for i, g in enumerate(gradients)}, folder / GRADIENTS)
+
+
+def load_gradients(folder: Path) -> list[Tensor]:
+    """What `save_gradients` wrote."""
+    found = load_file(folder / GRADIENTS)
+    return [found[str(i)] for i in range(len(found))]
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that the device's allocator held, or that this process did where there is none."""
+    module = torch.get_device_module(device)
+    if hasattr(module, "max_memory_allocated"):
+        return int(module.max_memory_allocated())
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _fingerprint(model: Any) -> str:
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def course_of(outcome: Outcome) -> Course:
+    """The course of an outcome that came through a pipe."""
+    return Course(**outcome.course)

@@ -1,0 +1,92 @@
+"""A rank as a process: python -m burst_portable.cli.training.worker JOB RANK
+
+Started by `launch.py`, whose pipe to our stdin stays open as long as it lives: a rank never outlives its parent.
+Tells on stdout, a JSON object a line: {"event": "step", ...}, then "done", or "error" with its kind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from burst_portable.errors import BurstError, CommunicationError
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the rank; exit code 0, or 1 with an "error" event or a traceback on stderr."""
+    path, rank = Path(arguments[0]), int(arguments[1])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        _run(path, rank)
+    except CommunicationError as error:
+        tell(event="error", kind="communication", message=str(error))
+        return 1
+    except BurstError as error:
+        tell(event="error", kind="input", message=str(error))
+        return 1
+    return 0
+
+
+def tell(**event: Any) -> None:
+    """One line to the parent. A loss that is no number is written as NaN, which Python reads back."""
+    print(json.dumps(event), flush=True)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _run(path: Path, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from burst_portable.cli.training.job import Job
+    from burst_portable.cli.training.rank import run_rank, save_gradients
+    from burst_portable.config import from_environment
+    from burst_portable.mesh import Mesh
+
+    job = Job.load(path)
+    torch.set_num_threads(job.threads)
+    device = device_of(job.device_type, rank)
+    folder = path.parent
+    dist.init_process_group(
+        job.process_group,
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=job.ranks,
+        timeout=timedelta(seconds=from_environment().deadline),
+    )
+    try:
+        outcome, gradients = run_rank(
+            job,
+            Mesh.from_group(),
+            device,
+            lambda course: tell(event="step", loss=course.losses[-1], seconds=course.seconds[-1]),
+        )
+        if rank == 0 and gradients:
+            save_gradients(gradients, folder)
+        tell(event="done", outcome=asdict(outcome))
+    finally:
+        dist.destroy_process_group()
+
+
+def device_of(device_type: str, local_rank: int) -> Any:
+    """The device of a rank, made the current one where devices are numbered."""
+    import torch
+
+    module = torch.get_device_module(device_type)
+    if not hasattr(module, "set_device") or module.device_count() <= 1:
+        return torch.device(device_type)
+    module.set_device(local_rank)
+    return torch.device(device_type, local_rank)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
