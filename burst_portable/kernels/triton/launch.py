@@ -91,7 +91,7 @@ class TritonKernel:
         cached: int = 1024,
     ) -> None:
         self._half, self._single, self._precision, self._cached = half, single, float32_precision, cached
-        self._launches: OrderedDict[object, tuple[_Launch, ...]] = OrderedDict()
+        self._launches: OrderedDict[object, _Launch] = OrderedDict()
 
     def supports(self, problem: Problem) -> Support:
         if problem.dtype not in DTYPES:
@@ -113,10 +113,7 @@ class TritonKernel:
         out, lse = _new_state(q, v.shape[-1]) if state is None else state
         tensors = (q, k, v, out, lse)
         key = (tiles, merge, options.softcap is None, options.scale > 0, *map(_layout, tensors))
-        launches = self._launches.get(key)
-        if launches is None:
-            launches = self._keep(key, (self._forward(tiles, options, merge, tensors),))
-        (launch,) = launches
+        launch = self._launches.get(key) or self._keep(key, self._forward(tiles, options, merge, tensors))
         if launch.grid[0]:
             numbers = _numbers(options)
             with _on(q):
@@ -145,35 +142,68 @@ class TritonKernel:
         if delta is None:
             assert out is not None
             delta = row_delta(dout, out)
-        dq, dk, dv = into
-        tensors = (q, k, v, dout, lse, delta, dq, dk, dv)
-        key = (tiles, options.softcap is None, *map(_layout, tensors))
-        launches = self._launches.get(key)
-        if launches is None:
-            launches = self._keep(key, (self._keys(tiles, options, tensors), self._queries(tiles, options, tensors)))
-        keys, queries = launches
-        if not keys.grid[0]:
-            return
-        numbers = (*_numbers(options), float(options.scale))
+        if lse.dtype != torch.float32 or delta.dtype != torch.float32:
+            lse, delta = lse.float(), delta.float()
         with _on(q):
-            if keys.tma:
-                c = keys.columns
-                rows = _described(q, c), k, v, _described(dout, c)
-                row_numbers = (_numbered(lse, c), _numbered(delta, c)) if keys.tma_numbers else (lse, delta)
-                keys(*rows, *row_numbers, dk, dv, keys.table, *numbers)
-            else:
-                keys(q, k, v, dout, lse, delta, dk, dv, keys.table, *numbers)
-            if queries.tma:
-                k, v = _described(k, queries.columns), _described(v, queries.columns)
-            queries(q, k, v, dout, lse, delta, dq, queries.table, *numbers)
+            self.only_keys(dout, q, k, v, lse, delta, tiles, options, into)
+            self.only_queries(dout, q, k, v, lse, delta, tiles, options, into)
+
+    def only_keys(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tiles: Tiles,
+        options: Options,
+        into: Gradients,
+    ) -> None:
+        """The half of the backward pass that adds to dk and dv."""
+        _, dk, dv = into
+        tensors = (q, k, v, dout, lse, delta, dk, dv)
+        key = ("keys", tiles, options.softcap is None, *map(_layout, tensors))
+        launch = self._launches.get(key) or self._keep(key, self._keys(tiles, options, tensors))
+        if not launch.grid[0]:
+            return
+        if launch.tma:
+            c = launch.columns
+            q, dout = _described(q, c), _described(dout, c)
+            if launch.tma_numbers:
+                lse, delta = _numbered(lse, c), _numbered(delta, c)
+        launch(q, k, v, dout, lse, delta, dk, dv, launch.table, *_numbers(options), float(options.scale))
+
+    def only_queries(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tiles: Tiles,
+        options: Options,
+        into: Gradients,
+    ) -> None:
+        """The half that adds to dq."""
+        dq, _, _ = into
+        tensors = (q, k, v, dout, lse, delta, dq)
+        key = ("queries", tiles, options.softcap is None, *map(_layout, tensors))
+        launch = self._launches.get(key) or self._keep(key, self._queries(tiles, options, tensors))
+        if not launch.grid[0]:
+            return
+        if launch.tma:
+            k, v = _described(k, launch.columns), _described(v, launch.columns)
+        launch(q, k, v, dout, lse, delta, dq, launch.table, *_numbers(options), float(options.scale))
 
     # ------------------------------------------------------------------------------- making launches
 
-    def _keep(self, key: object, launches: tuple[_Launch, ...]) -> tuple[_Launch, ...]:
+    def _keep(self, key: object, launch: _Launch) -> _Launch:
         if len(self._launches) >= self._cached:
             self._launches.popitem(last=False)
-        self._launches[key] = launches
-        return launches
+        self._launches[key] = launch
+        return launch
 
     def _tuning(self, q: Tensor, v: Tensor) -> Tuning:
         head = max(_padded(q.shape[-1]), _padded(v.shape[-1]))
@@ -189,8 +219,8 @@ class TritonKernel:
         return self._launch(forward.attend_kernel, blocks, table, options, (q, k, v, out), q.shape[2], sizes, **flags)
 
     def _keys(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...]) -> _Launch:
-        q, k, v, dout, lse, delta, dq, dk, dv = tensors
-        _check(q, k, v, dout, dq, dk, dv)
+        q, k, v, dout, lse, delta, dk, dv = tensors
+        _check(q, k, v, dout, dk, dv)
         turned = [transposed(tile) for tile in tiles]
         choices = _first(self._tuning(q, v).keys, q, dout)
         blocks, table = _table(turned, k.shape[1], q.shape[1], choices, False)
@@ -201,7 +231,8 @@ class TritonKernel:
         return self._launch(backward.keys_kernel, blocks, table, options, wide, k.shape[2], sizes, **flags)
 
     def _queries(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...]) -> _Launch:
-        q, k, v, dout, lse, delta, dq, _, _ = tensors
+        q, k, v, dout, lse, delta, dq = tensors
+        _check(q, k, v, dout, dq)
         choices = _first(self._tuning(q, v).queries, k, v)
         blocks, table = _table(tiles, q.shape[1], k.shape[1], choices, False)
         sizes = (*_strides(q, k, v, dout), *_number_strides(lse, delta), *_strides(dq), q.shape[1])
