@@ -19,7 +19,7 @@ from burst_portable.kernels import contract
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh
-from burst_portable.numerics import State
+from burst_portable.numerics import State, finished
 from burst_portable.planning import check_heads, named_layout, planned
 from burst_portable.planning import plan as plan
 from burst_portable.plans import Problem
@@ -228,7 +228,7 @@ def partial_attention(
     options = contract.Options(_checked_scale(scale, q.shape[3]), _checked_softcap(softcap))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     with torch.no_grad():
-        return chosen.attend(q, k, v, Tiles(tiles), options)
+        return finished(chosen.attend(q, k, v, Tiles(tiles), options), q.dtype)
 
 
 # ------------------------------------------------------------------------------------------ shards and whole

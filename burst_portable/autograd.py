@@ -36,7 +36,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     state = run_forward(call.plan.forward, call.rank, call.runtime, call.options, q, k, v)
     if sinks is not None:
         numerics.add_sinks(state, sinks)
-    return state[0].to(q.dtype), state[1]
+    return state[0].to(q.dtype), state[1].to(numerics.accumulation_dtype(q.dtype))
 
 
 class Attention(torch.autograd.Function):

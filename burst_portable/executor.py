@@ -26,7 +26,7 @@ Views = tuple[Tensor, ...]
 def run_forward(
     part: PassPlan, rank: int, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor
 ) -> State:
-    """(out, LSE) of this rank's queries, in the accumulation dtype."""
+    """(out, LSE) of this rank's queries, as the kernel keeps them while it merges: see `numerics.finished`."""
     blocks = _Exchange(part, rank, runtime, (k, v), q.dtype, backward=False)
     state: State | None = None
     for step in part.rank(rank):
@@ -119,7 +119,8 @@ class _Exchange:
         for handle, _ in (*self._leaving[0], *self._leaving[1]):
             handle.wait()
         self._leaving = [[], []]
-        assert not (self._held or self._arriving), "the plan leaves blocks behind"
+        assert not self._held, "the plan lets go of every block"
+        assert not self._arriving, "the plan waits for every move"
 
     def post(self, sends: list[tuple[Move, Tensor]], receives: Sequence[Move], step: int) -> None:
         """Start moves."""

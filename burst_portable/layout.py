@@ -173,8 +173,9 @@ def _document_bounds(mask: Mask | None, length: int) -> tuple[int, ...]:
 
 
 def _chunk(length: int, pieces: int, index: int) -> Segment:
-    start, stop = index * length // pieces, (index + 1) * length // pieces
-    return Segment(start, stop - start)
+    """Piece `index` of a length; the first `length mod pieces` are one longer, so that no rank goes empty."""
+    size, longer = divmod(length, pieces)
+    return Segment(index * size + min(index, longer), size + (index < longer))
 
 
 def _merged(segments: list[Segment]) -> tuple[Segment, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 State = tuple[Tensor, Tensor]
-"""A running partial result: (out, LSE), both in the accumulation dtype."""
+"""A partial result (out, LSE). While it is merged into, its dtypes are its kernel's business; see `finished`."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -26,12 +26,20 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def running_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of an out that is merged into again and again: one step wider than the parts.
+
+    float32 for 16-bit tensors, float64 for float32: otherwise the rounding of every merge adds up, and the error
+    of float32 attention doubles from 2 to 64 ranks. Kernels of devices where float64 is dear may keep float32.
+    """
+    return torch.float32 if dtype.itemsize == 2 else torch.float64
+
+
 def empty_state(q: Tensor, value_dim: int) -> State:
-    """The result of having seen nothing yet: out 0, LSE -inf."""
+    """The running state of having seen nothing yet: out 0, LSE -inf. Its LSE, one number a row, is float64."""
     batch, rows, heads, _ = q.shape
-    dtype = accumulation_dtype(q.dtype)
-    out = torch.zeros(batch, rows, heads, value_dim, dtype=dtype, device=q.device)
-    lse = torch.full((batch, heads, rows), -torch.inf, dtype=dtype, device=q.device)
+    out = torch.zeros(batch, rows, heads, value_dim, dtype=running_dtype(q.dtype), device=q.device)
+    lse = torch.full((batch, heads, rows), -torch.inf, dtype=torch.float64, device=q.device)
     return out, lse
 
 
@@ -47,12 +55,24 @@ def merge_into(state: State, out: Tensor, lse: Tensor) -> None:
     section 3.1). The partial may be in 16 bits; the state never is.
     """
     state_out, state_lse = state
+    lse = lse.to(state_lse.dtype)
     merged = torch.logaddexp(state_lse, lse)
     # A row that saw nothing on either side: -inf - -inf would be NaN, and its weights must be 0.
     anchor = torch.where(merged == -torch.inf, 0.0, merged)
-    state_out.mul_(per_row(torch.exp(state_lse - anchor)))
-    state_out.addcmul_(out.to(state_out.dtype), per_row(torch.exp(lse - anchor)))
+    state_out.mul_(per_row(torch.exp(state_lse - anchor)).to(state_out.dtype))
+    state_out.addcmul_(out.to(state_out.dtype), per_row(torch.exp(lse - anchor)).to(state_out.dtype))
     state_lse.copy_(merged)
+
+
+def widened(state: State, dtype: torch.dtype) -> State:
+    """A state of tensors of `dtype` that is about to be merged into, in the dtypes of `empty_state`."""
+    return state[0].to(running_dtype(dtype)), state[1].double()
+
+
+def finished(state: State, dtype: torch.dtype) -> State:
+    """A running state of tensors of `dtype`, in the dtypes of a result: the accumulation dtype for both."""
+    wide = accumulation_dtype(dtype)
+    return state[0].to(wide), state[1].to(wide)
 
 
 def merge(parts: Sequence[State]) -> State:
@@ -70,11 +90,10 @@ def merge(parts: Sequence[State]) -> State:
     if not parts:
         raise ValueError("merge needs at least one partial result")
     out, lse = parts[0]
-    dtype = accumulation_dtype(out.dtype)
-    state = (out.to(dtype, copy=True), lse.to(dtype, copy=True))
+    state = (out.to(running_dtype(out.dtype), copy=True), lse.to(torch.float64, copy=True))
     for part_out, part_lse in parts[1:]:
-        merge_into(state, part_out, part_lse.to(dtype))
-    return state
+        merge_into(state, part_out, part_lse)
+    return finished(state, out.dtype)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:

@@ -81,8 +81,9 @@ class Kernel(Protocol):
     ) -> State:
         """Attention of q over the pairs of all tiles.
 
-        Without `state`: a new (out, lse) in the accumulation dtype; rows outside every tile are 0 and -inf.
-        With `state`: merges into it, in place, and returns it.
+        Without `state`: a new (out, lse); rows outside every tile are 0 and -inf.
+        With `state`, one that this kernel returned before: merges into it, in place where it can, and returns it.
+        Its dtypes are the accumulation dtype or wider: `numerics.finished` brings it there.
         """
 
     def attend_backward(

@@ -1,5 +1,7 @@
-"""Attention over tiles in plain torch: any dtype, any device, any head size. The oracle that others are held to.
+"""Attention over tiles in plain torch: any dtype, any device, any head size. Right first, fast never.
 
+It computes one step wider than its inputs (float32 for 16 bits, float64 for float32), so that what is left of an
+error is rounding at the ends. What others are held to is `conformance.oracle`, which shares nothing with this.
 Rows are taken in pieces, so that scores never hold more than `SCORES` elements: no S x S, whatever the tile.
 """
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.kernels.contract import Gradients, Options, Problem, Support
-from burst_portable.numerics import State, accumulation_dtype, empty_state, merge_into, row_delta
+from burst_portable.numerics import State, running_dtype, empty_state, merge_into, row_delta
 from burst_portable.tiles import Tile, Tiles
 
 SCORES = 1 << 22
@@ -90,13 +92,13 @@ def _pieces(tiles: Tiles, q: Tensor) -> Iterator[Tile]:
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[B, S, Hq, D] -> [B, G, g, S, D] in the accumulation dtype."""
-    return x.to(accumulation_dtype(x.dtype)).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+    """[B, S, Hq, D] -> [B, G, g, S, D] in the dtype that is computed in."""
+    return x.to(running_dtype(x.dtype)).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, S, G, D] -> [B, G, S, D] in the accumulation dtype."""
-    return x.to(accumulation_dtype(dtype)).transpose(1, 2)
+    """[B, S, G, D] -> [B, G, S, D] in the dtype that is computed in."""
+    return x.to(running_dtype(dtype)).transpose(1, 2)
 
 
 def _ungrouped(x: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def test_what_is_allowed_passes(tmp_path):
         "config.py": "import os\nlevel = os.environ.get('BURST_LEVEL')",
         "mask.py": "from burst_portable.errors import MaskError",
         "layout.py": "from .mask import Mask",
-        "plan.py": "from burst_portable import config, moves, tiles",
+        "plans.py": "from burst_portable import config, moves, tiles",
         "tiles.py": "",
         "moves.py": "",
         "numerics.py": "import torch",
@@ -122,7 +122,7 @@ def test_what_is_allowed_passes(tmp_path):
         "backends/base.py": "from burst_portable.comm.base import Transport\nfrom ..kernels import contract",
         "backends/cuda/__init__.py": "import torch\nfrom . import tuning\nhip = 'cuda' == tuning",
         "backends/cuda/tuning.py": "from burst_portable import errors, numerics",
-        "cli/plan.py": "from burst_portable import __version__, api, plan\nbackends = ('cpu', 'cuda')",
+        "cli/plan.py": "from burst_portable import __version__, api, plans\nbackends = ('cpu', 'cuda')",
         "__main__.py": "from burst_portable.cli import plan",
         "api.py": "def f(x, table):\n    return table[x.device.type] == 3 or x == 'gloo'",
     }

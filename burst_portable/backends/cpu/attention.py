@@ -26,6 +26,7 @@ from burst_portable.numerics import (
     merge_into,
     row_delta,
     surrogate_out,
+    widened,
 )
 from burst_portable.tiles import Tile, Tiles
 
@@ -103,9 +104,9 @@ class CpuFlashKernel:
             )
             out = out.transpose(1, 2)
             if state is None and piece.rows == everything:
-                state = (out, lse.contiguous())
+                state = (out, lse.contiguous())  # perhaps the only piece: kept as it is
                 continue
-            state = empty_state(q, v.shape[-1]) if state is None else state
+            state = empty_state(q, v.shape[-1]) if state is None else widened(state, q.dtype)
             merge_into((state[0][:, piece.rows], state[1][:, :, piece.rows]), out, lse)
         return empty_state(q, v.shape[-1]) if state is None else state
 

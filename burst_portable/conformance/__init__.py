@@ -1,0 +1,1 @@
+"""Says which backend may be trusted: cases, an oracle in float64, and one table of tolerances."""

@@ -1,0 +1,95 @@
+"""Every example of the documentation runs, and prints what the page says that it prints.
+
+========  ========================================================================================
+fence     what is done with it
+========  ========================================================================================
+python    run; the blocks of a page share their names
+output    what the python block before it prints, exactly
+console   `$ burst-portable ...` lines are run; the lines below stand in what they print, in order,
+          and `...` stands for any that are left out; how wide a space is does not count
+text, sh  nothing
+========  ========================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from burst_portable.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+class Block(NamedTuple):
+    language: str
+    line: int
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    source = page.read_text(encoding="utf-8")
+    fences = re.finditer(r"^```(\w*)\n(.*?)^```$", source, re.MULTILINE | re.DOTALL)
+    return [Block(f[1], source.count("\n", 0, f.start()) + 2, f[2]) for f in fences]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_of_a_page(page):
+    names = {"__name__": page.stem}
+    for block, following in pairwise([*blocks(page), Block("", 0, "")]):
+        if block.language != "python":
+            continue
+        # Empty lines in front, so that a failure names the line of the page.
+        code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, names)
+        if following.language == "output":
+            assert printed.getvalue() == following.text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_a_page(page, capsys):
+    for block in blocks(page):
+        if block.language != "console":
+            continue
+        for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+            command, *expected = part.splitlines()
+            program, *arguments = shlex.split(command)
+            assert program == "burst-portable"
+            assert main(arguments) == 0
+            printed = iter([" ".join(line.split()) for line in capsys.readouterr().out.splitlines()])
+            for line in expected:
+                if line not in ("...", ""):
+                    assert " ".join(line.split()) in printed, f"{page.name}, below `{command}`: {line}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\((?!https?://)([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_readme_example_runs_as_torchrun_would_start_it():
+    example = "\n".join(block.text for block in blocks(ROOT / "README.md") if block.language == "python")
+    assert example
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    example += "\nassert all(x.grad.abs().sum() > 0 for x in whole)\ndist.destroy_process_group()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", example], env={**os.environ, **group}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

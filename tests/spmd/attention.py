@@ -1,0 +1,75 @@
+"""Runs one case over ranks, and the oracle beside it. Shared by the tests of this folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import burst_portable as bp
+from burst_portable.conformance import oracle
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.oracle import Answer
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    sinks: torch.Tensor | None
+
+
+def make_inputs(case: Case, seed: int = 0) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads, d, dv = case.sizes
+
+    def normal(count: int, dim: int) -> torch.Tensor:
+        return torch.randn(case.batch, case.length, count, dim, generator=generator).to(case.dtype)
+
+    sinks = torch.randn(heads, generator=generator).to(case.dtype) if case.sinks else None
+    return Inputs(normal(heads, d), normal(kv_heads, d), normal(kv_heads, dv), normal(heads, dv), sinks)
+
+
+def on_one_rank(mesh: bp.Mesh, case: Case, x: Inputs, kernel: str = "auto") -> Answer:
+    """What a user writes, with all results brought back whole. Sinks are a parameter: its gradients are summed."""
+    where = case.make_layout()
+    q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
+    sinks = None if x.sinks is None else x.sinks.clone().requires_grad_()
+    out, lse = bp.attention(
+        q,
+        k,
+        v,
+        mask=case.make_mask(),
+        mesh=mesh,
+        strategy=case.make_strategy(),
+        layout=where,
+        softcap=case.softcap,
+        sinks=sinks,
+        kernel=kernel,
+        return_lse=True,
+    )
+    out.backward(bp.shard(x.dout, mesh, layout=where))
+
+    def whole(t: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        return bp.unshard(t.detach(), mesh, seq_len=case.length, layout=where, dim=dim)
+
+    dsinks = None
+    if sinks is not None:
+        parts = [torch.empty_like(sinks) for _ in range(mesh.size)]
+        flat = [part.view(torch.uint8) for part in parts]
+        mesh.transport("cpu").all_gather(sinks.grad.view(torch.uint8), flat)
+        dsinks = torch.stack(parts).sum(0)
+    return Answer(whole(out), whole(lse, dim=2), whole(q.grad), whole(k.grad), whole(v.grad), dsinks)
+
+
+def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:
+    """The oracle's answer in float64, and plain attention's in the case's dtype."""
+    seen = oracle.dense_mask(case.make_mask(), case.length)
+    scale = case.sizes[2] ** -0.5
+    exact, plain = (
+        oracle.attention(x.q, x.k, x.v, x.dout, seen, scale=scale, softcap=case.softcap, sinks=x.sinks, dtype=dtype)
+        for dtype in (torch.float64, case.dtype)
+    )
+    return exact, plain

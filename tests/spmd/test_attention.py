@@ -1,0 +1,155 @@
+"""Forward and every gradient, over ranks as threads, against the oracle in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.conformance.cases import AXES, Case, covering, product
+from burst_portable.conformance.tolerances import judge, relative_error
+from tests.spmd.attention import expected, make_inputs, on_one_rank
+
+
+def check(case: Case) -> None:
+    inputs = make_inputs(case)
+    exact, plain = expected(case, inputs)
+    for answer in bp.run_local(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs)):
+        assert judge(answer, exact, plain, case.dtype) == {}
+
+
+@pytest.mark.parametrize("case", covering(), ids=str)
+def test_every_pair_of_choices(case):
+    check(case)
+
+
+FULL_AXES = {axis: AXES[axis] for axis in ("mask", "layout", "strategy", "ranks", "heads")}
+PARTS = 64
+
+
+@pytest.mark.full
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_whole_product(part):
+    """Thousands of cases, in parts: an id for each would take longer to collect than to run."""
+    for case in list(product(FULL_AXES))[part::PARTS]:
+        check(case)
+
+
+def test_a_wrong_scale_is_caught():
+    """The judge is no rubber stamp: an answer that is off by a hundredth is refused in every quantity."""
+    case = Case()
+    inputs = make_inputs(case)
+    exact, plain = expected(case, inputs)
+    off = replace(exact, **{name: value * 1.01 for name, value in exact.quantities().items()})
+    assert judge(off, exact, plain, case.dtype).keys() == {"out", "lse", "dq", "dk", "dv"}
+
+
+@pytest.mark.parametrize("length", [8, 9, 15, 17, 31])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_short_and_uneven_shards(length, layout):
+    """Shards down to a single row, of different lengths."""
+    check(Case(length=length, layout=layout, ranks=8, mask="causal", strategy="burst"))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "burst", "double_ring", "ulysses"])
+def test_rows_that_see_nothing(strategy):
+    """Out 0, LSE -inf, gradients 0 - exactly, not nearly."""
+    case = Case(mask="rows_see_nothing", strategy=strategy, ranks=2, heads="gqa")
+    inputs = make_inputs(case)
+    for answer in bp.run_local(2, lambda mesh: on_one_rank(mesh, case, inputs)):
+        assert torch.equal(answer.out[:, 9:], torch.zeros_like(answer.out[:, 9:]))
+        assert bool((answer.lse[:, :, 9:] == -torch.inf).all())
+        for gradient in (answer.dq, answer.dk, answer.dv):
+            assert torch.equal(gradient[:, 9:], torch.zeros_like(gradient[:, 9:]))
+            assert bool(gradient[:, :9].any())
+
+
+def errors_by_ranks(ranks, strategy, dtype, sharpness, kernel):
+    """Quantity -> its error against float64 for each number of ranks; the same data for all."""
+    errors: dict[str, list[float]] = {}
+    for count in ranks:
+        case = Case(ranks=count, strategy=strategy, dtype=dtype, length=256, batch=1, heads="wide_heads")
+        inputs = make_inputs(case)
+        inputs = replace(inputs, q=inputs.q * sharpness)
+        exact, _ = expected(case, inputs)
+        (answer, *_) = bp.run_local(count, lambda mesh, case=case, x=inputs: on_one_rank(mesh, case, x, kernel))
+        for name, value in answer.quantities().items():
+            errors.setdefault(name, []).append(relative_error(value, exact.quantities()[name]))
+    return errors
+
+
+GROWTH = [("ring", torch.float32), ("burst", torch.bfloat16)]
+GROWTH_FULL = [("burst", torch.float32), ("ring", torch.bfloat16)]
+EVERY = (2, 4, 8, 16, 32, 64)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "ranks"),
+    [(*pair, (2, 8, 64)) for pair in GROWTH]
+    + [pytest.param(*pair, EVERY, marks=pytest.mark.full) for pair in (*GROWTH, *GROWTH_FULL)],
+    ids=str,
+)
+def test_the_error_is_flat_in_the_ranks(strategy, dtype, ranks):
+    """Largest over smallest error: at most 1.25, in every quantity.
+
+    The reference kernel computes wider than its inputs, so what is seen here is what distribution adds. Scores are
+    spread as in trained attention.
+    """
+    errors = errors_by_ranks(ranks, strategy, dtype, 4.0, "reference")
+    assert max(max(e) / min(e) for e in errors.values()) <= 1.25, errors
+
+
+@pytest.mark.parametrize(("strategy", "dtype"), [("burst", torch.float32)], ids=str)
+def test_the_error_does_not_grow_with_the_chosen_kernel(strategy, dtype):
+    """torch's kernel gets *better* as blocks get shorter; no number of ranks may be worse than fewer."""
+    errors = errors_by_ranks((2, 8, 32), strategy, dtype, 1.0, "auto")
+    assert all(e[i] <= 1.25 * min(e[:i]) for e in errors.values() for i in range(1, len(e))), errors
+
+
+def test_results_are_the_same_every_time():
+    """Bit for bit: sums are made in the order of the plan, whoever arrives first."""
+    case = Case(ranks=4, strategy="burst", mask="documents", layout="document_zigzag")
+    inputs = make_inputs(case)
+    first, second = (bp.run_local(4, lambda mesh: on_one_rank(mesh, case, inputs))[0] for _ in range(2))
+    for name, value in first.quantities().items():
+        assert torch.equal(value, second.quantities()[name]), name
+
+
+def test_a_rank_whose_result_is_unused_still_helps_the_others():
+    """Its backward must take part: the others wait for its blocks."""
+    case = Case(ranks=2, strategy="burst", mask="full")
+    x = make_inputs(case)
+
+    def work(mesh):
+        where = case.make_layout()
+        q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
+        out = bp.attention(q, k, v, mask=case.make_mask(), mesh=mesh, strategy="burst", layout=where)
+        (out.sum() if mesh.rank == 0 else out.sum() * 0).backward()
+        return k.grad
+
+    gradients = bp.run_local(2, work)
+    assert all(bool(g.any()) and bool(g.isfinite().all()) for g in gradients)
+
+
+def test_strided_inputs_need_no_copy_of_theirs():
+    """Heads-first memory, as transformers has it, gives the same bits."""
+    case = Case(ranks=2, strategy="ring")
+    x = make_inputs(case)
+    strided = replace(x, q=heads_first_memory(x.q), k=heads_first_memory(x.k), v=heads_first_memory(x.v))
+    plain, other = (bp.run_local(2, lambda mesh, i=i: on_one_rank(mesh, case, i))[0] for i in (x, strided))
+    assert torch.equal(plain.out, other.out)
+    assert torch.equal(plain.dk, other.dk)
+
+
+def heads_first_memory(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def test_twice_differentiating_is_refused():
+    q, k, v = (torch.randn(1, 8, 2, 4, requires_grad=True) for _ in range(3))
+    (gradient,) = torch.autograd.grad(bp.attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
