@@ -34,8 +34,8 @@ def show_check(console: Console, facts: Facts) -> None:
         console.print("[yellow]check   skipped[/]: --no-check was given, so nothing says that the plan is right")
     elif outcome["ok"]:
         console.print(
-            f"[green]check   ok[/]: every pair of the mask is computed exactly once, every send meets its receive, "
-            f"every gradient gets home ({facts['problem']['ranks']:,} ranks)"
+            "[green]check   ok[/]: each pair is computed exactly once, each send meets its receive, "
+            f"each gradient gets home ({facts['problem']['ranks']:,} ranks)"
         )
     else:
         console.print("[red]check   FAILED[/]:")
