@@ -8,9 +8,9 @@ A rank that raises ends the others at their next hop, and its own error is the o
 from __future__ import annotations
 
 import contextvars
-import queue
 import threading
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -23,25 +23,46 @@ T = TypeVar("T")
 _POLL = 0.05  # seconds between looks at whether a peer has failed
 
 
+class Transfer:
+    """One message between two ranks, from when the first end posts it. Both ends wait for the same one."""
+
+    def __init__(self, source: int, target: int, buffer: Tensor) -> None:
+        self.source, self.target, self.buffer = source, target, buffer
+        self.done = threading.Event()
+        self.mismatch = ""
+
+    def meet(self, sent: Tensor, received: Tensor) -> None:
+        """Both ends are there: copy."""
+        if sent.numel() == received.numel():
+            received.copy_(sent)
+        else:
+            sizes = f"{sent.numel()} bytes, rank {self.target} waits for {received.numel()}"
+            self.mismatch = f"rank {self.source} sends {sizes}"
+        self.done.set()
+
+
 class Fabric:
-    """What the threads share: a queue for every pair of ranks."""
+    """What the threads share: for every pair of ranks, the messages that one end alone has posted, in order."""
 
     def __init__(self, size: int, deadline: float) -> None:
         self.size, self.deadline = size, deadline
         self.failed: int | None = None
         self.sent: dict[int, int] = defaultdict(int)
         self._lock = threading.Lock()
-        self._queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+        self._waiting: dict[tuple[int, int, bool], deque[Transfer]] = defaultdict(deque)
 
-    def queue(self, source: int, target: int) -> queue.SimpleQueue[Tensor]:
-        """The messages on their way between two ranks, in order."""
+    def post(self, source: int, target: int, buffer: Tensor, *, sends: bool) -> Transfer:
+        """One end of a message; whoever comes second copies."""
         with self._lock:
-            return self._queues[source, target]
-
-    def count(self, rank: int, size: int) -> None:
-        """Bytes that a rank has sent, for those who compare them with the plan."""
-        with self._lock:
-            self.sent[rank] += size
+            self.sent[source] += buffer.numel() if sends else 0
+            other = self._waiting[source, target, not sends]
+            if not other:
+                transfer = Transfer(source, target, buffer)
+                self._waiting[source, target, sends].append(transfer)
+                return transfer
+            transfer = other.popleft()
+        transfer.meet(*((buffer, transfer.buffer) if sends else (transfer.buffer, buffer)))
+        return transfer
 
     def fail(self, rank: int) -> None:
         """A rank is gone: the others stop waiting."""
@@ -50,48 +71,38 @@ class Fabric:
                 self.failed = rank
 
 
-class _Done:
+class _End:
+    """A rank's handle on a transfer."""
+
+    def __init__(self, fabric: Fabric, transfer: Transfer, rank: int, label: str) -> None:
+        self._fabric, self._transfer = fabric, transfer
+        self._peer = transfer.source if rank == transfer.target else transfer.target
+        self._where = f"rank {rank}, {label}"
+
     def wait(self) -> None:
-        pass
-
-
-class _Arrival:
-    def __init__(self, transport: LocalTransport, message: Message, label: str) -> None:
-        self._transport, self._message, self._label = transport, message, label
-
-    def wait(self) -> None:
-        fabric, rank, peer = self._transport.fabric, self._transport.rank, self._message.peer
-        source = fabric.queue(peer, rank)
-        waited = 0.0
-        while True:
-            try:
-                data = source.get(timeout=_POLL)
-                break
-            except queue.Empty:
-                waited += _POLL
-            if fabric.failed is not None:
-                raise PeerLostError(f"rank {rank}, {self._label}: rank {fabric.failed} failed, waiting for rank {peer}")
-            if waited >= fabric.deadline:
+        deadline = time.monotonic() + self._fabric.deadline
+        while not self._transfer.done.wait(_POLL):
+            if self._fabric.failed is not None:
+                raise PeerLostError(f"{self._where}: rank {self._fabric.failed} failed, waiting for rank {self._peer}")
+            if time.monotonic() >= deadline:
                 raise DeadlineError(
                     explain(
-                        f"rank {rank}, {self._label}: nothing came from rank {peer} in {fabric.deadline:g} s",
+                        f"{self._where}: nothing came from rank {self._peer} in {self._fabric.deadline:g} s",
                         next_step="find out what that rank is doing, or raise the deadline",
                     )
                 )
-        if data.numel() != self._message.buffer.numel():
+        if self._transfer.mismatch:
             raise MismatchError(
                 explain(
-                    f"rank {rank}, {self._label}: rank {peer} sent a message of another size",
-                    got=f"{data.numel()} bytes",
-                    allowed=f"{self._message.buffer.numel()}",
+                    f"{self._where}: the message has another size on the other rank",
+                    got=self._transfer.mismatch,
                     next_step="all ranks must make the same call",
                 )
             )
-        self._message.buffer.copy_(data)
 
 
 class LocalTransport(Transport):
-    """See `comm.base.Transport`. A message is copied when it is sent, and again when it arrives."""
+    """See `comm.base.Transport`. A message is copied once, from buffer to buffer."""
 
     name = "local"
 
@@ -101,10 +112,12 @@ class LocalTransport(Transport):
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
-        for buffer, peer in sends:
-            self.fabric.count(self.rank, buffer.numel())
-            self.fabric.queue(self.rank, peer).put(buffer.clone())
-        return [_Done() for _ in sends], [_Arrival(self, message, label) for message in receives]
+        def end(transfer: Transfer) -> Handle:
+            return _End(self.fabric, transfer, self.rank, label)
+
+        incoming = [end(self.fabric.post(m.peer, self.rank, m.buffer, sends=False)) for m in receives]
+        outgoing = [end(self.fabric.post(self.rank, m.peer, m.buffer, sends=True)) for m in sends]
+        return outgoing, incoming
 
 
 def run_threads(ranks: int, work: Callable[[LocalTransport], T], *, deadline: float = 60.0) -> list[T]:

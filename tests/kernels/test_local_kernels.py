@@ -1,0 +1,178 @@
+"""The kernels of the cpu backend, tile list by tile list: state, gradients, conventions, conversions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from burst_portable import numerics
+from burst_portable.backends.cpu.attention import CpuFlashKernel, lower
+from burst_portable.conformance import oracle
+from burst_portable.conformance.cases import LENGTH, MASKS
+from burst_portable.conformance.tolerances import judge
+from burst_portable.kernels.contract import Options, Problem
+from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.layout import make_layout
+from burst_portable.tiles import Tile, Tiles, find_tiles
+
+KERNELS = [ReferenceKernel(), CpuFlashKernel()]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def inputs(dtype, heads=6, kv_heads=2, d=8, dv=8, rows=LENGTH):
+    shapes = [(2, rows, heads, d), (2, rows, kv_heads, d), (2, rows, kv_heads, dv), (2, rows, heads, dv)]
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def run(kernel, q, k, v, dout, parts, options, with_out=False):
+    """All parts (k range, tiles), merged in the kernel's state, then their gradients."""
+    state = None
+    for columns, tiles in parts:
+        state = kernel.attend(q, k[:, columns], v[:, columns], tiles, options, state=state)
+    out, lse = numerics.finished(state, q.dtype)
+    into = tuple(torch.zeros(x.shape, dtype=numerics.accumulation_dtype(x.dtype)) for x in (q, k, v))
+    delta = numerics.row_delta(dout, out)
+    for columns, tiles in parts:
+        given = {"out": out} if with_out else {"delta": delta}
+        block = (into[0], into[1][:, columns], into[2][:, columns])
+        kernel.attend_backward(dout, q, k[:, columns], v[:, columns], lse, tiles, options, **given, into=block)
+    return oracle.Answer(out, lse, *into)
+
+
+def expected(q, k, v, dout, mask, dtype, **options):
+    seen = oracle.dense_mask(mask, LENGTH)
+    return [oracle.attention(q, k, v, dout, seen, **options, dtype=t) for t in (torch.float64, dtype)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_every_mask_whole_and_in_pieces(kernel, name, pieces):
+    """Pieces of the keys, one attend each: the running state merges them."""
+    q, k, v, dout = inputs(torch.float32)
+    shards = make_layout("contiguous", LENGTH, pieces).shards
+    whole = make_layout("contiguous", LENGTH, 1).shards[0]
+    parts = [(slice(s.start, s.last + 1), find_tiles(MASKS[name], whole, (s,))) for shard in shards for s in shard]
+    answer = run(kernel, q, k, v, dout, parts, Options(0.3), with_out=pieces == 1)
+    exact, plain = expected(q, k, v, dout, MASKS[name], torch.float32, scale=0.3)
+    assert judge(answer, exact, plain, torch.float32) == {}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(kernel, dtype):
+    q, k, v, dout = inputs(dtype)
+    tiles = find_tiles(MASKS["sink_window"], *[make_layout("contiguous", LENGTH, 1).shards[0]] * 2)
+    answer = run(kernel, q, k, v, dout, [(slice(None), tiles)], Options(0.3))
+    exact, plain = expected(q, k, v, dout, MASKS["sink_window"], dtype, scale=0.3)
+    assert judge(answer, exact, plain, dtype) == {}
+
+
+def test_the_reference_takes_value_sizes_and_softcap():
+    q, k, v, dout = inputs(torch.float32, dv=5)
+    tiles = Tiles([Tile(0, LENGTH, 0, LENGTH, 0, LENGTH - 1)])
+    answer = run(ReferenceKernel(), q, k, v, dout, [(slice(None), tiles)], Options(0.7, softcap=2.0))
+    exact, plain = expected(q, k, v, dout, MASKS["causal"], torch.float32, scale=0.7, softcap=2.0)
+    assert judge(answer, exact, plain, torch.float32) == {}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_what_lies_outside_every_tile_is_neither_read_nor_written(kernel):
+    """NaN in rows and columns that no tile names must not spread; their results stay as they were."""
+    q, k, v, dout = inputs(torch.float32)
+    for x in (q, k, v, dout):
+        x[:, :10] = torch.nan
+        x[:, 40:] = torch.nan
+    tiles = Tiles([Tile(10, 40, 10, 40, 0, 29)])
+    state = kernel.attend(q, k, v, tiles, Options(0.3))
+    assert bool((state[0][:, :10] == 0).all())
+    assert bool((state[1][:, :, 40:] == -torch.inf).all())
+    assert bool(state[0][:, 10:40].isfinite().all())
+    into = tuple(torch.full(x.shape, 7.0) for x in (q, k, v))
+    lse = state[1].float()
+    kernel.attend_backward(dout, q, k, v, lse, tiles, Options(0.3), delta=torch.zeros_like(lse), into=into)
+    for gradient in into:
+        assert bool((gradient[:, :10] == 7).all())
+        assert bool((gradient[:, 40:] == 7).all())
+        assert bool(gradient.isfinite().all())
+        assert bool((gradient[:, 10:40] != 7).any())
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_lowering_covers_every_cell_once(name):
+    """The calls of torch's operator hold exactly the cells of the tile, with no row left empty."""
+    whole = make_layout("contiguous", LENGTH, 1).shards[0]
+    covered = torch.zeros(LENGTH, LENGTH, dtype=torch.int64)
+    for tile in find_tiles(MASKS[name], whole, whole):
+        for piece in lower(tile):
+            box = torch.ones(piece.rows.stop - piece.rows.start, piece.columns.stop - piece.columns.start).long()
+            if piece.causal:
+                box = box.tril()
+            if (mask := piece.mask(torch.float32)) is not None:
+                box = (mask == 0).long()
+            assert bool(box.any(1).all())
+            covered[piece.rows, piece.columns] += box
+    assert torch.equal(covered, oracle.dense_mask(MASKS[name], LENGTH).long())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device": "cuda"}, "CPU tensors"),
+        ({"value_dim": 5}, "differ from heads"),
+        ({"softcap": True}, "no softcap"),
+        ({"dtype": torch.int32}, "int32"),
+    ],
+)
+def test_cpu_flash_says_what_it_does_not_do(change, reason):
+    facts = {"dtype": torch.float32, "device": "cpu", "heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 8}
+    support = CpuFlashKernel().supports(Problem(**{**facts, **change}))
+    assert not support.ok
+    assert reason in support.reason
+
+
+# -------------------------------------------------------------------------------------------------- numerics
+
+
+def test_merging_with_nothing_changes_nothing():
+    q, k, v, _ = inputs(torch.float32)
+    part = ReferenceKernel().attend(q, k, v, Tiles([Tile(0, LENGTH, 0, LENGTH, -99, 99)]), Options(0.3))
+    nothing = numerics.empty_state(q, 8)
+    for parts in ([part, nothing], [nothing, part], [nothing, part, nothing]):
+        out, lse = numerics.merge(parts)
+        torch.testing.assert_close(out, part[0].to(out.dtype), rtol=0, atol=0)
+        torch.testing.assert_close(lse, part[1].to(lse.dtype), rtol=0, atol=0)
+    out, lse = numerics.merge([nothing, nothing])
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("spread", [0.0, 50.0, 1e4, 1e30])
+def test_merging_survives_scores_far_apart(spread):
+    a = (torch.ones(1, 1, 1, 1), torch.full((1, 1, 1), spread))
+    b = (torch.full((1, 1, 1, 1), 3.0), torch.full((1, 1, 1), -spread))
+    out, lse = numerics.merge([a, b])
+    assert out.item() == pytest.approx(2.0 if spread == 0 else 1.0)
+    assert lse.isfinite().all()
+
+
+def test_merge_takes_at_least_one_part():
+    with pytest.raises(ValueError, match="at least one"):
+        numerics.merge([])
+
+
+def test_the_stand_in_for_out_has_the_row_sums():
+    dout = torch.randn(2, 5, 3, 8)
+    dout[:, 2] = 0
+    delta = torch.randn(2, 3, 5)
+    delta[:, :, 2] = 0
+    made = numerics.row_delta(dout, numerics.surrogate_out(dout, delta))
+    torch.testing.assert_close(made, delta)
+
+
+def test_sinks_by_hand():
+    """One key with score 0 and a sink with logit 0 share the weight."""
+    state = (torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
+    numerics.add_sinks(state, torch.zeros(1))
+    assert state[0].flatten().tolist() == [0.5, 0.5]
+    assert state[1].item() == pytest.approx(0.6931472)

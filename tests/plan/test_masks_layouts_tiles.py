@@ -1,0 +1,226 @@
+"""Masks, layouts and tiles against matrices: what Hypothesis thinks of, and what is known by hand."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burst_portable.conformance.cases import LENGTH, MASKS
+from burst_portable.conformance.oracle import dense_mask
+from burst_portable.errors import LayoutError, MaskError, UnknownNameError
+from burst_portable.layout import NAMES, Segment, make_layout
+from burst_portable.mask import UNBOUNDED, Mask, Region, band_area
+from burst_portable.tiles import Tile, banded_box, find_tiles, fuse, sees
+
+sizes = st.integers(1, 9)
+bounds = st.integers(-12, 14)
+
+
+def cells(tile: Tile) -> set[tuple[int, int]]:
+    return {
+        (i, j)
+        for i in range(tile.q_start, tile.q_stop)
+        for j in range(tile.k_start, tile.k_stop)
+        if tile.lo <= i - j <= tile.hi
+    }
+
+
+@given(sizes, sizes, bounds, bounds)
+def test_the_area_of_a_band(rows, columns, lo, hi):
+    counted = sum(lo <= i - j <= hi for i in range(rows) for j in range(columns))
+    assert band_area(rows, columns, lo, hi) == counted
+
+
+@given(st.integers(0, 5), sizes, st.integers(0, 5), sizes, bounds, bounds)
+def test_a_banded_box_keeps_every_cell_and_no_empty_row_or_column(q, rows, k, columns, lo, hi):
+    box = {(i, j) for i in range(q, q + rows) for j in range(k, k + columns) if lo <= i - j <= hi}
+    tile = banded_box(q, q + rows, k, k + columns, lo, hi)
+    if tile is None:
+        assert not box
+        return
+    assert cells(tile) == box
+    assert {i for i, _ in box} == set(range(tile.q_start, tile.q_stop))
+    assert {j for _, j in box} == set(range(tile.k_start, tile.k_stop))
+    assert tile.area == len(box)
+    assert tile.full == (len(box) == tile.rows * tile.columns)
+
+
+regions = st.builds(
+    lambda q, rows, k, columns, lo, width: Region(q, q + rows, k, k + columns, lo, lo + width),
+    st.integers(0, 12), st.integers(1, 10), st.integers(0, 12), st.integers(1, 10), bounds, st.integers(0, 15),
+)  # fmt: skip
+
+
+@given(regions, regions)
+def test_overlap_in_closed_form(a, b):
+    both = dense_overlap(a, b)
+    assert a.overlaps(b) == both
+    if both:
+        with pytest.raises(MaskError, match="overlap"):
+            Mask((a, b))
+    else:
+        Mask((a, b))
+
+
+def dense_overlap(a: Region, b: Region) -> bool:
+    return bool((dense_mask(Mask((a,)), 24) & dense_mask(Mask((b,)), 24)).any())
+
+
+@given(st.lists(regions, min_size=3, max_size=12))
+def test_the_sweep_finds_an_overlap_wherever_it_is(many):
+    overlapping = any(a.overlaps(b) for i, a in enumerate(many) for b in many[:i])
+    if overlapping:
+        with pytest.raises(MaskError):
+            Mask(tuple(many))
+    else:
+        assert int(sum(dense_mask(Mask((r,)), 24).sum() for r in many)) == Mask(tuple(many)).area(24)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_tiles_cover_every_pair_exactly_once(name, layout, ranks):
+    mask = MASKS[name]
+    try:
+        where = make_layout(layout, LENGTH, ranks, mask)
+    except LayoutError:
+        assert layout == "document_zigzag"
+        return
+    covered = torch.zeros(LENGTH, LENGTH, dtype=torch.int64)
+    for q_shard in range(ranks):
+        for k_shard in range(ranks):
+            tiles = find_tiles(mask, where.shards[q_shard], where.shards[k_shard])
+            assert sees(mask, where.shards[q_shard], where.shards[k_shard]) == bool(tiles)
+            q, k = where.positions(q_shard), where.positions(k_shard)
+            for tile in tiles:
+                for i, j in cells(tile):
+                    covered[q[i], k[j]] += 1
+    assert torch.equal(covered, dense_mask(mask, LENGTH).long())
+    assert mask.area(LENGTH) == int(covered.sum())
+
+
+@given(st.data())
+def test_random_segments_meet_random_masks(data):
+    """Segments of any start and step, several a side: the one place where mask meets layout."""
+    mask = data.draw(st.sampled_from(list(MASKS.values())))
+    step = data.draw(st.integers(1, 4))
+
+    def side():
+        starts = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=3, unique=True))
+        return [Segment(s, data.draw(st.integers(1, 5)), step) for s in starts]
+
+    queries, keys = side(), side()
+    seen = dense_mask(mask, LENGTH)
+    q = [p for s in queries for p in s.positions()]
+    k = [p for s in keys for p in s.positions()]
+    expected = [(i, j) for i, a in enumerate(q) for j, b in enumerate(k) if seen[a, b]]
+    found = [cell for tile in find_tiles(mask, queries, keys) for cell in cells(tile)]
+    assert sorted(found) == expected  # sorted: a cell in two tiles would show twice
+
+
+def test_fusing_gives_one_tile_a_step_for_causal_zigzag_and_striped():
+    for layout in ("zigzag", "striped"):
+        where = make_layout(layout, 4096, 8)
+        pairs = [(a, b) for a in where.shards for b in where.shards]
+        assert all(len(find_tiles(Mask.causal(), a, b)) == 1 for a, b in pairs)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=9, unique=True), st.integers(1, 4)
+)
+def test_fusing_never_changes_what_is_seen(corners, size):
+    tiles = [banded_box(a * size, (a + 1) * size, b * size, (b + 1) * size, -99, 99) for a, b in corners]
+    fused = fuse(list(tiles))
+    assert len(fused) <= len(tiles)
+    assert sorted(c for t in fused for c in cells(t)) == sorted(c for t in tiles for c in cells(t))
+
+
+@given(st.integers(1, 200), st.integers(1, 16), st.sampled_from(["contiguous", "zigzag", "striped"]))
+def test_layouts_hold_every_position_once_and_leave_no_rank_empty(length, ranks, name):
+    if length < ranks:
+        with pytest.raises(LayoutError, match="more ranks than tokens"):
+            make_layout(name, length, ranks)
+        return
+    where = make_layout(name, length, ranks)
+    held = sorted(p for r in range(ranks) for p in where.positions(r))
+    assert held == list(range(length))
+    counts = [where.count(r) for r in range(ranks)]
+    assert min(counts) >= 1
+    assert max(counts) - min(counts) <= 2
+
+
+def test_zigzag_by_hand():
+    where = make_layout("zigzag", 16, 2)
+    assert where.positions(0) == [0, 1, 2, 3, 12, 13, 14, 15]
+    assert where.positions(1) == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert where.shards[1] == (Segment(4, 8),)  # neighbours are joined
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("contiguous", 1.8, 2.0), ("zigzag", 1.0, 1.001), ("striped", 1.0, 1.002)]
+)
+def test_how_even_causal_work_is(name, least, most):
+    where = make_layout(name, 4096, 8)
+    work = [sum(find_tiles(Mask.causal(), q, k).area for k in where.shards) for q in where.shards]
+    assert sum(work) == 4096 * 4097 // 2
+    assert least <= max(work) * 8 / sum(work) <= most
+
+
+def test_queries_and_keys_of_different_steps_are_refused():
+    with pytest.raises(LayoutError, match="different steps"):
+        find_tiles(Mask.full(), [Segment(0, 4, 2)], [Segment(0, 4, 1)])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("causl", "did you mean 'causal'"),
+        ("window", r"window:LEFT"),
+        ("window:-1", "out of range"),
+        ("window:x", "cannot be read"),
+        ("documents:0,5,3", "strictly rising"),
+        ("documents:1,5", "0 first"),
+        ("prefix:0", "out of range"),
+        ("share_question:5", "an answer"),
+        ("block_causal:0", "out of range"),
+    ],
+)
+def test_bad_masks_are_refused(text, message):
+    with pytest.raises((MaskError, UnknownNameError), match=message):
+        Mask.parse(text, 64)
+
+
+def test_a_mask_longer_than_the_sequence_is_refused():
+    with pytest.raises(MaskError, match="longer than the sequence"):
+        Mask.documents((0, 8, 65)).check_lengths(64, 64)
+    Mask.documents((0, 8, 64)).check_lengths(64, 64)
+    Mask((Region(0, UNBOUNDED, 0, 8),)).check_lengths(64, 64)
+
+
+def test_equal_masks_are_equal_keys():
+    assert Mask.causal() == Mask.causal()
+    assert hash(Mask.documents((0, 4, 9))) == hash(Mask.documents((0, 4, 9)))
+    assert Mask.documents((0, 4, 9)) == Mask.documents([0, 4, 9])
+    assert Mask.documents((0, 4, 9)) != Mask.documents((0, 5, 9))
+
+
+def test_a_million_tokens_cost_neither_time_nor_memory():
+    """Interval search: nothing may be in proportion to the tokens. The bound on time is generous, not on memory."""
+    length, ranks = 1 << 20, 1024
+    cumulative = [*range(0, length, length // 500 + 1), length]
+    tracemalloc.start()
+    started = time.process_time()
+    mask = Mask.documents(cumulative)
+    where = make_layout("zigzag", length, ranks)
+    tiles = [find_tiles(mask, where.shards[5], where.shards[owner]) for owner in range(ranks)]
+    seconds = time.process_time() - started
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(t.area for t in tiles) > 0
+    assert peak < 4 << 20
+    assert seconds < 10

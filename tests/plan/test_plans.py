@@ -1,0 +1,236 @@
+"""Plans of every strategy, verified without running them; the verifier itself against planted mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES
+from burst_portable.cost import Rates, pass_flops, plan_cost, rank_cost
+from burst_portable.errors import InputError, LayoutError, UnknownNameError, UnsupportedError
+from burst_portable.layout import NAMES, make_layout
+from burst_portable.mask import Mask
+from burst_portable.moves import Ring
+from burst_portable.packets import ALIGNMENT, message_size
+from burst_portable.plans import Plan, Problem, Step
+from burst_portable.strategies.registry import make_strategy
+from burst_portable.verify import verify
+
+
+def make_plan(mask=None, layout="zigzag", strategy="ring", ranks=4, length=64, heads=8, kv_heads=8, **options) -> Plan:
+    mask = Mask.causal() if mask is None else mask
+    where = make_layout(layout, length, ranks, mask)
+    problem = Problem(mask, where, where, heads, kv_heads, 64, 64)
+    return make_strategy(strategy, **options).plan(problem)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("layout", NAMES)
+def test_every_plan_is_complete(strategy, layout):
+    name, _, _ = strategy.partition("+")
+    for mask, ranks in itertools.product(MASKS.values(), (1, 3, 8)):
+        try:
+            plan = make_plan(mask, layout, name, ranks, LENGTH, 24, 24, **STRATEGIES[strategy])
+        except LayoutError:
+            assert layout == "document_zigzag"
+            continue
+        assert verify(plan) == [], (str(mask), ranks)
+
+
+@pytest.mark.parametrize("inner", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("travels", ["kv", "q"])
+def test_double_rings_of_every_shape(inner, travels):
+    for mask in (Mask.causal(), Mask.full(), Mask.window(9), Mask.documents((0, 7, 30, 96))):
+        plan = make_plan(mask, ranks=12, length=96, strategy="double_ring", inner=inner, travels=travels)
+        assert verify(plan) == []
+
+
+class TestPlantedMistakes:
+    """What `verify` is for: each of these must be found."""
+
+    def broken(self, change, rank=1, side="kv"):
+        plan = make_plan(Mask.full(), strategy="ring" if side == "kv" else "burst")
+        for _, part in plan.passes():
+            steps = list(part.rank(rank))
+            part._ranks[rank] = tuple(change(steps))
+        return verify(plan)
+
+    def test_a_dropped_last_hop(self):
+        wrong = self.broken(lambda steps: steps[:-1])
+        assert any("pairs computed, but the mask has" in w for w in wrong)
+
+    def test_a_step_done_twice(self):
+        def twice(steps: list[Step]):
+            return [*steps, dataclasses.replace(steps[0], sends=(), receives=(), result_sends=(), result_receives=())]
+
+        assert any("more than once" in w for w in self.broken(twice))
+
+    def test_a_send_that_nobody_receives(self):
+        def deaf(steps: list[Step]):
+            return [dataclasses.replace(s, receives=()) for s in steps]
+
+        assert any("one end alone" in w for w in self.broken(deaf))
+
+    def test_a_send_at_another_step(self):
+        def late(steps: list[Step]):
+            moved = tuple(dataclasses.replace(m, issue=m.issue + 1) for m in steps[0].sends)
+            return [dataclasses.replace(steps[0], sends=moved), *steps[1:]]
+
+        assert any("one end alone" in w for w in self.broken(late))
+
+    def test_computing_with_a_block_that_is_not_there(self):
+        def early(steps: list[Step]):
+            return [dataclasses.replace(steps[0], compute=steps[1].compute),
+                    dataclasses.replace(steps[1], compute=steps[0].compute), *steps[2:]]  # fmt: skip
+
+        assert any("without holding it" in w for w in self.broken(early))
+
+    def test_a_block_that_is_never_let_go(self):
+        def hoard(steps: list[Step]):
+            return [dataclasses.replace(s, released=()) for s in steps]
+
+        assert any("still holds" in w for w in self.broken(hoard))
+
+    @pytest.mark.parametrize("side", ["kv", "q"])
+    def test_a_gradient_that_does_not_get_home(self, side):
+        def keep(steps: list[Step]):
+            return [dataclasses.replace(s, result_sends=()) for s in steps]
+
+        assert any("gets no further" in w for w in self.broken(keep, side=side))
+
+
+def test_a_ring_by_hand():
+    """Rank 1 of 3, full mask: its own block, then rank 0's, then rank 2's; K and V leave to rank 2."""
+    steps = make_plan(Mask.full(), "contiguous", ranks=3, length=9).forward.rank(1)
+    assert [s.compute.k_owner for s in steps] == [1, 0, 2]
+    assert [(m.owner, m.target, m.issue, m.needed) for s in steps for m in s.sends] == [(1, 2, 0, 1), (0, 2, 1, 2)]
+    assert [(m.owner, m.source) for s in steps for m in s.receives] == [(0, 0), (2, 0)]
+    backward = make_plan(Mask.full(), "contiguous", ranks=3, length=9, strategy="burst").backward.rank(1)
+    assert [s.compute.q_owner for s in backward if s.compute] == [1, 0, 2]
+    # dQ of rank 0 is made at step 1 and goes on to rank 2; dQ of rank 2 is complete at step 2 and goes home.
+    assert [(m.owner, m.target) for s in backward for m in s.result_sends] == [(0, 2), (2, 2)]
+
+
+def test_a_double_ring_sends_the_next_node_s_block_first():
+    plan = make_plan(Mask.full(), "contiguous", "double_ring", ranks=8, inner=4)
+    steps = plan.forward.rank(0)
+    outer = [m for s in steps for m in s.sends if m.target == 4]
+    assert [(m.owner, m.issue, m.needed) for m in outer] == [(0, 0, 4)]
+
+
+def test_only_ranks_that_need_a_block_get_it():
+    """A window no wider than a shard: each rank hears from one neighbour, whatever the strategy."""
+    for strategy in ("ring", "burst", "double_ring"):
+        plan = make_plan(Mask.window(8), "contiguous", strategy, ranks=8, length=64)
+        received = [len([m for s in plan.forward.rank(r) for m in s.receives]) for r in range(8)]
+        assert sum(received) == 7 if strategy != "double_ring" else sum(received) < 56
+    causal = make_plan(Mask.causal(), "contiguous", "ring", ranks=8, length=64)
+    assert sum(len(s.receives) for r in range(8) for s in causal.forward.rank(r)) == 28
+
+
+def test_fetching_takes_only_the_rows_that_are_seen():
+    plan = make_plan(Mask.window(3), "contiguous", "ring", ranks=4, length=64, moves="fetch")
+    (move,) = [m for s in plan.forward.rank(2) for m in s.receives]
+    assert move.rows == (13, 16)
+    whole = make_plan(Mask.window(3), "contiguous", "ring", ranks=4, length=64)
+    (move,) = [m for s in whole.forward.rank(2) for m in s.receives]
+    assert move.rows == (0, 16)
+
+
+# ----------------------------------------------------------------------------------------------------- costs
+
+
+def test_bytes_by_hand():
+    """8 heads of 64 in 16 bits, 16 rows a rank: K and V are 32 KiB, float32 dK and dV twice that, dQ 32 KiB."""
+    plan = make_plan(Mask.full(), strategy="burst")
+    kv = 16 * 8 * (64 + 64) * 2
+    forward = rank_cost(plan, "forward", 1, Rates(1, 1))
+    assert (forward.sent, forward.received, forward.hops) == (3 * kv, 3 * kv, 3)
+    q = 16 * 8 * (64 + 64) * 2 + 2 * 16 * 8 * 4
+    dq = 16 * 8 * 64 * 4
+    backward = rank_cost(plan, "backward", 1, Rates(1, 1))
+    assert (backward.sent, backward.hops) == (3 * (q + dq), 6)
+    ring = rank_cost(make_plan(Mask.full(), strategy="ring"), "backward", 1, Rates(1, 1))
+    assert ring.sent == 3 * (kv + 2 * kv)
+
+
+def test_fields_of_a_message_are_aligned():
+    plan = make_plan(Mask.full(), layout="contiguous", length=53, heads=3, kv_heads=3)
+    (move, *_) = plan.forward.rank(0)[0].sends
+    assert message_size(plan.problem, move, backward=False) % ALIGNMENT == 0
+
+
+def test_flops_are_the_field_s():
+    """Forward 4·area·H·D, backward two and a half times that."""
+    problem = make_plan().problem
+    area = 64 * 65 // 2
+    assert problem.area == area
+    assert pass_flops(problem, "forward", area) == 4 * area * 8 * 64
+    assert pass_flops(problem, "backward", area) == 10 * area * 8 * 64
+    cost = plan_cost(make_plan(), Rates(1, 1))
+    assert sum(c.flops for c in cost.per_rank["forward"]) == 4 * area * 8 * 64
+
+
+def test_predicted_time_by_hand():
+    """Full mask on 2 ranks: compute hides the one hop, or waits for it."""
+    plan = make_plan(Mask.full(), "contiguous", ranks=2)
+    flops, size = 4 * 32 * 32 * 8 * 64, 32 * 8 * 128 * 2
+    fast = rank_cost(plan, "forward", 0, Rates(flops / 1e12, 1e9, 0.0, 0.0))  # a step takes one second
+    assert fast.seconds == pytest.approx(2.0, rel=1e-6)
+    slow = rank_cost(plan, "forward", 0, Rates(flops / 1e12, size / 5e9, 0.0, 0.0))  # a hop takes five
+    assert slow.seconds == pytest.approx(6.0, rel=1e-6)
+
+
+def test_blocks_held_are_those_in_flight():
+    for ranks in (2, 4, 8):
+        cost = rank_cost(make_plan(Mask.full(), ranks=ranks), "forward", 0, Rates(1, 1))
+        block = 64 // ranks * 8 * 128 * 2
+        assert cost.blocks_held == min(2, ranks - 1) * block
+
+
+# ----------------------------------------------------------------------------------------------------- auto
+
+
+def test_auto_follows_the_arithmetic_of_the_travelling_side():
+    """MHA: burst's backward moves fewer bytes. GQA: K and V do. Ulysses is ruled out by 7 ranks."""
+    mha = make_plan(ranks=7, heads=8, kv_heads=8, length=7 * 4096, strategy="auto")
+    gqa = make_plan(ranks=7, heads=8, kv_heads=2, length=7 * 4096, strategy="auto")
+    assert mha.strategy == "burst"
+    assert gqa.strategy == "ring"
+    assert "chose burst" in mha.reason
+    assert "ulysses cannot share" in mha.reason
+
+
+def test_auto_fetches_where_the_mask_is_narrow():
+    plan = make_plan(Mask.window(64), ranks=7, heads=8, kv_heads=2, length=7 * 4096, strategy="auto")
+    assert "fetch" in plan.reason.split(" by ")[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"strategy": "brst"}, UnknownNameError, "did you mean 'burst'"),
+        ({"strategy": "ring", "inner": 2}, InputError, "no option 'inner'"),
+        ({"strategy": "double_ring", "inner": 3}, InputError, "does not divide"),
+        ({"strategy": "double_ring", "travels": "k"}, UnknownNameError, "travelling side"),
+        ({"strategy": "ring", "moves": "teleport"}, UnknownNameError, "fetch, neighbour"),
+        ({"strategy": "ulysses", "heads": 6}, UnsupportedError, "cannot share these heads"),
+        ({"strategy": "ulysses", "heads": 12, "kv_heads": 3}, UnsupportedError, "cannot share these heads"),
+        ({"ranks": 65}, LayoutError, "more ranks than tokens"),
+        ({"ranks": 0}, LayoutError, "needs ranks"),
+        ({"layout": "zig"}, UnknownNameError, "did you mean 'zigzag'"),
+        ({"layout": "document_zigzag", "mask": Mask.prefix_lm(4)}, LayoutError, "documents that fill"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        make_plan(**options)
+
+
+def test_plans_are_hashable_data():
+    assert hash(make_plan()) == hash(make_plan())
+    assert make_plan() == make_plan()
+    assert make_plan() != make_plan(strategy="burst")
+    assert Ring(4) == Ring(4)

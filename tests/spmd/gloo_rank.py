@@ -1,0 +1,105 @@
+"""One rank of test_processes: runs its cases over gloo and writes down what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import burst_portable as bp
+from burst_portable.comm.base import Message
+from burst_portable.comm.torch_dist import TorchDistTransport
+from burst_portable.config import Config
+from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES, Case
+from burst_portable.conformance.tolerances import judge
+from burst_portable.cost import Rates, rank_cost
+from burst_portable.errors import CommunicationError
+from tests.poison import fresh_memory_is_nan
+from tests.spmd.attention import expected, make_inputs, on_one_rank
+
+
+class Counting(TorchDistTransport):
+    """Counts the bytes that leave."""
+
+    sent = 0
+
+    def post(self, sends, receives, label=""):
+        self.sent += sum(m.buffer.numel() for m in sends)
+        return super().post(sends, receives, label)
+
+
+def wrong(mesh: bp.Mesh, case: Case) -> dict:
+    inputs = make_inputs(case)
+    return judge(on_one_rank(mesh, case, inputs), *expected(case, inputs), case.dtype)
+
+
+def cases(ranks: int) -> list[Case]:
+    every = [Case(strategy=s, ranks=ranks, heads="mha", mask=m) for s, m in zip(STRATEGIES, MASKS, strict=False)]
+    uneven = [Case(strategy="burst", ranks=ranks, layout=x, mask="documents") for x in ("striped", "document_zigzag")]
+    low = [Case(strategy="ring", ranks=ranks, dtype=torch.bfloat16, sinks=True), Case(ranks=ranks, softcap=5.0)]
+    return [*every, *uneven, *low]
+
+
+def bytes_sent(ranks: int) -> tuple[int, int]:
+    """Measured and planned, over a forward and a backward pass."""
+    case = Case(strategy="burst", ranks=ranks, mask="causal", layout="contiguous")
+    transport = Counting(None, "gloo", batched=False)
+    mesh = bp.Mesh(transport.rank, ranks, lambda device_type: transport)
+    x, where = make_inputs(case), case.make_layout()
+    q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
+    out = bp.attention(q, k, v, mesh=mesh, strategy="burst", layout=where)
+    out.backward(bp.shard(x.dout, mesh, layout=where))
+    plan = bp.plan(
+        seq_len=LENGTH,
+        ranks=ranks,
+        heads=12,
+        kv_heads=6,
+        head_dim=8,
+        batch=2,
+        itemsize=4,
+        strategy="burst",
+        layout=where,
+    )
+    planned = [rank_cost(plan, name, mesh.rank, Rates(1, 1)).sent for name, _ in plan.passes()]
+    return transport.sent, sum(planned)
+
+
+def late(rank: int) -> str:
+    """Rank 0 waits for a message that rank 1 does not send in time."""
+    message = ""
+    if rank == 0:
+        transport = TorchDistTransport(None, "gloo", batched=False, deadline=0.5)
+        _, (handle,) = transport.post([], [Message(torch.empty(8, dtype=torch.uint8), 1)], "step 0")
+        try:
+            handle.wait()
+        except CommunicationError as error:
+            message = str(error)
+    return message
+
+
+def main(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    mesh = bp.Mesh.from_group(config=Config(deadline=60))
+    found: dict[str, object] = {"cases": {str(case): wrong(mesh, case) for case in cases(ranks)}}
+    grid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "sequence"))
+    pair = bp.Mesh.from_device_mesh(grid, "sequence")
+    own = Case(strategy="burst", ranks=2, mask="window")
+    inputs = make_inputs(own, seed=rank // 2)
+    found["sub_groups"] = judge(on_one_rank(pair, own, inputs), *expected(own, inputs), own.dtype)
+    found["sub_groups"] |= wrong(pair, replace(own, strategy="ulysses", mask="full"))
+    found["sent"], found["planned"] = bytes_sent(ranks)
+    dist.barrier()
+    found["late"] = late(rank)
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    with fresh_memory_is_nan():
+        main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

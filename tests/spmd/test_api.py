@@ -1,0 +1,221 @@
+"""What users call, and how it refuses: what, got, allowed, next step - before a byte moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.backends.registry import choose_kernel, load
+from burst_portable.comm.local import run_threads
+from burst_portable.config import from_environment
+from burst_portable.errors import (
+    BurstError,
+    DeadlineError,
+    DtypeError,
+    InputError,
+    LayoutError,
+    MaskError,
+    MismatchError,
+    PeerLostError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from burst_portable.kernels.contract import Problem
+from burst_portable.tiles import Tile
+
+
+def qkv(q=(1, 16, 4, 8), k=(1, 16, 2, 8), v=(1, 16, 2, 8), dtype=torch.float32):
+    return [torch.randn(shape).to(dtype) for shape in (q, k, v)]
+
+
+def test_one_rank_equals_plain_attention():
+    q, k, v = qkv()
+    out = bp.attention(q, k, v, mask="causal")
+    sdpa = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(out, sdpa.transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "message"),
+    [
+        ({"q": (16, 4, 8)}, ShapeError, r"q has no usable shape.*\(16, 4, 8\)"),
+        ({"q": (1, 0, 4, 8)}, ShapeError, "no usable shape"),
+        ({"k": (1, 15, 2, 8)}, ShapeError, "do not go together"),
+        ({"v": (1, 16, 4, 8)}, ShapeError, "do not go together"),
+        ({"q": (2, 16, 4, 8)}, ShapeError, "do not go together"),
+        ({"q": (1, 16, 4, 16)}, ShapeError, "different head sizes"),
+        ({"q": (1, 16, 3, 8)}, ShapeError, "no multiple"),
+        ({"q": (1, 16, 4, 2048), "k": (1, 16, 2, 2048)}, ShapeError, "unsupported head size"),
+        ({"dtype": torch.int64}, DtypeError, "no attention in this dtype.*float32"),
+    ],
+)
+def test_tensors_that_do_not_go_together(tensors, error, message):
+    dtype = tensors.get("dtype")
+    made = [x.to(dtype) for x in qkv()] if dtype else qkv(**tensors)
+    with pytest.raises(error, match=message):
+        bp.attention(*made)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mask": "causl"}, UnknownNameError, "did you mean 'causal'"),
+        ({"mask": 3}, InputError, "mask is no mask"),
+        ({"mask": bp.Mask.documents((0, 17))}, MaskError, "longer than the sequence"),
+        ({"strategy": "rng"}, UnknownNameError, "did you mean 'ring'"),
+        ({"strategy": 5}, InputError, "unknown strategy"),
+        ({"layout": "zag"}, UnknownNameError, "zigzag"),
+        ({"layout": bp.make_layout("zigzag", 16, 2)}, LayoutError, "another mesh"),
+        ({"seq_len": 17}, LayoutError, "another number of rows"),
+        ({"seq_len": -1}, InputError, "no length"),
+        ({"kernel": "cpu_flsh"}, UnknownNameError, "did you mean 'cpu_flash'"),
+        ({"kernel": "cpu_flash", "softcap": 2.0}, UnsupportedError, "no softcap"),
+        ({"softcap": -1.0}, InputError, "positive"),
+        ({"scale": float("nan")}, InputError, "finite"),
+        ({"sinks": torch.zeros(3)}, ShapeError, "one logit a query head"),
+        ({"mesh": "here"}, InputError, "no mesh"),
+    ],
+)
+def test_options_that_cannot_be(options, error, message):
+    with pytest.raises(error, match=message) as caught:
+        bp.attention(*qkv(), **options)
+    assert isinstance(caught.value, BurstError)
+    assert "\n" not in str(caught.value)
+
+
+def test_dtypes_that_disagree():
+    q, k, v = qkv()
+    with pytest.raises(DtypeError, match="different dtypes"):
+        bp.attention(q.double(), k, v)
+
+
+def test_errors_are_builtins_too():
+    with pytest.raises(ValueError, match="mask"):
+        bp.attention(*qkv(), mask="nothing")
+    with pytest.raises(TypeError):
+        bp.attention(*(x.int() for x in qkv()))
+    with pytest.raises(NotImplementedError):
+        bp.attention(*qkv(), kernel="cpu_flash", softcap=1.0)
+
+
+def test_a_mesh_from_no_process_group():
+    with pytest.raises(InputError, match="torchrun"):
+        bp.Mesh.from_group()
+
+
+def test_partial_attention_and_merge_are_the_whole():
+    q, k, v = qkv()
+    left, right = [Tile(0, 16, 0, 8, 0, 15)], [Tile(8, 16, 8, 16, 0, 7)]
+    parts = [
+        bp.partial_attention(q, k[:, :8], v[:, :8], left),
+        bp.partial_attention(q, k[:, 8:], v[:, 8:], [t.shifted(0, -8) for t in right]),
+    ]
+    out, lse = bp.merge(parts)
+    whole, whole_lse = bp.attention(q, k, v, return_lse=True)
+    torch.testing.assert_close(out, whole)
+    torch.testing.assert_close(lse, whole_lse)
+    with pytest.raises(ShapeError, match="past its block"):
+        bp.partial_attention(q, k[:, :8], v[:, :8], [Tile(0, 16, 0, 16, 0, 15)])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_shard_and_unshard(layout, dim):
+    x = torch.randn(11, 11, 11)
+
+    def work(mesh):
+        mine = bp.shard(x, mesh, dim=dim, layout=layout)
+        where = bp.positions(mesh, seq_len=11, layout=layout)
+        assert torch.equal(mine, x.index_select(dim, where))
+        return bp.unshard(mine, mesh, seq_len=11, dim=dim, layout=layout)
+
+    assert all(torch.equal(whole, x) for whole in bp.run_local(3, work))
+
+
+def test_unshard_refuses_to_guess_a_gradient():
+    with pytest.raises(InputError, match="no gradient"):
+        bp.unshard(torch.randn(1, 8, requires_grad=True), seq_len=8)
+
+
+def test_a_batch_is_shifted_before_it_is_cut():
+    ids = torch.arange(100, 110).view(1, 10)
+
+    def work(mesh):
+        return bp.shard_batch(ids, mesh=mesh, documents=(0, 4, 10), layout="zigzag"), bp.positions(mesh, seq_len=10)
+
+    for batch, where in bp.run_local(2, work):
+        for column, position in enumerate(where.tolist()):
+            assert batch["input_ids"][0, column] == 100 + position
+            assert batch["position_ids"][0, column] == (position if position < 4 else position - 4)
+            last = position in (3, 9)
+            assert batch["labels"][0, column] == (-100 if last else 101 + position)
+
+
+def test_ranks_with_other_lengths_than_the_layout_says():
+    def work(mesh):
+        rows = 9 if mesh.rank else 8
+        return bp.attention(*(torch.randn(1, rows, 2, 4) for _ in range(3)), mesh=mesh, seq_len=16)
+
+    with pytest.raises(LayoutError, match="rank 1 holds another number of rows"):
+        bp.run_local(2, work)
+
+
+def test_ranks_whose_messages_differ_do_not_compute_in_silence():
+    def work(mesh):
+        heads = 4 if mesh.rank else 2
+        return bp.attention(*(torch.randn(1, 8, heads, 4) for _ in range(3)), mesh=mesh, strategy="ring", mask="full")
+
+    with pytest.raises((MismatchError, PeerLostError), match="rank"):
+        bp.run_local(2, work)
+
+
+def test_a_rank_that_fails_ends_the_others():
+    def work(mesh):
+        if mesh.rank == 1:
+            raise ZeroDivisionError("rank 1 fell over")
+        return bp.attention(*(torch.randn(1, 8, 2, 4) for _ in range(3)), mesh=mesh, strategy="ring", mask="full")
+
+    with pytest.raises(ZeroDivisionError, match="fell over"):
+        bp.run_local(3, work)
+
+
+def test_a_late_rank_is_named():
+    def work(transport):
+        if transport.rank == 0:
+            from burst_portable.comm.base import Message
+
+            _, (handle,) = transport.post([], [Message(torch.empty(8, dtype=torch.uint8), 1)], "step 3")
+            handle.wait()
+
+    with pytest.raises(DeadlineError, match="rank 0, step 3: nothing came from rank 1"):
+        run_threads(2, work, deadline=0.2)
+
+
+def test_a_call_is_prepared_once():
+    mesh = bp.Mesh.single()
+    mask = bp.Mask.causal()
+    tensors = qkv()
+    bp.attention(*tensors, mask=mask, mesh=mesh)
+    (first,) = mesh._calls.values()
+    bp.attention(*tensors, mask=mask, mesh=mesh)
+    assert list(mesh._calls.values()) == [first]
+    bp.attention(*tensors, mask="full", mesh=mesh)
+    assert len(mesh._calls) == 2
+
+
+def test_why_a_kernel_was_chosen():
+    problem = Problem(torch.float32, "cpu", 4, 2, 8, 5)
+    kernel, why = choose_kernel(load("cpu"), problem)
+    assert kernel.name == "reference"
+    assert "not cpu_flash: values of size 5" in why
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "soon", "inf"])
+def test_a_deadline_that_is_none(value):
+    with pytest.raises(InputError, match="BURST_DEADLINE"):
+        from_environment({"BURST_DEADLINE": value})
+    assert from_environment({"BURST_DEADLINE": "7.5"}).deadline == 7.5

@@ -1,0 +1,61 @@
+"""The same over real processes and gloo: one group of processes for all of this file's cases."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What every rank found wrong, by case."""
+    folder = tmp_path_factory.mktemp("gloo")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.spmd.gloo_rank", str(rank), str(RANKS), str(folder)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(outputs)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def test_every_case_is_right_on_every_rank(answers):
+    for rank, found in enumerate(answers):
+        assert len(found["cases"]) >= 12
+        assert {case: wrong for case, wrong in found["cases"].items() if wrong} == {}, f"rank {rank}"
+
+
+def test_a_sub_group_of_a_device_mesh_shares_a_sequence(answers):
+    """Data parallel 2 x sequence parallel 2: each pair of ranks has a sequence of its own."""
+    assert [found["sub_groups"] for found in answers] == [{}] * RANKS
+
+
+def test_bytes_on_the_wire_are_the_plan_s(answers):
+    for found in answers:
+        assert found["sent"] == found["planned"]
+        assert found["sent"] > 0
+
+
+def test_the_library_is_told_that_nobody_is_there(answers):
+    """A hop that is late is an error that names rank, step and peer."""
+    message = answers[0]["late"]
+    assert "rank 0" in message
+    assert "step 0" in message
+    assert "rank 1" in message
