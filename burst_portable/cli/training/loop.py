@@ -50,8 +50,25 @@ class Sharded:
 OnStep = Callable[[Course], None]
 
 
+@dataclass(frozen=True)
+class Where:
+    """The device that computes, and in which dtype: 16 bits are autocast's, over float32 parameters."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def parameters(self) -> torch.dtype:
+        """What parameters are kept in: AdamW's small steps vanish in 16 bits, and its epsilon in float16."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def autocast(self) -> torch.autocast:
+        """The context of a forward pass."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype.itemsize < 4)
+
+
 def train(
-    model: Any, data: list[Tensor], learning_rate: float, device: torch.device, sharded: Sharded | None, on_step: OnStep
+    model: Any, data: list[Tensor], learning_rate: float, where: Where, sharded: Sharded | None, on_step: OnStep
 ) -> Course:
     """AdamW at a fixed rate, a step a batch. The gradients of the last step stay in the model.
 
@@ -67,7 +84,7 @@ def train(
         started = perf_counter()
         optimizer.zero_grad(set_to_none=True)
         before = _read(sharded)
-        loss, tokens = _forward(model, ids.to(device), sharded)
+        loss, tokens = _forward(model, ids, where, sharded)
         forward = perf_counter()
         loss.backward()
         backward = perf_counter()
@@ -85,7 +102,7 @@ def train(
     return course
 
 
-def score(model: Any, data: list[Tensor], device: torch.device, sharded: Sharded | None, on_step: OnStep) -> Course:
+def score(model: Any, data: list[Tensor], where: Where, sharded: Sharded | None, on_step: OnStep) -> Course:
     """The mean loss of each batch, without training."""
     model.eval()
     course = Course()
@@ -93,7 +110,7 @@ def score(model: Any, data: list[Tensor], device: torch.device, sharded: Sharded
         started = perf_counter()
         before = _read(sharded)
         with torch.no_grad():
-            loss, tokens = _forward(model, ids.to(device), sharded)
+            loss, tokens = _forward(model, ids, where, sharded)
         kernels, waiting = (b - a for a, b in zip(before, _read(sharded), strict=True))
         value = _whole(loss, sharded)
         seconds = perf_counter() - started
@@ -102,12 +119,14 @@ def score(model: Any, data: list[Tensor], device: torch.device, sharded: Sharded
     return course
 
 
-def _forward(model: Any, ids: Tensor, sharded: Sharded | None) -> tuple[Tensor, int]:
+def _forward(model: Any, ids: Tensor, where: Where, sharded: Sharded | None) -> tuple[Tensor, int]:
     """This rank's part of the mean loss, and how many tokens the mean is over."""
+    ids = ids.to(where.device)
     tokens = ids.shape[0] * (ids.shape[1] - 1)
-    if sharded is None:  # transformers shifts the labels and takes the mean itself: a path that is not ours
-        return model(input_ids=ids, labels=ids, use_cache=False).loss, tokens
-    return model(**sharded.handle.shard(ids)).loss, tokens
+    with where.autocast():
+        if sharded is None:  # transformers shifts the labels and takes the mean itself: a path that is not ours
+            return model(input_ids=ids, labels=ids, use_cache=False).loss, tokens
+        return model(**sharded.handle.shard(ids)).loss, tokens
 
 
 def _whole(loss: Tensor, sharded: Sharded | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,13 @@ def outline(config: Any) -> Any:
     """The model without memory for its weights: for checks and sizes."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    # Whatever a config's numbers break in a model that is built from them.
+    except Exception as error:
+        told = " ".join(str(error).split())[:300]
+        raise InputError(explain(f"no {config.model_type} model can be built from its config", got=told)) from error
 
 
 def quiet() -> None:
@@ -98,11 +104,18 @@ def _from_file(name: str) -> Any:
             )
         path = path / "config.json"
     fields = _json(path, name)
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     kind = fields.pop("model_type", None)
-    if not isinstance(kind, str):
-        raise InputError(explain(f"{path} names no model", got="no model_type", allowed="a config of transformers"))
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING))
+        raise InputError(
+            explain(
+                f"{path} names no model of transformers",
+                got=f"model_type {kind!r}",
+                next_step=f"did you mean {' or '.join(near)}?" if near else None,
+            )
+        )
     try:
         config = AutoConfig.for_model(kind, **fields)
     # transformers checks configs with several libraries, and each raises its own.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from burst_portable.backends.registry import load
 from burst_portable.cli.training.job import Job
-from burst_portable.cli.training.loop import Course, OnStep, Sharded, score, train
+from burst_portable.cli.training.loop import Course, OnStep, Sharded, Where, score, train
 from burst_portable.cli.training.models import build, checkpoint_of, config_of, quiet
 from burst_portable.cli.training.texts import batches, tokens_of
 from burst_portable.cli.training.timing import Clock, TimedMesh
@@ -66,12 +66,13 @@ def _run(
     quiet()
     tokens, _ = tokens_of(job.text, checkpoint_of(job.model))
     data = batches(tokens, job.seq_len, job.batch, job.steps)
-    model = build(job.model, config_of(job.model, job.seq_len), getattr(torch, job.dtype), job.seed).to(device)
+    where = Where(device, getattr(torch, job.dtype))
+    model = build(job.model, config_of(job.model, job.seq_len), where.parameters, job.seed).to(device)
     sharded = prepare(model)
     if job.scoring:
-        course = score(model, data, device, sharded, on_step)
+        course = score(model, data, where, sharded, on_step)
     else:
-        course = train(model, data, job.learning_rate, device, sharded, on_step)
+        course = train(model, data, job.learning_rate, where, sharded, on_step)
     outcome = Outcome(asdict(course), peak_memory(device), _fingerprint(model), bool(sharded and sharded.clock))
     return outcome, [] if job.scoring else [p.grad for p in model.parameters() if p.grad is not None]
 

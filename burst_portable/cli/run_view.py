@@ -1,0 +1,115 @@
+"""What `burst-portable run` shows: what it is about to do, how far it is, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from burst_portable.cli.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from burst_portable.cli.training.prepare import Prepared
+
+_MARKS = {"ok": "[bold green]PASSED[/]", "failed": "[bold red]FAILED[/]", "unchecked": "[bold yellow]NOT CHECKED[/]"}
+
+
+class View:
+    """A console; `quiet` on ranks that leave the talking to the first."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self._console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+
+    def heading(self, prepared: Prepared, checked: bool) -> None:
+        """What is about to happen."""
+        job, model, plan = prepared.job, prepared.model, prepared.plan
+        work = f"score {job.steps} sequences" if job.scoring else f"train {job.steps} steps"
+        say = self._console.print
+        say(
+            f"[bold]{work}[/] of {job.seq_len:,} tokens over {job.ranks} rank{'s' if job.ranks > 1 else ''} "
+            f"on {job.backend} ({prepared.backend_reason}), {job.dtype}, batch {job.batch}"
+        )
+        say(
+            f"  model   {model['name']}: {model['type']}, {model['parameters'] / 1e6:.1f} M parameters, "
+            f"{model['layers']} layers, {model['heads']} heads, {model['kv_heads']} K/V heads",
+            markup=False,
+        )
+        say(f"  text    {prepared.text}", markup=False)
+        say(f"  plan    {plan.strategy}, layout {job.layout}, mask {plan.problem.mask}", markup=False)
+        if plan.reason:
+            say(f"          {plan.reason}", markup=False, style="dim")
+        then = "then the same on one device with plain SDPA" if checked else "nothing is checked (--check would)"
+        say(f"  check   {then}")
+
+    @contextmanager
+    def progress(self, what: str, steps: int) -> Iterator[Callable[[float], None]]:
+        """A bar; yields what is called after each step with its loss."""
+        columns = (
+            TextColumn("  {task.description:<12}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[loss]}"),
+        )
+        with Progress(*columns, console=self._console, disable=self.quiet) as bar:
+            task = bar.add_task(what, total=steps, loss="starting")
+            yield lambda loss: bar.update(task, advance=1, loss=f"loss {loss:.4f}")
+
+    def verdict(self, facts: dict[str, Any], report: Path | None) -> None:
+        """One line that says it, a table, and where the report lies."""
+        self._console.print(f"\n{_MARKS[facts['verdict']]} {verdict_text(facts)}")
+        table = Table(show_header=True, header_style="bold")
+        table.add_column("")
+        table.add_column(f"{facts['world_size']} ranks" if facts["world_size"] > 1 else "1 rank", justify="right")
+        table.add_column("one device", justify="right")
+        for row in summary(facts):
+            table.add_row(*row)
+        self._console.print(table)
+        if report is not None:
+            self._console.print(f"report  {report / 'report.html'}", markup=False)
+
+
+def verdict_text(facts: dict[str, Any]) -> str:
+    """The verdict as a sentence."""
+    if facts["failures"]:
+        return "; ".join(facts["failures"])
+    what = f"{facts['steps']} {'sequences' if facts['mode'] == 'perplexity' else 'steps'}"
+    if facts["verdict"] == "unchecked":
+        return f"{what} done; nothing was compared with one device"
+    told = f"{what} equal one device's: losses within {facts['max_relative_difference']:.1e}"
+    if (gradient := facts["gradient_relative_difference"]) is not None:
+        told += f", final gradients within {gradient:.1e}"
+    return f"{told} (relative, {facts['dtype']})"
+
+
+def summary(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows of (what, over ranks, on one device)."""
+    alone = facts["reference_losses"]
+
+    def both(what: str, mine: str, key: str, text: Callable[[Any], str]) -> tuple[str, str, str]:
+        return what, mine, "-" if facts[key] is None else text(facts[key])
+
+    rows = []
+    if facts["mode"] == "perplexity":
+        rows.append(both("perplexity", f"{facts['perplexity']:.6f}", "reference_perplexity", lambda x: f"{x:.6f}"))
+    else:
+        rows.append(("first loss", f"{facts['losses'][0]:.6f}", f"{alone[0]:.6f}" if alone else "-"))
+        rows.append(("last loss", f"{facts['losses'][-1]:.6f}", f"{alone[-1]:.6f}" if alone else "-"))
+    if alone:
+        allowed = facts["tolerances"]
+        rows.append(("losses differ by", f"{facts['max_relative_difference']:.2e}", f"allowed {allowed['loss']:.0e}"))
+        if (gradient := facts["gradient_relative_difference"]) is not None:
+            rows.append(("gradients differ by", f"{gradient:.2e}", f"allowed {allowed['gradient']:.0e}"))
+    rate = f"{facts['tokens_per_second']:,.0f}"
+    rows.append(both("tokens a second", rate, "reference_tokens_per_second", lambda x: f"{x:,.0f}"))
+    seconds = seconds_text(sum(facts["step_seconds"]) / len(facts["step_seconds"]))
+    mean = facts["reference_step_seconds"]
+    rows.append(("seconds a step", seconds, seconds_text(sum(mean) / len(mean)) if mean else "-"))
+    rows.append(("peak memory a rank", bytes_text(max(facts["peak_memory_bytes"])), "-"))
+    return rows

@@ -1,0 +1,168 @@
+"""From what ranks and the reference left behind to the verdict, and to the facts that JSON and report are made of."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from burst_portable import __version__
+from burst_portable.backends.registry import load
+from burst_portable.cli.plan_facts import plan_facts
+from burst_portable.cli.training.loop import PHASES, Course
+from burst_portable.cli.training.prepare import Prepared
+from burst_portable.cli.training.rank import Outcome, course_of
+
+SCHEMA = "burst_portable.run/1"
+Facts = dict[str, Any]
+
+# What may differ from one device: about ten times the largest difference that was seen with the tiny model, over 2 and
+# 3 ranks, 256 to 4096 tokens and 2 to 30 steps of AdamW (losses 2e-7, gradients 2e-5 in float32; 7e-5 and 6e-3 in
+# bfloat16; 3e-5 and 2e-3 in float16; gradients 1e-8 in float64). transformers computes losses in float32 whatever the
+# model. The gradient is compared after all steps: AdamW moves a weight whose gradient is next to nothing as far as any
+# other, so rounding decides where it goes, and more is added up than attention itself loses.
+TOLERANCES: dict[str, dict[str, float]] = {
+    "float64": {"loss": 2e-6, "gradient": 1e-7},
+    "float32": {"loss": 2e-6, "gradient": 2e-4},
+    "bfloat16": {"loss": 1e-3, "gradient": 6e-2},
+    "float16": {"loss": 3e-4, "gradient": 2e-2},
+}
+
+
+def relative_differences(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """|a - b| / |b|, loss by loss; infinite where one is no finite number."""
+
+    def one(a: float, b: float) -> float:
+        if not (math.isfinite(a) and math.isfinite(b)):
+            return math.inf
+        return abs(a - b) / abs(b) if b else (0.0 if a == b else math.inf)
+
+    return [one(a, b) for a, b in zip(losses, reference, strict=True)]
+
+
+def gradient_difference(gradients: list[Tensor], reference: list[Tensor]) -> float:
+    """|g - r| / |r| over all parameters together, in float64; infinite where they do not match."""
+    if [g.shape for g in gradients] != [r.shape for r in reference] or not reference:
+        return math.inf
+    apart = norm = 0.0
+    for g, r in zip(gradients, reference, strict=True):
+        g, r = g.detach().double().cpu(), r.detach().double().cpu()
+        apart += float((g - r).square().sum())
+        norm += float(r.square().sum())
+    value = math.sqrt(apart / norm) if norm else (0.0 if apart == 0.0 else math.inf)
+    return value if math.isfinite(value) else math.inf
+
+
+def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | None, gradient: float | None) -> Facts:
+    """All that is known about a run, as plain data.
+
+    Args:
+        outcomes: in rank order.
+        reference: of one device, or None without a check.
+        gradient: the relative difference of the gradients, where there are some and they were checked.
+    """
+    job, plan = prepared.job, prepared.plan
+    courses = [course_of(o) for o in outcomes]
+    seconds = [max(c.seconds[i] for c in courses) for i in range(job.steps)]
+    losses = courses[0].losses
+    alone = course_of(reference) if reference else None
+    differences = relative_differences(losses, alone.losses) if alone else None
+    facts: Facts = {
+        "schema": SCHEMA,
+        "version": __version__,
+        "mode": "perplexity" if job.scoring else "training",
+        "backend": job.backend,
+        "backend_reason": prepared.backend_reason,
+        "world_size": job.ranks,
+        "strategy": plan.strategy,
+        "strategy_requested": job.strategy,
+        "layout": job.layout,
+        "seq_len": job.seq_len,
+        "steps": job.steps,
+        "batch": job.batch,
+        "dtype": job.dtype,
+        "learning_rate": None if job.scoring else job.learning_rate,
+        "seed": job.seed,
+        "threads_a_rank": job.threads,
+        "model": prepared.model,
+        "text": prepared.text,
+        "losses": losses,
+        "reference_losses": alone.losses if alone else None,
+        "relative_differences": differences,
+        "max_relative_difference": max(differences) if differences else None,
+        "gradient_relative_difference": gradient,
+        "tolerances": TOLERANCES[job.dtype],
+        "ranks_agree": len({o.fingerprint for o in outcomes}) == 1 and all(c.losses == losses for c in courses),
+        "perplexity": _perplexity(courses[0]) if job.scoring else None,
+        "reference_perplexity": _perplexity(alone) if alone and job.scoring else None,
+        "tokens_per_second": _rate(job.seq_len * job.batch, seconds),
+        "reference_tokens_per_second": _rate(job.seq_len * job.batch, alone.seconds) if alone else None,
+        "step_seconds": seconds,
+        "reference_step_seconds": alone.seconds if alone else None,
+        "phases": [_phases(o, c) for o, c in zip(outcomes, courses, strict=True)],
+        "peak_memory_bytes": [o.peak_memory_bytes for o in outcomes],
+        "plan": plan_facts(plan, load(job.backend).capabilities.rates, 0),
+        "device": platform.processor() or platform.machine(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    facts["failures"] = failures(facts)
+    facts["verdict"] = "failed" if facts["failures"] else "ok" if alone else "unchecked"
+    return facts
+
+
+def failures(facts: Facts) -> list[str]:
+    """What is wrong with a run, a line each; none where all is well or was not checked."""
+    wrong = []
+    limits = facts["tolerances"]
+    if not facts["ranks_agree"]:
+        wrong.append("ranks ended with different parameters or losses")
+    if not all(math.isfinite(loss) for loss in facts["losses"]):
+        wrong.append("a loss is no finite number")
+    loss, gradient = facts["max_relative_difference"], facts["gradient_relative_difference"]
+    if loss is not None and not loss <= limits["loss"]:
+        wrong.append(f"losses differ from one device by {loss:.2g} (allowed: {limits['loss']:.2g})")
+    if gradient is not None and not gradient <= limits["gradient"]:
+        wrong.append(f"gradients differ from one device by {gradient:.2g} (allowed: {limits['gradient']:.2g})")
+    return wrong
+
+
+def finite(value: Any) -> Any:
+    """The same data with None for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    return [finite(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def steady(values: Sequence[float]) -> Sequence[float]:
+    """Without the first step, which also warms up, where there are others."""
+    return values[1:] if len(values) > 1 else values
+
+
+def _rate(tokens: int, seconds: Sequence[float]) -> float:
+    return tokens * len(steady(seconds)) / sum(steady(seconds))
+
+
+def _perplexity(course: Course) -> float:
+    mean = sum(loss * n for loss, n in zip(course.losses, course.tokens, strict=True)) / sum(course.tokens)
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+def _phases(outcome: Outcome, course: Course) -> dict[str, float | None]:
+    """Mean seconds of a step by phase. `kernels` and `waiting` are None where they could not be told apart."""
+    steps = steady([*range(len(course.phases))])
+    names = [name for name in PHASES if name in course.phases[0]]
+    means: dict[str, float | None] = {
+        name: sum(course.phases[i][name] for i in steps) / len(steps) for name in (*names, "kernels", "waiting")
+    }
+    return means if outcome.timed else {**means, "kernels": None, "waiting": None}
