@@ -30,8 +30,8 @@ from burst_portable.tiles import Tiles, find_tiles
 KERNELS = ("forward", "keys", "queries")
 FLOPS = {"forward": 4, "keys": 8, "queries": 6}  # products a pair and head, times 2·D
 SIZES = {
-    "forward": [(128, 64), (128, 128), (64, 64), (64, 128), (128, 32)],
-    "keys": [(64, 64), (128, 64), (64, 128), (128, 32), (64, 32), (128, 128)],
+    "forward": [(128, 64), (128, 128), (64, 64), (64, 128)],
+    "keys": [(64, 64), (128, 64), (64, 128), (128, 32), (128, 128)],
     "queries": [(128, 64), (64, 64), (128, 128), (64, 128), (128, 32)],
 }
 LIMIT = 1.2e-2
@@ -66,7 +66,7 @@ class Trial:
     def __call__(self) -> None:
         p, own = self.problem, self.provider
         if self.kernel == "forward":
-            p["out"], p["lse"] = own.attend(p["q"], p["k"], p["v"], self.tiles, self.options)
+            p["out"], _ = own.attend(p["q"], p["k"], p["v"], self.tiles, self.options)
         else:
             wanted = own.only_keys if self.kernel == "keys" else own.only_queries
             arguments = (p[x] for x in ("dout", "q", "k", "v", "lse", "delta"))
@@ -107,8 +107,8 @@ def whole(mask: str, length: int) -> Tiles:
 
 def error_of(trial: Trial, expected: dict[str, Tensor]) -> float:
     """Largest relative error of what one run writes, against the reference."""
-    for name, x in trial.outputs().items():
-        if name in trial.problem:
+    if trial.kernel != "forward":  # which writes, where the others add
+        for x in trial.outputs().values():
             x.zero_()
     trial()
     return max(

@@ -109,7 +109,7 @@ def _add_rows(target, value, rows, stop, row_stride, SIZE: tl.constexpr, PADDED:
     tl.store(address, tl.load(address, mask=keep, other=0.0) + value, mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k_rows", "blocks", "heads", "group"])  # or every length compiles anew
 def keys_kernel(
     q, k, v, dout, lse, delta, dk, dv, table, scale, inner, outer, gradient_scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
@@ -153,7 +153,7 @@ def keys_kernel(
     _add_rows(dv, sum_dv, rows, k_rows, dv_row, DV, PADDED_DV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_rows", "blocks", "heads", "group"])  # or every length compiles anew
 def queries_kernel(
     q, k, v, dout, lse, delta, dq, table, scale, inner, outer, gradient_scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
@@ -196,7 +196,7 @@ def queries_kernel(
     _add_rows(dq, sum_dq * gradient_scale, rows, q_rows, dq_row, D, PADDED_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_rows", "heads"])  # or every length compiles anew
 def delta_kernel(
     dout, out, delta, dout_batch, dout_row, dout_head, out_batch, out_row, out_head, q_rows, heads,
     R: tl.constexpr, DV: tl.constexpr, PADDED_DV: tl.constexpr,

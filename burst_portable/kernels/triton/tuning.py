@@ -62,15 +62,16 @@ HALF: Table = {
         128: _one(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2)),
         256: _one(Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
     },
+    # Measured by benchmarks/tune.py on one H100, causal, S 16384 (D 128) and 8192 (D 64): see benchmarks/results.
     "sm_90": {
         64: Tuning(
-            (Blocks(128, 64, 4, 3, tma=True), Blocks(128, 64, 8, 3)),
-            (Blocks(128, 64, 8, 2, tma=True), Blocks(64, 64, 4, 2)),
-            (Blocks(128, 64, 8, 3, tma=True), Blocks(128, 64, 8, 3)),
+            (Blocks(64, 128, 4, 3, tma=True), Blocks(128, 64, 4, 3)),
+            (Blocks(64, 64, 4, 3, tma=True), Blocks(64, 64, 4, 3)),
+            (Blocks(128, 64, 4, 3, tma=True), Blocks(64, 128, 4, 3)),
         ),
         128: Tuning(
-            (Blocks(128, 64, 4, 2, tma=True), Blocks(128, 64, 8, 3)),
-            (Blocks(64, 64, 4, 2, tma=True), Blocks(64, 64, 4, 2)),
+            (Blocks(128, 128, 8, 3, tma=True), Blocks(128, 128, 8, 3)),
+            (Blocks(64, 64, 4, 2, tma=True), Blocks(128, 64, 8, 3)),
             (Blocks(128, 64, 8, 3, tma=True), Blocks(128, 64, 8, 3)),
         ),
         256: Tuning(

@@ -1,0 +1,269 @@
+"""Local attention: every provider on every row, forward and backward, in random order in one run.
+
+    python benchmarks/attention.py                         all rows and providers
+    python benchmarks/attention.py --quick                 the rows that fit a short run
+    python benchmarks/attention.py --rows causal-16k,window --providers triton,cudnn,flex
+
+Correctness first: a provider whose result is wrong has no speed. TFLOP/s count the exact area of the mask, forward
+4·area·H·D, backward 2.5 times that. Writes a table, JSON and a picture to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.providers import PROVIDERS, Absent, Calls, Task, make_task
+from benchmarks.report import Result, print_tables, write
+from burst_portable.errors import BurstError
+
+ERROR_LIMIT = 1.2e-2  # relative, against float32 on the same bf16 inputs; plain bf16 attention loses 2e-3 to 4e-3
+LSE_LIMIT = 1e-4
+CHECKED_HEADS = 1  # K/V heads, with all that read them
+
+
+@dataclass(frozen=True)
+class Row:
+    """length, (heads, K/V heads), head size, mask."""
+
+    length: int
+    heads: tuple[int, int]
+    head: int
+    mask: str
+    quick: bool = False
+    resumed: bool = False
+
+
+def _documents(length: int, count: int) -> str:
+    generator = random.Random(0)
+    cuts = sorted(generator.sample(range(64, length), count - 1))
+    return "documents:" + ",".join(map(str, [0, *cuts, length]))
+
+
+ROWS: dict[str, Row] = {
+    "causal-16k": Row(16384, (32, 32), 128, "causal", quick=True),
+    "full-16k": Row(16384, (32, 32), 128, "full", quick=True),
+    "causal-16k-gqa": Row(16384, (32, 8), 128, "causal", quick=True),
+    "causal-8k-d64": Row(8192, (32, 32), 64, "causal", quick=True),
+    "full-32k": Row(32768, (16, 16), 128, "full"),
+    "causal-32k": Row(32768, (16, 16), 128, "causal"),
+    "causal-4k": Row(4096, (32, 32), 128, "causal", quick=True),
+    "full-4k": Row(4096, (32, 32), 128, "full", quick=True),
+    "state-4k": Row(4096, (32, 32), 128, "full", quick=True, resumed=True),
+    "state-4k-causal": Row(4096, (32, 32), 128, "causal", resumed=True),
+    "documents": Row(16384, (32, 32), 128, _documents(16384, 16), quick=True),
+    "window": Row(16384, (32, 32), 128, "window:1024", quick=True),
+    "prefix": Row(16384, (32, 32), 128, "prefix:8192"),
+    "sink": Row(16384, (32, 32), 128, "sink:64:1024"),
+    "share-question": Row(16384, (32, 32), 128, "share_question:4096,3000,3000,3000,3288"),
+}
+
+
+@dataclass
+class Entry:
+    """One provider on one row: its calls, and what was measured of them."""
+
+    name: str
+    calls: Calls
+    result: Result
+    times: dict[str, list[float]] = field(default_factory=lambda: {"forward": [], "backward": []})
+
+
+# ----------------------------------------------------------------------------------------- correctness
+
+
+def reference(task: Task) -> dict[str, Tensor]:
+    """Dense attention of a few heads in float32 (tf32 off), [B, S, H, D] cut to those heads."""
+    kept = CHECKED_HEADS * task.group
+    q, dout = (x[:, :, :kept].float().transpose(1, 2) for x in (task.q, task.dout))
+    k, v = (x[:, :, :CHECKED_HEADS].float().transpose(1, 2) for x in (task.k, task.v))
+    length, result = q.shape[2], {}
+    keep = _visible(task, length)
+    out, lse, dq = torch.zeros_like(q), q.new_zeros(q.shape[:3]), torch.zeros_like(q)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for h in range(kept):
+        at = h // task.group
+        s = (q[:, h] @ k[:, at].mT) * task.options.scale
+        s.masked_fill_(~keep, -torch.inf)
+        lse[:, h] = torch.logsumexp(s, -1)
+        p = s.sub_(lse[:, h].unsqueeze(-1)).exp_()
+        out[:, h] = p @ v[:, at]
+        dv[:, at] += p.mT @ dout[:, h]
+        ds = dout[:, h] @ v[:, at].mT
+        ds.sub_((dout[:, h] * out[:, h]).sum(-1, keepdim=True)).mul_(p)
+        del s, p
+        dq[:, h] = ds @ k[:, at] * task.options.scale
+        dk[:, at] += ds.mT @ q[:, h] * task.options.scale
+        del ds
+    for name, x in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv)):
+        result[name] = x.transpose(1, 2)
+    return {**result, "lse": lse}
+
+
+def _visible(task: Task, length: int) -> Tensor:
+    device = task.q.device
+    i, j = torch.arange(length, device=device).unsqueeze(1), torch.arange(length, device=device).unsqueeze(0)
+    keep = torch.zeros(length, length, dtype=torch.bool, device=device)
+    for r in task.mask.regions:
+        rows, columns = (i >= r.q_start) & (i < r.q_stop), (j >= r.k_start) & (j < r.k_stop)
+        keep |= rows & columns & (i - j >= r.lo) & (i - j <= r.hi)
+    return keep
+
+
+def errors(calls: Calls, task: Task, expected: dict[str, Tensor]) -> dict[str, float]:
+    """Relative errors of one forward and one backward."""
+    for buffer in task.extra.get("zero", ()):
+        buffer.zero_()
+    out, lse = calls[0]()
+    dq, dk, dv = calls[1]()
+    torch.accelerator.synchronize()
+    found = {}
+    for name, x in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv)):
+        target = expected[name]
+        difference = x[:, :, : target.shape[2]].float() - target
+        found[name] = float(difference.norm() / target.norm())
+    if lse is not None and not task.resumed:
+        found["lse"] = float((lse[:, : expected["lse"].shape[1]] - expected["lse"]).abs().max())
+    # Merging a state with what it already holds adds to every row's LSE and keeps out: that is checked alone.
+    return found
+
+
+def wrong(found: dict[str, float]) -> bool:
+    return any(not error < (LSE_LIMIT if name == "lse" else ERROR_LIMIT) for name, error in found.items())
+
+
+# -------------------------------------------------------------------------------------------- measuring
+
+
+def prepare(task: Task, providers: list[str], expected: dict[str, Tensor]) -> tuple[list[Entry], list[Result]]:
+    """Those that are there and right; and what was found of all."""
+    entries, results = [], []
+    for name in providers:
+        task.extra["zero"] = []
+        result = Result(task.name, name)
+        results.append(result)
+        started = time.time()
+        try:
+            calls = PROVIDERS[name](task)
+            result.errors = errors(calls, task, expected)
+        except Absent as reason:
+            result.reason = str(reason)
+            continue
+        except (BurstError, RuntimeError) as error:  # a row without this provider is worth more than no rows
+            result.reason = f"FAILED: {type(error).__name__}: {str(error)[:300]}"
+            continue
+        result.seconds_to_start = round(time.time() - started, 1)
+        if wrong(result.errors):
+            result.reason = f"WRONG: {result.errors}"
+            continue
+        result.peak_bytes = {"forward": peak(calls[0]), "backward": peak(calls[1])}
+        entries.append(Entry(name, calls, result))
+    return entries, results
+
+
+def peak(call: Callable[[], object]) -> int:
+    """Bytes that a call takes besides what is there."""
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    call()
+    torch.accelerator.synchronize()
+    return torch.accelerator.max_memory_allocated() - before
+
+
+def measure(entries: list[Entry], seconds: float, least: int = 5) -> None:
+    """All in random order, round after round, the device never idle within a round."""
+    started, rounds = time.time(), 0
+    while rounds < least or time.time() - started < seconds:
+        order = [(entry, which) for entry in entries for which in ("forward", "backward")]
+        random.shuffle(order)
+        events = [(torch.Event(enable_timing=True), torch.Event(enable_timing=True)) for _ in order]
+        for (entry, which), (before, after) in zip(order, events, strict=True):
+            before.record()
+            entry.calls[which == "backward"]()
+            after.record()
+        torch.accelerator.synchronize()
+        for (entry, which), (before, after) in zip(order, events, strict=True):
+            entry.times[which].append(before.elapsed_time(after))
+        rounds += 1
+
+
+def host_time(call: Callable[[], object], repeats: int = 50) -> float:
+    """Microseconds of the host for a call, the device given nothing to wait for."""
+    call()
+    torch.accelerator.synchronize()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    spent = time.perf_counter() - started
+    torch.accelerator.synchronize()
+    return spent / repeats * 1e6
+
+
+def finish(entry: Entry, row: Row, task: Task) -> None:
+    area = task.mask.area(row.length, row.length)
+    flops = 4 * area * row.heads[0] * row.head
+    for which, factor in (("forward", 1.0), ("backward", 2.5)):
+        milliseconds = statistics.median(entry.times[which][1:])
+        entry.result.milliseconds[which] = round(milliseconds, 4)
+        entry.result.tflops[which] = round(flops * factor / milliseconds / 1e9, 1)
+
+
+def run_row(name: str, providers: list[str], seconds: float) -> list[Result]:
+    row = ROWS[name]
+    task = make_task(name, row.length, row.heads, row.head, row.mask, resumed=row.resumed)
+    expected = reference(task)
+    entries, results = prepare(task, providers, expected)
+    del expected
+    measure(entries, seconds)
+    for entry in entries:
+        finish(entry, row, task)
+    return results
+
+
+def host_times(providers: list[str]) -> dict[str, dict[str, float]]:
+    """Host microseconds of a cached call of our kernels, on a problem small enough that the device keeps up."""
+    found = {}
+    for name in {"triton", "hopper"} & set(providers):
+        task = make_task("host", 256, (1, 1), 128, "causal", resumed=False)
+        try:
+            calls = PROVIDERS[name](task)
+        except Absent:
+            continue
+        found[name] = {w: round(host_time(c), 1) for w, c in zip(("forward", "backward"), calls, strict=True)}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", help=f"names, separated by commas, of {', '.join(ROWS)}")
+    parser.add_argument("--quick", action="store_true", help="the rows and providers that fit a short run")
+    parser.add_argument("--providers", help=f"of {', '.join(PROVIDERS)}")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of measuring a row")
+    parser.add_argument("--label", default="attention", help="name of the files in --out")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    rows = (
+        arguments.rows.split(",") if arguments.rows else [n for n, r in ROWS.items() if r.quick or not arguments.quick]
+    )
+    default = [p for p in PROVIDERS if not (arguments.quick and p == "flex-max")]
+    providers = arguments.providers.split(",") if arguments.providers else default
+    results: list[Result] = []
+    hosts = host_times(providers)
+    for name in rows:
+        results += run_row(name, providers, arguments.seconds)
+        print(f"{name} done", flush=True)
+        write(results, hosts, arguments.out, arguments.label)  # after every row: a cut run keeps what it has
+    print_tables(results, hosts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Who can compute attention here: our kernels, torch's cuDNN and flash, FlexAttention, flash-attn-4.
+
+A provider takes a problem and gives two calls, forward and backward, or raises `Absent` with the reason. Results
+are (out, lse or None) and (dq, dk, dv), in [B, S, H, D].
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from burst_portable.kernels.contract import Kernel, Options, Problem
+from burst_portable.layout import Segment
+from burst_portable.mask import Mask
+from burst_portable.tiles import Tiles, find_tiles
+
+
+class Absent(Exception):
+    """This provider cannot serve this row; its text is the reason."""
+
+
+@dataclass
+class Task:
+    """One row of the benchmark, with its tensors."""
+
+    name: str
+    mask: Mask
+    tiles: Tiles
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    resumed: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def options(self) -> Options:
+        return Options(self.q.shape[-1] ** -0.5)
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[2] // self.k.shape[2]
+
+
+Calls = tuple[Callable[[], tuple[Tensor, Tensor | None]], Callable[[], tuple[Tensor, Tensor, Tensor]]]
+
+
+def make_task(name: str, length: int, heads: tuple[int, int], head: int, mask: str, *, resumed: bool) -> Task:
+    device = torch.accelerator.current_accelerator()
+    generator = torch.Generator(device).manual_seed(0)
+    count = {"q": heads[0], "k": heads[1], "v": heads[1], "dout": heads[0]}
+    made = {
+        n: torch.randn(1, length, h, head, device=device, generator=generator, dtype=torch.bfloat16)
+        for n, h in count.items()
+    }
+    parsed, segment = Mask.parse(mask, length), (Segment(0, length),)
+    return Task(name, parsed, find_tiles(parsed, segment, segment), resumed=resumed, **made)
+
+
+# ------------------------------------------------------------------------------------------ our kernels
+
+
+def own(kernel: Kernel, task: Task) -> Calls:
+    """A kernel of this library. Gradients go into float32 buffers, which are added to: the checks zero them."""
+    q, k, v = task.q, task.k, task.v
+    problem = Problem(q.dtype, q.device.type, q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    if not (support := kernel.supports(problem)).ok:
+        raise Absent(support.reason)
+    into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    task.extra.setdefault("zero", []).extend(into)
+    state = kernel.attend(q, k, v, task.tiles, task.options)
+    running = state[0].clone(), state[1].clone()
+
+    def forward() -> tuple[Tensor, Tensor]:
+        if task.resumed:
+            return kernel.attend(q, k, v, task.tiles, task.options, state=running)
+        return kernel.attend(q, k, v, task.tiles, task.options)
+
+    def backward() -> tuple[Tensor, Tensor, Tensor]:
+        kernel.attend_backward(task.dout, q, k, v, state[1], task.tiles, task.options, out=state[0], into=into)
+        return into
+
+    return forward, backward
+
+
+def triton_kernel(task: Task) -> Calls:
+    from burst_portable.kernels.triton import TritonKernel
+
+    return own(TritonKernel(), task)
+
+
+def hopper_kernel(task: Task) -> Calls:
+    try:
+        module = importlib.import_module("burst_portable.backends.cuda.hopper")
+    except ImportError as error:
+        raise Absent(f"cannot be imported: {error}") from error
+    return own(module.HopperKernel(), task)
+
+
+# --------------------------------------------------------------------------------------------- others
+
+
+def _fused(task: Task, backend: SDPBackend) -> Calls:
+    """torch's scaled_dot_product_attention with one of its backends."""
+    if task.resumed:
+        raise Absent("knows no running state")
+    if task.mask.name not in ("full", "causal"):
+        raise Absent(f"knows no mask {task.mask}")
+    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (task.q, task.k, task.v))
+
+    def attention() -> Tensor:
+        with sdpa_kernel(backend):
+            return functional.scaled_dot_product_attention(
+                q, k, v, is_causal=task.mask.name == "causal", enable_gqa=task.group > 1
+            )
+
+    return _through_autograd(task, attention, (q, k, v))
+
+
+def _through_autograd(task: Task, attention: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Calls:
+    """Forward without, backward through autograd; heads second, as torch has them."""
+    try:
+        kept = attention()
+    except RuntimeError as error:
+        raise Absent(str(error).splitlines()[0][:200]) from error
+    dout = task.dout.transpose(1, 2)
+
+    def forward() -> tuple[Tensor, None]:
+        with torch.no_grad():
+            return attention().transpose(1, 2), None
+
+    def backward() -> tuple[Tensor, Tensor, Tensor]:
+        gradients = torch.autograd.grad(kept, leaves, dout, retain_graph=True)
+        return tuple(x.transpose(1, 2) for x in gradients)  # type: ignore[return-value]
+
+    return forward, backward
+
+
+def cudnn(task: Task) -> Calls:
+    return _fused(task, SDPBackend.CUDNN_ATTENTION)
+
+
+def aten_flash(task: Task) -> Calls:
+    return _fused(task, SDPBackend.FLASH_ATTENTION)
+
+
+def flex(task: Task, mode: str) -> Calls:
+    """FlexAttention, its mask from the regions in a mask function and a block mask."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if task.resumed:
+        raise Absent("knows no running state")
+    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (task.q, task.k, task.v))
+    length = q.shape[2]
+    block = None
+    if task.mask.name != "full":
+        block = create_block_mask(mask_function(task.mask, q.device), None, None, length, length, device=q.device)
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
+    return _through_autograd(task, lambda: compiled(q, k, v, block_mask=block, enable_gqa=task.group > 1), (q, k, v))
+
+
+def mask_function(mask: Mask, device: torch.device) -> Callable[..., Tensor]:
+    """A mask as FlexAttention wants it, the way its own examples write each."""
+    kind = mask.name.split(":")[0].split("(")[0]
+    regions = mask.regions
+    if kind == "causal":
+        return lambda b, h, i, j: i >= j
+    if kind == "window":
+        lo, hi = regions[0].lo, regions[0].hi
+        return lambda b, h, i, j: (i - j >= lo) & (i - j <= hi)
+    if kind == "documents":
+        ends = torch.tensor([r.q_stop for r in regions], device=device)
+        document = torch.bucketize(torch.arange(int(ends[-1]), device=device), ends, right=True)
+        return lambda b, h, i, j: (i >= j) & (document[i] == document[j])
+    if kind == "prefix":
+        prefix = regions[0].k_stop
+        return lambda b, h, i, j: (i >= j) | (j < prefix)
+    if kind == "sink":
+        sink, left = regions[0].k_stop, regions[1].hi
+        return lambda b, h, i, j: (i >= j) & ((j < sink) | (i - j <= left))
+    if kind == "share_question":
+        ends = torch.tensor(sorted({r.q_stop for r in regions}), device=device)
+        part = torch.bucketize(torch.arange(int(ends[-1]), device=device), ends, right=True)
+        return lambda b, h, i, j: (i >= j) & ((part[i] == part[j]) | (part[j] == 0))
+    raise Absent(f"no mask function was written for {mask}")
+
+
+def flash_attn_4(task: Task) -> Calls:
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError as error:
+        raise Absent(f"not installed: {error}") from error
+    if task.resumed:
+        raise Absent("knows no running state")
+    if task.mask.name not in ("full", "causal"):
+        raise Absent(f"was not asked for the mask {task.mask}")
+    leaves = tuple(x.detach().requires_grad_() for x in (task.q, task.k, task.v))
+
+    def attention() -> Tensor:
+        return flash_attn_func(*leaves, causal=task.mask.name == "causal")[0]
+
+    kept = attention()
+
+    def forward() -> tuple[Tensor, None]:
+        with torch.no_grad():
+            return attention(), None
+
+    return forward, lambda: torch.autograd.grad(kept, leaves, task.dout, retain_graph=True)
+
+
+PROVIDERS: dict[str, Callable[[Task], Calls]] = {
+    "triton": triton_kernel,
+    "hopper": hopper_kernel,
+    "cudnn": cudnn,
+    "flash": aten_flash,
+    "flex": lambda task: flex(task, "default"),
+    "flex-max": lambda task: flex(task, "max-autotune-no-cudagraphs"),
+    "flash-attn-4": flash_attn_4,
+}

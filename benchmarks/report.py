@@ -1,0 +1,97 @@
+"""What the attention benchmark prints and writes: tables, JSON, and a bar chart as SVG."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+
+import torch
+
+PEERS = ("cudnn", "flex", "flex-max", "flash-attn-4")
+COLORS = {"triton": "#3b6fb6", "hopper": "#1f9d73", "cudnn": "#8a8a8a", "flash": "#c9c9c9", "flex": "#d9a441"}
+OTHER_COLOR = "#a06cb5"
+
+
+@dataclass
+class Result:
+    """One provider on one row."""
+
+    row: str
+    provider: str
+    reason: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    tflops: dict[str, float] = field(default_factory=dict)
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    seconds_to_start: float = 0.0
+
+
+def setting() -> dict[str, str]:
+    """Where and with what it ran."""
+    import triton
+
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def print_tables(results: list[Result], hosts: dict[str, dict[str, float]]) -> None:
+    print(" ".join(f"{name} {value};" for name, value in setting().items()))
+    print(f"{'row':16} {'provider':13} {'fwd':>7} {'bwd':>7} TFLOP/s  {'MiB':>11}  ratios to {', '.join(PEERS)}")
+    for result in results:
+        if result.reason:
+            print(f"{result.row:16} {result.provider:13} - {result.reason[:90]}")
+            continue
+        peers = {r.provider: r for r in results if r.row == result.row and r.tflops and r.provider in PEERS}
+        ratios = "  ".join(
+            "/".join(f"{result.tflops[w] / peers[p].tflops[w]:.2f}" for w in ("forward", "backward"))
+            for p in PEERS
+            if p in peers
+        )
+        memory = "/".join(f"{result.peak_bytes[w] / 2**20:.0f}" for w in ("forward", "backward"))
+        forward, backward = result.tflops["forward"], result.tflops["backward"]
+        print(f"{result.row:16} {result.provider:13} {forward:7.1f} {backward:7.1f}          {memory:>11}  {ratios}")
+    for provider, times in hosts.items():
+        print(f"host time of a cached call, {provider}: {times} microseconds")
+
+
+def write(results: list[Result], hosts: dict[str, dict[str, float]], folder: Path, label: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {"setting": setting(), "host_microseconds": hosts, "results": [asdict(r) for r in results]}
+    (folder / f"{label}.json").write_text(json.dumps(data, indent=1) + "\n")
+    (folder / f"{label}.svg").write_text(picture(results))
+
+
+def picture(results: list[Result]) -> str:
+    """Bars of TFLOP/s by row and provider, forward left and backward right."""
+    measured = [r for r in results if r.tflops]
+    rows = list(dict.fromkeys(r.row for r in measured))
+    bar, gap, width = 13, 10, 330
+    most = max((max(r.tflops.values()) for r in measured), default=1.0)
+    y, parts = 40, []
+    for row in rows:
+        parts.append(f'<text x="6" y="{y + 10}" font-weight="bold">{escape(row)}</text>')
+        for result in (r for r in measured if r.row == row):
+            color = COLORS.get(result.provider, OTHER_COLOR)
+            parts.append(f'<text x="120" y="{y + 10}">{escape(result.provider)}</text>')
+            for left, which in ((210, "forward"), (600, "backward")):
+                length = width * result.tflops[which] / most
+                parts.append(f'<rect x="{left}" y="{y}" width="{length:.0f}" height="{bar - 2}" fill="{color}"/>')
+                parts.append(f'<text x="{left + length + 4:.0f}" y="{y + 10}">{result.tflops[which]:.0f}</text>')
+            y += bar
+        y += gap
+    size = f'width="1000" height="{y + 10}" font-family="sans-serif" font-size="11"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+    where = setting()
+    title = f"{where['device']}, torch {where['torch']}, triton {where['triton']}, {where['date']}"
+    titles = f'<text x="6" y="16">{escape(title)}</text><text x="210" y="32">forward, TFLOP/s</text>'
+    titles += '<text x="600" y="32">backward, TFLOP/s</text>'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', titles, *parts, "</svg>"]) + "\n"
