@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -15,13 +14,11 @@ from burst_portable.cli import PROGRAM
 
 # A command's module is imported when that command runs, or when help lists it; what is heavy it imports inside its
 # function, so that planning does not wait for torch. A command returns its exit code, or None for 0.
-# (The filter below is for commands whose file is still being written.)
-_ALL = {
+COMMANDS = {
     "run": "burst_portable.cli.run:run",
     "plan": "burst_portable.cli.plan:plan",
     "doctor": "burst_portable.cli.doctor:doctor",
 }
-COMMANDS = {name: target for name, target in _ALL.items() if find_spec(target.partition(":")[0])}
 
 
 def command_line(arguments: list[str]) -> Any:
