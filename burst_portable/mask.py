@@ -16,9 +16,10 @@ lies is the business of `layout`, and the two meet in `tiles` alone.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from burst_portable.errors import MaskError, explain, unknown_name
 
@@ -93,10 +94,15 @@ class Mask:
     regions: tuple[Region, ...]
     name: str = "custom"
     _hash: int = field(init=False, repr=False)
+    _starts: tuple[int, ...] = field(init=False, repr=False)
+    _furthest: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "regions", tuple(sorted(self.regions, key=lambda r: (r.q_start, r.k_start, r.lo))))
         object.__setattr__(self, "_hash", hash(self.regions))
+        # For bisection: where regions start, and the furthest stop up to each.
+        object.__setattr__(self, "_starts", tuple(r.q_start for r in self.regions))
+        object.__setattr__(self, "_furthest", tuple(accumulate((r.q_stop for r in self.regions), max)))
         if pair := _first_overlap(self.regions):
             raise MaskError(
                 explain(
@@ -130,6 +136,12 @@ class Mask:
                             allowed=f"positions below {length}",
                         )
                     )
+
+    def regions_of_rows(self, start: int, stop: int) -> tuple[Region, ...]:
+        """The regions that may hold a query of [start, stop), found by bisection."""
+        if len(self.regions) <= 2:
+            return self.regions
+        return self.regions[bisect_right(self._furthest, start) : bisect_left(self._starts, stop)]
 
     def area(self, q_length: int, k_length: int | None = None) -> int:
         """How many (q, k) pairs it lets through: what FLOPs are counted from."""

@@ -14,11 +14,8 @@ Nothing here is in proportion to the tokens: positions are never listed, regions
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
 
 from burst_portable.errors import LayoutError, explain
 from burst_portable.layout import Segment
@@ -134,7 +131,7 @@ def _pieces(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> 
     for q in queries:
         k_offset = 0
         for k in keys:
-            for region in _regions_of_rows(mask, q.start, q.last + 1):
+            for region in mask.regions_of_rows(q.start, q.last + 1):
                 if tile := _piece(region, q, k, q_offset, k_offset):
                     yield tile
             k_offset += k.count
@@ -160,20 +157,6 @@ def _piece(region: Region, q: Segment, k: Segment, q_offset: int, k_offset: int)
     lo = -UNBOUNDED if region.lo <= -UNBOUNDED else -((base - region.lo) // q.step)
     hi = UNBOUNDED if region.hi >= UNBOUNDED else (region.hi - base) // q.step
     return banded_box(q_offset + q_first, q_offset + q_past, k_offset + k_first, k_offset + k_past, lo, hi)
-
-
-@lru_cache(maxsize=64)
-def _row_index(mask: Mask) -> tuple[list[int], list[int]]:
-    """For bisection: where regions (sorted so) start, and the furthest stop up to each."""
-    return [r.q_start for r in mask.regions], list(accumulate((r.q_stop for r in mask.regions), max))
-
-
-def _regions_of_rows(mask: Mask, start: int, stop: int) -> tuple[Region, ...]:
-    """The regions that may hold a query of [start, stop)."""
-    if len(mask.regions) <= 2:
-        return mask.regions
-    starts, furthest = _row_index(mask)
-    return mask.regions[bisect_right(furthest, start) : bisect_left(starts, stop)]
 
 
 # ----------------------------------------------------------------------------------------------- fusing
