@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -90,7 +91,8 @@ def distribution(tokens: int, rounds: int) -> dict[str, float]:
         folder = Path(name)
         arguments = ["--folder", name, "--tokens", str(tokens), "--rounds", str(rounds)]
         ranks = [subprocess.Popen([sys.executable, __file__, "--rank", str(rank), *arguments]) for rank in range(2)]
-        if any([rank.wait() for rank in ranks]):
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
             sys.exit("a rank failed")
         first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
     seconds = {"plain": statistics.median(first["plain"])}
@@ -110,10 +112,9 @@ def call_overhead() -> float:
     (call,) = mesh._calls.values()
     kernel = call.runtime.kernel
     with torch.no_grad():
-        pairs = [
-            (timed(lambda: bp.attention(q, k, v, mask=mask, mesh=mesh)), timed(lambda: kernel.attend(q, k, v, tiles, options)))
-            for _ in range(3000)
-        ]  # fmt: skip
+        call_it = partial(bp.attention, q, k, v, mask=mask, mesh=mesh)
+        kernel_alone = partial(kernel.attend, q, k, v, tiles, options)
+        pairs = [(timed(call_it), timed(kernel_alone)) for _ in range(3000)]
     call_time, kernel_time = (statistics.median(column) for column in zip(*pairs, strict=True))
     return (call_time - kernel_time) * 1e6
 
@@ -131,14 +132,8 @@ def planning() -> dict[str, float]:
     for name in ("ring", "burst", "double_ring"):
         cumulative = [i * tokens // 500 for i in range(501)]
         started = time.process_time()
-        plan = bp.plan(
-            seq_len=tokens,
-            ranks=ranks,
-            heads=32,
-            kv_heads=8,
-            mask=bp.Mask.documents(cumulative),
-            strategy=make_strategy(name),
-        )
+        mask, strategy = bp.Mask.documents(cumulative), make_strategy(name)
+        plan = bp.plan(seq_len=tokens, ranks=ranks, heads=32, kv_heads=8, mask=mask, strategy=strategy)
         for _, part in plan.passes():
             part.rank(5)
         found[name] = time.process_time() - started
@@ -164,9 +159,8 @@ def main() -> None:
         print(f"  two ranks, {name:<10}        {seconds[name]:7.2f} s   ratio {ratio:.3f}   (limit {LIMIT_RATIO})")
     print(f"a call with a cached plan: {overhead:.1f} microseconds over its kernel (limit {LIMIT_MICROSECONDS:g})")
     for name, value in plans.items():
-        print(
-            f"planning rank 5 of 1,024, 1,048,576 tokens, 500 documents, {name}: {value:.3f} s (limit {LIMIT_PLANNING:g})"
-        )
+        what = f"planning rank 5 of 1,024, 1,048,576 tokens, 500 documents, {name}"
+        print(f"{what}: {value:.3f} s (limit {LIMIT_PLANNING:g})")
     result = {
         "date": datetime.date.today().isoformat(), "machine": platform.machine(), "cores": os.cpu_count(),
         "python": platform.python_version(), "torch": torch.__version__, "tokens": arguments.tokens,
