@@ -82,7 +82,7 @@ def run(
     facts = _facts(prepared, place, checked, view)
     if facts is None:
         return 0
-    _write(facts, report, json_file)
+    _write(facts, prepared, report, json_file)
     view.verdict(facts, report)
     return 1 if facts["failures"] else 0
 
@@ -139,7 +139,7 @@ def _distributed(prepared: Prepared, place: Launched | None, checked: bool, view
             return [Outcome(**event["outcome"]) for event in done], gradients
 
 
-def _write(facts: dict[str, Any], report: Path | None, json_file: Path | None) -> None:
+def _write(facts: dict[str, Any], prepared: Prepared, report: Path | None, json_file: Path | None) -> None:
     from burst_portable.cli.training.outcome import finite
 
     text = json.dumps(finite(facts), indent=2, allow_nan=False) + "\n"
@@ -149,4 +149,4 @@ def _write(facts: dict[str, Any], report: Path | None, json_file: Path | None) -
         from burst_portable.cli.report import write_html
 
         (report / "report.json").write_text(text, encoding="utf-8")
-        write_html(facts, report / "report.html")
+        write_html(facts, prepared.plan, report / "report.html")

@@ -106,6 +106,7 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
         "reference_step_seconds": alone.seconds if alone else None,
         "phases": [_phases(o, c) for o, c in zip(outcomes, courses, strict=True)],
         "peak_memory_bytes": [o.peak_memory_bytes for o in outcomes],
+        "device_memory": load(job.backend).capabilities.streams,
         "plan": plan_facts(plan, load(job.backend).capabilities.rates, 0),
         "device": platform.processor() or platform.machine(),
         "versions": {

@@ -222,7 +222,9 @@ def _layout(name: str, length: int, ranks: int, documents: tuple[int, ...] | Non
         mask.check_lengths(length, length)
         if documents is not None and documents[-1] != length:
             raise InputError(explain("documents end before the sequence", got=documents[-1], allowed=length))
-    return make_layout(name, length, ranks, mask if name == "document_zigzag" else None)
+    # A sequence without documents is one document.
+    whole = Mask.documents((0, length)) if mask is None else mask
+    return make_layout(name, length, ranks, whole if name == "document_zigzag" else None)
 
 
 def _check_arguments(kwargs: dict[str, Any], ranks: int) -> None:
