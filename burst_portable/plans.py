@@ -15,15 +15,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
-from burst_portable.layout import Layout
+from burst_portable.layout import Layout, Segment
 from burst_portable.mask import Mask
 from burst_portable.moves import Move, Needs, Route, Side
 from burst_portable.tiles import Tiles, find_tiles
 
 PassName = Literal["forward", "backward"]
 PASSES: tuple[PassName, ...] = ("forward", "backward")
+_RANKS_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,10 @@ class PassPlan:
         object.__setattr__(self, "_needs", Needs(p.mask, p.q_layout, p.k_layout, self.side))
 
     def rank(self, rank: int) -> Steps:
-        """The steps of one rank; made once."""
+        """The steps of one rank; those of the last few asked for are kept."""
         if rank not in self._ranks:
+            if len(self._ranks) >= _RANKS_KEPT:
+                self._ranks.clear()
             self._ranks[rank] = self._make(rank)
         return self._ranks[rank]
 
@@ -127,7 +131,7 @@ class PassPlan:
     def _tiles(self, owner: int, rank: int) -> Tiles:
         p = self.problem
         q_owner, k_owner = (rank, owner) if self.side == "kv" else (owner, rank)
-        return find_tiles(p.mask, p.q_layout.shards[q_owner], p.k_layout.shards[k_owner])
+        return _tiles_of(p.mask, p.q_layout.shards[q_owner], p.k_layout.shards[k_owner])
 
     def _all_rows(self, side: Side, owner: int) -> tuple[int, int]:
         layout = self.problem.k_layout if side == "kv" else self.problem.q_layout
@@ -181,6 +185,12 @@ class PassPlan:
         target = self.results.departure(self._needs, owner, source)
         issue = self.route.step(owner, source)
         return Move(self.side, owner, source, target, issue, issue + 1, self._rows(owner, source), result=True)
+
+
+@lru_cache(maxsize=1 << 14)
+def _tiles_of(mask: Mask, queries: tuple[Segment, ...], keys: tuple[Segment, ...]) -> Tiles:
+    """Both passes, and every strategy that `auto` tries, ask for the same tiles."""
+    return find_tiles(mask, queries, keys)
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,19 @@ Nothing here is in proportion to the tokens: positions are never listed, regions
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from burst_portable.errors import LayoutError, explain
 from burst_portable.layout import Segment
 from burst_portable.mask import UNBOUNDED, Mask, Region, band_area
 
 _FUSE_PAIRWISE = 16  # above so many tiles only neighbours are tried: documents by the hundred do not fuse anyway
+
+
+_SEARCHED = 4  # up to so many segments, looking at each is faster than searching
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +132,30 @@ def sees(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> boo
 
 
 def _pieces(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> Iterator[Tile]:
+    find = _KeySearch(keys)
     q_offset = 0
     for q in queries:
-        k_offset = 0
-        for k in keys:
-            for region in mask.regions_of_rows(q.start, q.last + 1):
+        for region in mask.regions_of_rows(q.start, q.last + 1):
+            first, last = max(region.k_start, q.start - region.hi), min(region.k_stop - 1, q.last - region.lo)
+            for k, k_offset in find.between(first, last):
                 if tile := _piece(region, q, k, q_offset, k_offset):
                     yield tile
-            k_offset += k.count
         q_offset += q.count
+
+
+class _KeySearch:
+    """Which segments of a block of keys may hold positions of a range: by bisection, where there are many."""
+
+    def __init__(self, keys: Sequence[Segment]) -> None:
+        self._pairs = list(zip(keys, accumulate((k.count for k in keys), initial=0), strict=False))
+        rising = len(keys) > _SEARCHED and all(a.last < b.start for a, b in pairwise(keys))
+        self._starts = [k.start for k in keys] if rising else None
+
+    def between(self, first: int, last: int) -> Sequence[tuple[Segment, int]]:
+        """Segments that may hold a position of [first, last], each with the local index of its first row."""
+        if self._starts is None:
+            return self._pairs
+        return self._pairs[max(0, bisect_right(self._starts, first) - 1) : bisect_right(self._starts, last)]
 
 
 def _piece(region: Region, q: Segment, k: Segment, q_offset: int, k_offset: int) -> Tile | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from burst_portable.plans import PassPlan, Plan
+from burst_portable.moves import Move
+from burst_portable.plans import Compute, PassPlan, Plan
 
 
 def verify(plan: Plan, progress: Callable[[int], None] = lambda _: None) -> list[str]:
@@ -18,7 +19,7 @@ def verify(plan: Plan, progress: Callable[[int], None] = lambda _: None) -> list
     wrong = []
     done = 0
     for name, part in plan.passes():
-        checker = _Checker(part, copies=1)
+        checker = _Checker(part)
         for rank in range(part.problem.ranks):
             checker.walk(rank)
             done += 1
@@ -28,14 +29,15 @@ def verify(plan: Plan, progress: Callable[[int], None] = lambda _: None) -> list
 
 
 class _Checker:
-    def __init__(self, part: PassPlan, copies: int) -> None:
-        self.part, self.copies = part, copies
+    """Walks every rank of a pass once, and keeps only what both ends of a move do not cancel."""
+
+    def __init__(self, part: PassPlan) -> None:
+        self.part = part
         self.wrong: list[str] = []
-        self.computed: Counter[tuple[int, int]] = Counter()
+        self.computed: Counter[tuple[int, int]] = Counter()  # (query block, key block)
         self.area = 0
-        self.posted: Counter[object] = Counter()  # sends count +1, receives -1: both ends must agree exactly
-        self.merged: Counter[tuple[int, int]] = Counter()  # (owner, contributor): gradients that reached home
-        self.carried: dict[tuple[int, int], set[int]] = {}
+        self.open: dict[Move, int] = {}  # moves that one end alone has posted so far: +1 sent, -1 received
+        self.onwards: dict[tuple[int, int], int] = {}  # (owner, rank) -> where that rank sends its gradients
 
     def walk(self, rank: int) -> None:
         """One rank's steps, in order: a block is used only while it is there."""
@@ -43,25 +45,29 @@ class _Checker:
         for step in self.part.rank(rank):
             held |= {m.owner for m in step.arrivals}
             for move in step.sends:
-                self.posted[move] += 1
                 if move.owner not in held:
                     self.wrong.append(f"rank {rank} sends {move.label} at step {step.index} without holding it")
-            for move in step.receives:
-                self.posted[move] -= 1
+            self._count((*step.sends, *step.result_sends), +1)
+            self._count((*step.receives, *step.result_receives), -1)
             if step.compute:
-                c = step.compute
-                other = c.k_owner if self.part.side == "kv" else c.q_owner
-                if other not in held:
-                    self.wrong.append(f"rank {rank} computes with the block of {other} without holding it")
-                self.computed[c.q_owner, c.k_owner] += 1
-                self.area += c.tiles.area
-            for move in step.result_sends:
-                self.posted[move] += 1
-            for move in step.result_receives:
-                self.posted[move] -= 1
+                self._compute(rank, step.compute, held)
+            self.onwards.update({(m.owner, rank): m.target for m in step.result_sends})
             held -= set(step.released)
         if held != {rank}:
             self.wrong.append(f"rank {rank} still holds the blocks of {sorted(held - {rank})} at the end")
+
+    def _compute(self, rank: int, compute: Compute, held: set[int]) -> None:
+        other = compute.k_owner if self.part.side == "kv" else compute.q_owner
+        if other not in held:
+            self.wrong.append(f"rank {rank} computes with the block of {other} without holding it")
+        self.computed[compute.q_owner, compute.k_owner] += 1
+        self.area += compute.tiles.area
+
+    def _count(self, moves: Iterable[Move], sign: int) -> None:
+        for move in moves:
+            balance = self.open.pop(move, 0) + sign
+            if balance:
+                self.open[move] = balance
 
     def finish(self) -> list[str]:
         """What only all ranks together show."""
@@ -69,8 +75,8 @@ class _Checker:
             self.wrong.append(f"block pairs computed more than once: {twice[:4]}")
         if self.area != self.part.problem.area:
             self.wrong.append(f"{self.area} pairs computed, but the mask has {self.part.problem.area}")
-        if lonely := [move for move, balance in self.posted.items() if balance]:
-            self.wrong.append(f"{len(lonely)} moves posted by one end alone, such as {lonely[0]}")
+        if self.open:
+            self.wrong.append(f"{len(self.open)} moves posted by one end alone, such as {next(iter(self.open))}")
         if self.part.results is not None:
             self.wrong += self._gradients_home()
         return self.wrong
@@ -78,18 +84,13 @@ class _Checker:
     def _gradients_home(self) -> list[str]:
         """Follow each contribution from where it is made to its owner."""
         wrong = []
-        onwards = {
-            (move.owner, move.source): move.target
-            for rank in range(self.part.problem.ranks)
-            for step in self.part.rank(rank)
-            for move in step.result_sends
-        }
         for q_owner, k_owner in self.computed:
             owner, made_at = (k_owner, q_owner) if self.part.side == "kv" else (q_owner, k_owner)
-            seen, at = set(), made_at
+            seen: set[int] = set()
+            at = made_at
             while at != owner and at not in seen:
                 seen.add(at)
-                at = onwards.get((owner, at), at)
+                at = self.onwards.get((owner, at), at)
             if at != owner:
                 wrong.append(f"the gradient of block {owner} made on rank {made_at} gets no further than rank {at}")
         return wrong

@@ -23,7 +23,7 @@ from burst_portable.strategies.ulysses import UlyssesStrategy
 DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
 """A present-day accelerator, used where no backend says better."""
 
-_SAMPLED_RANKS = 8  # costs of so many ranks, spread over all: every rank's would be ranks² tiles
+_SAMPLED_RANKS = 4  # above so many ranks, the costs of so many, spread over all: every rank's would be ranks² tiles
 
 
 @dataclass(frozen=True)
