@@ -44,7 +44,7 @@ def write_html(facts: dict[str, Any], plan: Plan, path: Path) -> None:
         bytes=bytes_text,
         flops=flops_text,
         seconds=seconds_text,
-        small=lambda x: f"{x:.1e}",
+        small=lambda x: f"{x:.1e}" if x else "0",
         loss=lambda x: f"{x:.6f}",
         count=lambda x: f"{x:,.0f}",
     )

@@ -84,7 +84,7 @@ def bars(rows: Sequence[tuple[str, Sequence[Part]]], unit: str) -> Markup:
     """A bar a row, made of parts, all on one scale."""
     longest = max(sum(p.value for p in parts) for _, parts in rows) or 1.0
     ticks = _ticks(0.0, longest)
-    x = _scale(0.0, max(ticks[-1], longest), _LEFT + 10, _WIDTH - _RIGHT)
+    x = _scale(0.0, max(ticks[-1], longest), _LEFT + 10, _WIDTH - 30)
     height = 34 * len(rows) + 34
     drawn = [
         f'<line class="grid" x1="{x(t):.1f}" x2="{x(t):.1f}" y1="4" y2="{height - 26}"/>'
@@ -109,7 +109,7 @@ def matrix(rows: Sequence[Sequence[Cell]]) -> Markup:
     size, cell, edge = len(rows), 12, 20
     parts = [
         f'<text class="tick" x="{edge}" y="12">keys →</text>',
-        f'<text class="tick" transform="translate(12 {edge + 2}) rotate(90)">queries →</text>',
+        f'<text class="tick" transform="translate(4 {edge + 2}) rotate(90)">queries →</text>',
     ]
     for r, row in enumerate(rows):
         for c, one in enumerate(row):
