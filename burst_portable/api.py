@@ -48,6 +48,7 @@ def attention(
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
     kernel: str = ...,
+    deterministic: bool | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -67,6 +68,7 @@ def attention(
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
     kernel: str = ...,
+    deterministic: bool | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -85,6 +87,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     kernel: str = "auto",
+    deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence whose rows are spread over the ranks of a mesh; differentiable once.
@@ -105,6 +108,8 @@ def attention(
         softcap: scores become softcap·tanh(scores / softcap).
         sinks: one logit a query head, ``[Hq]``, that takes part in every row's softmax and has no value.
         kernel: "auto", or the name of one of the backend's kernels.
+        deterministic: whether gradients must be the same bits every time, which rules the fastest kernels out.
+            None follows `torch.use_deterministic_algorithms`.
         return_lse: also return LSE ``[B, Hq, S]``, float32 (float64 for float64), with no gradient.
 
     Returns:
@@ -117,12 +122,13 @@ def attention(
         CommunicationError: something went wrong between ranks.
     """
     mesh = as_mesh(mesh)
+    ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     key = (
-        mask, strategy, layout, seq_len, scale, softcap, kernel,
+        mask, strategy, layout, seq_len, scale, softcap, kernel, ordered,
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
     )  # fmt: skip
     call = mesh.remembered(
-        key, lambda: _prepare(q, k, v, mask, mesh, strategy, layout, seq_len, scale, softcap, kernel)
+        key, lambda: _prepare(q, k, v, mask, mesh, strategy, layout, seq_len, scale, softcap, kernel, ordered)
     )
     if sinks is not None:
         _check_sinks(sinks, q)
@@ -143,6 +149,7 @@ def _prepare(
     scale: float | None,
     softcap: float | None,
     kernel: str,
+    deterministic: bool,
 ) -> Call:
     """Everything that can be refused is refused here, before a byte moves."""
     _check_tensors(q, k, v)
@@ -178,10 +185,11 @@ def _prepare(
         local.head_dim,
         local.value_dim,
         softcap is not None,
+        deterministic,
     )
     named = mesh.config.kernel if kernel == "auto" else kernel
     chosen, _ = choose_kernel(backend, wanted, named)
-    options = contract.Options(_checked_scale(scale, q.shape[3]), _checked_softcap(softcap))
+    options = contract.Options(_checked_scale(scale, q.shape[3]), _checked_softcap(softcap), deterministic)
     return Call(made, PlainRuntime(chosen, mesh.transport(q.device.type)), options)
 
 

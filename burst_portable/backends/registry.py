@@ -15,7 +15,7 @@ from burst_portable.errors import BackendUnavailableError, UnsupportedError, exp
 from burst_portable.kernels.contract import Kernel, Problem
 
 GROUP = "burst_portable.backends"
-_OURS = {"cpu": "burst_portable.backends.cpu:backend"}
+_OURS = {name: f"burst_portable.backends.{name}:backend" for name in ("cpu", "cuda")}
 
 
 def known() -> dict[str, str]:

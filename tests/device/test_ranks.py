@@ -1,0 +1,67 @@
+"""On accelerators: the whole path of one rank, and ranks over several devices where there are several.
+
+python -m pytest -m device tests/device
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.conformance import oracle
+from burst_portable.conformance.cases import MASKS
+from burst_portable.conformance.tolerances import judge
+
+pytestmark = pytest.mark.device
+ROOT = Path(__file__).parents[2]
+
+
+def device() -> torch.device:
+    found = torch.accelerator.current_accelerator()
+    assert found is not None, "pytest -m device needs an accelerator"
+    return found
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_one_rank(name, dtype, deterministic):
+    """Everything that `attention` does around a kernel, on whichever kernel it chooses."""
+    length, heads, kv_heads, d = 53, 4, 2, 64
+    shapes = [(2, length, h, d) for h in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, dout = (torch.randn(shape, device=device()).to(dtype) for shape in shapes)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    mask = MASKS[name]
+    out, lse = bp.attention(*leaves, mask=mask, deterministic=deterministic, return_lse=True)
+    out.backward(dout)
+    answer = oracle.Answer(out, lse, *(x.grad for x in leaves))
+    seen = oracle.dense_mask(mask, length)
+    exact, plain = (
+        oracle.attention(*(x.cpu() for x in (q, k, v, dout)), seen, scale=d**-0.5, dtype=t)
+        for t in (torch.float64, dtype)
+    )
+    assert judge(answer, exact, plain, dtype) == {}
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators or more")
+@pytest.mark.timeout(300)
+def test_ranks_over_all_devices(tmp_path):
+    """Every strategy, several masks and dtypes, one rank a device, against the oracle."""
+    ranks = torch.accelerator.device_count()
+    command = [sys.executable, "-m", "tests.device.rank", str(ranks), str(tmp_path)]
+    processes = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(ranks)]
+    try:
+        assert [p.wait(timeout=280) for p in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+    for rank in range(ranks):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert len(found) >= 16
+        assert {case: wrong for case, wrong in found.items() if wrong} == {}, f"rank {rank}"
