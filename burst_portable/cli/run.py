@@ -112,11 +112,14 @@ def _facts(prepared: Prepared, place: Launched | None, checked: bool, view: View
         return None
     if not checked:
         return facts_of(prepared, outcomes, None, None)
-    if place is None:
-        torch.set_num_threads(cores())  # alone on the machine now
     device = device_of(job.device_type, place.local_rank if place else 0)
-    with view.progress("one device", job.steps) as step:
-        reference, expected = run_reference(job, device, lambda course: step(course.losses[-1]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads if place else cores())  # where no rank runs any more, all cores are free
+    try:
+        with view.progress("one device", job.steps) as step:
+            reference, expected = run_reference(job, device, lambda course: step(course.losses[-1]))
+    finally:
+        torch.set_num_threads(threads)
     return facts_of(prepared, outcomes, reference, None if job.scoring else gradient_difference(gradients, expected))
 
 

@@ -157,7 +157,10 @@ class Parallel:
     def _cut(self, input_ids: Tensor, documents: tuple[int, ...] | None) -> Layout:
         if input_ids.dim() != 2:
             raise ShapeError(explain("input_ids must be [batch, tokens]", got=tuple(input_ids.shape)))
-        return _layout(self.layout, input_ids.shape[1], self.mesh.size, documents)
+        return self._layout_of(input_ids.shape[1], documents)
+
+    def _layout_of(self, length: int, documents: tuple[int, ...] | None) -> Layout:
+        return _layout(self.layout, length, self.mesh.size, documents)
 
     # ------------------------------------------------------------------------------------------------ the hooks
 
@@ -194,7 +197,7 @@ class Parallel:
         seq_len = self.seq_len if seq_len is None else seq_len
         length = rows * self.mesh.size if seq_len is None else int(seq_len)
         bounds = None if documents is None else tuple(int(b) for b in documents)
-        layout = _layout(self.layout, length, self.mesh.size, bounds)
+        layout = self._layout_of(length, bounds)
         if layout.count(self.mesh.rank) != rows:
             raise LayoutError(
                 explain(

@@ -1,0 +1,103 @@
+"""Small models of transformers with random weights, and one device's answer to compare with."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from burst_portable import Mesh, run_local, unshard
+from burst_portable.integrations.transformers import parallelize, sum_gradients, sum_over_ranks
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MODELS: dict[str, Any] = {
+    "llama": lambda **o: LlamaForCausalLM(LlamaConfig(**SIZES, **o)),
+    "mistral": lambda **o: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=13, **o)),
+    "qwen3": lambda **o: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, **o)),
+    # A softcap, and layers that alternate between a window and the whole sequence.
+    "gemma2": lambda **o: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=9, **o)),
+}
+LENGTH = 47  # neither 2, 3, 4 nor 6 divide it
+
+
+@dataclass
+class Answer:
+    loss: float
+    logits: Tensor
+    gradients: dict[str, Tensor]
+
+
+def make(kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """A model in training mode."""
+    torch.manual_seed(0)
+    return MODELS[kind](**options).to(dtype).train()
+
+
+def tokens(batch: int = 2, length: int = LENGTH, seed: int = 1) -> Tensor:
+    return torch.randint(0, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def on_one_device(model: Any, ids: Tensor, labels: Tensor | None = None) -> Answer:
+    """Plain transformers, with what a softcap needs: SDPA has none, eager has."""
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("eager" if model.config.model_type == "gemma2" else "sdpa")
+    out = model(input_ids=ids, labels=ids if labels is None else labels, use_cache=False)
+    out.loss.backward()
+    return Answer(out.loss.item(), out.logits.detach(), gradients_of(model))
+
+
+def on_ranks(ranks: int, model: Any, ids: Tensor, labels: Tensor | None = None, **options: Any) -> list[Answer]:
+    """Each rank's answer, with logits brought back whole and loss and gradients summed."""
+    models = [copy.deepcopy(model) for _ in range(ranks)]
+
+    def work(mesh: Mesh) -> Answer:
+        mine = models[mesh.rank]
+        handle = parallelize(mine, mesh, **options)
+        out = mine(**handle.shard(ids, labels))
+        out.loss.backward()
+        sum_gradients(mine.parameters(), mesh)
+        loss = sum_over_ranks(out.loss.detach().reshape(1), mesh).item()
+        layout = handle._layout_of(ids.shape[1], None)
+        logits = unshard(out.logits.detach(), mesh, seq_len=ids.shape[1], layout=layout)
+        return Answer(loss, logits, gradients_of(mine))
+
+    return run_local(ranks, work)
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(answer: Answer, expected: Answer, *, exact: float = 1e-12, loss: float = 1e-6) -> None:
+    """Logits and every gradient; transformers computes the loss itself in float32."""
+    torch.testing.assert_close(answer.logits, expected.logits, rtol=exact, atol=exact)
+    assert abs(answer.loss - expected.loss) <= loss * abs(expected.loss)
+    assert answer.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        # The loss is float32, and so is the gradient that enters the model.
+        apart = (answer.gradients[name] - gradient).norm() / gradient.norm()
+        assert apart <= max(exact, 1e-7), f"{name}: {apart:.2e}"

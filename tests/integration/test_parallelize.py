@@ -1,0 +1,160 @@
+"""Unedited transformers models over ranks, against the same models on one device."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+
+from burst_portable import Mesh, run_local
+from burst_portable.errors import InputError
+from burst_portable.integrations.transformers import parallelize, sum_gradients
+from tests.integration.models import MODELS, assert_same, gradients_of, make, on_one_device, on_ranks, tokens
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_loss_and_every_gradient(kind: str, ranks: int):
+    model, ids = make(kind), tokens()
+    expected = on_one_device(model, ids)
+    for answer in on_ranks(ranks, model, ids):
+        # Only transformers' eager attention has a softcap, and its softmax is float32 whatever the model.
+        assert_same(answer, expected, exact=1e-6 if kind == "gemma2" else 1e-12)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "document_zigzag"])
+@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
+def test_strategies_and_layouts(strategy: str, layout: str):
+    model, ids = make("mistral"), tokens()
+    expected = on_one_device(model, ids)
+    for answer in on_ranks(2, model, ids, strategy=strategy, layout=layout):
+        assert_same(answer, expected)
+
+
+def test_labels_that_are_ignored():
+    """The mean is over all tokens that have a label, wherever they lie."""
+    model, ids = make("llama"), tokens()
+    labels = ids.clone()
+    labels[0, 5:30] = -100
+    labels[1, :40] = -100
+    expected = on_one_device(model, ids, labels)
+    for answer in on_ranks(3, model, ids, labels):
+        assert_same(answer, expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant: bool):
+    model, ids = make("mistral"), tokens()
+    expected = on_one_device(model, ids)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    for answer in on_ranks(2, model, ids):
+        assert_same(answer, expected)
+
+
+def test_a_recomputation_belongs_to_its_own_call():
+    """Two calls of different lengths before one backward: each layer is recomputed with the length of its call."""
+    model = make("llama")
+    batches = [tokens(1, 31), tokens(1, 46, seed=2)]
+    expected = [on_one_device(model, ids) for ids in batches]
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(mesh: Mesh) -> dict[str, torch.Tensor]:
+        mine = models[mesh.rank]
+        handle = parallelize(mine, mesh)
+        sum(mine(**handle.shard(ids)).loss for ids in batches).backward()
+        sum_gradients(mine.parameters(), mesh)
+        return gradients_of(mine)
+
+    for gradients in run_local(2, work):
+        for name, gradient in gradients.items():
+            whole = expected[0].gradients[name] + expected[1].gradients[name]
+            assert (gradient - whole).norm() <= 1e-7 * whole.norm(), name
+
+
+def test_packed_documents_see_only_themselves():
+    model, ids, ends = make("mistral"), tokens(2), (0, 9, 10, 33, 47)
+    alone = copy.deepcopy(model)
+    alone.set_attn_implementation("sdpa")
+    logits = torch.cat([alone(input_ids=ids[:, a:b]).logits for a, b in pairwise(ends)], dim=1)
+
+    def work(mesh: Mesh) -> float:
+        mine = copy.deepcopy(model)
+        handle = parallelize(mine, mesh, layout="document_zigzag")
+        inputs = handle.shard(ids, documents=ends)
+        assert inputs["num_items_in_batch"] == 2 * (47 - 4)
+        whole = mine(**inputs).logits
+        where = handle._layout_of(47, ends).positions(mesh.rank)
+        return (whole - logits[:, where]).abs().max().item()
+
+    assert max(run_local(2, work)) < 1e-12
+
+
+def test_two_models_on_two_meshes():
+    first, second = make("llama"), make("mistral")
+    ids = tokens()
+    expected = on_one_device(first, ids), on_one_device(second, ids)
+
+    def work(mesh: Mesh) -> list[float]:
+        a, b = copy.deepcopy(first), copy.deepcopy(second)
+        over_ranks, alone = parallelize(a, mesh), parallelize(b, Mesh.single(), layout="contiguous")
+        a_logits, b_logits = a(**over_ranks.shard(ids)).logits, b(**alone.shard(ids)).logits
+        where = over_ranks._layout_of(47, None).positions(mesh.rank)
+        apart = (a_logits - expected[0].logits[:, where], b_logits - expected[1].logits)
+        return [x.abs().max().item() for x in apart]
+
+    assert max(max(one) for one in run_local(2, work)) < 1e-12
+
+
+def test_an_inner_model_called_on_its_own():
+    """Who computes a loss himself calls the decoder without its head."""
+    model, ids = make("llama"), tokens()
+    expected = copy.deepcopy(model).model(input_ids=ids).last_hidden_state
+
+    def work(mesh: Mesh) -> float:
+        mine = copy.deepcopy(model)
+        handle = parallelize(mine, mesh)
+        inputs = handle.shard(ids)
+        hidden = mine.model(input_ids=inputs["input_ids"], seq_len=47).last_hidden_state
+        return (hidden - expected[:, handle._layout_of(47, None).positions(mesh.rank)]).abs().max().item()
+
+    assert max(run_local(2, work)) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(dtype: torch.dtype):
+    """Models then hand over q, k in float32 and v in 16 bits; SDPA gets them all in 16."""
+    model, ids = make("llama", torch.float32), tokens()
+    with torch.autocast("cpu", dtype):
+        expected = on_one_device(model, ids).logits
+    exact = on_one_device(model, ids).logits
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(mesh: Mesh) -> torch.Tensor:
+        mine = models[mesh.rank]
+        handle = parallelize(mine, mesh)
+        with torch.autocast("cpu", dtype):  # of this thread: autocast is no context variable
+            out = mine(**handle.shard(ids))
+        out.loss.backward()
+        return (out.logits - exact[:, handle._layout_of(47, None).positions(mesh.rank)]).abs().max()
+
+    # No further from the exact logits than one device's autocast, within a factor for the places that rounding takes.
+    allowed = 1.5 * (expected - exact).abs().max()
+    assert max(run_local(2, work)) <= allowed
+
+
+def test_undo_gives_the_model_back():
+    model, ids = make("llama"), tokens()
+    before = model(input_ids=ids).logits
+    with parallelize(model, Mesh.single()) as handle:
+        assert model.config._attn_implementation == "burst_portable"
+        with pytest.raises(InputError, match="already"):
+            parallelize(model, Mesh.single())
+        copied = copy.deepcopy(model)
+        torch.testing.assert_close(copied(**handle.shard(ids)).logits, before)
+    handle.undo()
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(hasattr(module, "_burst_portable") for module in model.modules())
+    torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=0, atol=0)
