@@ -1,0 +1,260 @@
+"""The command `burst-portable run`: real processes over gloo, its JSON, its exit codes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+import torch
+
+from burst_portable import Mesh, run_local
+from burst_portable.cli import main
+from burst_portable.cli.training.loop import Course, Sharded, Where, score
+from burst_portable.cli.training.models import config_of
+from burst_portable.cli.training.outcome import gradient_difference, relative_differences
+from burst_portable.cli.training.texts import batches, tokens_of
+from burst_portable.integrations.transformers import parallelize
+from tests.integration.models import SIZES, make
+
+FIELDS = {
+    *("backend", "world_size", "strategy", "layout", "seq_len", "steps", "losses", "reference_losses"),
+    *("max_relative_difference", "gradient_relative_difference", "tokens_per_second", "peak_memory_bytes"),
+}
+SMALL = ["run", "--seq-len", "101", "--ranks", "2", "--steps", "2"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A smaller model than tiny."""
+    path = tmp_path / "config.json"
+    sizes = {**SIZES, "vocab_size": 256}
+    path.write_text(json.dumps({"model_type": "llama", **sizes}), encoding="utf-8")
+    return path
+
+
+def in_a_process(*arguments: str, plant: Path | None = None, program: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command line; `plant` holds a sitecustomize.py for it and its ranks."""
+    environment = {**os.environ, **({"PYTHONPATH": str(plant)} if plant else {})}
+    command = [*(program or (sys.executable, "-m")), "burst_portable", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_device(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """101 tokens: the ranks hold 51 and 50."""
+    out, report = tmp_path / "out.json", tmp_path / "report"
+    arguments = [*SMALL, "--model", str(config), "--check", "--json", str(out), "--report", str(report)]
+    assert main(arguments) == 0
+    facts = json.loads(out.read_text(encoding="utf-8"))
+    assert facts.keys() >= FIELDS
+    assert (facts["backend"], facts["world_size"], facts["seq_len"], facts["steps"]) == ("cpu", 2, 101, 2)
+    assert facts["verdict"] == "ok"
+    assert facts["ranks_agree"]
+    assert len(facts["losses"]) == len(facts["reference_losses"]) == 2
+    assert 0 <= facts["max_relative_difference"] <= 2e-6
+    assert 0 < facts["gradient_relative_difference"] <= 2e-4
+    assert facts["tokens_per_second"] > 0
+    assert len(facts["peak_memory_bytes"]) == 2
+    assert min(facts["peak_memory_bytes"]) > 1 << 20
+    said = capsys.readouterr()
+    assert "PASSED 2 steps equal one device's" in said.out
+    assert said.err == ""
+    assert json.loads((report / "report.json").read_text(encoding="utf-8")) == facts
+    page = (report / "report.html").read_text(encoding="utf-8")
+    assert "PASSED" in page
+    assert not any(word in page for word in ("http://", "https://", "<script", "<link", "@import"))
+
+
+BROKEN = """
+import burst_portable.backends.cpu.attention as a
+right = a.CpuFlashKernel.attend_backward
+def wrong(self, dout, q, k, v, lse, tiles, options, *, into, **others):
+    right(self, dout, q, k, v, lse, tiles, options, into=into, **others)
+    into[1].mul_(1.01)  # dK one per cent too large
+a.CpuFlashKernel.attend_backward = wrong
+"""
+DYING = """
+import os, sys, torch
+right = torch.optim.AdamW.step
+def wrong(self, *a, **k):
+    if sys.argv[-1] == "1":
+        print("out of luck", file=sys.stderr, flush=True)
+        os._exit(9)
+    return right(self, *a, **k)
+torch.optim.AdamW.step = wrong
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bug", "told"),
+    [(BROKEN, ["FAILED", "differ from one device"]), (DYING, ["rank 1 ended with code 9", "out of luck"])],
+)
+def test_a_planted_bug_ends_with_1(config: Path, tmp_path: Path, bug: str, told: list[str]):
+    (tmp_path / "sitecustomize.py").write_text(bug, encoding="utf-8")
+    code, out, err = in_a_process(*SMALL, "--model", str(config), "--check", plant=tmp_path)
+    assert code == 1, out + err
+    assert all(word in out + err for word in told), out + err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_joining_torchrun(config: Path, tmp_path: Path):
+    out = tmp_path / "out.json"
+    program = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    arguments = ["run", "--model", str(config), "--seq-len", "64", "--steps", "1", "--check", "--json", str(out)]
+    code, said, err = in_a_process(*arguments, program=program)
+    assert code == 0, err
+    assert said.count("PASSED") == 1
+    assert json.loads(out.read_text(encoding="utf-8"))["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_interrupted(config: Path):
+    """Ctrl-C: quick, quiet, and no rank is left."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "burst_portable", *SMALL, "--steps", "100000", "--model", str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    started = threading.Event()
+    workers: list[int] = []
+
+    def watch() -> None:
+        while len(workers) < 2 and process.poll() is None:
+            workers[:] = _children(process.pid)
+            sleep(0.1)
+        started.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    assert started.wait(60)
+    sleep(1.0)
+    process.send_signal(2)
+    at = monotonic()
+    _, err = process.communicate(timeout=30)
+    assert monotonic() - at < 15
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def _children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text(encoding="ascii").split()] if path.exists() else []
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--text", "/no/such/text"], "cannot be read"),
+        (["--text", "{short}"], "shorter than one sequence"),
+        (["--text", "{empty}"], "cannot be used"),
+        (["--ranks", "0"], "--ranks"),
+        (["--ranks", "102"], "more ranks than tokens"),
+        (["--steps", "0"], "--steps"),
+        (["--seq-len", "-5"], "--seq-len"),
+        (["--batch", "0"], "--batch"),
+        (["--lr", "nan"], "--lr"),
+        (["--strategy", "rng"], "did you mean 'ring'"),
+        (["--strategy", "ulysses", "--ranks", "3"], "ulysses cannot share"),
+        (["--layout", "zag"], "zigzag"),
+        (["--dtype", "int8"], "unknown dtype"),
+        (["--backend", "gpu"], "unknown backend"),
+        (["--model", "/no/such/model"], "no such model"),
+        (["--model", "{broken}"], "cannot be read as JSON"),
+        (["--model", "{list}"], "holds no config"),
+        (["--model", "{unknown}"], "did you mean llama"),
+        (["--model", "{mistyped}"], "cannot read the config"),
+        (["--model", "{recurrent}"], "mamba"),
+        (["--model", "{dropout}"], "dropout"),
+        (["--model", "{pickled}"], "safetensors"),
+        (["--model", "{few}"], "tokens that the model does not know"),
+        (["--json", "/no/such/folder/x.json"], "--json"),
+        (["--report", "/proc/report"], "report"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_2(
+    arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    files = {
+        "short": "hi",
+        "empty": "",
+        "broken": '{"model_type": ',
+        "list": "[1]",
+        "unknown": '{"model_type": "lama"}',
+        "mistyped": '{"model_type": "llama", "hidden_size": "wide"}',
+        "recurrent": '{"model_type": "mamba"}',
+        "dropout": json.dumps({"model_type": "llama", **SIZES, "vocab_size": 256, "attention_dropout": 0.1}),
+        "few": json.dumps({"model_type": "llama", **SIZES}),
+    }
+    paths = {"pickled": str(tmp_path / "pickled")}
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"never read")
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        paths[name] = str(tmp_path / name)
+    assert main([*SMALL, *(a.format(**paths) for a in arguments)]) == 2
+    said = capsys.readouterr()
+    assert told in said.err
+    assert len(said.err.splitlines()) == 1
+    assert said.out == ""
+
+
+# ------------------------------------------------------------------------------------------------------ parts
+
+
+def test_perplexity_does_not_depend_on_the_ranks():
+    model = make("llama", torch.float32)
+    where = Where(torch.device("cpu"), torch.float32)
+    data = [ids % 64 for ids in batches(tokens_of(None, None)[0], 45, 2, 3)]
+
+    def nothing(course: Course) -> None:
+        pass
+
+    expected = score(model, data, where, None, nothing).losses
+
+    def work(mesh: Mesh) -> list[float]:
+        # Threads share the weights, which nobody changes, but not the hooks.
+        mine = make_like(model)
+        return score(mine, data, where, Sharded(parallelize(mine, mesh), mesh, None), nothing).losses
+
+    for ranks in (1, 2, 3):
+        for losses in run_local(ranks, work):
+            assert max(relative_differences(losses, expected)) < 1e-6
+
+
+def make_like(model: torch.nn.Module) -> torch.nn.Module:
+    import copy
+
+    return copy.deepcopy(model)
+
+
+def test_sequences_start_again_when_the_text_ends():
+    made = batches(torch.arange(10), 3, 2, 3)
+    assert [x.tolist() for x in made] == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [0, 1, 2]], [[3, 4, 5], [6, 7, 8]]]
+
+
+def test_differences_that_cannot_be_measured_are_infinite():
+    assert relative_differences([1.0, math.nan, 1.0], [1.0, 1.0, math.inf]) == [0.0, math.inf, math.inf]
+    one, two = [torch.ones(2)], [torch.ones(3)]
+    assert gradient_difference(one, two) == math.inf
+    assert gradient_difference([torch.tensor([math.nan])], [torch.ones(1)]) == math.inf
+    assert gradient_difference(one, [2 * torch.ones(2)]) == pytest.approx(0.5)
+
+
+def test_tiny_is_the_model_that_the_readme_tells_of():
+    config = config_of("tiny", 4096)
+    sizes = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.vocab_size)
+    assert sizes == (4, 8, 2, 256)
