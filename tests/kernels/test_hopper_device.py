@@ -13,7 +13,7 @@ from burst_portable.kernels.contract import Options, Problem
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
-from burst_portable.numerics import empty_state, row_delta
+from burst_portable.numerics import empty_state, finished, row_delta
 from burst_portable.tiles import Tile, Tiles, find_tiles
 
 pytestmark = pytest.mark.device
@@ -48,6 +48,10 @@ def randn(*shape, dtype=torch.bfloat16, seed=0):
 
 def wide(*tensors):
     return tuple(x.double() for x in tensors)
+
+
+def fresh_state(q):
+    return finished(empty_state(q, q.shape[-1]), q.dtype)
 
 
 def gap(x, exact):
@@ -117,7 +121,7 @@ def test_state_is_merged_in_place(dim):
     q, k, v = (randn(2, length, h, dim, seed=i) for i, h in enumerate((4, 2, 2)))
     tiles = tiles_of("causal", length)
     exact = ORACLE.attend(*wide(q, k, v), tiles, options)
-    state = empty_state(q, dim)
+    state = fresh_state(q)
     for start, stop in ((600, 700), (0, 200), (200, 600)):
         part = [t.clipped(0, length, start, stop) for t in tiles]
         local = Tiles(t.shifted(0, -start) for t in part if t is not None)
@@ -135,7 +139,7 @@ def test_strided_inputs_and_state():
     compare(q, k, v, tiles_of("causal", length))
     heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     compare(*heads_first, tiles_of("causal", length))
-    whole = empty_state(packed, dim)
+    whole = fresh_state(packed)
     part = (whole[0][:, 100:, 4:8], whole[1][:, 4:8, 100:])
     tiles = Tiles([Tile(0, 200, 0, 300, -99, 199)])
     KERNEL.attend(q[:, 100:], k, v, tiles, options, state=part)
@@ -144,6 +148,13 @@ def test_strided_inputs_and_state():
     assert (whole[0][:, :100] == 0).all()
     assert (whole[0][:, :, :4] == 0).all()
     assert (whole[1][:, :, :100] == -torch.inf).all()
+
+
+def test_state_of_another_kernel_is_brought_to_float32():
+    q, tiles, options = randn(1, 100, 2, 64), tiles_of("causal", 100), Options(scale=0.1)
+    out, lse = KERNEL.attend(q, q, q, tiles, options, state=empty_state(q, 64))
+    assert out.dtype == lse.dtype == torch.float32
+    assert gap(out, ORACLE.attend(*wide(q, q, q), tiles, options)[0]) < 6e-3
 
 
 def test_neighbours_full_of_nan_do_no_harm():

@@ -20,7 +20,7 @@ from burst_portable.backends.cuda.hopper_launch import Descriptors, Launcher, tm
 from burst_portable.backends.cuda.hopper_tables import LaunchTable, backward_table, forward_table
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, Options, Problem, Support
-from burst_portable.numerics import State, empty_state, row_delta
+from burst_portable.numerics import State, empty_state, finished, row_delta
 from burst_portable.tiles import Tiles
 
 TRITON_FROM, TRITON_BELOW = (3, 6), (3, 8)
@@ -33,13 +33,13 @@ _L2_FOR_KEYS = 24 << 20  # bytes of K and V that heads running side by side shou
 
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
-    """NWG warpgroups of 64 rows, key blocks of BN, NS slots, registers a thread of the warpgroups."""
+    """Key blocks of BN, NS slots, registers a thread of the two warpgroups."""
 
-    NWG: int
     BN: int
     NS: int
     REGS: int
     maxnreg: int
+    PIN: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,14 @@ class BackwardConfig:
     NQ: int
     REGS: int
     maxnreg: int
+    RED: int = 0
 
 
-FORWARD = {64: ForwardConfig(2, 128, 3, 240, 168), 128: ForwardConfig(2, 128, 2, 240, 168)}
+FORWARD = {64: ForwardConfig(128, 4, 240, 168), 128: ForwardConfig(128, 2, 240, 168)}
 BACKWARD = {64: BackwardConfig(128, 2, 240, 168), 128: BackwardConfig(64, 2, 240, 168)}
 """By head size."""
 
+QUERY_BLOCK = 128  # of the forward: two warpgroups of 64 rows
 KEY_BLOCK = 128  # of the backward: two warpgroups of 64 keys
 
 
@@ -101,10 +103,12 @@ class HopperKernel:
         state: State | None = None,
         out_dtype: torch.dtype = torch.float32,
     ) -> State:
-        """As the contract says. Without `state`, `out_dtype` may be the dtype of q: out is then written in 16 bits."""
+        """As the contract says, in float32. Without `state`, `out_dtype` may be the dtype of q: one cast less."""
         _check_options(options)
+        if state is not None:
+            state = finished(state, q.dtype)  # float32 for both; nothing is copied if they are so already
         if not tiles or q.numel() == 0:
-            return state if state is not None else _as_dtype(empty_state(q, v.shape[-1]), out_dtype)
+            return _nothing_seen(q, out_dtype) if state is None else state
         batch, rows, heads, dim = q.shape
         config = FORWARD[dim]
         fresh = state is None
@@ -116,24 +120,25 @@ class HopperKernel:
         _check_last_stride("lse", lse)
         table, blocks = self._table(
             ("forward", tiles, rows, config, fresh, q.device),
-            lambda: forward_table(tiles, rows, 64 * config.NWG, config.BN, every_block=fresh),
+            lambda: forward_table(tiles, rows, QUERY_BLOCK, config.BN, every_block=fresh),
         )
         compiled = _compiled()
         group = heads // k.shape[2]
+        head_group = _head_group(heads, group, k.shape[1] * dim * 4)
         mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16
         with torch.cuda.device(q.device):
             compiled.forward(
                 (q.device.index, q.dtype, config, mode, dim),
-                (blocks * batch * heads, 1),
+                (head_group, blocks, batch * heads // head_group),
                 (
                     compiled.rows("q", q, 64, dim),
                     compiled.rows("k", k, config.BN, dim),
                     compiled.rows("v", v, config.BN, dim),
                     compiled.rows("out", out, 64, dim),
                     lse, table, options.scale * _LOG2E, rows, lse.stride(0), lse.stride(1),
-                    heads, group, blocks, _head_group(batch * heads, group, k.shape[1] * dim * 4),
+                    heads, group, head_group,
                 ),
-                (config.NWG, config.BN, dim, config.NS, mode, config.REGS),
+                (config.BN, dim, config.NS, mode, config.PIN, config.REGS),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
             )  # fmt: skip
         return state
@@ -169,6 +174,7 @@ class HopperKernel:
         )
         compiled = _compiled()
         group = heads // k.shape[2]
+        head_group = _head_group(heads, group, rows * dim * 4 * group)
         # In bf16 the scale rides in P, for nothing; in fp16 small P would leave the range of normal numbers.
         fold = int(q.dtype == torch.bfloat16)
         dq, dk, dv = into
@@ -176,7 +182,7 @@ class HopperKernel:
             minus_lse, minus_delta = _row_terms(compiled, dout, lse, delta, out, options.scale, config.BM, fold)
             compiled.backward(
                 (q.device.index, q.dtype, config, dim),
-                (blocks * batch * heads, 1),
+                (head_group, blocks, batch * heads // head_group),
                 (
                     compiled.rows("q", q, config.BM, dim),
                     compiled.rows("k", k, 64, dim),
@@ -187,10 +193,10 @@ class HopperKernel:
                     compiled.rows("dq", dq, 64, 64),
                     compiled.rows("dk", dk, 64, dim),
                     compiled.rows("dv", dv, 64, dim),
-                    table, options.scale, options.scale * _LOG2E,
-                    heads, group, blocks, _head_group(batch * heads, group, rows * dim * 4 * group),
+                    table, dq, *dq.stride()[:3], rows, options.scale, options.scale * _LOG2E,
+                    heads, group, head_group,
                 ),
-                (config.BM, dim, config.NQ, fold, config.REGS),
+                (config.RED, config.BM, dim, config.NQ, fold, config.REGS),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
             )  # fmt: skip
 
@@ -231,7 +237,7 @@ def _row_terms(
     dout_strides = [s // 8 for s in tma_strides("dout", dout)[:3]]
     compiled.prepare(
         (dout.device.index, dout.dtype, source.dtype, out is None, dim),
-        (padded // 64, batch * heads),
+        (padded // 64, batch * heads, 1),
         (
             source, dout, lse, terms, minus_lse, minus_delta,
             1.0 / scale, math.log(scale) / scale if fold else 0.0, rows, padded, heads,
@@ -250,8 +256,9 @@ def _head_group(heads: int, group: int, bytes_a_key_head: int) -> int:
     return max(d for d in range(1, heads + 1) if heads % d == 0 and (d <= wanted or d == 1))
 
 
-def _as_dtype(state: State, dtype: torch.dtype) -> State:
-    return state[0].to(dtype), state[1]
+def _nothing_seen(q: Tensor, dtype: torch.dtype) -> State:
+    out, lse = finished(empty_state(q, q.shape[-1]), q.dtype)
+    return out.to(dtype), lse
 
 
 def _check_options(options: Options) -> None:

@@ -71,13 +71,11 @@ def prepare_kernel(
 
 
 @gluon.jit
-def _work(table, heads, blocks, head_group):
-    # program -> batch, query head, both as one, row of the work table; groups of heads, long columns first
-    t = gl.program_id(0)
-    per_group = blocks * head_group
-    rest = t % per_group
-    head = (t // per_group) * head_group + rest % head_group
-    return head // heads, head % heads, head, table + 8 * (rest // head_group)
+def _work(table, heads, head_group):
+    # program -> batch, query head, both as one, row of the work table. Along x run heads that share rows in the L2,
+    # along y blocks, long columns first, along z the other heads and batches.
+    head = gl.program_id(2) * head_group + gl.program_id(0)
+    return head // heads, head % heads, head, table + 16 * gl.program_id(1)
 
 
 @gluon.jit
@@ -108,16 +106,14 @@ def _load_rows(
 @gluon.jit
 def _loader(
     q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
-    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, blocks, head_group,
+    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, head_group,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr,
 ):  # fmt: skip
-    b, h, bh, work = _work(table, heads, blocks, head_group)
+    b, h, bh, work = _work(table, heads, head_group)
     col = gl.load(work) * 128
     kv = h // kv_group
     runs = table + gl.load(work + 1)
     n_runs = gl.load(work + 2)
-    masked = table + gl.load(work + 4)
-    n_masked = gl.load(work + 5)
     mbarrier.expect(kv_rdy, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(2):
         k_view = k_sm.index(w)._reinterpret(k_desc.dtype, [1, 64, 1, D], k_desc.layout)
@@ -125,11 +121,6 @@ def _loader(
         tma.async_copy_global_to_shared(k_desc, [b, col + 64 * w, kv, 0], kv_rdy, k_view)
         tma.async_copy_global_to_shared(v_desc, [b, col + 64 * w, kv, 0], kv_rdy, v_view)
     it = 0
-    for i in range(n_masked):
-        row = gl.load(masked + 8 * i)
-        _load_rows(q_desc, l_desc, b, row, h, bh, q_rdy, q_emp, q_sm, l_sm, it, BM, D, NQ)
-        _load_rows(do_desc, d_desc, b, row, h, bh, do_rdy, do_emp, do_sm, d_sm, it, BM, D, NQ)
-        it += 1
     for r in range(n_runs):
         first = gl.load(runs + 2 * r)
         count = gl.load(runs + 2 * r + 1)
@@ -155,16 +146,12 @@ def _add_dq(dq_desc, b, row, h, dq_sm, dq_rdy, dq_emp, it, D: gl.constexpr):
 
 
 @gluon.jit
-def _adder(dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, blocks, head_group, BM: gl.constexpr, D: gl.constexpr):
+def _adder(dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, head_group, BM: gl.constexpr, D: gl.constexpr):
     # a warp of its own: the workers have no registers left for where a block lies
-    b, h, _bh, work = _work(table, heads, blocks, head_group)
+    b, h, _bh, work = _work(table, heads, head_group)
     runs = table + gl.load(work + 1)
     n_runs = gl.load(work + 2)
-    masked = table + gl.load(work + 4)
-    n_masked = gl.load(work + 5)
-    for i in range(n_masked):
-        _add_dq(dq_desc, b, gl.load(masked + 8 * i), h, dq_sm, dq_rdy, dq_emp, i, D)
-    it = n_masked
+    it = 0
     for r in range(n_runs):
         first = gl.load(runs + 2 * r)
         count = gl.load(runs + 2 * r + 1)
@@ -199,7 +186,7 @@ def _row_terms(buf, BM: gl.constexpr, sl: gl.constexpr):
 def _step(
     WG: gl.constexpr, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
     q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, dk, dv, masked, n_masked, col0, scale, qk_scale,
-    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr,
+    dq_ptr, dq_ss, row, Sq, RED: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -249,10 +236,23 @@ def _step(
     dq = warpgroup_mma_wait(0, deps=[dq])
     if not FOLD:
         dq = dq * scale
-    mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)
-    dq_sm.index(WG).store(dq)
-    fence_async_shared()
-    mbarrier.arrive(dq_rdy.index(WG), count=1)
+    if RED:
+        r = row + gl.arange(0, 64, gl.SliceLayout(1, ql))
+        c = gl.arange(0, 64, gl.SliceLayout(0, ql))
+        if D == 128:
+            c += WG * 64
+        else:
+            r += WG * 64
+        r = gl.minimum(r, Sq - 1)  # rows past the end add zeros to the last one
+        at = (dq_ptr + (r * dq_ss)[:, None] + c[None, :]).to(gl.int64)
+        gl.inline_asm_elementwise(
+            "red.relaxed.gpu.global.add.v2.f32 [$2], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0;",
+            "=r,=r,l,l,f,f", [at, dq], dtype=gl.int32, is_pure=False, pack=2)  # fmt: skip
+    else:
+        mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)
+        dq_sm.index(WG).store(dq)
+        fence_async_shared()
+        mbarrier.arrive(dq_rdy.index(WG), count=1)
     return dk, dv
 
 
@@ -270,11 +270,11 @@ def _add_out(x, desc, buffer, b, row, kv, D: gl.constexpr):
 def _worker(
     WG: gl.constexpr, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
     kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-    scale, qk_scale, heads, kv_group, blocks, head_group,
+    dq_ptr, dq_sb, dq_ss, dq_sh, Sq, scale, qk_scale, heads, kv_group, head_group, RED: gl.constexpr,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    b, h, _bh, work = _work(table, heads, blocks, head_group)
+    b, h, _bh, work = _work(table, heads, head_group)
     col0 = gl.load(work) * 128 + 64 * WG
     masked = table + gl.load(work + 4)
     n_masked = gl.load(work + 5)
@@ -282,11 +282,26 @@ def _worker(
     dk = gl.zeros([64, D], gl.float32, al)
     dv = gl.zeros([64, D], gl.float32, al)
     mbarrier.wait(kv_rdy, 0)
+    runs = table + gl.load(work + 1)
+    row = 0
+    left = 0
+    if RED:
+        row = gl.load(runs)
+        left = gl.load(runs + 1)
+        runs += 2
+        dq_ptr += b * dq_sb + h * dq_sh
     for i in range(n):
         dk, dv = _step(
             WG, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
             q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, i, dk, dv,
-            masked, n_masked, col0, scale, qk_scale, BM, D, NQ, FOLD)  # fmt: skip
+            masked, n_masked, col0, scale, qk_scale, dq_ptr, dq_ss, row, Sq, RED, BM, D, NQ, FOLD)  # fmt: skip
+        if RED:
+            left -= 1
+            row += BM
+            if left == 0:
+                row = gl.load(runs)
+                left = gl.load(runs + 1)
+                runs += 2
     if FOLD:
         dv = dv * (1.0 / scale)
     else:
@@ -304,12 +319,12 @@ def _worker(
 
 
 # Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
-@gluon.jit(do_not_specialize=["table", "heads", "kv_group", "blocks", "head_group"])
+@gluon.jit(do_not_specialize=["table", "dq_ptr", "dq_sb", "dq_ss", "dq_sh", "Sq", "heads", "kv_group", "head_group"])
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, dq_desc, dk_desc, dv_desc, table,
-    scale: gl.float32, qk_scale: gl.float32,
-    heads: gl.int32, kv_group: gl.int32, blocks: gl.int32, head_group: gl.int32,
-    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, REGS: gl.constexpr,
+    dq_ptr, dq_sb: gl.int64, dq_ss: gl.int64, dq_sh: gl.int64, Sq: gl.int32, scale: gl.float32, qk_scale: gl.float32,
+    heads: gl.int32, kv_group: gl.int32, head_group: gl.int32,
+    RED: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -321,7 +336,9 @@ def backward_kernel(
     l_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], l_desc.layout)
     d_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], d_desc.layout)
     ds_sm = gl.allocate_shared_memory(dtype, [4, 64, BM], tile)
-    dq_sm = gl.allocate_shared_memory(gl.float32, [2, 64, 64], wide)
+    dq_sm = k_sm
+    if not RED:
+        dq_sm = gl.allocate_shared_memory(gl.float32, [2, 64, 64], wide)
     bl: gl.constexpr = mbarrier.MBarrierLayout()
     kv_rdy = gl.allocate_shared_memory(gl.int64, [1], bl)
     q_rdy = gl.allocate_shared_memory(gl.int64, [NQ, 1], bl)
@@ -345,14 +362,30 @@ def backward_kernel(
         mbarrier.init(dq_emp.index(i), count=1)
     fence_async_shared()
     # The argument tuples stand inline: a local variable would turn their constants into tensors.
-    gl.warp_specialize([
-        (_worker, (0, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
-                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                   scale, qk_scale, heads, kv_group, blocks, head_group, BM, D, NQ, FOLD)),
-        (_worker, (1, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
-                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                   scale, qk_scale, heads, kv_group, blocks, head_group, BM, D, NQ, FOLD)),
-        (_loader, (q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
-                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, blocks, head_group, BM, D, NQ)),
-        (_adder, (dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, blocks, head_group, BM, D)),
-    ], [4, 1, 1], [REGS, 24, 24])  # fmt: skip
+    if RED:
+        gl.warp_specialize([
+            (_worker, (0, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+                       kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
+                       dq_ptr, dq_sb, dq_ss, dq_sh, Sq, scale, qk_scale, heads, kv_group, head_group,
+                       RED, BM, D, NQ, FOLD)),
+            (_worker, (1, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+                       kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
+                       dq_ptr, dq_sb, dq_ss, dq_sh, Sq, scale, qk_scale, heads, kv_group, head_group,
+                       RED, BM, D, NQ, FOLD)),
+            (_loader, (q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
+                       kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, head_group, BM, D, NQ)),
+        ], [4, 1], [REGS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_worker, (0, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+                       kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
+                       dq_ptr, dq_sb, dq_ss, dq_sh, Sq, scale, qk_scale, heads, kv_group, head_group,
+                       RED, BM, D, NQ, FOLD)),
+            (_worker, (1, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+                       kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
+                       dq_ptr, dq_sb, dq_ss, dq_sh, Sq, scale, qk_scale, heads, kv_group, head_group,
+                       RED, BM, D, NQ, FOLD)),
+            (_loader, (q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
+                       kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, head_group, BM, D, NQ)),
+            (_adder, (dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, head_group, BM, D)),
+        ], [4, 1, 1], [REGS, 24, 24])  # fmt: skip

@@ -1,6 +1,6 @@
-"""Forward attention for Hopper (sm_90) in Gluon: a load warp and two or three warpgroups of 64 query rows each.
+"""Forward attention for Hopper (sm_90) in Gluon: a load warp and two warpgroups of 64 query rows each.
 
-One program does one block of BM = 64·NWG query rows of one head. Per key block, a warpgroup starts Q·Kᵀ of the
+One program does one block of 128 query rows of one head. Per key block, a warpgroup starts Q·Kᵀ of the
 next block and P·V of this one together, and does the softmax of the next while the tensor cores work::
 
     load warp      K0 V0 | K1 V1 | K2 V2 ...            TMA into NS slots; full and empty barriers a slot
@@ -33,13 +33,11 @@ _MERGE_32 = gl.constexpr(MERGE_32)
 
 
 @gluon.jit
-def _work(table, heads, blocks, head_group):
-    # program -> batch, head and row of the work table: groups of heads whose K/V share the L2, long rows first
-    t = gl.program_id(0)
-    per_group = blocks * head_group
-    rest = t % per_group
-    head = (t // per_group) * head_group + rest % head_group
-    return head // heads, head % heads, table + 8 * (rest // head_group)
+def _work(table, heads, head_group):
+    # program -> batch, head, row of the work table. Along x run heads that share K/V in the L2, along y blocks, long
+    # rows first, along z the other heads and batches: no divisions before the first load.
+    head = gl.program_id(2) * head_group + gl.program_id(0)
+    return head // heads, head % heads, table + 16 * gl.program_id(1)
 
 
 @gluon.jit
@@ -78,19 +76,16 @@ def _load_pair(
 @gluon.jit
 def _producer(
     q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-    heads, kv_group, blocks, head_group,
-    NWG: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
+    heads, kv_group, head_group, BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    b, h, work = _work(table, heads, blocks, head_group)
+    b, h, work = _work(table, heads, head_group)
     kv = h // kv_group
-    row0 = gl.load(work) * (64 * NWG)
+    row0 = gl.load(work) * 128
     runs = table + gl.load(work + 1)
     n_runs = gl.load(work + 2)
-    masked = table + gl.load(work + 4)
-    n_masked = gl.load(work + 5)
-    first = gl.load(masked)
-    mbarrier.expect(q_rdy, NWG * q_desc.block_type.nbytes)
-    for w in gl.static_range(NWG):
+    first = gl.load(work + 8)
+    mbarrier.expect(q_rdy, 2 * q_desc.block_type.nbytes)
+    for w in gl.static_range(2):
         view = q_sm.index(w)._reinterpret(q_desc.dtype, [1, 64, 1, D], q_desc.layout)
         tma.async_copy_global_to_shared(q_desc, [b, row0 + 64 * w, h, 0], q_rdy, view)
     _load_pair(k_desc, v_desc, b, first, kv, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, 0, BN, D, NS)
@@ -101,35 +96,27 @@ def _producer(
         for i in range(count):
             _load_pair(k_desc, v_desc, b, col + i * BN, kv, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, BN, D, NS)
             it += 1
-    for i in range(1, n_masked):
-        col = gl.load(masked + 8 * i)
-        _load_pair(k_desc, v_desc, b, col, kv, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, BN, D, NS)
-        it += 1
     if MODE == _MERGE_32:
-        # the running out travels through drained slots: K of this turn, V of this turn, K of the next
-        for w in gl.static_range(NWG):
-            turn = it + w // 2
-            slot = turn % NS
-            phase = ((turn // NS) & 1) ^ 1
-            if w % 2 == 0:
-                mbarrier.wait(k_emp.index(slot), phase)
-                part = k_sm.index(slot)._reinterpret(gl.float32, [64, D], _plain(D))
-                _load(o_desc, b, row0 + 64 * w, h, k_rdy.index(slot), part, gl.float32, 64, D)
-            else:
-                mbarrier.wait(v_emp.index(slot), phase)
-                part = v_sm.index(slot)._reinterpret(gl.float32, [64, D], _plain(D))
-                _load(o_desc, b, row0 + 64 * w, h, v_rdy.index(slot), part, gl.float32, 64, D)
+        # the running out travels through the next turn's slots: K for the first warpgroup, V for the second
+        slot = it % NS
+        phase = ((it // NS) & 1) ^ 1
+        mbarrier.wait(k_emp.index(slot), phase)
+        part = k_sm.index(slot)._reinterpret(gl.float32, [64, D], _plain())
+        _load(o_desc, b, row0, h, k_rdy.index(slot), part, gl.float32, 64, D)
+        mbarrier.wait(v_emp.index(slot), phase)
+        part = v_sm.index(slot)._reinterpret(gl.float32, [64, D], _plain())
+        _load(o_desc, b, row0 + 64, h, v_rdy.index(slot), part, gl.float32, 64, D)
 
 
 @gluon.constexpr_function
-def _plain(D):
+def _plain():
     # the layout of 64 rows of float32 on their way to or from memory
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 
 
 @gluon.jit
-def _hide(s, entry, row0, BN: gl.constexpr, sl: gl.constexpr):
-    # each row sees the columns [left, right) of a masked block, counted from its first column
+def _bounds(entry, row0, sl: gl.constexpr):
+    # a masked block's visible columns [left, right) of each row, counted from its first column
     col = gl.load(entry)
     k_start = gl.load(entry + 1)
     k_stop = gl.load(entry + 2)
@@ -141,6 +128,11 @@ def _hide(s, entry, row0, BN: gl.constexpr, sl: gl.constexpr):
     left = gl.maximum(rows - hi, k_start) - col
     right = gl.minimum(rows - lo + 1, k_stop) - col
     right = gl.where((rows >= q_start) & (rows < q_stop), right, 0)
+    return left, right
+
+
+@gluon.jit
+def _hide(s, left, right, BN: gl.constexpr, sl: gl.constexpr):
     cols = gl.arange(0, BN, gl.SliceLayout(0, sl))[None, :]
     return gl.where((cols >= left[:, None]) & (cols < right[:, None]), s, float("-inf"))
 
@@ -153,8 +145,8 @@ def _partial_sum(p, BN: gl.constexpr):
 
 @gluon.jit
 def _step(
-    q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, masked, row0, qk_scale,
-    MASK: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr,
+    q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, left, right, qk_scale,
+    MASK: gl.constexpr, PIN: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr,
 ):  # fmt: skip
     # P·V of block `it` beside Q·Kᵀ and the softmax of block it + 1
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -169,12 +161,14 @@ def _step(
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_emp.index(nslot), count=1)
     if MASK:
-        s = _hide(s, masked, row0, BN, sl)
+        s = _hide(s, left, right, BN, sl)
     ntop = gl.maximum(top, gl.max(s, axis=1) * qk_scale)
     fade = gl.exp2(top - ntop)
     p = gl.exp2(s * qk_scale - ntop[:, None])
     fade_parts = gl.convert_layout(fade, gl.SliceLayout(1, total.type.layout))
     total = total * fade_parts[:, None] + _partial_sum(p, BN)
+    if PIN:
+        mbarrier.wait(v_rdy.index(slot), (it // NS) & 1)
     o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])
     mbarrier.arrive(v_emp.index(slot), count=1)
     p16 = gl.convert_layout(p.to(p16.dtype), gl.DotOperandLayout(0, ol, 2))
@@ -183,12 +177,10 @@ def _step(
 
 
 @gluon.jit
-def _finish(total, top, lse_ptr, rows, Sq, MODE: gl.constexpr):
-    # the row's LSE, and the weights of this result and of the running one
+def _finish(total, top, old, MODE: gl.constexpr):
+    # the row's LSE, and the weights of the running result and of this one
     new = (top + gl.log2(total)) * 0.6931471805599453
-    inside = rows < Sq
     if MODE == _MERGE_32:
-        old = gl.load(lse_ptr + rows, mask=inside, other=float("-inf"))
         high = gl.maximum(gl.maximum(old, new), -1e30)
         both = high + gl.log(gl.exp(old - high) + gl.exp(new - high))
         # a row that saw nothing on either side: its weights are 0, not exp(-inf + inf)
@@ -199,8 +191,7 @@ def _finish(total, top, lse_ptr, rows, Sq, MODE: gl.constexpr):
         both = new
         keep = total  # not used
         gain = gl.where(total > 0, 1.0 / total, 0.0)
-    gl.store(lse_ptr + rows, both, mask=inside)
-    return keep, gain
+    return both, keep, gain
 
 
 @gluon.jit
@@ -225,17 +216,16 @@ def _store_32(
 ):
     # through a drained slot: see the producer
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    turn = n + WG // 2
-    slot = turn % NS
-    phase = (turn // NS) & 1
-    if WG % 2 == 0:
-        part = k_sm.index(slot)._reinterpret(gl.float32, [64, D], _plain(D))
+    slot = n % NS
+    phase = (n // NS) & 1
+    if WG == 0:
+        part = k_sm.index(slot)._reinterpret(gl.float32, [64, D], _plain())
         if MODE == _MERGE_32:
             mbarrier.wait(k_rdy.index(slot), phase)
         else:
             mbarrier.wait(k_emp.index(slot), phase ^ 1)
     else:
-        part = v_sm.index(slot)._reinterpret(gl.float32, [64, D], _plain(D))
+        part = v_sm.index(slot)._reinterpret(gl.float32, [64, D], _plain())
         if MODE == _MERGE_32:
             mbarrier.wait(v_rdy.index(slot), phase)
         else:
@@ -251,17 +241,24 @@ def _store_32(
 @gluon.jit
 def _consumer(
     WG: gl.constexpr, o_desc, lse, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-    qk_scale, Sq, lse_sb, lse_sh, heads, blocks, head_group,
-    NWG: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
+    qk_scale, Sq, lse_sb, lse_sh, heads, head_group,
+    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, PIN: gl.constexpr,
 ):  # fmt: skip
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    rl: gl.constexpr = gl.SliceLayout(1, ol)
     dtype: gl.constexpr = q_sm.dtype
-    b, h, work = _work(table, heads, blocks, head_group)
-    row0 = gl.load(work) * (64 * NWG) + 64 * WG
+    b, h, work = _work(table, heads, head_group)
+    row0 = gl.load(work) * 128 + 64 * WG
     n_full = gl.load(work + 3)
     masked = table + gl.load(work + 4)
     n = n_full + gl.load(work + 5)
+    left, right = _bounds(work + 8, row0, sl)
+    rows = row0 + gl.arange(0, 64, rl)
+    lse_row = lse + b * lse_sb + h * lse_sh + rows
+    old = gl.zeros([64], gl.float32, rl)
+    if MODE == _MERGE_32:
+        old = gl.load(lse_row, mask=rows < Sq, other=float("-inf"))
     q = q_sm.index(WG)
     # the first block, always with a mask; nothing to multiply by V yet
     mbarrier.wait(q_rdy, 0)
@@ -270,7 +267,7 @@ def _consumer(
     s = warpgroup_mma(q, k_sm.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_emp.index(0), count=1)
-    s = _hide(s, masked, row0, BN, sl)
+    s = _hide(s, left, right, BN, sl)
     top = gl.maximum(gl.max(s, axis=1) * qk_scale, -1e30)  # finite, also where nothing is seen
     p = gl.exp2(s * qk_scale - top[:, None])
     total = _partial_sum(p, BN)
@@ -278,21 +275,20 @@ def _consumer(
     o = gl.zeros([64, D], gl.float32, ol)
     for it in range(n_full):
         o, p16, total, top = _step(
-            q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, masked, row0, qk_scale,
-            False, BN, D, NS)  # fmt: skip
-    for it in range(n_full, n - 1):
+            q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, left, right, qk_scale,
+            False, PIN, BN, D, NS)  # fmt: skip
+    for it in range(n_full, n):
+        left, right = _bounds(masked, row0, sl)
         masked += 8
         o, p16, total, top = _step(
-            q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, masked, row0, qk_scale,
-            True, BN, D, NS)  # fmt: skip
-    slot = (n - 1) % NS
-    mbarrier.wait(v_rdy.index(slot), ((n - 1) // NS) & 1)
+            q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, left, right, qk_scale,
+            True, PIN, BN, D, NS)  # fmt: skip
+    slot = n % NS
+    mbarrier.wait(v_rdy.index(slot), (n // NS) & 1)
     ot = warpgroup_mma(p16, v_sm.index(slot), o, is_async=True)
-    rl: gl.constexpr = gl.SliceLayout(1, ol)
     total = gl.convert_layout(gl.sum(total, axis=1), rl)
-    rows = row0 + gl.arange(0, 64, rl)
-    keep, gain = _finish(
-        total, gl.convert_layout(top, rl), lse + b * lse_sb + h * lse_sh, rows, Sq, MODE)  # fmt: skip
+    both, keep, gain = _finish(total, gl.convert_layout(top, rl), old, MODE)
+    gl.store(lse_row, both, mask=rows < Sq)
     o, p16 = warpgroup_mma_wait(0, deps=[ot, p16])
     mbarrier.arrive(v_emp.index(slot), count=1)
     o = o * gain[:, None]
@@ -302,20 +298,20 @@ def _consumer(
         view = q._reinterpret(dtype, [1, 64, 1, D], o_desc.layout)
         tma.async_copy_shared_to_global(o_desc, [b, row0, h, 0], view)
     else:
-        _store_32(o, keep, o_desc, b, row0, h, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, n, WG, D, NS, MODE)
+        _store_32(o, keep, o_desc, b, row0, h, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, n + 1, WG, D, NS, MODE)
     tma.store_wait(0)
 
 
 # Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
-@gluon.jit(do_not_specialize=["lse", "table", "Sq", "lse_sb", "lse_sh", "heads", "kv_group", "blocks", "head_group"])
+@gluon.jit(do_not_specialize=["lse", "table", "Sq", "lse_sb", "lse_sh", "heads", "kv_group", "head_group"])
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse, table, qk_scale: gl.float32, Sq: gl.int32, lse_sb: gl.int64, lse_sh: gl.int64,
-    heads: gl.int32, kv_group: gl.int32, blocks: gl.int32, head_group: gl.int32,
-    NWG: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, REGS: gl.constexpr,
+    heads: gl.int32, kv_group: gl.int32, head_group: gl.int32,
+    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, PIN: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_sm = gl.allocate_shared_memory(dtype, [NWG, 64, D], tile)
+    q_sm = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
     k_sm = gl.allocate_shared_memory(dtype, [NS, BN, D], tile)
     v_sm = gl.allocate_shared_memory(dtype, [NS, BN, D], tile)
     bl: gl.constexpr = mbarrier.MBarrierLayout()
@@ -328,27 +324,15 @@ def forward_kernel(
     for i in gl.static_range(NS):
         mbarrier.init(k_rdy.index(i), count=1)
         mbarrier.init(v_rdy.index(i), count=1)
-        mbarrier.init(k_emp.index(i), count=NWG)
-        mbarrier.init(v_emp.index(i), count=NWG)
+        mbarrier.init(k_emp.index(i), count=2)
+        mbarrier.init(v_emp.index(i), count=2)
     fence_async_shared()
     # The argument tuples stand inline: a local variable would turn their constants into tensors.
-    if NWG == 2:
-        gl.warp_specialize([
-            (_consumer, (0, o_desc, lse, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-                         qk_scale, Sq, lse_sb, lse_sh, heads, blocks, head_group, NWG, BN, D, NS, MODE)),
-            (_consumer, (1, o_desc, lse, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-                         qk_scale, Sq, lse_sb, lse_sh, heads, blocks, head_group, NWG, BN, D, NS, MODE)),
-            (_producer, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-                         heads, kv_group, blocks, head_group, NWG, BN, D, NS, MODE)),
-        ], [4, 1], [REGS, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consumer, (0, o_desc, lse, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-                         qk_scale, Sq, lse_sb, lse_sh, heads, blocks, head_group, NWG, BN, D, NS, MODE)),
-            (_consumer, (1, o_desc, lse, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-                         qk_scale, Sq, lse_sb, lse_sh, heads, blocks, head_group, NWG, BN, D, NS, MODE)),
-            (_consumer, (2, o_desc, lse, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-                         qk_scale, Sq, lse_sb, lse_sh, heads, blocks, head_group, NWG, BN, D, NS, MODE)),
-            (_producer, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-                         heads, kv_group, blocks, head_group, NWG, BN, D, NS, MODE)),
-        ], [4, 4, 1], [REGS, REGS, 24])  # fmt: skip
+    gl.warp_specialize([
+        (_consumer, (0, o_desc, lse, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
+                     qk_scale, Sq, lse_sb, lse_sh, heads, head_group, BN, D, NS, MODE, PIN)),
+        (_consumer, (1, o_desc, lse, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
+                     qk_scale, Sq, lse_sb, lse_sh, heads, head_group, BN, D, NS, MODE, PIN)),
+        (_producer, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
+                     heads, kv_group, head_group, BN, D, NS, MODE)),
+    ], [4, 1], [REGS, 24])  # fmt: skip

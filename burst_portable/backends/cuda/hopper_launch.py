@@ -27,7 +27,7 @@ class Launcher:
     def __call__(
         self,
         key: Hashable,
-        grid: tuple[int, int],
+        grid: tuple[int, int, int],
         args: Sequence[Any],
         constants: Sequence[Any],
         options: dict[str, int],
@@ -37,7 +37,7 @@ class Launcher:
         if compiled is None:
             self._compiled[key] = self._kernel[grid](*args, *constants, **options)
         else:
-            compiled[(*grid, 1)](*args, *constants)
+            compiled[grid](*args, *constants)
 
 
 class _Address:

@@ -4,13 +4,15 @@ Forward has query blocks outside and walks over keys; backward has key blocks ou
 outer block the table holds the blocks that a band or a border cuts, each with its bounds, and the full blocks as
 runs, so that its size follows the borders of the mask and not its area. One flat list of int32::
 
-    work    8 a block     outer block, runs at, runs, full blocks, masked at, masked blocks, 0, 0
-    runs    2 a run       first inner index, number of blocks
+    work    16 a block    outer block, runs at, runs, full blocks, masked at, masked blocks, 0, 0, one masked block
+    runs    2 a run       first inner index, number of blocks: all that is visited, in order, but for the peeled one
     masked  8 a block     first inner index, inner start, stop, outer start, stop, lo, hi, 0
 
-"at" counts int32 from the list's beginning. Inner blocks start anywhere (in the backward at
-multiples of 4), outer ones at multiples of their size.
-A masked block shows the pairs with inner in [start, stop), outer in [start, stop), lo <= outer - inner <= hi.
+The forward peels one masked block off its loop: that one stands in the work row itself, so that one load finds
+all that a program begins with. Then come its full blocks, then the masked rest; the backward begins with the masked
+ones. "at" counts int32 from the list's beginning. Inner blocks start anywhere (in the backward at multiples of 4),
+outer ones at multiples of their size. A masked block shows the pairs with inner in [start, stop), outer in
+[start, stop), lo <= outer - inner <= hi.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field
 
 from burst_portable.tiles import Tile, Tiles
 
-_WORK = 8
+_WORK = 16
 _HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # a masked block that shows nothing
 
 
@@ -65,7 +67,7 @@ class Walk:
 
 
 def forward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_block: bool) -> LaunchTable:
-    """Query blocks outside. Each has at least one masked block, which the kernel peels off its loop.
+    """Query blocks outside. Each has at least one masked block, the one that is peeled.
 
     Args:
         rows: length of the queries.
@@ -79,7 +81,7 @@ def forward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_blo
     for index, block in blocks.items():
         if not block.masked:
             _peel(block, index, walk)
-    return _pack(blocks)
+    return _pack(blocks, peel=True)
 
 
 def backward_table(tiles: Tiles, rows: int, q_block: int, k_block: int) -> LaunchTable:
@@ -89,7 +91,7 @@ def backward_table(tiles: Tiles, rows: int, q_block: int, k_block: int) -> Launc
     blocks = _collect(turned, walk)
     for index, block in blocks.items():
         block.runs = [part for run in block.runs for part in _turned(run, index * walk.outer, walk.inner)]
-    return _pack(blocks)
+    return _pack(blocks, peel=False)
 
 
 def _collect(tiles: Iterable[Tile], walk: Walk) -> dict[int, _Block]:
@@ -148,27 +150,25 @@ def _turned(run: tuple[int, int], outer: int, inner: int) -> Iterator[tuple[int,
         yield run
 
 
-def _pack(blocks: dict[int, _Block]) -> LaunchTable:
+def _pack(blocks: dict[int, _Block], *, peel: bool) -> LaunchTable:
     """Long blocks first: what is launched last should be short."""
     order = sorted(blocks.items(), key=lambda item: -item[1].length)
     work: list[int] = []
     runs: list[int] = []
     masked: list[int] = []
     runs_at = _WORK * len(order)
-    masked_at = runs_at + 2 * sum(len(block.runs) for _, block in order)
+    masked_at = runs_at + 2 * sum(len(block.runs) + len(block.masked) - peel for _, block in order)
     for index, block in order:
-        work += (
-            index,
-            runs_at + len(runs),
-            len(block.runs),
-            block.full,
-            masked_at + len(masked),
-            len(block.masked),
-            0,
-            0,
-        )
-        for run in block.runs:
+        at, masked_now = runs_at + len(runs), masked_at + len(masked)
+        if peel:
+            first, *rest = block.masked
+            walked = [*block.runs, *((entry[0], 1) for entry in rest)]
+        else:
+            first, rest = _HIDDEN, block.masked
+            walked = [*((entry[0], 1) for entry in rest), *block.runs]
+        work += (index, at, len(walked), block.full, masked_now, len(rest), 0, 0, *first)
+        for run in walked:
             runs += run
-        for entry in block.masked:
+        for entry in rest:
             masked += entry
     return LaunchTable(work + runs + masked, len(order))

@@ -1,0 +1,160 @@
+"""The Hopper kernels compiled ahead of time, on any machine: registers, spills, shared memory, ptxas's warnings."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burst_portable.backends.cuda.hopper import BACKWARD, FORWARD
+
+SHARED_LIMIT = 227 * 1024
+_NAMES = {"bf16": 16, "fp16": 16, "fp32": 32}
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """One kernel in one configuration: what Triton compiles it from."""
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, int]
+    maxnreg: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the compiler says of one build."""
+
+    name: str
+    registers: int
+    scratch_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+    wgmma: int
+    warnings: tuple[str, ...]
+    seconds: float
+
+
+def builds(head_dims: tuple[int, ...] = (64, 128), dtype: str = "bf16") -> Iterator[Build]:
+    """Forward in its three modes and backward, for each head size."""
+    from burst_portable.backends.cuda import hopper_forward
+
+    for dim in head_dims:
+        for mode in (hopper_forward.OUT_16, hopper_forward.OUT_32, hopper_forward.MERGE_32):
+            yield forward_build(dim, mode, dtype)
+        yield backward_build(dim, dtype)
+
+
+def forward_build(dim: int, mode: int, dtype: str = "bf16") -> Build:
+    from burst_portable.backends.cuda import hopper_forward
+
+    config = FORWARD[dim]
+    keys = _rows(config.BN, dim, dtype)
+    types = {
+        "q_desc": _rows(64, dim, dtype),
+        "k_desc": keys,
+        "v_desc": keys,
+        "o_desc": _rows(64, dim, dtype if mode == hopper_forward.OUT_16 else "fp32"),
+        "lse": "*fp32",
+        "table": "*i32",
+        "qk_scale": "fp32",
+        "lse_sb": "i64",
+        "lse_sh": "i64",
+    }
+    constants = {"BN": config.BN, "D": dim, "NS": config.NS, "MODE": mode, "PIN": config.PIN, "REGS": config.REGS}
+    return _build(
+        f"forward D={dim} {dtype} mode {mode}", hopper_forward.forward_kernel, types, constants, config.maxnreg
+    )
+
+
+def backward_build(dim: int, dtype: str = "bf16") -> Build:
+    from burst_portable.backends.cuda import hopper_backward
+
+    config = BACKWARD[dim]
+    queries, keys, wide = _rows(config.BM, dim, dtype), _rows(64, dim, dtype), _rows(64, dim, "fp32")
+    types = {
+        "q_desc": queries,
+        "k_desc": keys,
+        "v_desc": keys,
+        "do_desc": queries,
+        "l_desc": _vector(config.BM),
+        "d_desc": _vector(config.BM),
+        "dq_desc": _rows(64, 64, "fp32"),
+        "dk_desc": wide,
+        "dv_desc": wide,
+        "table": "*i32",
+        "dq_ptr": "*fp32",
+        "dq_sb": "i64",
+        "dq_ss": "i64",
+        "dq_sh": "i64",
+        "scale": "fp32",
+        "qk_scale": "fp32",
+    }
+    fold = int(dtype == "bf16")
+    constants = {"RED": config.RED, "BM": config.BM, "D": dim, "NQ": config.NQ, "FOLD": fold, "REGS": config.REGS}
+    return _build(f"backward D={dim} {dtype}", hopper_backward.backward_kernel, types, constants, config.maxnreg)
+
+
+def compile_build(build: Build) -> Report:
+    """Real machine code for sm_90. Raises what Triton raises."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    started = time.perf_counter()
+    source = GluonASTSource(build.kernel, dict(build.signature), constexprs=dict(build.constants))
+    options = {"num_warps": 4, "maxnreg": build.maxnreg}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    seconds = time.perf_counter() - started
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    said = _ptxas(tools, compiled.asm["ptx"])
+    usage = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    registers = re.search(r"Used (\d+) registers", said)
+    assert usage is not None, said
+    assert registers is not None, said
+    return Report(
+        name=build.name,
+        registers=int(registers[1]),
+        scratch_bytes=int(usage[1]),
+        spill_bytes=int(usage[2]) + int(usage[3]),
+        shared_bytes=compiled.metadata.shared,
+        wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
+        warnings=tuple(sorted(set(re.findall(r"C75\d\d[^\n]*", said)))),
+        seconds=seconds,
+    )
+
+
+def _ptxas(tools: Path, ptx: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [tools / "ptxas", "-v", "--gpu-name=sm_90a", path, "-o", Path(folder) / "kernel.cubin"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def _build(name: str, kernel: Any, types: dict[str, str], constants: dict[str, int], maxnreg: int) -> Build:
+    """Parameters that `types` leaves out are int32."""
+    signature = {p: "constexpr" if p in constants else types.get(p, "i32") for p in kernel.arg_names}
+    return Build(name, kernel, signature, constants, maxnreg)
+
+
+def _rows(rows: int, columns: int, dtype: str) -> str:
+    return _descriptor([1, rows, 1, columns], dtype, 128)
+
+
+def _vector(rows: int) -> str:
+    return _descriptor([1, rows], "fp32", 0)
+
+
+def _descriptor(block: list[int], dtype: str, swizzle: int) -> str:
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=_NAMES[dtype], rank=len(block))
+    return f"tensordesc<{dtype}{block},{layout!r}>"
