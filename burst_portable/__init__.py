@@ -17,10 +17,10 @@ _HOMES = {
     "attention": "api",
     "partial_attention": "api",
     "plan": "planning",
-    "positions": "api",
-    "shard": "api",
-    "shard_batch": "api",
-    "unshard": "api",
+    "positions": "sharding",
+    "shard": "sharding",
+    "shard_batch": "sharding",
+    "unshard": "sharding",
     "merge": "numerics",
     "Mask": "mask",
     "Region": "mask",
@@ -38,10 +38,10 @@ __all__ = [*sorted(_HOMES), "__version__"]
 if TYPE_CHECKING:
     from burst_portable.api import attention as attention
     from burst_portable.api import partial_attention as partial_attention
-    from burst_portable.api import positions as positions
-    from burst_portable.api import shard as shard
-    from burst_portable.api import shard_batch as shard_batch
-    from burst_portable.api import unshard as unshard
+    from burst_portable.sharding import positions as positions
+    from burst_portable.sharding import shard as shard
+    from burst_portable.sharding import shard_batch as shard_batch
+    from burst_portable.sharding import unshard as unshard
     from burst_portable.errors import BurstError as BurstError
     from burst_portable.layout import Layout as Layout
     from burst_portable.layout import Segment as Segment

@@ -27,16 +27,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plans",),
     ("packets",),
     ("cost", "verify"),
-    (
-        "backends.base",
-        "comm.base",
-        "kernels",
-    ),  # the contracts: a backend names its kernels and its transports
+    ("backends.base", "comm.base", "kernels"),  # the contracts: a backend names its kernels and its transports
     ("comm", "backends.registry", "backends"),
     ("mesh", "runtime"),
     ("executor", "reshard", "strategies"),
     ("planning",),
-    ("autograd",),
+    ("autograd", "checks"),
+    ("sharding",),
     ("api", ""),  # "" is burst_portable/__init__.py, which hands out the names of api
     ("profiling",),
     ("conformance",),

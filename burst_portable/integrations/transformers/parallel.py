@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from burst_portable.api import positions, shard_batch
 from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, explain
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, Sequence, attend
 from burst_portable.integrations.transformers.checks import check_model, check_rope, parameters_of
@@ -18,6 +17,7 @@ from burst_portable.integrations.transformers.masks import wanted_mask
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import as_mesh
+from burst_portable.sharding import positions, shard_batch
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
 

@@ -1,0 +1,106 @@
+"""What `attention` refuses, and how it says so: checked when planning, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from burst_portable.errors import DtypeError, InputError, LayoutError, ShapeError, explain
+from burst_portable.layout import Layout
+from burst_portable.mesh import Mesh
+from burst_portable.planning import check_heads
+
+_MAX_HEAD_DIM = 1024
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def whole_length(layout: Layout | str, seq_len: int | None, rows: int, mesh: Mesh) -> int:
+    if seq_len is not None:
+        if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
+            raise InputError(explain("seq_len is no length", got=repr(seq_len), allowed="an int of at least 1"))
+        return seq_len
+    return layout.length if isinstance(layout, Layout) else rows * mesh.size
+
+
+def check_layout(layout: Layout, length: int, rows: int | None, mesh: Mesh) -> None:
+    if layout.ranks != mesh.size or layout.length != length:
+        raise LayoutError(
+            explain(
+                "the layout is for another mesh or sequence",
+                got=f"{layout.ranks} ranks and {layout.length} tokens",
+                allowed=f"{mesh.size} ranks and {length} tokens",
+            )
+        )
+    if rows is not None and layout.count(mesh.rank) != rows:
+        raise LayoutError(
+            explain(
+                f"rank {mesh.rank} holds another number of rows than the layout {layout.name!r} gives it",
+                got=f"{rows} rows",
+                allowed=f"{layout.count(mesh.rank)} of {length} tokens on {mesh.size} ranks",
+                next_step="cut tensors with shard(), or pass seq_len where ranks hold different lengths",
+            )
+        )
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ShapeError(explain(f"{name} is no tensor", got=type(x).__name__))
+        if type(x).__name__ == "DTensor":
+            raise InputError(f"{name} is a DTensor: pass its local tensor, x.to_local()")
+        if x.dim() != 4 or 0 in x.shape:
+            raise ShapeError(
+                explain(
+                    f"{name} has no usable shape",
+                    got=tuple(x.shape),
+                    allowed="[batch, rows, heads, head size], none 0",
+                )
+            )
+    if q.dtype != k.dtype or q.dtype != v.dtype:
+        raise DtypeError(
+            explain(
+                "q, k and v have different dtypes",
+                got=f"{q.dtype}, {k.dtype}, {v.dtype}",
+                next_step="cast them",
+            )
+        )
+    if q.dtype not in _DTYPES:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
+        raise DtypeError(explain("no attention in this dtype", got=q.dtype, allowed=allowed))
+    if not q.device == k.device == v.device:
+        raise InputError(explain("q, k and v lie on different devices", got=f"{q.device}, {k.device}, {v.device}"))
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or (same_rows and q.shape[1] != k.shape[1]):
+        raise ShapeError(explain("q, k and v do not go together", got=shapes, allowed="equal batch and rows"))
+    if q.shape[3] != k.shape[3]:
+        raise ShapeError(explain("q and k have different head sizes", got=shapes))
+    if max(q.shape[3], v.shape[3]) > _MAX_HEAD_DIM:
+        raise ShapeError(explain("unsupported head size", got=shapes, allowed=f"1 to {_MAX_HEAD_DIM}"))
+    check_heads(q.shape[2], k.shape[2])
+
+
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    if sinks.shape != (q.shape[2],) or not sinks.is_floating_point() or sinks.device != q.device:
+        raise ShapeError(
+            explain(
+                "sinks must be one logit a query head, on q's device",
+                got=f"{tuple(sinks.shape)} {sinks.dtype} on {sinks.device}",
+                allowed=f"({q.shape[2]},) floating on {q.device}",
+            )
+        )
+
+
+def checked_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if not math.isfinite(scale):
+        raise InputError(explain("scale is no finite number", got=scale))
+    return float(scale)
+
+
+def checked_softcap(softcap: float | None) -> float | None:
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise InputError(explain("softcap must be positive", got=softcap, next_step="pass None for none"))
+    return softcap
