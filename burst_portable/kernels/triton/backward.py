@@ -196,20 +196,18 @@ def queries_kernel(
     _add_rows(dq, sum_dq * gradient_scale, rows, q_rows, dq_row, D, PADDED_D)
 
 
-@triton.jit(do_not_specialize=["q_rows", "heads"])  # or every length compiles anew
+@triton.jit(do_not_specialize=["q_rows", "heads", "blocks"])  # or every length compiles anew
 def delta_kernel(
-    dout, out, delta, dout_batch, dout_row, dout_head, out_batch, out_row, out_head, q_rows, heads,
+    dout, out, delta, dout_batch, dout_row, dout_head, out_batch, out_row, out_head, q_rows, heads, blocks,
     R: tl.constexpr, DV: tl.constexpr, PADDED_DV: tl.constexpr,
 ):  # fmt: skip
     """numerics.row_delta in one pass: delta [B, H, S], contiguous."""
-    head = tl.program_id(1) % heads
-    batch = tl.program_id(1) // heads
-    rows = tl.program_id(0) * R + tl.arange(0, R)
+    line = tl.program_id(0) // blocks  # of [B·H]
+    rows = tl.program_id(0) % blocks * R + tl.arange(0, R)
     inner = tl.arange(0, PADDED_DV)
     keep = (rows < q_rows)[:, None] & (inner < DV)[None, :]
     wide = rows.to(tl.int64)[:, None]
-    dout = head_of(dout, batch, head, dout_batch, dout_head, False) + wide * dout_row + inner[None, :]
-    out = head_of(out, batch, head, out_batch, out_head, False) + wide * out_row + inner[None, :]
+    dout = head_of(dout, line // heads, line % heads, dout_batch, dout_head, False) + wide * dout_row + inner[None, :]
+    out = head_of(out, line // heads, line % heads, out_batch, out_head, False) + wide * out_row + inner[None, :]
     product = tl.load(dout, mask=keep, other=0.0).to(tl.float32) * tl.load(out, mask=keep, other=0.0).to(tl.float32)
-    target = delta + tl.program_id(1).to(tl.int64) * q_rows + rows
-    tl.store(target, tl.sum(product, 1), mask=rows < q_rows)
+    tl.store(delta + line.to(tl.int64) * q_rows + rows, tl.sum(product, 1), mask=rows < q_rows)

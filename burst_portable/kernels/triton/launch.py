@@ -1,30 +1,27 @@
 """`TritonKernel`: the portable attention kernel. See `kernels.contract.Kernel`.
 
-A call looks its `_Launch` up by all that shapes it (tiles, shapes, strides, dtypes) and hands Triton the tensors:
+A call looks its `Launch` up by all that shapes it (tiles, shapes, strides, dtypes) and hands Triton the tensors:
 tables, strides and options are made once. Nothing is read back from the device.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from math import log2
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.errors import TritonError
-from triton.runtime.interpreter import InterpretedFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from burst_portable.errors import DtypeError, ShapeError, UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, Options, Problem, Support
 from burst_portable.kernels.triton import backward, forward
 from burst_portable.kernels.triton.blocks import BlockTable, block_table, transposed
+from burst_portable.kernels.triton.prepared import TMA_BYTES, Launch, architecture, describable, interpreted, padded
 from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, Table, Tuning, choose
 from burst_portable.numerics import State
 from burst_portable.tiles import Tile, Tiles
@@ -32,43 +29,8 @@ from burst_portable.tiles import Tile, Tiles
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
 _LOG2_E = log2(2.718281828459045)
-_TMA_BYTES = 16  # what addresses and strides of a hardware descriptor are multiples of
 _LONG_STRIDE = 1 << 23  # from here on a block's rows span more than 32 bits can count
 _DELTA_ROWS = 64
-
-
-@dataclass(slots=True)
-class _Launch:
-    """One kernel, ready but for its tensors."""
-
-    run: Callable[..., Any]
-    grid: tuple[int]
-    table: Tensor
-    sizes: tuple[int, ...]
-    options: dict[str, Any]
-    tma: bool
-    tma_numbers: bool
-    columns: int
-    what: str
-    ran: bool = False
-
-    def __call__(self, *arguments: object) -> None:
-        if self.ran:
-            self.run(*arguments, *self.sizes, grid=self.grid, warmup=False, **self.options)
-            return
-        try:
-            self.run(*arguments, *self.sizes, grid=self.grid, warmup=False, **self.options)
-        except (TritonError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "PassManager" not in str(error):
-                raise
-            raise UnsupportedError(
-                explain(
-                    "a Triton kernel does not compile here",
-                    got=f"{self.what}, {self.options}: {error}",
-                    next_step="pass another tuning to TritonKernel, or name another kernel",
-                )
-            ) from error
-        self.ran = True
 
 
 class TritonKernel:
@@ -91,7 +53,7 @@ class TritonKernel:
         cached: int = 1024,
     ) -> None:
         self._half, self._single, self._precision, self._cached = half, single, float32_precision, cached
-        self._launches: OrderedDict[object, _Launch] = OrderedDict()
+        self._launches: OrderedDict[object, Launch] = OrderedDict()
 
     def supports(self, problem: Problem) -> Support:
         if problem.dtype not in DTYPES:
@@ -102,7 +64,7 @@ class TritonKernel:
         if problem.heads % problem.kv_heads:
             return Support(False, f"{problem.heads} heads are no multiple of {problem.kv_heads} K/V heads")
         accelerator = torch.accelerator.current_accelerator()
-        if not _interpreted() and (accelerator is None or accelerator.type != problem.device):
+        if not interpreted() and (accelerator is None or accelerator.type != problem.device):
             return Support(False, f"Triton has no code for {problem.device}, and its interpreter is off")
         return Support(True)
 
@@ -114,12 +76,11 @@ class TritonKernel:
         tensors = (q, k, v, out, lse)
         key = (tiles, merge, options.softcap is None, options.scale > 0, *map(_layout, tensors))
         launch = self._launches.get(key) or self._keep(key, self._forward(tiles, options, merge, tensors))
-        if launch.grid[0]:
-            numbers = _numbers(options)
+        if launch.programs:
             with _on(q):
                 if launch.tma:
-                    k, v = _described(k, launch.columns), _described(v, launch.columns)
-                launch(q, k, v, out, lse, launch.table, *numbers)
+                    k, v = launch.described("k", k), launch.described("v", v)
+                launch(q, k, v, out, lse, launch.table, *_numbers(options))
         return out, lse
 
     def attend_backward(
@@ -141,7 +102,7 @@ class TritonKernel:
             dout = dout.to(q.dtype).contiguous()
         if delta is None:
             assert out is not None
-            delta = row_delta(dout, out)
+            delta = self.row_delta(dout, out)
         if lse.dtype != torch.float32 or delta.dtype != torch.float32:
             lse, delta = lse.float(), delta.float()
         with _on(q):
@@ -165,13 +126,12 @@ class TritonKernel:
         tensors = (q, k, v, dout, lse, delta, dk, dv)
         key = ("keys", tiles, options.softcap is None, *map(_layout, tensors))
         launch = self._launches.get(key) or self._keep(key, self._keys(tiles, options, tensors))
-        if not launch.grid[0]:
+        if not launch.programs:
             return
         if launch.tma:
-            c = launch.columns
-            q, dout = _described(q, c), _described(dout, c)
-            if launch.tma_numbers:
-                lse, delta = _numbered(lse, c), _numbered(delta, c)
+            q, dout = launch.described("q", q), launch.described("dout", dout)
+        if launch.tma_numbers:
+            lse, delta = launch.described("lse", lse), launch.described("delta", delta)
         launch(q, k, v, dout, lse, delta, dk, dv, launch.table, *_numbers(options), float(options.scale))
 
     def only_queries(
@@ -191,46 +151,66 @@ class TritonKernel:
         tensors = (q, k, v, dout, lse, delta, dq)
         key = ("queries", tiles, options.softcap is None, *map(_layout, tensors))
         launch = self._launches.get(key) or self._keep(key, self._queries(tiles, options, tensors))
-        if not launch.grid[0]:
+        if not launch.programs:
             return
         if launch.tma:
-            k, v = _described(k, launch.columns), _described(v, launch.columns)
+            k, v = launch.described("k", k), launch.described("v", v)
         launch(q, k, v, dout, lse, delta, dq, launch.table, *_numbers(options), float(options.scale))
+
+    def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        """`numerics.row_delta` in one pass over its two tensors."""
+        if out.stride(-1) != 1:
+            out = out.contiguous()
+        batch, rows, heads, size = dout.shape
+        delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=dout.device)
+        key = ("delta", _layout(dout), _layout(out))
+        launch = self._launches.get(key)
+        if launch is None:
+            blocks = triton.cdiv(rows, _DELTA_ROWS)
+            constants = {"R": _DELTA_ROWS, "DV": size, "PADDED_DV": padded(size), "num_warps": 4}
+            sizes = (*_strides(dout, out), rows, heads, blocks)
+            launch = Launch(backward.delta_kernel, blocks * batch * heads, None, sizes, constants, architecture())
+            self._keep(key, launch)
+        if launch.programs:
+            with _on(dout):
+                launch(dout, out, delta)
+        return delta
 
     # ------------------------------------------------------------------------------- making launches
 
-    def _keep(self, key: object, launch: _Launch) -> _Launch:
+    def _keep(self, key: object, launch: Launch) -> Launch:
         if len(self._launches) >= self._cached:
             self._launches.popitem(last=False)
         self._launches[key] = launch
         return launch
 
     def _tuning(self, q: Tensor, v: Tensor) -> Tuning:
-        head = max(_padded(q.shape[-1]), _padded(v.shape[-1]))
+        head = max(padded(q.shape[-1]), padded(v.shape[-1]))
         return choose(self._single if q.dtype == torch.float32 else self._half, architecture(), head)
 
-    def _forward(self, tiles: Tiles, options: Options, merge: bool, tensors: tuple[Tensor, ...]) -> _Launch:
+    def _forward(self, tiles: Tiles, options: Options, merge: bool, tensors: tuple[Tensor, ...]) -> Launch:
         q, k, v, out, lse = tensors
         _check(q, k, v, out)
-        choices = _first(self._tuning(q, v).forward, k, v)
+        tuning = self._tuning(q, v)
+        choices = _first((merge and tuning.resumed) or tuning.forward, k, v)
         blocks, table = _table(tiles, q.shape[1], k.shape[1], choices, not merge)
         flags = {"PRESCALE": options.softcap is None and options.scale <= 0, "MERGE": merge}
         sizes = (*_strides(q, k, v, out), *_number_strides(lse), q.shape[1])
         return self._launch(forward.attend_kernel, blocks, table, options, (q, k, v, out), q.shape[2], sizes, **flags)
 
-    def _keys(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...]) -> _Launch:
+    def _keys(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...]) -> Launch:
         q, k, v, dout, lse, delta, dk, dv = tensors
         _check(q, k, v, dout, dk, dv)
         turned = [transposed(tile) for tile in tiles]
         choices = _first(self._tuning(q, v).keys, q, dout)
         blocks, table = _table(turned, k.shape[1], q.shape[1], choices, False)
         # Descriptors of single numbers start at multiples of 16 bytes.
-        flags = {"TMA_NUMBERS": blocks.tma and table.aligned and _describable(lse) and _describable(delta)}
+        flags = {"TMA_NUMBERS": blocks.tma and table.aligned and describable(lse) and describable(delta)}
         sizes = (*_strides(q, k, v, dout), *_number_strides(lse, delta), *_strides(dk, dv), k.shape[1])
         wide = (q, k, v, dout)
         return self._launch(backward.keys_kernel, blocks, table, options, wide, k.shape[2], sizes, **flags)
 
-    def _queries(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...]) -> _Launch:
+    def _queries(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...]) -> Launch:
         q, k, v, dout, lse, delta, dq = tensors
         _check(q, k, v, dout, dq)
         choices = _first(self._tuning(q, v).queries, k, v)
@@ -249,7 +229,7 @@ class TritonKernel:
         heads: int,
         sizes: tuple[int, ...],
         **flags: bool,
-    ) -> _Launch:
+    ) -> Launch:
         """`tensors` are q, k, v and those whose strides may be long; `heads` have programs of their own."""
         q, k, v, *_ = tensors
         together = max(n for n in range(1, blocks.together + 1) if heads % n == 0)
@@ -258,8 +238,8 @@ class TritonKernel:
             "C": blocks.columns,
             "D": q.shape[-1],
             "DV": v.shape[-1],
-            "PADDED_D": _padded(q.shape[-1]),
-            "PADDED_DV": _padded(v.shape[-1]),
+            "PADDED_D": padded(q.shape[-1]),
+            "PADDED_DV": padded(v.shape[-1]),
             "TOGETHER": together,
             "CAP": options.softcap is not None,
             "PRECISION": self._precision,
@@ -270,33 +250,15 @@ class TritonKernel:
             **dict(blocks.extra),
             **flags,
         }
-        if _interpreted():  # it knows no launch options
-            constants = {name: value for name, value in constants.items() if name.isupper()}
-        return _Launch(
-            run=kernel.run,
-            grid=(table.blocks * heads * q.shape[0],),
-            table=torch.from_numpy(table.data).to(q.device),
-            sizes=(*sizes, max(table.blocks, 1), heads, q.shape[2] // k.shape[2]),
-            options=constants,
-            tma=blocks.tma,
-            tma_numbers=flags.get("TMA_NUMBERS", False),
+        return Launch(
+            kernel,
+            table.blocks * heads * q.shape[0],
+            torch.from_numpy(table.data).to(q.device),
+            (*sizes, max(table.blocks, 1), heads, q.shape[2] // k.shape[2]),
+            constants,
+            f"{architecture()}, {q.dtype}",
             columns=blocks.columns,
-            what=f"{kernel.__name__} for {architecture()}, {q.dtype}",
         )
-
-
-def row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """`numerics.row_delta` in one pass over its two tensors."""
-    if out.stride(-1) != 1:
-        out = out.contiguous()
-    batch, rows, heads, size = dout.shape
-    delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=dout.device)
-    if delta.numel():
-        with _on(dout):
-            backward.delta_kernel[(triton.cdiv(rows, _DELTA_ROWS), batch * heads)](
-                dout, out, delta, *_strides(dout, out), rows, heads, R=_DELTA_ROWS, DV=size, PADDED_DV=_padded(size)
-            )  # fmt: skip
-    return delta
 
 
 # --------------------------------------------------------------------------------------------- helpers
@@ -311,7 +273,7 @@ def _new_state(q: Tensor, value_dim: int) -> State:
 
 def _layout(x: Tensor) -> tuple[object, ...]:
     """What of a tensor a launch depends on."""
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _TMA_BYTES
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TMA_BYTES
 
 
 def _numbers(options: Options) -> tuple[float, float, float]:
@@ -331,11 +293,6 @@ def _number_strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in x.stride())
 
 
-def _padded(size: int) -> int:
-    """A head size as the kernels hold it: matrix instructions want at least 16."""
-    return max(16, triton.next_power_of_2(size))
-
-
 def _table(
     tiles: Sequence[Tile], rows: int, columns: int, choices: tuple[Blocks, ...], every_row: bool
 ) -> tuple[Blocks, BlockTable]:
@@ -349,34 +306,9 @@ def _table(
 
 def _first(choices: tuple[Blocks, ...], *tensors: Tensor) -> tuple[Blocks, ...]:
     """The choices that these tensors allow, best first; at worst the last one, by pointers."""
-    if all(map(_describable, tensors)):
+    if all(map(describable, tensors)):
         return choices
     return tuple(c for c in choices if not c.tma) or (replace(choices[-1], tma=False),)
-
-
-def _describable(x: Tensor) -> bool:
-    """Whether a hardware descriptor can hold it. Strides of dimensions of size 1 do not matter."""
-    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
-    aligned = all(s > 0 and s * x.itemsize % _TMA_BYTES == 0 for s in strides)
-    return aligned and x.data_ptr() % _TMA_BYTES == 0 and x.stride(-1) == 1 and x.numel() > 0
-
-
-def _described(x: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of [B, S, H, D] for blocks of `rows`, `_describable` having been asked before."""
-    return _descriptor(x, [1, rows, 1, _padded(x.shape[-1])])
-
-
-def _numbered(x: Tensor, rows: int) -> TensorDescriptor:
-    """The same of [B, H, S]."""
-    return _descriptor(x, [1, 1, rows])
-
-
-def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    strides = x.stride()
-    if 1 in x.shape:
-        whole = _TMA_BYTES  # any legal number serves a dimension of size 1
-        strides = (*(whole if n == 1 else s for s, n in zip(strides[:-1], x.shape[:-1], strict=True)), 1)
-    return TensorDescriptor(x, list(x.shape), list(strides), block)
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:
@@ -384,19 +316,6 @@ def _on(x: Tensor) -> AbstractContextManager[object]:
     if x.device.index is None or x.device.index == torch.accelerator.current_device_index():
         return nullcontext()
     return torch.accelerator.device_index(x.device.index)
-
-
-def _interpreted() -> bool:
-    return isinstance(forward.attend_kernel, InterpretedFunction)
-
-
-@lru_cache(maxsize=1)
-def architecture() -> str:
-    """Triton's target as a key of the tuning tables. One kind of accelerator a process."""
-    if _interpreted():
-        return "interpreter"
-    arch = triton.runtime.driver.active.get_current_target().arch
-    return f"sm_{arch}" if isinstance(arch, int) else str(arch)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> None:

@@ -34,11 +34,12 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Choices for the three kernels, best first."""
+    """Choices for the three kernels, best first. `resumed`: forward into a running state, where that differs."""
 
     forward: tuple[Blocks, ...]
     keys: tuple[Blocks, ...]
     queries: tuple[Blocks, ...]
+    resumed: tuple[Blocks, ...] = ()
 
 
 Table = Mapping[str, Mapping[int, Tuning]]

@@ -1,0 +1,137 @@
+"""A kernel that is ready but for its tensors: `Launch`. What Triton works out for every call is worked out once.
+
+Triton binds, specialises and looks up each call anew: more host time than a short kernel takes. A `Launch` calls
+the compiled kernel directly. That is safe because it is kept under all that Triton specialises on: dtypes, sizes,
+strides, and whether addresses are multiples of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.errors import TritonError
+from triton.runtime.interpreter import InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from burst_portable.errors import UnsupportedError, explain
+from burst_portable.kernels.triton import forward
+
+TMA_BYTES = 16
+"""What addresses and strides of a hardware descriptor are multiples of."""
+_KEPT = 512  # descriptors; the caching allocator hands out the same addresses again and again
+
+
+class Launch:
+    """One kernel with its sizes, its constants and its table.
+
+    Args:
+        kernel: the jitted function; its parameters are tensors and numbers first, `sizes` next, constants last.
+        programs: how many there are; 0 means that there is nothing to do.
+        constants: compile-time parameters by name, and launch options.
+        what: target and dtype, for the error.
+        columns: rows of a descriptor's block.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        table: Tensor | None,
+        sizes: tuple[int, ...],
+        constants: dict[str, Any],
+        what: str,
+        columns: int = 0,
+    ) -> None:
+        self.programs, self.table, self._kernel, self._what, self._columns = programs, table, kernel, what, columns
+        self.tma = bool(constants.get("TMA"))
+        self.tma_numbers = bool(constants.get("TMA_NUMBERS"))
+        names = [name for name in kernel.arg_names if name in constants]
+        self._tail = (*sizes, *(constants[name] for name in names))
+        self._options = {name: value for name, value in constants.items() if name not in names}
+        self._compiled: Callable[..., object] | None = None
+        self._descriptors: dict[tuple[str, int], TensorDescriptor] = {}
+
+    def __call__(self, *arguments: object) -> None:
+        if self._compiled is not None:
+            self._compiled(*arguments, *self._tail)
+        elif interpreted():  # it knows no launch options
+            self._kernel[(self.programs,)](*arguments, *self._tail)
+        else:
+            self._compiled = self._first(arguments)
+
+    def _first(self, arguments: tuple[object, ...]) -> Callable[..., object]:
+        try:
+            compiled = self._kernel[(self.programs,)](*arguments, *self._tail, **self._options)
+        except (TritonError, RuntimeError) as error:
+            if not isinstance(error, TritonError) and "PassManager" not in str(error):
+                raise  # no matter of compiling
+            raise UnsupportedError(
+                explain(
+                    f"the Triton kernel {self._kernel.__name__} does not compile for {self._what}",
+                    got=f"{self._tail}, {self._options}: {error}",
+                    next_step="pass another tuning to TritonKernel, or name another kernel",
+                )
+            ) from error
+        return compiled[(self.programs, 1, 1)]
+
+    def described(self, name: str, x: Tensor) -> TensorDescriptor:
+        """A hardware descriptor of [B, S, H, D], or of [B, H, S], for blocks of `columns` rows."""
+        if interpreted():
+            return _descriptor(x, x, self._columns)
+        found = self._descriptors.get((name, x.data_ptr()))
+        if found is None:
+            if len(self._descriptors) >= _KEPT:
+                self._descriptors.clear()
+            found = self._descriptors[name, x.data_ptr()] = _descriptor(x, _Address(x), self._columns)
+        return found
+
+
+class _Address:
+    """What a descriptor needs of its tensor, without keeping the memory."""
+
+    __slots__ = ("dtype", "pointer")
+
+    def __init__(self, x: Tensor) -> None:
+        self.dtype, self.pointer = x.dtype, x.data_ptr()
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+def _descriptor(x: Tensor, base: object, rows: int) -> TensorDescriptor:
+    # Any legal number serves as the stride of a dimension of size 1.
+    strides = [TMA_BYTES if n == 1 else s for s, n in zip(x.stride(), x.shape, strict=True)]
+    block = [1, rows, 1, padded(x.shape[-1])] if x.dim() == 4 else [1, 1, rows]
+    return TensorDescriptor(base, list(x.shape), [*strides[:-1], 1], block)
+
+
+def describable(x: Tensor) -> bool:
+    """Whether a hardware descriptor can hold it. Strides of dimensions of size 1 do not matter."""
+    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+    aligned = all(s > 0 and s * x.itemsize % TMA_BYTES == 0 for s in strides)
+    return aligned and x.data_ptr() % TMA_BYTES == 0 and x.stride(-1) == 1 and x.numel() > 0
+
+
+@lru_cache
+def padded(size: int) -> int:
+    """A head size as the kernels hold it: matrix instructions want at least 16."""
+    return max(16, triton.next_power_of_2(size))
+
+
+@lru_cache(maxsize=1)
+def interpreted() -> bool:
+    """Whether Triton's interpreter was switched on before the kernels were imported."""
+    return isinstance(forward.attend_kernel, InterpretedFunction)
+
+
+@lru_cache(maxsize=1)
+def architecture() -> str:
+    """Triton's target as a key of the tuning tables. One kind of accelerator a process."""
+    if interpreted():
+        return "interpreter"
+    arch = triton.runtime.driver.active.get_current_target().arch
+    return f"sm_{arch}" if isinstance(arch, int) else str(arch)
