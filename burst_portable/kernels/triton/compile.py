@@ -1,0 +1,256 @@
+"""Real machine code for targets that are not here: the Triton kernels compiled ahead of time, and what came of it.
+
+One Triton wheel holds the compilers of several vendors, so any machine, with no accelerator, can tell for each
+target whether the matrix instructions are there, what spills, and whether the shared memory fits the chip.
+`kernel_table` makes the records, `problems` holds one to the limits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as triton_compile
+
+from burst_portable.errors import explain, unknown_name
+from burst_portable.kernels.triton import backward, forward
+from burst_portable.kernels.triton.prepared import padded
+from burst_portable.kernels.triton.tuning import HALF, Blocks, choose
+
+KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What a target is to Triton, and what its kernels are held to."""
+
+    target: GPUTarget
+    matrix: str  # a pattern of the instructions that make it fast
+    shared: int  # bytes of shared memory that a program may have
+    shared_of_unit: int = 0  # bytes of a multiprocessor; 0 where the compiler reports occupancy itself
+
+
+TARGETS = {
+    "sm_80": Chip(GPUTarget("cuda", 80, 32), r"mma\.sync[.\w]*", 163 * KIB, 164 * KIB),
+    "sm_90": Chip(GPUTarget("cuda", 90, 32), r"wgmma\.mma_async[.\w]*", 227 * KIB, 228 * KIB),
+    "sm_100": Chip(GPUTarget("cuda", 100, 32), r"tcgen05\.mma[.\w]*", 227 * KIB, 228 * KIB),
+    "gfx90a": Chip(GPUTarget("hip", "gfx90a", 64), r"v_mfma\w*", 64 * KIB),
+    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), r"v_mfma\w*", 64 * KIB),
+    "gfx950": Chip(GPUTarget("hip", "gfx950", 64), r"v_mfma\w*", 160 * KIB),
+}
+HEADS = (64, 128)
+KERNELS = {
+    "forward": forward.attend_kernel,
+    "resumed": forward.attend_kernel,
+    "keys": backward.keys_kernel,
+    "queries": backward.queries_kernel,
+}
+_OWN_ROWS = {"forward": ("q",), "resumed": ("q",), "keys": ("k", "v"), "queries": ("q", "dout")}
+_REGISTERS = 65536  # of an NVIDIA multiprocessor
+# ptxas: a wgmma pipeline that was serialised, or registers that could not be moved between warps.
+_SERIALISED = re.compile(r"C751[0-7][^\n]*")
+
+JUSTIFIED: dict[tuple[str, str, int], str] = {
+    ("sm_90", "keys", 128): "outside the unmasked loop; measured faster than every configuration without",
+}
+"""Scratch memory that a backward kernel may have, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One kernel compiled for one target.
+
+    `occupancy` is programs a multiprocessor on NVIDIA's chips, waves a SIMD on AMD's. `registers` are a thread's,
+    on AMD's chips vector registers with `accumulators` apart. `scratch` is bytes a thread of spilled memory.
+    """
+
+    target: str
+    kernel: str
+    head_dim: int
+    blocks: str
+    seconds: float = 0.0
+    registers: int = 0
+    accumulators: int = 0
+    scratch: int = 0
+    shared: int = 0
+    occupancy: int = 0
+    instruction: str = ""
+    warnings: tuple[str, ...] = ()
+    error: str = ""
+
+
+def problems(record: Record) -> list[str]:
+    """Why a record may not pass; nothing if it may."""
+    if record.error:
+        return [f"does not compile: {record.error}"]
+    chip, found = TARGETS[record.target], []
+    if not record.instruction:
+        found.append(f"no matrix instruction {chip.matrix}")
+    if record.shared > chip.shared:
+        found.append(f"{record.shared} bytes of shared memory, and the chip has {chip.shared}")
+    justified = (record.target, record.kernel, record.head_dim) in JUSTIFIED
+    if record.scratch and not justified:
+        found.append(f"{record.scratch} bytes of scratch memory")
+    found += [f"ptxas: {warning}" for warning in record.warnings]
+    return found
+
+
+def kernel_table(
+    targets: Iterable[str] = tuple(TARGETS), heads: Iterable[int] = HEADS, kernels: Iterable[str] = tuple(KERNELS)
+) -> Iterator[Record]:
+    """A record for each target, head size and kernel, bf16, with the blocks of the tuning tables.
+
+    Raises `UnknownNameError` for a target or kernel that is none. A failure to compile is a record too.
+    """
+    for target in targets:
+        if target not in TARGETS:
+            raise unknown_name("target", target, TARGETS)
+        for head in heads:
+            for kernel in kernels:
+                if kernel not in KERNELS:
+                    raise unknown_name("kernel", kernel, KERNELS)
+                yield compile_one(target, kernel, head)
+
+
+def compile_one(target: str, kernel: str, head: int, blocks: Blocks | None = None) -> Record:
+    """Compile one kernel; `blocks` defaults to the tuned ones."""
+    tuning = choose(HALF, target, padded(head))
+    chosen = getattr(tuning, kernel) or tuning.forward
+    blocks = blocks or chosen[0]
+    named = f"{blocks.rows}x{blocks.columns} warps {blocks.warps} stages {blocks.stages}" + " tma" * blocks.tma
+    options = {"num_warps": blocks.warps, "num_stages": blocks.stages, **dict(blocks.extra)}
+    started = time.perf_counter()
+    try:
+        with triton.knobs.compilation.scope():
+            triton.knobs.compilation.always_compile = True  # a hit in the cache would say nothing of the time
+            compiled = triton_compile(_source(kernel, head, blocks), target=TARGETS[target].target, options=options)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler throws is the finding
+        while error.__cause__ is not None:
+            error = error.__cause__
+        message = explain(f"{kernel} for {target}, head size {head}", got=f"{named}: {str(error)[-300:]}")
+        return Record(target, kernel, head, named, error=message)
+    seconds = round(time.perf_counter() - started, 2)
+    read = _read_amd if TARGETS[target].target.backend == "hip" else _read_nvidia
+    return Record(target, kernel, head, named, seconds, shared=compiled.metadata.shared, **read(compiled, target))
+
+
+# --------------------------------------------------------------------------------------------- sources
+
+
+def _source(kernel: str, head: int, blocks: Blocks) -> ASTSource:
+    """The kernel with the types that a launch on contiguous bf16 tensors gives it."""
+    function = KERNELS[kernel]
+    every = {
+        "R": blocks.rows,
+        "C": blocks.columns,
+        "D": head,
+        "DV": head,
+        "PADDED_D": padded(head),
+        "PADDED_DV": padded(head),
+        "TOGETHER": blocks.together,
+        "CAP": False,
+        "PRESCALE": False,
+        "PRECISION": "ieee",
+        "TMA": blocks.tma,
+        "TMA_NUMBERS": blocks.tma,
+        "WIDE": False,
+        "MERGE": kernel == "resumed",
+    }
+    names = [parameter.name for parameter in function.params]
+    constants = {name: every[name] for name in names if name in every}
+    types = {n: "constexpr" if n in constants else _type_of(n, kernel, head, blocks) for n in names}
+    divisible, attributes = [["tt.divisibility", 16]], {}
+    for i, name in enumerate(names):
+        if name in ("lse_row", "delta_row"):  # contiguous: Triton makes a stride of 1 a constant
+            types[name], constants[name] = "constexpr", 1
+        elif types[name].startswith("*") or name.endswith(("_batch", "_head", "_row")):
+            attributes[i,] = divisible
+    return ASTSource(fn=function, signature=types, constexprs=constants, attrs=attributes)
+
+
+def _type_of(name: str, kernel: str, head: int, blocks: Blocks) -> str:
+    """Triton's name of a parameter's type."""
+    streamed = blocks.tma and name not in _OWN_ROWS[kernel]
+    if name in ("q", "k", "v", "dout"):
+        return f"tensordesc<bf16[1, {blocks.columns}, 1, {padded(head)}]>" if streamed else "*bf16"
+    if name in ("lse", "delta") and kernel == "keys":
+        return f"tensordesc<fp32[1, 1, {blocks.columns}]>" if streamed else "*fp32"
+    if name in ("out", "lse", "delta", "dq", "dk", "dv"):
+        return "*fp32"
+    if name == "table":
+        return "*i32"
+    return "fp32" if name in ("scale", "inner", "outer", "gradient_scale") else "i32"
+
+
+# ------------------------------------------------------------------------------------- reading the code
+
+
+def _first(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else 0
+
+
+def _instruction(target: str, text: str) -> str:
+    found = re.search(rf"\b{TARGETS[target].matrix}", text)
+    return found.group(0) if found else ""
+
+
+def _read_amd(compiled: Any, target: str) -> dict[str, Any]:
+    text = compiled.asm["amdgcn"]
+    return {
+        "registers": _first(r"\.vgpr_count:\s*(\d+)", text),
+        "accumulators": _first(r"\.agpr_count:\s*(\d+)", text),
+        "scratch": _first(r"\.private_segment_fixed_size:\s*(\d+)", text),
+        "occupancy": _first(r"Occupancy:\s*(\d+)", text),
+        "instruction": _instruction(target, text),
+    }
+
+
+def _read_nvidia(compiled: Any, target: str) -> dict[str, Any]:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, ptx = Path(folder) / "kernel.cubin", Path(folder) / "kernel.ptx"
+        cubin.write_bytes(compiled.asm["cubin"])
+        ptx.write_text(compiled.asm["ptx"])
+        usage = _run(tools / "cuobjdump", "-res-usage", str(cubin))
+        said = _run(_assembler(tools, target), "-v", f"--gpu-name={_assembled(compiled)}", str(ptx), "-o", os.devnull)
+    registers = _first(r"REG:(\d+)", usage)
+    chip, metadata = TARGETS[target], compiled.metadata
+    threads = metadata.num_warps * 32
+    by_registers = _REGISTERS // max(1, -(-registers // 8) * 8 * threads)
+    by_shared = chip.shared_of_unit // (metadata.shared + KIB)
+    return {
+        "registers": registers,
+        "scratch": max(_first(r"STACK:(\d+)", usage), _first(r"(\d+) bytes spill stores", said)),
+        "occupancy": min(by_registers, by_shared, 2048 // threads),
+        "instruction": _instruction(target, compiled.asm["ptx"]),
+        "warnings": tuple(sorted(set(_SERIALISED.findall(said)))),
+    }
+
+
+def _assembler(tools: Path, target: str) -> Path:
+    """Triton brings a second ptxas for newer chips."""
+    newer = tools / "ptxas-blackwell"
+    return newer if TARGETS[target].target.arch >= 100 and newer.exists() else tools / "ptxas"
+
+
+def _assembled(compiled: Any) -> str:
+    """The target that the PTX was written for, such as sm_90a."""
+    found = re.search(r"\.target\s+(sm_\w+)", compiled.asm["ptx"])
+    assert found is not None, "PTX names its target"
+    return found.group(1)
+
+
+def _run(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr

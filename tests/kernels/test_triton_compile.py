@@ -1,0 +1,90 @@
+"""The Triton kernels as real machine code, compiled ahead of time for devices that are not here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+from burst_portable.errors import UnknownNameError
+from burst_portable.kernels.triton.compile import HEADS, JUSTIFIED, KERNELS, TARGETS, Record, kernel_table, problems
+
+QUICK = [("sm_90", 64), ("gfx942", 64)]
+ALL = [(target, head) for target in TARGETS for head in HEADS]
+
+
+def passes(target: str, head: int) -> None:
+    records = list(kernel_table([target], [head]))
+    assert [r.kernel for r in records] == list(KERNELS)
+    found = {f"{r.kernel}, {r.blocks}": problems(r) for r in records}
+    assert not any(found.values()), found
+    assert all(r.registers > 0 and r.occupancy > 0 and r.shared > 0 and r.seconds > 0 for r in records)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "head"), QUICK)
+def test_quick(target: str, head: int) -> None:
+    passes(target, head)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("target", "head"), ALL)
+def test_every_target(target: str, head: int) -> None:
+    passes(target, head)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", JUSTIFIED)
+def test_justified_scratch_exists(where: tuple[str, str, int]) -> None:
+    """What needs no excuse any more gets none."""
+    target, kernel, head = where
+    (record,) = kernel_table([target], [head], [kernel])
+    assert record.scratch > 0
+
+
+GOOD = Record("sm_90", "forward", 128, "128x64", 1.0, registers=200, shared=1024, occupancy=1, instruction="wgmma")
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (Record("sm_90", "forward", 128, "", error="no"), "does not compile"),
+        (Record("sm_90", "forward", 128, "", shared=1), "no matrix instruction"),
+        (Record("sm_90", "forward", 128, "", scratch=8, instruction="x"), "8 bytes of scratch"),
+        (Record("gfx90a", "forward", 128, "", shared=65 * 1024, instruction="x"), "shared memory"),
+        (Record("sm_90", "keys", 64, "", warnings=("C7510 serialized",), instruction="x"), "C7510"),
+    ],
+)
+def test_problems_are_found(record: Record, says: str) -> None:
+    assert says in " ".join(problems(record))
+
+
+def test_good_is_good() -> None:
+    assert problems(GOOD) == []
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(UnknownNameError, match="sm_90"):
+        list(kernel_table(["sm_9"]))
+    with pytest.raises(UnknownNameError, match="forward"):
+        list(kernel_table(["sm_90"], [64], ["forwards"]))
+
+
+def test_a_failure_is_a_record() -> None:
+    """A kernel that no chip could hold names target and configuration, and the table goes on."""
+    from burst_portable.kernels.triton.compile import compile_one
+    from burst_portable.kernels.triton.tuning import Blocks
+
+    record = compile_one("sm_90", "forward", 64, Blocks(96, 64, 4, 1))  # not a power of two
+    assert "sm_90" in record.error
+    assert "96x64" in record.error
+    assert problems(record)
+
+
+def test_import_is_light() -> None:
+    """Nothing but this package imports triton."""
+    code = "import sys, burst_portable, burst_portable.kernels.reference; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
