@@ -39,7 +39,6 @@ class ForwardConfig:
     NS: int
     REGS: int
     maxnreg: int
-    PIN: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +49,9 @@ class BackwardConfig:
     NQ: int
     REGS: int
     maxnreg: int
-    RED: int = 0
 
 
-FORWARD = {64: ForwardConfig(128, 4, 240, 168), 128: ForwardConfig(128, 2, 240, 168)}
+FORWARD = {64: ForwardConfig(128, 2, 240, 168), 128: ForwardConfig(128, 2, 240, 168)}
 BACKWARD = {64: BackwardConfig(128, 2, 240, 168), 128: BackwardConfig(64, 2, 240, 168)}
 """By head size."""
 
@@ -138,7 +136,7 @@ class HopperKernel:
                     lse, table, options.scale * _LOG2E, rows, lse.stride(0), lse.stride(1),
                     heads, group, head_group,
                 ),
-                (config.BN, dim, config.NS, mode, config.PIN, config.REGS),
+                (config.BN, dim, config.NS, mode, config.REGS),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
             )  # fmt: skip
         return state
@@ -193,10 +191,10 @@ class HopperKernel:
                     compiled.rows("dq", dq, 64, 64),
                     compiled.rows("dk", dk, 64, dim),
                     compiled.rows("dv", dv, 64, dim),
-                    table, dq, *dq.stride()[:3], rows, options.scale, options.scale * _LOG2E,
+                    table, options.scale, options.scale * _LOG2E,
                     heads, group, head_group,
                 ),
-                (config.RED, config.BM, dim, config.NQ, fold, config.REGS),
+                (config.BM, dim, config.NQ, fold, config.REGS),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
             )  # fmt: skip
 

@@ -68,7 +68,7 @@ def forward_build(dim: int, mode: int, dtype: str = "bf16") -> Build:
         "lse_sb": "i64",
         "lse_sh": "i64",
     }
-    constants = {"BN": config.BN, "D": dim, "NS": config.NS, "MODE": mode, "PIN": config.PIN, "REGS": config.REGS}
+    constants = {"BN": config.BN, "D": dim, "NS": config.NS, "MODE": mode, "REGS": config.REGS}
     return _build(
         f"forward D={dim} {dtype} mode {mode}", hopper_forward.forward_kernel, types, constants, config.maxnreg
     )
@@ -90,15 +90,11 @@ def backward_build(dim: int, dtype: str = "bf16") -> Build:
         "dk_desc": wide,
         "dv_desc": wide,
         "table": "*i32",
-        "dq_ptr": "*fp32",
-        "dq_sb": "i64",
-        "dq_ss": "i64",
-        "dq_sh": "i64",
         "scale": "fp32",
         "qk_scale": "fp32",
     }
     fold = int(dtype == "bf16")
-    constants = {"RED": config.RED, "BM": config.BM, "D": dim, "NQ": config.NQ, "FOLD": fold, "REGS": config.REGS}
+    constants = {"BM": config.BM, "D": dim, "NQ": config.NQ, "FOLD": fold, "REGS": config.REGS}
     return _build(f"backward D={dim} {dtype}", hopper_backward.backward_kernel, types, constants, config.maxnreg)
 
 

@@ -186,7 +186,7 @@ def _row_terms(buf, BM: gl.constexpr, sl: gl.constexpr):
 def _step(
     WG: gl.constexpr, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
     q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, dk, dv, masked, n_masked, col0, scale, qk_scale,
-    dq_ptr, dq_ss, row, Sq, RED: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -236,23 +236,10 @@ def _step(
     dq = warpgroup_mma_wait(0, deps=[dq])
     if not FOLD:
         dq = dq * scale
-    if RED:
-        r = row + gl.arange(0, 64, gl.SliceLayout(1, ql))
-        c = gl.arange(0, 64, gl.SliceLayout(0, ql))
-        if D == 128:
-            c += WG * 64
-        else:
-            r += WG * 64
-        r = gl.minimum(r, Sq - 1)  # rows past the end add zeros to the last one
-        at = (dq_ptr + (r * dq_ss)[:, None] + c[None, :]).to(gl.int64)
-        gl.inline_asm_elementwise(
-            "red.relaxed.gpu.global.add.v2.f32 [$2], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0;",
-            "=r,=r,l,l,f,f", [at, dq], dtype=gl.int32, is_pure=False, pack=2)  # fmt: skip
-    else:
-        mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)
-        dq_sm.index(WG).store(dq)
-        fence_async_shared()
-        mbarrier.arrive(dq_rdy.index(WG), count=1)
+    mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)
+    dq_sm.index(WG).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_rdy.index(WG), count=1)
     return dk, dv
 
 
@@ -270,7 +257,7 @@ def _add_out(x, desc, buffer, b, row, kv, D: gl.constexpr):
 def _worker(
     WG: gl.constexpr, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
     kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-    dq_ptr, dq_sb, dq_ss, dq_sh, Sq, scale, qk_scale, heads, kv_group, head_group, RED: gl.constexpr,
+    scale, qk_scale, heads, kv_group, head_group,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -282,26 +269,11 @@ def _worker(
     dk = gl.zeros([64, D], gl.float32, al)
     dv = gl.zeros([64, D], gl.float32, al)
     mbarrier.wait(kv_rdy, 0)
-    runs = table + gl.load(work + 1)
-    row = 0
-    left = 0
-    if RED:
-        row = gl.load(runs)
-        left = gl.load(runs + 1)
-        runs += 2
-        dq_ptr += b * dq_sb + h * dq_sh
     for i in range(n):
         dk, dv = _step(
             WG, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
             q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, i, dk, dv,
-            masked, n_masked, col0, scale, qk_scale, dq_ptr, dq_ss, row, Sq, RED, BM, D, NQ, FOLD)  # fmt: skip
-        if RED:
-            left -= 1
-            row += BM
-            if left == 0:
-                row = gl.load(runs)
-                left = gl.load(runs + 1)
-                runs += 2
+            masked, n_masked, col0, scale, qk_scale, BM, D, NQ, FOLD)  # fmt: skip
     if FOLD:
         dv = dv * (1.0 / scale)
     else:
@@ -319,12 +291,12 @@ def _worker(
 
 
 # Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
-@gluon.jit(do_not_specialize=["table", "dq_ptr", "dq_sb", "dq_ss", "dq_sh", "Sq", "heads", "kv_group", "head_group"])
+@gluon.jit(do_not_specialize=["table", "heads", "kv_group", "head_group"])
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, dq_desc, dk_desc, dv_desc, table,
-    dq_ptr, dq_sb: gl.int64, dq_ss: gl.int64, dq_sh: gl.int64, Sq: gl.int32, scale: gl.float32, qk_scale: gl.float32,
+    scale: gl.float32, qk_scale: gl.float32,
     heads: gl.int32, kv_group: gl.int32, head_group: gl.int32,
-    RED: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, REGS: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -336,9 +308,7 @@ def backward_kernel(
     l_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], l_desc.layout)
     d_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], d_desc.layout)
     ds_sm = gl.allocate_shared_memory(dtype, [4, 64, BM], tile)
-    dq_sm = k_sm
-    if not RED:
-        dq_sm = gl.allocate_shared_memory(gl.float32, [2, 64, 64], wide)
+    dq_sm = gl.allocate_shared_memory(gl.float32, [2, 64, 64], wide)
     bl: gl.constexpr = mbarrier.MBarrierLayout()
     kv_rdy = gl.allocate_shared_memory(gl.int64, [1], bl)
     q_rdy = gl.allocate_shared_memory(gl.int64, [NQ, 1], bl)
@@ -362,30 +332,14 @@ def backward_kernel(
         mbarrier.init(dq_emp.index(i), count=1)
     fence_async_shared()
     # The argument tuples stand inline: a local variable would turn their constants into tensors.
-    if RED:
-        gl.warp_specialize([
-            (_worker, (0, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
-                       kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                       dq_ptr, dq_sb, dq_ss, dq_sh, Sq, scale, qk_scale, heads, kv_group, head_group,
-                       RED, BM, D, NQ, FOLD)),
-            (_worker, (1, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
-                       kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                       dq_ptr, dq_sb, dq_ss, dq_sh, Sq, scale, qk_scale, heads, kv_group, head_group,
-                       RED, BM, D, NQ, FOLD)),
-            (_loader, (q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
-                       kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, head_group, BM, D, NQ)),
-        ], [4, 1], [REGS, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_worker, (0, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
-                       kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                       dq_ptr, dq_sb, dq_ss, dq_sh, Sq, scale, qk_scale, heads, kv_group, head_group,
-                       RED, BM, D, NQ, FOLD)),
-            (_worker, (1, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
-                       kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                       dq_ptr, dq_sb, dq_ss, dq_sh, Sq, scale, qk_scale, heads, kv_group, head_group,
-                       RED, BM, D, NQ, FOLD)),
-            (_loader, (q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
-                       kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, head_group, BM, D, NQ)),
-            (_adder, (dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, head_group, BM, D)),
-        ], [4, 1, 1], [REGS, 24, 24])  # fmt: skip
+    gl.warp_specialize([
+        (_worker, (0, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
+                   scale, qk_scale, heads, kv_group, head_group, BM, D, NQ, FOLD)),
+        (_worker, (1, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
+                   scale, qk_scale, heads, kv_group, head_group, BM, D, NQ, FOLD)),
+        (_loader, (q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
+                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, head_group, BM, D, NQ)),
+        (_adder, (dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, head_group, BM, D)),
+    ], [4, 1, 1], [REGS, 24, 24])  # fmt: skip

@@ -144,9 +144,20 @@ def _partial_sum(p, BN: gl.constexpr):
 
 
 @gluon.jit
+def _packed(p, dtype: gl.constexpr):
+    # To 16 bits in pairs: left alone, the compiler carries halves around the loop and swaps each pair in it.
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.bfloat16, is_pure=True, pack=2)  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.float16, is_pure=True, pack=2)  # fmt: skip
+
+
+@gluon.jit
 def _step(
     q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, left, right, qk_scale,
-    MASK: gl.constexpr, PIN: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr,
+    MASK: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr,
 ):  # fmt: skip
     # P·V of block `it` beside Q·Kᵀ and the softmax of block it + 1
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -167,11 +178,9 @@ def _step(
     p = gl.exp2(s * qk_scale - ntop[:, None])
     fade_parts = gl.convert_layout(fade, gl.SliceLayout(1, total.type.layout))
     total = total * fade_parts[:, None] + _partial_sum(p, BN)
-    if PIN:
-        mbarrier.wait(v_rdy.index(slot), (it // NS) & 1)
     o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])
     mbarrier.arrive(v_emp.index(slot), count=1)
-    p16 = gl.convert_layout(p.to(p16.dtype), gl.DotOperandLayout(0, ol, 2))
+    p16 = gl.convert_layout(_packed(p, p16.dtype), gl.DotOperandLayout(0, ol, 2))
     o = o * gl.convert_layout(fade, gl.SliceLayout(1, ol))[:, None]
     return o, p16, total, ntop
 
@@ -242,7 +251,7 @@ def _store_32(
 def _consumer(
     WG: gl.constexpr, o_desc, lse, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
     qk_scale, Sq, lse_sb, lse_sh, heads, head_group,
-    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, PIN: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -271,18 +280,18 @@ def _consumer(
     top = gl.maximum(gl.max(s, axis=1) * qk_scale, -1e30)  # finite, also where nothing is seen
     p = gl.exp2(s * qk_scale - top[:, None])
     total = _partial_sum(p, BN)
-    p16 = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, ol, 2))
+    p16 = gl.convert_layout(_packed(p, dtype), gl.DotOperandLayout(0, ol, 2))
     o = gl.zeros([64, D], gl.float32, ol)
     for it in range(n_full):
         o, p16, total, top = _step(
             q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, left, right, qk_scale,
-            False, PIN, BN, D, NS)  # fmt: skip
+            False, BN, D, NS)  # fmt: skip
     for it in range(n_full, n):
         left, right = _bounds(masked, row0, sl)
         masked += 8
         o, p16, total, top = _step(
             q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, left, right, qk_scale,
-            True, PIN, BN, D, NS)  # fmt: skip
+            True, BN, D, NS)  # fmt: skip
     slot = n % NS
     mbarrier.wait(v_rdy.index(slot), (n // NS) & 1)
     ot = warpgroup_mma(p16, v_sm.index(slot), o, is_async=True)
@@ -307,7 +316,7 @@ def _consumer(
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse, table, qk_scale: gl.float32, Sq: gl.int32, lse_sb: gl.int64, lse_sh: gl.int64,
     heads: gl.int32, kv_group: gl.int32, head_group: gl.int32,
-    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, PIN: gl.constexpr, REGS: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -330,9 +339,9 @@ def forward_kernel(
     # The argument tuples stand inline: a local variable would turn their constants into tensors.
     gl.warp_specialize([
         (_consumer, (0, o_desc, lse, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-                     qk_scale, Sq, lse_sb, lse_sh, heads, head_group, BN, D, NS, MODE, PIN)),
+                     qk_scale, Sq, lse_sb, lse_sh, heads, head_group, BN, D, NS, MODE)),
         (_consumer, (1, o_desc, lse, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-                     qk_scale, Sq, lse_sb, lse_sh, heads, head_group, BN, D, NS, MODE, PIN)),
+                     qk_scale, Sq, lse_sb, lse_sh, heads, head_group, BN, D, NS, MODE)),
         (_producer, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
                      heads, kv_group, head_group, BN, D, NS, MODE)),
     ], [4, 1], [REGS, 24])  # fmt: skip
