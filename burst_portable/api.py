@@ -13,7 +13,8 @@ from torch import Tensor
 from burst_portable.autograd import Call, apply
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.checks import check_layout, check_sinks, check_tensors, checked_scale, checked_softcap, whole_length
-from burst_portable.errors import InputError, ShapeError, explain
+from burst_portable.comm.agreement import Statement, state, tell_refusal
+from burst_portable.errors import BurstError, CommunicationError, InputError, ShapeError, explain
 from burst_portable.kernels import contract
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
@@ -21,12 +22,14 @@ from burst_portable.mesh import Mesh, as_mesh
 from burst_portable.numerics import State, finished
 from burst_portable.planning import named_layout, planned
 from burst_portable.planning import plan as plan
-from burst_portable.plans import Problem
+from burst_portable.plans import Plan, Problem
 from burst_portable.runtime import PlainRuntime
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.tiles import Tiles
+
+_REFUSAL_DEADLINE = 10.0  # seconds that a rank that refuses its call waits for others to hear of it
 
 
 @overload
@@ -120,14 +123,19 @@ def attention(
     mesh = as_mesh(mesh)
     ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     key = (
-        mask, strategy, layout, seq_len, scale, softcap, kernel, ordered,
+        mask, strategy, layout, seq_len, scale, softcap, kernel, ordered, sinks is None,
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
     )  # fmt: skip
-    call = mesh.remembered(
-        key, lambda: _prepare(q, k, v, mask, mesh, strategy, layout, seq_len, scale, softcap, kernel, ordered)
-    )
-    if sinks is not None:
-        check_sinks(sinks, q)
+    try:
+        if sinks is not None:
+            check_sinks(sinks, q)
+        call = mesh.remembered(
+            key,
+            lambda: _prepare(q, k, v, mask, mesh, strategy, layout, seq_len, scale, softcap, kernel, ordered, sinks),
+        )
+    except BurstError as refusal:
+        _tell_the_others(mesh, q, refusal)
+        raise
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = apply(call, q, k, v, sinks)
     return (out, lse) if return_lse else out
@@ -146,6 +154,7 @@ def _prepare(
     softcap: float | None,
     kernel: str,
     deterministic: bool,
+    sinks: Tensor | None,
 ) -> Call:
     """Everything that can be refused is refused here, before a byte moves."""
     check_tensors(q, k, v)
@@ -186,7 +195,35 @@ def _prepare(
     named = mesh.config.kernel if kernel == "auto" else kernel
     chosen, _ = choose_kernel(backend, wanted, named)
     options = contract.Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap), deterministic)
-    return Call(made, PlainRuntime(chosen, mesh.transport(q.device.type)), options)
+    said = _statement(made, q, options, sinks)
+    runtime = PlainRuntime(chosen, mesh.transport(q.device.type))
+    return Call(made, runtime, options, said.of_pass("forward"), said.of_pass("backward"))
+
+
+def _statement(made: Plan, q: Tensor, options: contract.Options, sinks: Tensor | None) -> Statement:
+    """What every rank must say alike. Kernels may differ: ranks need not be of one kind."""
+    p = made.problem
+    exact = repr((p.mask.regions, p.q_layout.shards, made.forward.route, made.backward.route))
+    facts = {
+        "batch": str(p.batch),
+        "heads": f"{p.heads}, {p.kv_heads} of K and V",
+        "head sizes": f"{p.head_dim}, {p.value_dim} of V",
+        "tokens": str(p.q_layout.length),
+        "dtype": str(q.dtype).removeprefix("torch."),
+        "mask": str(p.mask),
+        "layout": p.q_layout.name,
+        "strategy": f"{made.strategy} by {made.forward.route.name}, {made.backward.side} travels backward",
+        "scale": repr(options.scale),
+        "softcap": repr(options.softcap),
+        "sinks": "no" if sinks is None else "yes",
+    }
+    return state(facts, exact.encode())
+
+
+def _tell_the_others(mesh: Mesh, q: Tensor, refusal: BurstError) -> None:
+    """A refusal is this rank's alone, perhaps: the others must not wait for it."""
+    if mesh.size > 1 and isinstance(q, Tensor) and not isinstance(refusal, CommunicationError):
+        tell_refusal(mesh.transport(q.device.type), refusal, min(_REFUSAL_DEADLINE, mesh.config.deadline))
 
 
 # ------------------------------------------------------------------------------------ parts of an attention

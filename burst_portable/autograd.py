@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from burst_portable import numerics
+from burst_portable.comm.agreement import Statement, agree
 from burst_portable.executor import run_backward, run_forward
 from burst_portable.kernels.contract import Options
 from burst_portable.plans import Plan
@@ -19,11 +20,13 @@ from burst_portable.runtime import Runtime
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Everything about an attention but its tensors."""
+    """Everything about an attention but its tensors; `forward` and `backward` are what ranks agree on."""
 
     plan: Plan
     runtime: Runtime
     options: Options
+    forward: Statement
+    backward: Statement
 
     @property
     def rank(self) -> int:
@@ -65,6 +68,7 @@ class Attention(torch.autograd.Function):
         call: Call = ctx.call
         problem, transport = call.plan.problem, call.runtime.transport
         q, k, v, out, lse, sinks = ctx.saved_tensors
+        agree(transport, call.backward)
         if dout is None:  # a rank whose result nobody used still takes part: others wait for it
             dout = torch.zeros_like(out) if not call.plan.reshard else None
         if call.plan.reshard:
@@ -103,6 +107,7 @@ def _home(
 
 def apply(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention with gradients where any are wanted, and nothing kept where none are."""
+    agree(call.runtime.transport, call.forward)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     if wanted or call.plan.reshard:
         result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]

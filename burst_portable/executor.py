@@ -127,7 +127,8 @@ class _Exchange:
         if not sends and not receives:
             return
         incoming = [(move, self.buffer(move)) for move in receives]
-        leaving, arriving = self.runtime.post(sends, incoming, step)
+        label = f"{'backward' if self.backward else 'forward'} step {step}"
+        leaving, arriving = self.runtime.post(sends, incoming, label)
         self._leaving[1] += [(handle, buffer) for handle, (_, buffer) in zip(leaving, sends, strict=True)]
         for handle, (move, buffer) in zip(arriving, incoming, strict=True):
             self._arriving[move] = handle, buffer

@@ -42,7 +42,7 @@ class Runtime(Protocol):
         """The kernel's backward, on one computation of the plan."""
 
     def post(
-        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int
+        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], label: str
     ) -> tuple[list[Handle], list[Handle]]:
         """The transport, on the moves of one step."""
 
@@ -71,10 +71,10 @@ class PlainRuntime:
         self.kernel.attend_backward(dout, q, k, v, lse, compute.tiles, options, delta=delta, into=(dq, dk, dv))
 
     def post(
-        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int
+        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], label: str
     ) -> tuple[list[Handle], list[Handle]]:
         return self.transport.post(
             [Message(buffer, move.target) for move, buffer in sends],
             [Message(buffer, move.source) for move, buffer in receives],
-            f"step {step}",
+            label,
         )

@@ -32,11 +32,20 @@ class Message(NamedTuple):
 
 
 class Transport(ABC):
-    """The ranks of one group, as seen from one of them."""
+    """The ranks of one group, as seen from one of them.
+
+    Attributes:
+        name: what it is called in reports.
+        rank, size: this rank among those of the group.
+        host: whether buffers in host memory can be sent, and are there when a handle has been waited for.
+        passes: how many passes this rank has begun on it; see `comm.agreement`.
+    """
 
     name: str
     rank: int
     size: int
+    host: bool = True
+    passes: int = 0
 
     @abstractmethod
     def post(
@@ -67,6 +76,16 @@ class Transport(ABC):
     def all_gather(self, send: Tensor, receives: Sequence[Tensor], label: str = "all_gather") -> None:
         """receives[r] is what rank r sent; uint8, any sizes; returns when all have arrived."""
         self.all_to_all([send] * self.size, receives, label)
+
+    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+        """A few bytes of every rank, in rank order; equally many on all. Only where `host` is true.
+
+        Raises a `CommunicationError` when a rank does not take part within the deadline (seconds).
+        """
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        self.all_gather(mine, parts, label)
+        return [bytes(part.numpy()) for part in parts]
 
     def close(self) -> None:  # noqa: B027  (most transports hold nothing)
         """Let go of what this transport holds."""

@@ -17,7 +17,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport
-from burst_portable.errors import DeadlineError, InputError, MismatchError, PeerLostError, explain
+from burst_portable.errors import CommunicationError, DeadlineError, InputError, MismatchError, PeerLostError, explain
 
 T = TypeVar("T")
 _POLL = 0.05  # seconds between looks at whether a peer has failed
@@ -49,6 +49,7 @@ class Fabric:
         self.failed: int | None = None
         self.sent: dict[int, int] = defaultdict(int)
         self._lock = threading.Lock()
+        self._said: dict[int, tuple[threading.Event, dict[int, bytes]]] = {}
         self._waiting: dict[tuple[int, int, bool], deque[Transfer]] = defaultdict(deque)
 
     def post(self, source: int, target: int, buffer: Tensor, *, sends: bool) -> Transfer:
@@ -63,6 +64,30 @@ class Fabric:
             transfer = other.popleft()
         transfer.meet(*((buffer, transfer.buffer) if sends else (transfer.buffer, buffer)))
         return transfer
+
+    def share(self, rank: int, turn: int, data: bytes) -> tuple[threading.Event, dict[int, bytes]]:
+        """Add to what all ranks say at this turn; the event is set when all have."""
+        with self._lock:
+            event, said = self._said.setdefault(turn, (threading.Event(), {}))
+            said[rank] = data
+            if len(said) == self.size:
+                del self._said[turn]
+                event.set()
+        return event, said
+
+    def wait(self, event: threading.Event, where: str, whom: str, seconds: float) -> None:
+        """Until an event, a failed rank, or the deadline."""
+        deadline = time.monotonic() + seconds
+        while not event.wait(_POLL):
+            if self.failed is not None:
+                raise PeerLostError(f"{where}: rank {self.failed} failed, waiting for {whom}")
+            if time.monotonic() >= deadline:
+                raise DeadlineError(
+                    explain(
+                        f"{where}: nothing came from {whom} in {seconds:g} s",
+                        next_step="find out what that rank is doing, or raise the deadline",
+                    )
+                )
 
     def fail(self, rank: int) -> None:
         """A rank is gone: the others stop waiting."""
@@ -80,17 +105,7 @@ class _End:
         self._where = f"rank {rank}, {label}"
 
     def wait(self) -> None:
-        deadline = time.monotonic() + self._fabric.deadline
-        while not self._transfer.done.wait(_POLL):
-            if self._fabric.failed is not None:
-                raise PeerLostError(f"{self._where}: rank {self._fabric.failed} failed, waiting for rank {self._peer}")
-            if time.monotonic() >= deadline:
-                raise DeadlineError(
-                    explain(
-                        f"{self._where}: nothing came from rank {self._peer} in {self._fabric.deadline:g} s",
-                        next_step="find out what that rank is doing, or raise the deadline",
-                    )
-                )
+        self._fabric.wait(self._transfer.done, self._where, f"rank {self._peer}", self._fabric.deadline)
         if self._transfer.mismatch:
             raise MismatchError(
                 explain(
@@ -108,6 +123,14 @@ class LocalTransport(Transport):
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self.fabric, self.rank, self.size = fabric, rank, fabric.size
+        self._turn = 0
+
+    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+        self._turn += 1
+        event, said = self.fabric.share(self.rank, self._turn, data)
+        where = f"rank {self.rank}, {label}"
+        self.fabric.wait(event, where, "all ranks", self.fabric.deadline if deadline is None else deadline)
+        return [said[rank] for rank in range(self.size)]
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
@@ -123,7 +146,7 @@ class LocalTransport(Transport):
 def run_threads(ranks: int, work: Callable[[LocalTransport], T], *, deadline: float = 60.0) -> list[T]:
     """Run `work(transport)` on so many threads; the results in rank order. Context variables are copied.
 
-    Raises what the first failing rank raised.
+    Raises what the first failing rank raised; errors of communication only if there is no other.
     """
     if ranks < 1:
         raise InputError(explain("local ranks must be at least 1", got=ranks))
@@ -147,5 +170,6 @@ def run_threads(ranks: int, work: Callable[[LocalTransport], T], *, deadline: fl
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0][1]
+        # What a rank raised of its own explains more than what others raised because of it.
+        raise min(errors, key=lambda error: isinstance(error[1], CommunicationError))[1]
     return [results[rank] for rank in range(ranks)]

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from burst_portable.comm.base import Handle, Message, Transport
-from burst_portable.errors import CommunicationError, PeerLostError, explain
+from burst_portable.errors import CommunicationError, DeadlineError, PeerLostError, explain
 
 
 class _Transfer:
@@ -33,7 +34,15 @@ class _Transfer:
 
 
 def _named(error: RuntimeError, what: str) -> CommunicationError:
-    return PeerLostError(explain(f"{what} failed", got=str(error).splitlines()[0]))
+    """torch's error as ours: too late, or gone."""
+    told = str(error).splitlines()[0]
+    if "timed out" in told.lower() or "timeout" in told.lower():
+        return DeadlineError(
+            explain(
+                f"{what} took too long", got=told, next_step="find out what that rank is doing, or raise the deadline"
+            )
+        )
+    return PeerLostError(explain(f"{what} failed", got=told, next_step="look at the output of that rank"))
 
 
 class TorchDistTransport(Transport):
@@ -52,6 +61,7 @@ class TorchDistTransport(Transport):
         self.group = group if group is not None else dist.group.WORLD
         self.name, self._batched, self._deadline = name, batched, deadline
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.host = not batched
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
@@ -60,6 +70,18 @@ class TorchDistTransport(Transport):
             return self._batch(sends, receives, label) if self._batched else self._each(sends, receives, label)
         except RuntimeError as error:
             raise _named(error, f"rank {self.rank}, {label}: starting a transfer") from error
+
+    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        what = f"rank {self.rank}, {label}: hearing from all ranks"
+        try:
+            work = dist.all_gather(parts, mine, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise _named(error, what) from error
+        assert work is not None, "this rank is a member of its group"
+        _Transfer([work], what, self._deadline if deadline is None else deadline).wait()
+        return [bytes(part.numpy()) for part in parts]
 
     def _batch(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str
