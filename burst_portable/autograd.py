@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from burst_portable.executor import run_backward, run_forward
 from burst_portable.kernels.contract import Options
 from burst_portable.plans import Plan
 from burst_portable.reshard import heads_of, to_heads, to_sequence
-from burst_portable.runtime import Runtime
+from burst_portable.runtime import Runtime, installed
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ The profiler installs a recording one; hot code knows nothing of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +16,7 @@ from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.kernels.contract import Kernel, Options
 from burst_portable.moves import Move
 from burst_portable.numerics import State
-from burst_portable.plans import Compute
+from burst_portable.plans import Compute, Plan
 
 Queries = tuple[Tensor, ...]
 """What the query side brings to the backward pass: (q, dO, LSE, delta), the last two global."""
@@ -78,3 +80,7 @@ class PlainRuntime:
             [Message(buffer, move.source) for move, buffer in receives],
             label,
         )
+
+
+installed: ContextVar[Callable[[Runtime, Plan], Runtime] | None] = ContextVar("installed", default=None)
+"""What wraps the runtime of a call, if anything does. Asked once a call, in forward; backward uses what that gave."""
