@@ -107,9 +107,9 @@ def _home(
 
 def apply(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention with gradients where any are wanted, and nothing kept where none are."""
-    agree(call.runtime.transport, call.forward)
     if (wrap := installed.get()) is not None:
         call = replace(call, runtime=wrap(call.runtime, call.plan))
+    agree(call.runtime.transport, call.forward)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     if wanted or call.plan.reshard:
         result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
