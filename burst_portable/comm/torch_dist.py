@@ -6,6 +6,7 @@ of sends and receives can lock), one by one where it has threads of its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -35,7 +36,7 @@ class _Transfer:
 
 def _named(error: RuntimeError, what: str) -> CommunicationError:
     """torch's error as ours: too late, or gone."""
-    told = str(error).splitlines()[0]
+    told = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).partition(". This is typically")[0]
     if "timed out" in told.lower() or "timeout" in told.lower():
         return DeadlineError(
             explain(
