@@ -101,7 +101,7 @@ def _facts(prepared: Prepared, place: Launched | None, checked: bool, view: View
     """Run the ranks, then the reference; what is known then. None on ranks that have nothing to tell."""
     import torch
 
-    from burst_portable.cli.training.outcome import facts_of, gradient_difference
+    from burst_portable.cli.training.outcome import facts_of, gradient_differences
     from burst_portable.cli.training.prepare import cores
     from burst_portable.cli.training.rank import run_reference
     from burst_portable.cli.training.worker import device_of
@@ -120,10 +120,13 @@ def _facts(prepared: Prepared, place: Launched | None, checked: bool, view: View
             reference, expected = run_reference(job, device, lambda course: step(course.losses[-1]))
     finally:
         torch.set_num_threads(threads)
-    return facts_of(prepared, outcomes, reference, None if job.scoring else gradient_difference(gradients, expected))
+    apart = None if job.scoring else gradient_differences(gradients, expected)
+    return facts_of(prepared, outcomes, reference, apart)
 
 
-def _distributed(prepared: Prepared, place: Launched | None, checked: bool, view: View) -> tuple[list[Any], list[Any]]:
+def _distributed(
+    prepared: Prepared, place: Launched | None, checked: bool, view: View
+) -> tuple[list[Any], dict[str, Any]]:
     """Outcomes in rank order and, where they are to be checked, the gradients."""
     import tempfile
 
@@ -138,7 +141,7 @@ def _distributed(prepared: Prepared, place: Launched | None, checked: bool, view
         with tempfile.TemporaryDirectory(prefix="burst-portable-") as name:
             folder = Path(name)
             done = run_processes(job, folder, lambda event: step(event["loss"]))
-            gradients = load_gradients(folder) if checked and not job.scoring else []
+            gradients = load_gradients(folder) if checked and not job.scoring else {}
             return [Outcome(**event["outcome"]) for event in done], gradients
 
 

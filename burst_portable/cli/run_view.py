@@ -106,6 +106,8 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("losses differ by", f"{facts['max_relative_difference']:.2e}", f"allowed {allowed['loss']:.0e}"))
         if (gradient := facts["gradient_relative_difference"]) is not None:
             rows.append(("gradients differ by", f"{gradient:.2e}", f"allowed {allowed['gradient']:.0e}"))
+            worst = facts["worst_gradient_relative_difference"]
+            rows.append(("the worst of them by", f"{worst:.2e}", f"allowed {allowed['parameter']:.0e}"))
     rate = f"{facts['tokens_per_second']:,.0f}"
     rows.append(both("tokens a second", rate, "reference_tokens_per_second", lambda x: f"{x:,.0f}"))
     seconds = seconds_text(sum(facts["step_seconds"]) / len(facts["step_seconds"]))

@@ -8,17 +8,16 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from burst_portable.cli.training.job import Job
 from burst_portable.cli.training.loop import OnStep
-from burst_portable.cli.training.rank import Outcome, run_rank
+from burst_portable.cli.training.rank import Gradients, Outcome, run_rank
 from burst_portable.cli.training.worker import device_of
 from burst_portable.config import Launched, from_environment
 from burst_portable.mesh import Mesh
 
 
-def run_joined(job: Job, place: Launched, on_step: OnStep) -> tuple[list[Outcome], list[Tensor]]:
+def run_joined(job: Job, place: Launched, on_step: OnStep) -> tuple[list[Outcome], Gradients]:
     """This rank's part of a job, among the ranks that the launcher started.
 
     Returns:

@@ -50,6 +50,7 @@ class _Ranks:
         self._folder = folder
         self._said: queue.SimpleQueue[tuple[int, Event | None]] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._listeners: list[threading.Thread] = []
         environment = environment_of_children(GLOO_SOCKET_IFNAME=_loopback(), PYTHONUNBUFFERED="1")
         for rank in range(count):
             with (folder / f"rank{rank}.log").open("wb") as log:
@@ -62,7 +63,9 @@ class _Ranks:
                     start_new_session=True,  # Ctrl-C reaches this process alone, which ends them quietly
                 )
             self._processes.append(process)
-            threading.Thread(target=self._hear, args=(rank, process), daemon=True).start()
+            listener = threading.Thread(target=self._hear, args=(rank, process), daemon=True)
+            listener.start()
+            self._listeners.append(listener)
 
     def _hear(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """One rank's events, then None for its end."""
@@ -133,8 +136,11 @@ class _Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
+        for process, listener in zip(self._processes, self._listeners, strict=True):
+            listener.join(_GRACE)
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
 
 
 def _loopback() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -68,7 +68,7 @@ class Where:
 
 
 def train(
-    model: Any, data: list[Tensor], learning_rate: float, where: Where, sharded: Sharded | None, on_step: OnStep
+    model: Any, data: Iterable[Tensor], learning_rate: float, where: Where, sharded: Sharded | None, on_step: OnStep
 ) -> Course:
     """AdamW at a fixed rate, a step a batch. The gradients of the last step stay in the model.
 
@@ -102,7 +102,7 @@ def train(
     return course
 
 
-def score(model: Any, data: list[Tensor], where: Where, sharded: Sharded | None, on_step: OnStep) -> Course:
+def score(model: Any, data: Iterable[Tensor], where: Where, sharded: Sharded | None, on_step: OnStep) -> Course:
     """The mean loss of each batch, without training."""
     model.eval()
     course = Course()

@@ -23,6 +23,8 @@ from burst_portable.integrations.transformers import parallelize
 from burst_portable.mesh import Mesh
 
 GRADIENTS = "gradients.safetensors"
+Gradients = dict[str, Tensor]
+"""Of the last step, by the parameter's name; empty in scoring."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Outcome:
     timed: bool
 
 
-def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tuple[Outcome, list[Tensor]]:
+def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tuple[Outcome, Gradients]:
     """Train or score this rank's shard; the outcome, and the gradients of the last step, summed over the ranks."""
     streams = load(job.backend).capabilities.streams
     clock = None if streams else Clock()
@@ -55,14 +57,14 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
     return _run(job, device, prepare, on_step)
 
 
-def run_reference(job: Job, device: torch.device, on_step: OnStep) -> tuple[Outcome, list[Tensor]]:
+def run_reference(job: Job, device: torch.device, on_step: OnStep) -> tuple[Outcome, Gradients]:
     """The same on one device: plain SDPA, nothing of this package but the loop."""
     return _run(job, device, lambda model: None, on_step)
 
 
 def _run(
     job: Job, device: torch.device, prepare: Callable[[Any], Sharded | None], on_step: OnStep
-) -> tuple[Outcome, list[Tensor]]:
+) -> tuple[Outcome, Gradients]:
     quiet()
     tokens, _ = tokens_of(job.text, checkpoint_of(job.model))
     data = batches(tokens, job.seq_len, job.batch, job.steps)
@@ -74,18 +76,17 @@ def _run(
     else:
         course = train(model, data, job.learning_rate, where, sharded, on_step)
     outcome = Outcome(asdict(course), peak_memory(device), _fingerprint(model), bool(sharded and sharded.clock))
-    return outcome, [] if job.scoring else [p.grad for p in model.parameters() if p.grad is not None]
+    return outcome, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def save_gradients(gradients: list[Tensor], folder: Path) -> None:
+def save_gradients(gradients: Gradients, folder: Path) -> None:
     """For the process that compares them."""
-    save_file({str(i): g.detach().cpu().contiguous() for i, g in enumerate(gradients)}, folder / GRADIENTS)
+    save_file({name: g.detach().cpu().contiguous() for name, g in gradients.items()}, folder / GRADIENTS)
 
 
-def load_gradients(folder: Path) -> list[Tensor]:
+def load_gradients(folder: Path) -> Gradients:
     """What `save_gradients` wrote."""
-    found = load_file(folder / GRADIENTS)
-    return [found[str(i)] for i in range(len(found))]
+    return load_file(folder / GRADIENTS)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -77,7 +78,7 @@ def check_tokens(tokens: Tensor, seq_len: int, vocabulary: int) -> None:
         )
 
 
-def batches(tokens: Tensor, seq_len: int, batch: int, steps: int) -> list[Tensor]:
+def batches(tokens: Tensor, seq_len: int, batch: int, steps: int) -> Iterator[Tensor]:
     """`steps` batches ``[B, N]`` of whole sequences, one after the other, from the start again at the end."""
     whole = tokens[: tokens.numel() // seq_len * seq_len].view(-1, seq_len)
-    return [whole[torch.arange(i * batch, (i + 1) * batch) % whole.shape[0]] for i in range(steps)]
+    return (whole[torch.arange(i * batch, (i + 1) * batch) % whole.shape[0]] for i in range(steps))
