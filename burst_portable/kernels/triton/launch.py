@@ -191,6 +191,7 @@ class TritonKernel:
     def _forward(self, tiles: Tiles, options: Options, merge: bool, tensors: tuple[Tensor, ...]) -> Launch:
         q, k, v, out, lse = tensors
         _check(q, k, v, out)
+        _check_sums(out, lse)
         tuning = self._tuning(q, v)
         choices = _first((merge and tuning.resumed) or tuning.forward, k, v)
         blocks, table = _table(tiles, q.shape[1], k.shape[1], choices, not merge)
@@ -201,6 +202,7 @@ class TritonKernel:
     def _keys(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...]) -> Launch:
         q, k, v, dout, lse, delta, dk, dv = tensors
         _check(q, k, v, dout, dk, dv)
+        _check_sums(dk, dv)
         turned = [transposed(tile) for tile in tiles]
         choices = _first(self._tuning(q, v).keys, q, dout)
         blocks, table = _table(turned, k.shape[1], q.shape[1], choices, False)
@@ -213,6 +215,7 @@ class TritonKernel:
     def _queries(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...]) -> Launch:
         q, k, v, dout, lse, delta, dq = tensors
         _check(q, k, v, dout, dq)
+        _check_sums(dq)
         choices = _first(self._tuning(q, v).queries, k, v)
         blocks, table = _table(tiles, q.shape[1], k.shape[1], choices, False)
         sizes = (*_strides(q, k, v, dout), *_number_strides(lse, delta), *_strides(dq), q.shape[1])
@@ -338,3 +341,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> None:
         )
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or q.shape[2] % k.shape[2]:
         raise ShapeError(explain("q, k and v do not go together", got=(tuple(q.shape), tuple(k.shape), tuple(v.shape))))
+
+
+def _check_sums(*tensors: Tensor) -> None:
+    """Running states and gradients are added to in float32, never in 16 bits."""
+    if any(x.dtype != torch.float32 for x in tensors):
+        got = [x.dtype for x in tensors]
+        raise DtypeError(explain("states and gradients of this kernel are float32", got=got, next_step=".float()"))
