@@ -17,6 +17,7 @@ _HOMES = {
     "attention": "api",
     "partial_attention": "api",
     "plan": "planning",
+    "profile": "profiling.session",
     "positions": "sharding",
     "shard": "sharding",
     "shard_batch": "sharding",
@@ -38,10 +39,6 @@ __all__ = [*sorted(_HOMES), "__version__"]
 if TYPE_CHECKING:
     from burst_portable.api import attention as attention
     from burst_portable.api import partial_attention as partial_attention
-    from burst_portable.sharding import positions as positions
-    from burst_portable.sharding import shard as shard
-    from burst_portable.sharding import shard_batch as shard_batch
-    from burst_portable.sharding import unshard as unshard
     from burst_portable.errors import BurstError as BurstError
     from burst_portable.layout import Layout as Layout
     from burst_portable.layout import Segment as Segment
@@ -52,6 +49,11 @@ if TYPE_CHECKING:
     from burst_portable.mesh import run_local as run_local
     from burst_portable.numerics import merge as merge
     from burst_portable.planning import plan as plan
+    from burst_portable.profiling.session import profile as profile
+    from burst_portable.sharding import positions as positions
+    from burst_portable.sharding import shard as shard
+    from burst_portable.sharding import shard_batch as shard_batch
+    from burst_portable.sharding import unshard as unshard
     from burst_portable.strategies.registry import make_strategy as make_strategy
 
 

@@ -34,8 +34,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("autograd", "checks"),
     ("sharding",),
-    ("api", ""),  # "" is burst_portable/__init__.py, which hands out the names of api
-    ("profiling",),
+    ("api",),
+    ("profiling", ""),  # "" is burst_portable/__init__.py, which hands out the names of api, and profile
     ("conformance",),
     ("cli", "integrations", "__main__"),
 )

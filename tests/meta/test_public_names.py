@@ -25,6 +25,7 @@ PUBLIC = [
     "partial_attention",
     "plan",
     "positions",
+    "profile",
     "run_local",
     "shard",
     "shard_batch",

@@ -1,0 +1,95 @@
+"""Clocks. A mark is taken where something starts or ends, and read as nanoseconds much later.
+
+On the CPU, work is done when a call returns, so the host's monotonic clock is the device's. On a device with streams a
+mark is an event on the current stream: recording one costs microseconds, waits for nothing, and is read when the
+session is over.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+_BASE_EVERY = 512  # marks: elapsed times are 32-bit milliseconds, exact to a microsecond for some seconds only
+
+
+class Clock(Protocol):
+    """Marks now, nanoseconds later."""
+
+    @property
+    def evidence(self) -> str:
+        """What its times are, for reports."""
+
+    def mark(self) -> Any:
+        """Note this moment of the current stream, without waiting for it."""
+
+    def read(self, mark: Any) -> int:
+        """A mark in nanoseconds of the host's monotonic clock. May wait for the device; every mark is read once."""
+
+
+class HostClock:
+    """For devices whose work is done when a call returns."""
+
+    evidence = "host clock"
+    mark = staticmethod(time.perf_counter_ns)
+
+    def read(self, mark: int) -> int:
+        return mark
+
+
+class DeviceClock:
+    """For devices with streams: events from a pool, anchored to the host's clock by one that was waited for."""
+
+    evidence = "device events"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: list[Any] = []
+        self._marks = 0
+        self._base = self._event()
+        self._base.record()
+        self._base.synchronize()  # once, when the session begins
+        self._offset: dict[int, int] = {id(self._base): time.perf_counter_ns()}
+        self._bases: dict[int, Any] = {id(self._base): None}  # each base, and the base before it
+        self._kept = [self._base]
+
+    def _event(self) -> Any:
+        return self._pool.pop() if self._pool else torch.Event(self._device, enable_timing=True)
+
+    def mark(self) -> tuple[Any, Any]:
+        self._marks += 1
+        if self._marks % _BASE_EVERY == 0:
+            before, self._base = self._base, self._event()
+            self._base.record()
+            self._bases[id(self._base)] = before
+            self._kept.append(self._base)
+        event = self._event()
+        event.record()
+        return self._base, event
+
+    def read(self, mark: tuple[Any, Any]) -> int:
+        base, event = mark
+        event.synchronize()
+        start = self._start(base)
+        elapsed = base.elapsed_time(event)
+        self._pool.append(event)
+        return start + round(elapsed * 1e6)
+
+    def _start(self, base: Any) -> int:
+        """When a base was reached: the way from one base to the next, added up."""
+        way = []
+        while id(base) not in self._offset:
+            way.append(base)
+            base = self._bases[id(base)]
+        for following in reversed(way):
+            following.synchronize()
+            self._offset[id(following)] = self._offset[id(base)] + round(base.elapsed_time(following) * 1e6)
+            base = following
+        return self._offset[id(base)]
+
+
+def make_clock(device: torch.device, *, streams: bool) -> Clock:
+    """The clock of a device; `streams` is its backend's capability."""
+    return DeviceClock(device) if streams else HostClock()

@@ -1,0 +1,122 @@
+"""What is recorded of one rank, as tables of integers: cheap to write, to send and to reckon with.
+
+==========  ==========================================================================================
+table       a row is
+==========  ==========================================================================================
+compute     one kernel call of the plan: which blocks, how many pairs, tiles and FLOPs, from when to when
+message     one move as this rank saw it: when it was posted, and how long a later wait for it took
+collective  what all ranks do together: a reshard's all-to-all, or asking whether ranks agree before a pass
+==========  ==========================================================================================
+
+Times are nanoseconds of the rank's own clock. A wait is a wait: what of it was transfer, and whose fault the rest was,
+needs the other end's row (see `analyze`). A row knows the training step (`iteration`), the attention in it (`call`, the
+layer of a model without recomputation), the pass, and the ring step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_PLACE = ("iteration", "call", "backward", "step")
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "compute": (*_PLACE, "q_owner", "k_owner", "pairs", "tiles", "flops", "start", "end"),
+    "message": (*_PLACE, "issued", "sends", "peer", "owner", "result", "bytes", "posted", "left", "start", "end"),
+    "collective": (*_PLACE, "ordinal", "agreement", "bytes", "start", "end"),
+}
+TIMES = ("posted", "left", "start", "end")
+NEVER = -1
+"""A time that was not recorded: the light level does not note when a message was posted."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one kind; ``table["start"]`` is a column."""
+
+    kind: str
+    data: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, kind: str, rows: Sequence[Sequence[int]]) -> Table:
+        """From rows in the order of `COLUMNS`."""
+        return cls(kind, np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS[kind])))
+
+    def __getitem__(self, column: str) -> NDArray[np.int64]:
+        return self.data[:, COLUMNS[self.kind].index(column)]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def where(self, rows: Any) -> Table:
+        """The rows of a mask or an index."""
+        return Table(self.kind, self.data[rows])
+
+    def spans(self) -> NDArray[np.int64]:
+        """``[n, 2]``: from when to when."""
+        return np.stack((self["start"], self["end"]), axis=1)
+
+    def shifted(self, nanoseconds: int) -> Table:
+        """The same on another clock."""
+        data = self.data.copy()
+        for name in set(TIMES) & set(COLUMNS[self.kind]):
+            column = data[:, COLUMNS[self.kind].index(name)]
+            column[column != NEVER] += nanoseconds
+        return Table(self.kind, data)
+
+
+@dataclass(frozen=True)
+class RankRecords:
+    """All of one rank.
+
+    Attributes:
+        rank: in the mesh whose calls were recorded.
+        host: names the clock: ranks of one host read one monotonic clock.
+        evidence: what the times are: "host clock", or "device events".
+        plans: facts of each plan that ran (see `session.plan_facts`), by its number.
+        calls: (iteration, call, number of the plan).
+    """
+
+    rank: int
+    host: str
+    evidence: str
+    tables: Mapping[str, Table]
+    plans: Sequence[Mapping[str, Any]] = ()
+    calls: Sequence[Sequence[int]] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def shifted(self, nanoseconds: int) -> RankRecords:
+        """The same on another clock."""
+        tables = {kind: table.shifted(nanoseconds) for kind, table in self.tables.items()}
+        return RankRecords(self.rank, self.host, self.evidence, tables, self.plans, self.calls, self.facts)
+
+
+def pack(records: RankRecords) -> bytes:
+    """Records as bytes, for the way to another rank: a line of JSON, then the tables."""
+    head = {
+        "rank": records.rank,
+        "host": records.host,
+        "evidence": records.evidence,
+        "plans": list(records.plans),
+        "calls": [list(call) for call in records.calls],
+        "facts": dict(records.facts),
+        "rows": {kind: len(table) for kind, table in records.tables.items()},
+    }
+    body = b"".join(np.ascontiguousarray(table.data).astype("<i8").tobytes() for table in records.tables.values())
+    return json.dumps(head).encode() + b"\n" + body
+
+
+def unpack(data: bytes) -> RankRecords:
+    """What `pack` packed."""
+    line, _, body = data.partition(b"\n")
+    head = json.loads(line)
+    tables, at = {}, 0
+    for kind, rows in head.pop("rows").items():
+        size = rows * len(COLUMNS[kind]) * 8
+        tables[kind] = Table.of(kind, np.frombuffer(body[at : at + size], dtype="<i8"))  # type: ignore[arg-type]
+        at += size
+    return RankRecords(tables=tables, **head)

@@ -1,0 +1,288 @@
+"""A runtime that writes down what goes through it: kernels, messages, collectives, with the plan's facts.
+
+It adds marks and appends tuples, and changes nothing that is computed or sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_portable.backends.registry import for_device
+from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.cost import pass_flops, rank_cost
+from burst_portable.kernels.contract import Options
+from burst_portable.moves import Move
+from burst_portable.numerics import State
+from burst_portable.plans import PASSES, Compute, Plan
+from burst_portable.profiling.events import Clock, make_clock
+from burst_portable.profiling.record import COLUMNS, NEVER, TIMES, RankRecords, Table
+from burst_portable.runtime import Queries, Runtime
+
+LIGHT_KEPT = 100_000
+"""Rows of a kind that the light level keeps: the latest."""
+
+
+class Recorder:
+    """The rows of one rank, and the clock that marks them."""
+
+    def __init__(self, rank: int, host: str, *, light: bool) -> None:
+        self.rank, self.host, self.light = rank, host, light
+        self.rows: dict[str, deque[tuple[Any, ...]]] = {
+            kind: deque(maxlen=LIGHT_KEPT if light else None) for kind in COLUMNS
+        }
+        self.iteration, self.call = 0, 0
+        self.calls: list[tuple[int, int, int]] = []
+        self._plans: dict[int, tuple[int, Plan, PlanFacts]] = {}
+        self._clocks: dict[torch.device, Clock] = {}
+        self._device: torch.device | None = None
+
+    def clock(self, device: torch.device) -> Clock:
+        """The clock of a device, made when it is first asked for."""
+        if device not in self._clocks:
+            streams = for_device(device.type).capabilities.streams
+            self._clocks[device] = make_clock(device, streams=streams)
+            self._device = device
+        return self._clocks[device]
+
+    def facts(self, plan: Plan) -> PlanFacts:
+        """A plan that is about to run, by its number; what it says is looked up once."""
+        known = self._plans.get(id(plan))
+        if known is None:
+            known = self._plans[id(plan)] = len(self._plans), plan, PlanFacts(plan, self.rank)
+        self.calls.append((self.iteration, self.call, known[0]))
+        self.call += 1
+        return known[2]
+
+    def next_iteration(self) -> None:
+        """The calls to come belong to the next training step."""
+        if self.calls:
+            self.iteration, self.call = self.iteration + 1, 0
+
+    def records(self) -> RankRecords:
+        """All that was recorded, in nanoseconds. On a device with streams, waits for what was marked last."""
+        for kind, rows in self.rows.items():
+            times = [i for i, name in enumerate(COLUMNS[kind]) if name in TIMES]
+            self.rows[kind] = deque((self._read(row, times) for row in rows), maxlen=rows.maxlen)
+        clock = self._clocks[self._device] if self._device else None
+        device = self._device.type if self._device else "cpu"
+        return RankRecords(
+            self.rank,
+            self.host,
+            clock.evidence if clock else "host clock",
+            {kind: Table.of(kind, list(rows)) for kind, rows in self.rows.items()},
+            [facts.described(device) for _, _, facts in self._plans.values()],
+            self.calls,
+            {"device": device, "light": self.light},
+        )
+
+    def _read(self, row: tuple[Any, ...], times: list[int]) -> tuple[int, ...]:
+        if all(isinstance(row[i], int) for i in times):
+            return row
+        assert self._device is not None
+        clock = self._clocks[self._device]
+        read = {i: row[i] if isinstance(row[i], int) else clock.read(row[i]) for i in times}
+        return tuple(read.get(i, value) for i, value in enumerate(row))
+
+
+class PlanFacts:
+    """What a plan says about one rank's kernel calls."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.computes: dict[tuple[bool, int, int], tuple[int, int, int, int]] = {}
+        for backward, (name, part) in enumerate(plan.passes()):
+            for step in part.rank(0 if plan.reshard else rank):
+                if c := step.compute:
+                    area = c.tiles.area
+                    work = pass_flops(part.problem, name, area)
+                    self.computes[bool(backward), c.q_owner, c.k_owner] = step.index, area, len(c.tiles), work
+
+    def described(self, device_type: str) -> dict[str, Any]:
+        """The plan's facts for a report, predictions with the backend's own rates."""
+        plan, rates = self.plan, for_device(device_type).capabilities.rates
+        p = plan.problem
+        costs = {name: rank_cost(plan, name, self.rank, rates) for name in PASSES}
+        return {
+            "strategy": plan.strategy,
+            "reason": plan.reason,
+            "ranks": p.ranks,
+            "mask": str(p.mask),
+            "layout": _layout_name(p.q_layout),
+            "seq_len": p.q_layout.length,
+            "heads": p.heads,
+            "kv_heads": p.kv_heads,
+            "head_dim": p.head_dim,
+            "value_dim": p.value_dim,
+            "batch": p.batch,
+            "itemsize": p.itemsize,
+            "travels": {name: part.side for name, part in plan.passes()},
+            "rates": {"tflops": rates.tflops, "gbps": rates.gbps},
+            "planned": {
+                name: {"flops": c.flops, "sent": c.sent, "received": c.received, "seconds": c.seconds}
+                for name, c in costs.items()
+            },
+        }
+
+
+def _layout_name(layout: Any) -> str:
+    segments = layout.shards[0]
+    shape = f"{len(segments)} segment{'s' if len(segments) > 1 else ''} a rank"
+    return getattr(layout, "name", None) or (f"{shape}, step {segments[0].step}" if segments else shape)
+
+
+class RecordingRuntime:
+    """See `runtime.Runtime`. One for every call: forward, and the backward that belongs to it."""
+
+    def __init__(self, inner: Runtime, plan: Plan, recorder: Recorder) -> None:
+        self.inner, self.recorder = inner, recorder
+        self._facts = recorder.facts(plan)
+        self._place = recorder.iteration, recorder.call - 1
+        self.step = 0
+        self.transport = RecordingTransport(inner.transport, self)
+
+    def row(self, kind: str, backward: bool, step: int, *rest: Any) -> None:
+        """Write down one row."""
+        self.recorder.rows[kind].append((*self._place, int(backward), step, *rest))
+
+    def mark(self, device: torch.device) -> Any:
+        """Now, on the current stream of a device."""
+        return self.recorder.clock(device).mark()
+
+    def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
+        clock = self.recorder.clock(q.device)
+        start = clock.mark()
+        result = self.inner.attend(compute, q, k, v, options, state)
+        self._computed(False, compute, start, clock.mark())
+        return result
+
+    def attend_backward(
+        self,
+        compute: Compute,
+        queries: Queries,
+        k: Tensor,
+        v: Tensor,
+        options: Options,
+        into: tuple[Tensor, ...],
+    ) -> None:
+        clock = self.recorder.clock(k.device)
+        start = clock.mark()
+        self.inner.attend_backward(compute, queries, k, v, options, into)
+        self._computed(True, compute, start, clock.mark())
+
+    def _computed(self, backward: bool, compute: Compute, start: Any, end: Any) -> None:
+        step, pairs, tiles, flops = self._facts.computes[backward, compute.q_owner, compute.k_owner]
+        self.step = step
+        self.row("compute", backward, step, compute.q_owner, compute.k_owner, pairs, tiles, flops, start, end)
+
+    def post(
+        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], label: str
+    ) -> tuple[list[Handle], list[Handle]]:
+        backward, issued = label.startswith("backward"), int(label.rpartition(" ")[2])
+        self.step = issued
+        light = self.recorder.light
+        if light:
+            leaving, arriving = self.inner.post(sends, receives, label)
+            posted = left = NEVER
+        else:
+            clock = self.recorder.clock((sends or receives)[0][1].device)
+            posted = clock.mark()
+            leaving, arriving = self.inner.post(sends, receives, label)
+            left = clock.mark()
+
+        def watched(handle: Handle, move: Move, buffer: Tensor, sent: bool) -> Handle:
+            peer = move.target if sent else move.source
+            what = issued, int(sent), peer, move.owner, int(move.result), buffer.numel(), posted, left
+            return RecordingHandle(handle, self, buffer.device, backward, None if sent else move.needed, what)
+
+        came = [watched(h, m, b, False) for h, (m, b) in zip(arriving, receives, strict=True)]
+        gone = leaving if light else [watched(h, m, b, True) for h, (m, b) in zip(leaving, sends, strict=True)]
+        return gone, came
+
+
+class RecordingHandle:
+    """See `comm.base.Handle`. Its message is written down when it has been waited for."""
+
+    def __init__(
+        self,
+        inner: Handle,
+        runtime: RecordingRuntime,
+        device: torch.device,
+        backward: bool,
+        needed: int | None,
+        what: Any,
+    ) -> None:
+        self._inner, self._runtime, self._device = inner, runtime, device
+        self._backward, self._needed, self._what = backward, needed, what
+
+    def wait(self) -> None:
+        runtime = self._runtime
+        if self._needed is not None:
+            runtime.step = self._needed
+        clock = runtime.recorder.clock(self._device)
+        start = clock.mark()
+        self._inner.wait()
+        runtime.row("message", self._backward, runtime.step, *self._what, start, clock.mark())
+
+
+class RecordingTransport(Transport):
+    """See `comm.base.Transport`. Collectives are written down; messages are, by their moves, in the runtime."""
+
+    def __init__(self, inner: Transport, runtime: RecordingRuntime) -> None:
+        self._inner, self._runtime = inner, runtime
+        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
+        self._backward = False
+        self._agreed = self._home = self._ordinal = 0
+
+    @property
+    def passes(self) -> int:  # type: ignore[override]
+        """Counted by the transport itself: every call has a runtime of its own."""
+        return self._inner.passes
+
+    @passes.setter
+    def passes(self, count: int) -> None:
+        self._inner.passes = count
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
+    ) -> tuple[list[Handle], list[Handle]]:
+        return self._inner.post(sends, receives, label)
+
+    def buffer(self, size: int, device: torch.device) -> Tensor:
+        return self._inner.buffer(size, device)
+
+    def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
+        if label == "to heads" and self._home >= 2:  # forward brings the output and the LSE home, and no more
+            self._begin_backward()
+        self._home += label == "to sequence"
+        size = sum(s.numel() for r, s in enumerate(sends) if r != self.rank)
+        clock = self._runtime.recorder.clock(sends[0].device)
+        start = clock.mark()
+        self._inner.all_to_all(sends, receives, label)
+        self._collected(0, size, start, clock.mark())
+
+    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+        self._agreed += 1
+        if self._agreed == 2:  # asked once a pass
+            self._begin_backward()
+        clock = self._runtime.recorder.clock(torch.device("cpu"))
+        start = clock.mark()
+        shared = self._inner.share(data, label, deadline)
+        self._collected(1, len(data) * (self.size - 1), start, clock.mark())
+        return shared
+
+    def _begin_backward(self) -> None:
+        if not self._backward:
+            self._backward, self._ordinal, self._runtime.step = True, 0, 0
+
+    def _collected(self, agreement: int, size: int, start: Any, end: Any) -> None:
+        place = self._backward, self._runtime.step
+        self._runtime.row("collective", *place, self._ordinal, agreement, size, start, end)
+        self._ordinal += 1
+
+    def close(self) -> None:
+        self._inner.close()

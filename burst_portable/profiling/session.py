@@ -1,0 +1,143 @@
+"""`with burst_portable.profile() as session:` records every attention that this rank computes in the block.
+
+    with bp.profile(mesh=mesh) as session:
+        for batch in data:
+            train(batch)
+            session.mark()              # the next training step begins
+    report = session.report()           # every rank calls it; rank 0 gets the report, the others None
+    if report:
+        print(report.verdict)
+        report.write_html("where-the-time-went.html")
+
+It installs itself for the calls of this thread (and of ranks that are started as threads inside the block), and is
+inherited by their backward passes. Off, nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from contextvars import Token
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from burst_portable.errors import InputError, explain
+from burst_portable.mesh import Mesh, as_mesh
+from burst_portable.plans import Plan
+from burst_portable.profiling.record import RankRecords, pack, unpack
+from burst_portable.profiling.recording import Recorder, RecordingRuntime
+from burst_portable.runtime import Runtime, installed
+
+if TYPE_CHECKING:
+    from burst_portable.profiling.report import Report
+
+LEVELS = ("session", "light")
+
+
+class Session:
+    """See the module. Made by `profile`."""
+
+    def __init__(self, level: str, mesh: Any) -> None:
+        self.level, self._mesh = level, mesh
+        self._recorders: dict[int, Recorder] = {}
+        self._lock = Lock()
+        self._token: Token[Any] | None = None
+
+    def __enter__(self) -> Session:
+        if self._token is not None:
+            raise InputError("this profiling session is open already; make another with profile()")
+        self._token = installed.set(self._wrap)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None
+        installed.reset(self._token)
+        self._token = None
+
+    def _wrap(self, runtime: Runtime, plan: Plan) -> Runtime:
+        return RecordingRuntime(runtime, plan, self._recorder(runtime.transport.rank))
+
+    def _recorder(self, rank: int) -> Recorder:
+        with self._lock:
+            if rank not in self._recorders:
+                self._recorders[rank] = Recorder(rank, host_name(), light=self.level == "light")
+            return self._recorders[rank]
+
+    def mark(self) -> None:
+        """The calls to come belong to the next training or inference step."""
+        for recorder in list(self._recorders.values()):
+            recorder.next_iteration()
+
+    def records(self) -> list[RankRecords]:
+        """What this process recorded, a rank an entry; waits for the device, where that works on its own."""
+        return [self._recorders[rank].records() for rank in sorted(self._recorders)]
+
+    def gather(self, mesh: Any = None) -> list[RankRecords] | None:
+        """Everybody's records, in rank order, on rank 0; None on the others. All ranks of the mesh must call it.
+
+        Raises a `CommunicationError` where a rank does not take part.
+        """
+        mine = self.records()
+        mesh = as_mesh(self._mesh if mesh is None else mesh)
+        if mesh.size == 1 or len(mine) > 1:
+            return mine
+        if not mine:
+            mine = [RankRecords(mesh.rank, host_name(), "host clock", {})]
+        device = torch.device(mine[0].facts.get("device", "cpu"))
+        parts = _collected(mesh, pack(mine[0]), device)
+        return None if parts is None else [unpack(part) for part in parts]
+
+    def report(self, mesh: Any = None) -> Report | None:
+        """Where the time went, on rank 0; None on the others. All ranks of the mesh must call it.
+
+        Raises `InputError` where nothing was recorded.
+        """
+        gathered = self.gather(mesh)
+        if gathered is None:
+            return None
+        from burst_portable.profiling.report import Report
+
+        return Report.of(gathered)
+
+
+def profile(level: Literal["session", "light"] = "session", *, mesh: Any = None) -> Session:
+    """Record where the time of attention goes; a context manager, see `profiling.session`.
+
+    Args:
+        level: "session" notes every kernel and message with the plan's facts; "light" only how long kernels and
+            waits for blocks took, and keeps the latest of them, for runs that are always watched.
+        mesh: the ranks that `gather` and `report` bring together: a Mesh, or what `attention` takes for one.
+
+    Raises `InputError` for another level.
+    """
+    if level not in LEVELS:
+        raise InputError(explain("unknown level of profiling", got=repr(level), allowed=", ".join(LEVELS)))
+    return Session(level, mesh)
+
+
+def host_name() -> str:
+    """Names this machine's monotonic clock: its boot where the system tells, else its name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text(encoding="ascii").strip() if boot.is_file() else platform.node()
+
+
+def _collected(mesh: Mesh, data: bytes, device: torch.device) -> Sequence[bytes] | None:
+    """Everybody's bytes on rank 0, over the mesh's transport."""
+    from burst_portable.comm.base import Message
+
+    transport = mesh.transport(device.type)
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    sizes = [torch.empty(8, dtype=torch.uint8, device=device) for _ in range(mesh.size)]
+    transport.all_gather(torch.tensor([len(data)], device=device).view(torch.uint8), sizes, "profile sizes")
+    if mesh.rank:
+        handles, _ = transport.post([Message(mine, 0)], [], "profile")
+        handles[0].wait()
+        return None
+    parts = [mine] + [torch.empty(int(s.view(torch.int64)), dtype=torch.uint8, device=device) for s in sizes[1:]]
+    _, handles = transport.post([], [Message(part, r) for r, part in enumerate(parts) if r], "profile")
+    for handle in handles:
+        handle.wait()
+    return [part.cpu().numpy().tobytes() for part in parts]

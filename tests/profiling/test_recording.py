@@ -1,0 +1,134 @@
+"""What is recorded: nothing when off, everything the plan says when on, and never another bit of the result."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.cost import Rates, rank_cost
+from burst_portable.profiling.record import pack, unpack
+
+RANKS = 3
+LENGTH = 96
+
+
+def inputs(rank: int):
+    own = torch.Generator().manual_seed(rank)  # ranks are threads, and torch's own generator is shared
+    q, k, v, dout = (torch.randn(2, LENGTH // RANKS, heads, 8, generator=own) for heads in (6, 3, 3, 6))
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+
+
+def one_step(mesh, strategy):
+    q, k, v, dout = inputs(mesh.rank)
+    out = bp.attention(q, k, v, mesh=mesh, strategy=strategy, layout="contiguous")
+    out.backward(dout)
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+def recorded(strategy, level="session", steps=1):
+    """Results and records of every rank."""
+
+    def work(mesh):
+        with bp.profile(level, mesh=mesh) as session:
+            for _ in range(steps):
+                results = one_step(mesh, strategy)
+                session.mark()
+        return results, session.gather()
+
+    done = bp.run_local(RANKS, work)
+    assert [gathered is None for _, gathered in done] == [False, True, True]
+    return [results for results, _ in done], done[0][1]
+
+
+@pytest.mark.parametrize("level", ["session", "light"])
+@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
+def test_results_are_the_same_bits_on_and_off(strategy, level):
+    off = bp.run_local(RANKS, lambda mesh: one_step(mesh, strategy))
+    on, _ = recorded(strategy, level)
+    for mine, theirs in zip(off, on, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "burst"])
+def test_flops_and_bytes_are_the_plan_s(strategy):
+    _, records = recorded(strategy, steps=2)
+    plan = bp.plan(
+        seq_len=LENGTH, ranks=RANKS, heads=6, kv_heads=3, head_dim=8, batch=2, itemsize=4,
+        strategy=strategy, layout="contiguous",
+    )  # fmt: skip
+    for one in records:
+        compute, message = one.tables["compute"], one.tables["message"]
+        assert sorted(set(compute["iteration"])) == [0, 1]
+        for backward, name in enumerate(("forward", "backward")):
+            cost = rank_cost(plan, name, one.rank, Rates(1, 1))
+            assert compute["flops"][compute["backward"] == backward].sum() == 2 * cost.flops
+            sent = message.where((message["backward"] == backward) & (message["sends"] == 1))
+            assert sent["bytes"].sum() == 2 * cost.sent
+            planned = one.plans[0]["planned"][name]
+            assert (planned["flops"], planned["sent"]) == (cost.flops, cost.sent)
+
+
+def test_every_message_has_two_ends():
+    _, records = recorded("burst")
+    ends = []
+    for one in records:
+        m = one.tables["message"]
+        for i in range(len(m)):
+            pair = (one.rank, m["peer"][i]) if m["sends"][i] else (m["peer"][i], one.rank)
+            ends.append((*pair, m["backward"][i], m["owner"][i], m["result"][i]))
+            assert m["posted"][i] <= m["left"][i] <= m["start"][i] <= m["end"][i]
+    assert ends
+    assert all(ends.count(end) == 2 for end in ends)
+
+
+def test_the_passes_of_a_reshard_are_told_apart():
+    _, records = recorded("ulysses")
+    for one in records:
+        c = one.tables["collective"]
+        reshards = c.where(c["agreement"] == 0)
+        # q, k, v to heads, output and LSE back; then dO to heads, and three gradients back.
+        assert [int((reshards["backward"] == b).sum()) for b in (0, 1)] == [5, 4]
+        assert list(one.tables["compute"]["backward"]) == [0, 1]
+
+
+def test_records_survive_the_way_to_another_rank():
+    _, records = recorded("ring")
+    again = unpack(pack(records[1]))
+    assert again.rank == 1
+    assert again.plans == records[1].plans
+    for kind, table in records[1].tables.items():
+        assert (again.tables[kind].data == table.data).all()
+
+
+def test_light_keeps_kernels_and_waits_for_blocks():
+    _, records = recorded("ring", "light")
+    message = records[0].tables["message"]
+    assert len(records[0].tables["compute"])
+    assert len(message)
+    assert not message["sends"].any()
+
+
+def test_a_session_outside_run_local_sees_every_rank():
+    with bp.profile() as session:
+        bp.run_local(RANKS, lambda mesh: one_step(mesh, "ring"))
+    assert [one.rank for one in session.gather()] == list(range(RANKS))
+
+
+def test_an_unknown_level_is_refused():
+    with pytest.raises(bp.BurstError, match="session, light"):
+        bp.profile("deep")
+
+
+def test_off_nothing_of_it_is_imported():
+    source = (
+        "import sys, torch, burst_portable as bp\n"
+        "x = torch.randn(1, 8, 2, 4)\n"
+        "bp.attention(x, x, x)\n"
+        "assert not [name for name in sys.modules if 'burst_portable.profiling' in name]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
