@@ -51,7 +51,11 @@ def as_request(case: Case) -> dict[str, object]:
     return {**asdict(case), "dtype": str(case.dtype).removeprefix("torch.")}
 
 
-@pytest.mark.parametrize("case", cases(45, torch.float32, heads=1), ids=str)
+# Contiguous shards of several ranks differ from one by full and empty tiles alone: with -m full.
+COMMON = [c for c in cases(45, torch.float32, heads=1) if (c.layout, c.ranks) != ("contiguous", 2)]
+
+
+@pytest.mark.parametrize("case", COMMON, ids=str)
 def test_float32(ask: Ask, case: Case) -> None:
     ask(as_request(case))
 
