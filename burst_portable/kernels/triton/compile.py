@@ -141,7 +141,8 @@ def compile_one(target: str, kernel: str, head: int, blocks: Blocks | None = Non
         message = explain(f"{kernel} for {target}, head size {head}", got=f"{named}: {str(error)[-300:]}")
         return Record(target, kernel, head, named, error=message)
     seconds = round(time.perf_counter() - started, 2)
-    read = _read_amd if TARGETS[target].target.backend == "hip" else _read_nvidia
+    # Where the compiler tells the occupancy itself, its listing tells the rest too.
+    read = _read_nvidia if TARGETS[target].shared_of_unit else _read_amd
     return Record(target, kernel, head, named, seconds, shared=compiled.metadata.shared, **read(compiled, target))
 
 
