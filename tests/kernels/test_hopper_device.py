@@ -167,6 +167,24 @@ def test_neighbours_full_of_nan_do_no_harm():
     compare(q, k, v, tiles_of("causal", length))
 
 
+def test_many_items_a_program_and_a_graph():
+    """More work items than multiprocessors, twice the same; a captured graph replays with new numbers."""
+    q, k, v = (randn(3, 1500, h, 64, seed=i) for i, h in enumerate((8, 4, 4)))
+    tiles, options = tiles_of("causal", 1500), Options(scale=0.125)
+    exact = ORACLE.attend(*wide(q, k, v), tiles, options)
+    first, second = KERNEL.attend(q, k, v, tiles, options), KERNEL.attend(q, k, v, tiles, options)
+    assert gap(first[0], exact[0]) < 6e-3
+    assert torch.equal(first[0], second[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = KERNEL.attend(q, k, v, tiles, options)
+    for seed in (5, 6):
+        q.copy_(randn(*q.shape, seed=seed))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert gap(out, ORACLE.attend(*wide(q, k, v), tiles, options)[0]) < 6e-3
+
+
 def test_large_scores():
     q, k, v = (randn(1, 300, 2, 128, seed=i) for i in range(3))
     compare(q * 20, k, v, tiles_of("causal", 300))

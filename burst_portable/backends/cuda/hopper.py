@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.backends.cuda.hopper_launch import Descriptors, Launcher, tma_strides
+from burst_portable.backends.cuda.hopper_launch import Counters, Descriptors, Launcher, tma_strides
 from burst_portable.backends.cuda.hopper_tables import LaunchTable, backward_table, forward_table
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, Options, Problem, Support
@@ -123,18 +123,19 @@ class HopperKernel:
         compiled = _compiled()
         group = heads // k.shape[2]
         head_group = _head_group(heads, group, k.shape[1] * dim * 4)
+        items = blocks * batch * heads
         mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16
         with torch.cuda.device(q.device):
             compiled.forward(
                 (q.device.index, q.dtype, config, mode, dim),
-                (head_group, blocks, batch * heads // head_group),
+                (min(items, _processors(q.device.index)), 1, 1),
                 (
                     compiled.rows("q", q, 64, dim),
                     compiled.rows("k", k, config.BN, dim),
                     compiled.rows("v", v, config.BN, dim),
                     compiled.rows("out", out, 64, dim),
-                    lse, table, options.scale * _LOG2E, rows, lse.stride(0), lse.stride(1),
-                    heads, group, head_group,
+                    lse, table, compiled.counter(q.device), options.scale * _LOG2E, rows, lse.stride(0), lse.stride(1),
+                    items, heads, group, blocks, head_group,
                 ),
                 (config.BN, dim, config.NS, mode, config.REGS),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
@@ -298,6 +299,11 @@ def _device_reason(device: str) -> str:
     return "" if (major, minor) == (9, 0) else f"it runs on sm_90, not on sm_{major}{minor}"
 
 
+@cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class _Compiled:
     """The compiled side, imported on first use."""
 
@@ -313,6 +319,7 @@ class _Compiled:
         descriptors = Descriptors()
         self.rows = descriptors.rows
         self.vector = descriptors.vector
+        self.counter = Counters().take
 
 
 @cache

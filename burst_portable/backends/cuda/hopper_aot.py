@@ -64,6 +64,7 @@ def forward_build(dim: int, mode: int, dtype: str = "bf16") -> Build:
         "o_desc": _rows(64, dim, dtype if mode == hopper_forward.OUT_16 else "fp32"),
         "lse": "*fp32",
         "table": "*i32",
+        "counter": "*i32",
         "qk_scale": "fp32",
         "lse_sb": "i64",
         "lse_sh": "i64",

@@ -1,13 +1,15 @@
 """Forward attention for Hopper (sm_90) in Gluon: a load warp and two warpgroups of 64 query rows each.
 
-One program does one block of 128 query rows of one head. Per key block, a warpgroup starts Q·Kᵀ of the
-next block and P·V of this one together, and does the softmax of the next while the tensor cores work::
+A work item is one block of 128 query rows of one head. One program a multiprocessor stays and takes items off a
+counter, so that the loads of an item run beside the end of the one before, and nobody waits for a longer row. Per
+key block, a warpgroup starts Q·Kᵀ of the next block and P·V of this one together, and does the softmax of the next
+while the tensor cores work::
 
-    load warp      K0 V0 | K1 V1 | K2 V2 ...            TMA into NS slots; full and empty barriers a slot
+    load warp      Q | K0 V0 | K1 V1 | K2 V2 ...        TMA into NS slots; full and empty barriers a slot
     warpgroup w    QK0 softmax0 | QK1+PV0 softmax1 | QK2+PV1 softmax2 | ... | PV(n-1) epilogue
 
-Which key blocks a query block visits stands in an int32 table (see `hopper_tables`): one masked block that is
-peeled off the loop, then the full ones in a loop that knows no mask, then the masked rest.
+Which key blocks an item visits stands in an int32 table (see `hopper_tables`): one masked block that is peeled
+off the loop, then the full ones in a loop that knows no mask, then the masked rest.
 
 Shapes: q, out [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; lse [B, Hq, Sq]. Tensor descriptors have four dimensions, so
 rows past a batch's end are read as 0 and never written.
@@ -33,85 +35,81 @@ _MERGE_32 = gl.constexpr(MERGE_32)
 
 
 @gluon.jit
-def _work(table, heads, head_group):
-    # program -> batch, head, row of the work table. Along x run heads that share K/V in the L2, along y blocks, long
-    # rows first, along z the other heads and batches: no divisions before the first load.
-    head = gl.program_id(2) * head_group + gl.program_id(0)
-    return head // heads, head % heads, table + 16 * gl.program_id(1)
+def _item(t, table, heads, blocks, head_group):
+    # number -> batch, head, row of the work table: groups of heads whose K/V share the L2, long rows first
+    per_group = blocks * head_group
+    group = t // per_group
+    rest = t - group * per_group
+    block = rest // head_group
+    head = group * head_group + rest - block * head_group
+    return head // heads, head % heads, table + 16 * block
 
 
 @gluon.jit
-def _load(desc, b, row, h, ready, slot, dtype: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+def _load(desc, b, row, h, ready, slot, ROWS: gl.constexpr, D: gl.constexpr):
     mbarrier.expect(ready, desc.block_type.nbytes)
-    view = slot._reinterpret(dtype, [1, ROWS, 1, D], desc.layout)
+    view = slot._reinterpret(desc.dtype, [1, ROWS, 1, D], desc.layout)
     tma.async_copy_global_to_shared(desc, [b, row, h, 0], ready, view)
 
 
 @gluon.jit
 def _load_pair(
-    k_desc,
-    v_desc,
-    b,
-    row,
-    h,
-    k_sm,
-    v_sm,
-    k_rdy,
-    v_rdy,
-    k_emp,
-    v_emp,
-    it,
-    BN: gl.constexpr,
-    D: gl.constexpr,
-    NS: gl.constexpr,
-):
+    k_desc, v_desc, b, row, h, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it,
+    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr,
+):  # fmt: skip
     slot = it % NS
     phase = ((it // NS) & 1) ^ 1
     mbarrier.wait(k_emp.index(slot), phase)
-    _load(k_desc, b, row, h, k_rdy.index(slot), k_sm.index(slot), k_desc.dtype, BN, D)
+    _load(k_desc, b, row, h, k_rdy.index(slot), k_sm.index(slot), BN, D)
     mbarrier.wait(v_emp.index(slot), phase)
-    _load(v_desc, b, row, h, v_rdy.index(slot), v_sm.index(slot), v_desc.dtype, BN, D)
+    _load(v_desc, b, row, h, v_rdy.index(slot), v_sm.index(slot), BN, D)
+
+
+@gluon.jit
+def _load_halves(desc, b, row, h, ready, buffer, D: gl.constexpr):
+    # both warpgroups' 64 rows behind one barrier
+    mbarrier.expect(ready, 2 * desc.block_type.nbytes)
+    for w in gl.static_range(2):
+        view = buffer.index(w)._reinterpret(desc.dtype, [1, 64, 1, D], desc.layout)
+        tma.async_copy_global_to_shared(desc, [b, row + 64 * w, h, 0], ready, view)
 
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-    heads, kv_group, head_group, BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
+    q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+    counter, items, heads, kv_group, blocks, head_group,
+    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    b, h, work = _work(table, heads, head_group)
-    kv = h // kv_group
-    row0 = gl.load(work) * 128
-    runs = table + gl.load(work + 1)
-    n_runs = gl.load(work + 2)
-    first = gl.load(work + 8)
-    mbarrier.expect(q_rdy, 2 * q_desc.block_type.nbytes)
-    for w in gl.static_range(2):
-        view = q_sm.index(w)._reinterpret(q_desc.dtype, [1, 64, 1, D], q_desc.layout)
-        tma.async_copy_global_to_shared(q_desc, [b, row0 + 64 * w, h, 0], q_rdy, view)
-    _load_pair(k_desc, v_desc, b, first, kv, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, 0, BN, D, NS)
-    it = 1
-    for r in range(n_runs):
-        col = gl.load(runs + 2 * r)
-        count = gl.load(runs + 2 * r + 1)
-        for i in range(count):
-            _load_pair(k_desc, v_desc, b, col + i * BN, kv, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, BN, D, NS)
-            it += 1
-    if MODE == _MERGE_32:
-        # the running out travels through the next turn's slots: K for the first warpgroup, V for the second
-        slot = it % NS
-        phase = ((it // NS) & 1) ^ 1
-        mbarrier.wait(k_emp.index(slot), phase)
-        part = k_sm.index(slot)._reinterpret(gl.float32, [64, D], _plain())
-        _load(o_desc, b, row0, h, k_rdy.index(slot), part, gl.float32, 64, D)
-        mbarrier.wait(v_emp.index(slot), phase)
-        part = v_sm.index(slot)._reinterpret(gl.float32, [64, D], _plain())
-        _load(o_desc, b, row0 + 64, h, v_rdy.index(slot), part, gl.float32, 64, D)
-
-
-@gluon.constexpr_function
-def _plain():
-    # the layout of 64 rows of float32 on their way to or from memory
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    it = 0
+    turn = 0
+    t = gl.program_id(0)
+    while t < items:
+        b, h, work = _item(t, table, heads, blocks, head_group)
+        kv = h // kv_group
+        row0 = gl.load(work) * 128
+        runs = table + gl.load(work + 1)
+        n_runs = gl.load(work + 2)
+        first = gl.load(work + 8)
+        mbarrier.wait(q_emp, (turn & 1) ^ 1)
+        _load_halves(q_desc, b, row0, h, q_rdy, q_sm, D)
+        _load_pair(k_desc, v_desc, b, first, kv, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, BN, D, NS)
+        it += 1
+        # which item comes next, for the warpgroups as well: whoever is free takes it
+        t = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+        mbarrier.wait(t_emp.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        t_sm.index(turn & 1).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + t)
+        mbarrier.arrive(t_rdy.index(turn & 1), count=1)
+        for r in range(n_runs):
+            col = gl.load(runs + 2 * r)
+            count = gl.load(runs + 2 * r + 1)
+            for i in range(count):
+                _load_pair(k_desc, v_desc, b, col + i * BN, kv, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, BN, D, NS)
+                it += 1
+        if MODE == _MERGE_32:
+            mbarrier.wait(o_emp, (turn & 1) ^ 1)
+            _load_halves(o_desc, b, row0, h, o_rdy, o_sm, D)
+        turn += 1
 
 
 @gluon.jit
@@ -204,132 +202,126 @@ def _finish(total, top, old, MODE: gl.constexpr):
 
 
 @gluon.jit
-def _store_32(
-    o,
-    keep,
-    o_desc,
-    b,
-    row,
-    h,
-    k_sm,
-    v_sm,
-    k_rdy,
-    v_rdy,
-    k_emp,
-    v_emp,
-    n,
-    WG: gl.constexpr,
-    D: gl.constexpr,
-    NS: gl.constexpr,
-    MODE: gl.constexpr,
-):
-    # through a drained slot: see the producer
-    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    slot = n % NS
-    phase = (n // NS) & 1
-    if WG == 0:
-        part = k_sm.index(slot)._reinterpret(gl.float32, [64, D], _plain())
-        if MODE == _MERGE_32:
-            mbarrier.wait(k_rdy.index(slot), phase)
-        else:
-            mbarrier.wait(k_emp.index(slot), phase ^ 1)
-    else:
-        part = v_sm.index(slot)._reinterpret(gl.float32, [64, D], _plain())
-        if MODE == _MERGE_32:
-            mbarrier.wait(v_rdy.index(slot), phase)
-        else:
-            mbarrier.wait(v_emp.index(slot), phase ^ 1)
-    if MODE == _MERGE_32:
-        o = o + part.load(ol) * keep[:, None]
-    part.store(o)
-    fence_async_shared()
-    view = part._reinterpret(gl.float32, [1, 64, 1, D], o_desc.layout)
-    tma.async_copy_shared_to_global(o_desc, [b, row, h, 0], view)
-
-
-@gluon.jit
 def _consumer(
-    WG: gl.constexpr, o_desc, lse, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-    qk_scale, Sq, lse_sb, lse_sh, heads, head_group,
+    WG: gl.constexpr, o_desc, lse, table, q_sm, k_sm, v_sm, o_sm,
+    q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+    qk_scale, Sq, lse_sb, lse_sh, items, heads, blocks, head_group,
     BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     rl: gl.constexpr = gl.SliceLayout(1, ol)
     dtype: gl.constexpr = q_sm.dtype
-    b, h, work = _work(table, heads, head_group)
-    row0 = gl.load(work) * 128 + 64 * WG
-    n_full = gl.load(work + 3)
-    masked = table + gl.load(work + 4)
-    n = n_full + gl.load(work + 5)
-    left, right = _bounds(work + 8, row0, sl)
-    rows = row0 + gl.arange(0, 64, rl)
-    lse_row = lse + b * lse_sb + h * lse_sh + rows
-    old = gl.zeros([64], gl.float32, rl)
-    if MODE == _MERGE_32:
-        old = gl.load(lse_row, mask=rows < Sq, other=float("-inf"))
     q = q_sm.index(WG)
-    # the first block, always with a mask; nothing to multiply by V yet
-    mbarrier.wait(q_rdy, 0)
-    mbarrier.wait(k_rdy.index(0), 0)
-    s = gl.zeros([64, BN], gl.float32, sl)
-    s = warpgroup_mma(q, k_sm.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_emp.index(0), count=1)
-    s = _hide(s, left, right, BN, sl)
-    top = gl.maximum(gl.max(s, axis=1) * qk_scale, -1e30)  # finite, also where nothing is seen
-    p = gl.exp2(s * qk_scale - top[:, None])
-    total = _partial_sum(p, BN)
-    p16 = gl.convert_layout(_packed(p, dtype), gl.DotOperandLayout(0, ol, 2))
-    o = gl.zeros([64, D], gl.float32, ol)
-    for it in range(n_full):
-        o, p16, total, top = _step(
-            q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, left, right, qk_scale,
-            False, BN, D, NS)  # fmt: skip
-    for it in range(n_full, n):
-        left, right = _bounds(masked, row0, sl)
-        masked += 8
-        o, p16, total, top = _step(
-            q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, left, right, qk_scale,
-            True, BN, D, NS)  # fmt: skip
-    slot = n % NS
-    mbarrier.wait(v_rdy.index(slot), (n // NS) & 1)
-    ot = warpgroup_mma(p16, v_sm.index(slot), o, is_async=True)
-    total = gl.convert_layout(gl.sum(total, axis=1), rl)
-    both, keep, gain = _finish(total, gl.convert_layout(top, rl), old, MODE)
-    gl.store(lse_row, both, mask=rows < Sq)
-    o, p16 = warpgroup_mma_wait(0, deps=[ot, p16])
-    mbarrier.arrive(v_emp.index(slot), count=1)
-    o = o * gain[:, None]
-    if MODE == _OUT_16:
-        q.store(o.to(dtype))  # this warpgroup is done with its queries
+    part = o_sm.index(WG)
+    t = gl.program_id(0)
+    b, h, work = _item(t, table, heads, blocks, head_group)
+    row0 = gl.load(work) * 128 + 64 * WG
+    left, right = _bounds(work + 8, row0, sl)
+    it = 0
+    turn = 0
+    while t < items:
+        n_full = gl.load(work + 3)
+        masked = table + gl.load(work + 4)
+        n = n_full + gl.load(work + 5)
+        # the first block, always with a mask; nothing to multiply by V yet
+        mbarrier.wait(q_rdy, turn & 1)
+        slot = it % NS
+        mbarrier.wait(k_rdy.index(slot), (it // NS) & 1)
+        s = gl.zeros([64, BN], gl.float32, sl)
+        s = warpgroup_mma(q, k_sm.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+        tma.store_wait(0)  # of the item before
+        if MODE == _MERGE_32:
+            mbarrier.arrive(o_emp, count=1, pred=turn > 0)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_emp.index(slot), count=1)
+        s = _hide(s, left, right, BN, sl)
+        top = gl.maximum(gl.max(s, axis=1) * qk_scale, -1e30)  # finite, also where nothing is seen
+        p = gl.exp2(s * qk_scale - top[:, None])
+        total = _partial_sum(p, BN)
+        p16 = gl.convert_layout(_packed(p, dtype), gl.DotOperandLayout(0, ol, 2))
+        o = gl.zeros([64, D], gl.float32, ol)
+        for i in range(n_full):
+            o, p16, total, top = _step(
+                q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it + i, o, p16, total, top, left, right, qk_scale,
+                False, BN, D, NS)  # fmt: skip
+        for i in range(n_full, n):
+            left, right = _bounds(masked, row0, sl)
+            masked += 8
+            o, p16, total, top = _step(
+                q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it + i, o, p16, total, top, left, right, qk_scale,
+                True, BN, D, NS)  # fmt: skip
+        mbarrier.arrive(q_emp, count=1)
+        rows = row0 + gl.arange(0, 64, rl)
+        lse_row = lse + b * lse_sb + h * lse_sh + rows
+        old = gl.zeros([64], gl.float32, rl)
+        if MODE == _MERGE_32:
+            old = gl.load(lse_row, mask=rows < Sq, other=float("-inf"))
+        it += n
+        slot = it % NS
+        mbarrier.wait(v_rdy.index(slot), (it // NS) & 1)
+        ot = warpgroup_mma(p16, v_sm.index(slot), o, is_async=True)
+        # what the next item needs, while the tensor cores work
+        at_b, at_h, at_row = b, h, row0
+        mbarrier.wait(t_rdy.index(turn & 1), (turn >> 1) & 1)
+        t = gl.sum(t_sm.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+        mbarrier.arrive(t_emp.index(turn & 1), count=1)
+        b, h, work = _item(gl.minimum(t, items - 1), table, heads, blocks, head_group)
+        row0 = gl.load(work) * 128 + 64 * WG
+        left, right = _bounds(work + 8, row0, sl)
+        total = gl.convert_layout(gl.sum(total, axis=1), rl)
+        both, keep, gain = _finish(total, gl.convert_layout(top, rl), old, MODE)
+        gl.store(lse_row, both, mask=rows < Sq)
+        o, p16 = warpgroup_mma_wait(0, deps=[ot, p16])
+        mbarrier.arrive(v_emp.index(slot), count=1)
+        it += 1
+        o = o * gain[:, None]
+        if MODE == _MERGE_32:
+            mbarrier.wait(o_rdy, turn & 1)
+            o = o + part.load(ol) * keep[:, None]
+        part.store(o.to(o_sm.dtype))
         fence_async_shared()
-        view = q._reinterpret(dtype, [1, 64, 1, D], o_desc.layout)
-        tma.async_copy_shared_to_global(o_desc, [b, row0, h, 0], view)
-    else:
-        _store_32(o, keep, o_desc, b, row0, h, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, n + 1, WG, D, NS, MODE)
+        view = part._reinterpret(o_sm.dtype, [1, 64, 1, D], o_desc.layout)
+        tma.async_copy_shared_to_global(o_desc, [at_b, at_row, at_h, 0], view)
+        turn += 1
     tma.store_wait(0)
 
 
 # Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
-@gluon.jit(do_not_specialize=["lse", "table", "Sq", "lse_sb", "lse_sh", "heads", "kv_group", "head_group"])
+@gluon.jit(do_not_specialize=["lse", "table", "counter", "Sq", "lse_sb", "lse_sh", "items", "heads", "kv_group", "blocks", "head_group"])  # fmt: skip # noqa: E501
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse, table, qk_scale: gl.float32, Sq: gl.int32, lse_sb: gl.int64, lse_sh: gl.int64,
-    heads: gl.int32, kv_group: gl.int32, head_group: gl.int32,
+    q_desc, k_desc, v_desc, o_desc, lse, table, counter,
+    qk_scale: gl.float32, Sq: gl.int32, lse_sb: gl.int64, lse_sh: gl.int64,
+    items: gl.int32, heads: gl.int32, kv_group: gl.int32, blocks: gl.int32, head_group: gl.int32,
     BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    out_tile: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=o_desc.dtype.primitive_bitwidth, rank=2)  # fmt: skip
     q_sm = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
     k_sm = gl.allocate_shared_memory(dtype, [NS, BN, D], tile)
     v_sm = gl.allocate_shared_memory(dtype, [NS, BN, D], tile)
+    o_sm = gl.allocate_shared_memory(o_desc.dtype, [2, 64, D], out_tile)
+    t_sm = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bl: gl.constexpr = mbarrier.MBarrierLayout()
     q_rdy = gl.allocate_shared_memory(gl.int64, [1], bl)
+    q_emp = gl.allocate_shared_memory(gl.int64, [1], bl)
+    o_rdy = gl.allocate_shared_memory(gl.int64, [1], bl)
+    o_emp = gl.allocate_shared_memory(gl.int64, [1], bl)
     k_rdy = gl.allocate_shared_memory(gl.int64, [NS, 1], bl)
     v_rdy = gl.allocate_shared_memory(gl.int64, [NS, 1], bl)
     k_emp = gl.allocate_shared_memory(gl.int64, [NS, 1], bl)
     v_emp = gl.allocate_shared_memory(gl.int64, [NS, 1], bl)
+    t_rdy = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
+    t_emp = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
+    for i in gl.static_range(2):
+        mbarrier.init(t_rdy.index(i), count=1)
+        mbarrier.init(t_emp.index(i), count=2)
     mbarrier.init(q_rdy, count=1)
+    mbarrier.init(q_emp, count=2)
+    mbarrier.init(o_rdy, count=1)
+    mbarrier.init(o_emp, count=2)
     for i in gl.static_range(NS):
         mbarrier.init(k_rdy.index(i), count=1)
         mbarrier.init(v_rdy.index(i), count=1)
@@ -338,10 +330,13 @@ def forward_kernel(
     fence_async_shared()
     # The argument tuples stand inline: a local variable would turn their constants into tensors.
     gl.warp_specialize([
-        (_consumer, (0, o_desc, lse, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-                     qk_scale, Sq, lse_sb, lse_sh, heads, head_group, BN, D, NS, MODE)),
-        (_consumer, (1, o_desc, lse, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-                     qk_scale, Sq, lse_sb, lse_sh, heads, head_group, BN, D, NS, MODE)),
-        (_producer, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, q_rdy, k_rdy, v_rdy, k_emp, v_emp,
-                     heads, kv_group, head_group, BN, D, NS, MODE)),
+        (_consumer, (0, o_desc, lse, table, q_sm, k_sm, v_sm, o_sm,
+                     q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                     qk_scale, Sq, lse_sb, lse_sh, items, heads, blocks, head_group, BN, D, NS, MODE)),
+        (_consumer, (1, o_desc, lse, table, q_sm, k_sm, v_sm, o_sm,
+                     q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                     qk_scale, Sq, lse_sb, lse_sh, items, heads, blocks, head_group, BN, D, NS, MODE)),
+        (_producer, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
+                     q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                     counter, items, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
     ], [4, 1], [REGS, 24])  # fmt: skip

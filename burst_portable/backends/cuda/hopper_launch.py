@@ -6,7 +6,7 @@ specialise on nothing but what stands in the key given here, so that the compile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from burst_portable.errors import UnsupportedError, explain
 
 _DESCRIPTORS = 2048  # kept at most
+_COUNTERS = 1024  # in a pool
 
 
 class Launcher:
@@ -38,6 +39,25 @@ class Launcher:
             self._compiled[key] = self._kernel[grid](*args, *constants, **options)
         else:
             compiled[grid](*args, *constants)
+
+
+class Counters:
+    """Work counters that stand at 0, one a launch: a pool a stream, so that none is cleared each time."""
+
+    def __init__(self) -> None:
+        self._pools: dict[Hashable, Iterator[Tensor]] = {}
+
+    def take(self, device: torch.device) -> Tensor:
+        """An int32 0 that no launch has used. A graph under capture gets one that it clears itself when replayed."""
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+        pool = self._pools.get(key)
+        found = next(pool, None) if pool is not None else None
+        if found is None:
+            pool = self._pools[key] = iter(torch.zeros(_COUNTERS, dtype=torch.int32, device=device).unbind())
+            found = next(pool)
+        return found
 
 
 class _Address:
