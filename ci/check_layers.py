@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sharding",),
     ("api",),
     ("profiling", ""),  # "" is burst_portable/__init__.py, which hands out the names of api, and profile
-    ("conformance",),
+    ("nn", "conformance"),
     ("cli", "integrations", "__main__"),
 )
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
