@@ -1,0 +1,26 @@
+"""`burst-portable kernels`, on one chip and one head size; the whole table is tests/kernels/test_triton_compile.py."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from burst_portable.cli.kernels import kernels
+from burst_portable.errors import UnknownNameError
+
+
+def test_json_of_one_chip(capsys):
+    assert kernels(["gfx942"], [64], True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["schema"] == "burst_portable.kernels/1"
+    assert {row["kernel"] for row in told["kernels"]} == {"forward", "resumed", "keys", "queries"}
+    for row in told["kernels"]:
+        assert row["instruction"].startswith("v_mfma")
+        assert row["problems"] == []
+        assert 0 < row["shared"] <= 64 * 1024
+
+
+def test_an_unknown_chip():
+    with pytest.raises(UnknownNameError, match="sm_90"):
+        kernels(["sm_91"], [64], True)
