@@ -31,8 +31,8 @@ def kernels(
         from burst_portable.kernels.triton import compile as ahead
     except ModuleNotFoundError as error:
         raise BackendUnavailableError("compiling kernels needs the package triton, which is not installed") from error
-    chosen = list(ahead.TARGETS) if not target else target
-    heads = list(ahead.HEADS) if not head_dim else head_dim
+    chosen = target or list(ahead.TARGETS)
+    heads = head_dim or list(ahead.HEADS)
     total = len(chosen) * len(heads) * len(ahead.KERNELS)
     records = _compiled(ahead.kernel_table(chosen, heads), total, quiet=as_json)
     wrong = {index: found for index, record in enumerate(records) if (found := ahead.problems(record))}
