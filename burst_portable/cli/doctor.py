@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,10 +117,13 @@ def _problems(device: str) -> Iterator[tuple[str, Problem]]:
 
     from burst_portable.kernels.contract import Problem
 
+    usual = Problem(torch.bfloat16, device, 8, 2, 128, 128, deterministic=False)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        yield str(dtype).removeprefix("torch."), Problem(dtype, device, 8, 2, 128, 128)
+        yield str(dtype).removeprefix("torch."), replace(usual, dtype=dtype)
     # What sets kernels apart besides the dtype, asked in 16 bits, where vendors' kernels are at home.
-    yield "heads of 256", Problem(torch.bfloat16, device, 8, 2, 256, 256)
-    yield "heads of 80", Problem(torch.bfloat16, device, 8, 2, 80, 80)
-    yield "values of 64, heads of 128", Problem(torch.bfloat16, device, 8, 2, 128, 64)
-    yield "softcap", Problem(torch.bfloat16, device, 8, 2, 128, 128, softcap=True)
+    yield "deterministic", replace(usual, deterministic=True)
+    yield "heads of 64", replace(usual, head_dim=64, value_dim=64)
+    yield "heads of 80", replace(usual, head_dim=80, value_dim=80)
+    yield "heads of 256", replace(usual, head_dim=256, value_dim=256)
+    yield "values of 64, heads of 128", replace(usual, value_dim=64)
+    yield "softcap", replace(usual, softcap=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from burst_portable.cli.doctor import Facts
+Facts = dict[str, Any]
 
 
 def show(facts: Facts) -> None:
@@ -37,7 +38,13 @@ def _backends(backends: dict[str, Facts]) -> Table:
 
 
 def _details(name: str, backend: Facts) -> list[Table | Text]:
-    lines: list[Table | Text] = [Text(f"{name}: {key} {value}") for key, value in backend["facts"].items()]
+    lines: list[Table | Text] = []
+    for key, value in backend["facts"].items():
+        listed = value if isinstance(value, list) and value and isinstance(value[0], dict) else [value]
+        for number, entry in enumerate(listed):
+            label = key if len(listed) == 1 else f"{key} {number}"
+            shown = ", ".join(f"{k} {v}" for k, v in entry.items()) if isinstance(entry, dict) else entry
+            lines.append(Text(f"{name}: {label} {shown}"))
     if backend["kernels"]:
         lines += [_kernels(name, backend["kernels"])]
         lines += [Text(f"  {line}", "dim") for line in _reasons(backend["kernels"])]
