@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import torch
 
-from burst_portable.errors import LayoutError
+from burst_portable.errors import InputError, LayoutError, explain, unknown_name
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout, make_layout
-from burst_portable.mask import Mask, Region
+from burst_portable.mask import UNBOUNDED, Mask, Region
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
 
@@ -39,6 +40,25 @@ MASKS = {
     "custom": Mask((Region(5, 30, 0, 20, lo=3, hi=12), Region(30, LENGTH, 10, LENGTH, lo=-4), Region(0, 5, 40, 50))),
 }
 
+
+@lru_cache(maxsize=256)
+def mask_of(name: str, length: int) -> Mask:
+    """The mask of that name for a sequence of another length: what ends with the sequence still does."""
+    mask = MASKS[name]
+    if length == LENGTH:
+        return mask
+
+    def stop(at: int) -> int:
+        return length if at == LENGTH else at if at >= UNBOUNDED else min(at, length)
+
+    kept = (
+        replace(r, q_stop=stop(r.q_stop), k_stop=stop(r.k_stop))
+        for r in mask.regions
+        if r.q_start < length and r.k_start < length
+    )
+    return Mask(tuple(kept), mask.name)
+
+
 STRATEGIES: Mapping[str, Mapping[str, object]] = {
     "ring": {},
     "ring+fetch": {"moves": "fetch"},
@@ -59,6 +79,12 @@ HEADS = {
 }
 """Query heads, K/V heads, head size, value size."""
 
+VALUES = ("usual", "large", "small", "high", "low")
+"""How scores lie: a few; spread so far that one key takes all; near 0; shifted far up; shifted far down."""
+
+MEMORY = ("rows", "heads", "padded", "sliced")
+"""How inputs lie in memory: [B, S, H, D]; heads outermost; padding after every row; every second row of a tensor."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -74,19 +100,44 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     length: int = LENGTH
+    deterministic: bool = True
+    values: str = "usual"
+    memory: str = "rows"
 
     def __str__(self) -> str:
         extra = "-softcap" * (self.softcap is not None) + "-sinks" * self.sinks
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.mask}-{self.layout}-{self.strategy}-{self.ranks}ranks-{self.heads}-{dtype}{extra}"
 
+    def spec(self) -> str:
+        """What differs from the defaults, as `parse` reads it: ``mask=full,ranks=3``."""
+        given = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
+        return ",".join(f"{name}={_text(value)}" for name, value, default in given if value != default) or "default"
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """The case of a `spec`.
+
+        Raises `InputError` for a name or a value that is none, or choices that do not go together.
+        """
+        given: dict[str, object] = {}
+        for part in text.split(",") if text not in ("", "default") else ():
+            name, _, value = part.partition("=")
+            if name not in _READERS:
+                raise unknown_name("choice of a case", name, _READERS)
+            given[name] = _READERS[name](value)
+        case = cls(**given)  # type: ignore[arg-type]
+        if not case.possible():
+            raise InputError(explain("these choices do not go together", got=text))
+        return case
+
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Query heads, K/V heads, head size, value size."""
-        return HEADS[self.heads]
+        """Query heads, K/V heads, head size, value size: by name, or spelt out as ``4x2x80x64``."""
+        return HEADS[self.heads] if self.heads in HEADS else _spelt(self.heads)
 
     def make_mask(self) -> Mask:
-        return MASKS[self.mask]
+        return mask_of(self.mask, self.length)
 
     def make_layout(self) -> Layout:
         return make_layout(self.layout, self.length, self.ranks, self.make_mask())
@@ -101,9 +152,79 @@ class Case:
             self.make_layout()
         except LayoutError:
             return False
+        if not self.make_mask().regions:
+            return False
         heads, kv_heads, _, _ = self.sizes
         shares = heads % self.ranks == 0 and (kv_heads % self.ranks == 0 or self.ranks % kv_heads == 0)
         return shares or self.strategy != "ulysses"
+
+
+def _text(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _spelt(text: str) -> tuple[int, int, int, int]:
+    parts = text.split("x")
+    if len(parts) != 4 or not all(p.isdecimal() and int(p) for p in parts) or int(parts[0]) % int(parts[1]):
+        allowed = f"{', '.join(HEADS)}, or HEADSxKV_HEADSxSIZExVALUE_SIZE such as 4x2x80x64"
+        raise InputError(explain("these are no heads", got=repr(text), allowed=allowed))
+    heads, kv_heads, size, value_size = map(int, parts)
+    return heads, kv_heads, size, value_size
+
+
+def _one_of(kind: str, names: Mapping[str, object]) -> Callable[[str], object]:
+    def read(text: str) -> object:
+        if text not in names:
+            raise unknown_name(kind, text, names)
+        return names[text]
+
+    return read
+
+
+def _named(kind: str, names: Iterable[str]) -> Callable[[str], object]:
+    return _one_of(kind, {name: name for name in names})
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1 << 20:
+        raise InputError(explain("this is no count", got=repr(text), allowed="1 to 1048576"))
+    return int(text)
+
+
+def _softcap(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise InputError(explain("this is no softcap", got=repr(text), allowed="a number above 0"))
+    return value
+
+
+def _heads(text: str) -> str:
+    if text not in HEADS:
+        _spelt(text)
+    return text
+
+
+DTYPES = {_text(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+_YES = {"True": True, "False": False}
+
+_READERS: Mapping[str, Callable[[str], object]] = {
+    "mask": _named("mask", MASKS),
+    "layout": _named("layout", LAYOUTS),
+    "strategy": _named("strategy", STRATEGIES),
+    "ranks": _count,
+    "heads": _heads,
+    "dtype": _one_of("dtype", DTYPES),
+    "batch": _count,
+    "softcap": _softcap,
+    "sinks": _one_of("answer", _YES),
+    "length": _count,
+    "deterministic": _one_of("answer", _YES),
+    "values": _named("kind of values", VALUES),
+    "memory": _named("way to lie in memory", MEMORY),
+}
 
 
 AXES: Mapping[str, tuple[object, ...]] = {

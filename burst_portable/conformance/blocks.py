@@ -1,0 +1,98 @@
+"""Runs one kernel by its contract alone: blocks of queries against blocks of keys, with no ranks and no transport.
+
+for each block of queries:   for each block of keys:   attend with a list of tiles, merging into the running state
+                             for each block of keys:   add gradients into buffers that lie between guards
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burst_portable import numerics
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.inputs import Inputs, in_memory
+from burst_portable.conformance.oracle import Answer
+from burst_portable.conformance.running import Shard, options_of, together
+from burst_portable.kernels.contract import Kernel
+from burst_portable.tiles import find_tiles
+
+_GUARD = 64  # elements before and after a buffer
+_MARK = 12345.0
+
+
+class Trespass(Exception):
+    """A kernel wrote where it must not."""
+
+
+class Guarded:
+    """A buffer of zeros with marks on both sides."""
+
+    def __init__(self, like: Tensor) -> None:
+        dtype = numerics.accumulation_dtype(like.dtype)
+        self._all = torch.full((like.numel() + 2 * _GUARD,), _MARK, dtype=dtype, device=like.device)
+        self.view = self._all[_GUARD : _GUARD + like.numel()].view(like.shape)
+        self.view.zero_()
+
+    def check(self, what: str) -> None:
+        """Raise `Trespass` if a mark is gone."""
+        edges = torch.cat((self._all[:_GUARD], self._all[-_GUARD:]))
+        if bool((edges != _MARK).any()):
+            raise Trespass(f"the kernel wrote beside {what}")
+
+
+def run_kernel(
+    kernel: Kernel, case: Case, x: Inputs, device: torch.device, *, by_out: bool = False, times: int = 1
+) -> Answer:
+    """A case on one kernel, with `case.ranks` blocks.
+
+    Args:
+        by_out: hand the backward pass `out` and not delta.
+        times: add all gradients so often, and divide by it at the end: a kernel that overwrites shows.
+    """
+    layout, mask, options = case.make_layout(), case.make_mask(), options_of(case)
+    rows = [torch.tensor(layout.positions(block)) for block in range(case.ranks)]
+    inputs = [tuple(in_memory(t[:, r], case.memory, device) for t in (x.q, x.k, x.v, x.dout)) for r in rows]
+    before = [tuple(t.clone() for t in block) for block in inputs]
+    pairs = [[find_tiles(mask, q, k) for k in layout.shards] for q in layout.shards]
+    gradients = [tuple(Guarded(t) for t in block[:3]) for block in inputs]
+    answers = []
+    for mine, (q, _, _, dout) in enumerate(inputs):
+        state = None
+        for owner in _order(mine, case.ranks):
+            if pairs[mine][owner]:
+                _, k, v, _ = inputs[owner]
+                state = kernel.attend(q, k, v, pairs[mine][owner], options, state=state)
+        empty = numerics.empty_state(q, x.v.shape[-1])
+        out, lse = numerics.finished(empty if state is None else state, case.dtype)
+        delta = numerics.row_delta(dout, out)
+        answers.append((out.to(case.dtype), lse))
+        for owner in _order(mine, case.ranks) * times:
+            if pairs[mine][owner]:
+                _, k, v, _ = inputs[owner]
+                into = gradients[mine][0].view, gradients[owner][1].view, gradients[owner][2].view
+                given = {"out": out} if by_out else {"delta": delta}
+                kernel.attend_backward(dout, q, k, v, lse, pairs[mine][owner], options, **given, into=into)  # type: ignore[arg-type]
+    _check_untouched(inputs, before, gradients)
+    shards = []
+    for (out, lse), block in zip(answers, gradients, strict=True):
+        dq, dk, dv = ((g.view / times).to(case.dtype).cpu() for g in block)
+        shards.append(Shard(out.cpu(), lse.cpu(), dq, dk, dv, None))
+    return together(shards, layout)
+
+
+def _order(mine: int, blocks: int) -> list[int]:
+    """As a ring would bring them."""
+    return [(mine - distance) % blocks for distance in range(blocks)]
+
+
+def _check_untouched(
+    inputs: list[tuple[Tensor, ...]], before: list[tuple[Tensor, ...]], gradients: list[tuple[Guarded, ...]]
+) -> None:
+    for block, copies in zip(inputs, before, strict=True):
+        for name, now, then in zip("qkvd", block, copies, strict=True):
+            if not torch.equal(now, then):
+                raise Trespass(f"the kernel changed its input {'dO' if name == 'd' else name}")
+    for guarded in gradients:
+        for name, buffer in zip(("dq", "dk", "dv"), guarded, strict=True):
+            buffer.check(name)

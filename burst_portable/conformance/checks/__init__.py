@@ -1,0 +1,23 @@
+"""The groups of checks, in the order in which they run: cheap ones that explain failures of later ones come first."""
+
+from __future__ import annotations
+
+from burst_portable.conformance.checks import (
+    attention,
+    blind,
+    claims,
+    extremes,
+    group,
+    kernels,
+    memory,
+    sizes,
+    steady,
+    transport,
+)
+from burst_portable.conformance.trial import Check
+
+# One line a group. The profiler's partition belongs here as well, once it can be asked for.
+CHECKS: dict[str, Check] = {
+    module.NAME: module.CHECK
+    for module in (claims, kernels, transport, attention, sizes, blind, extremes, memory, steady, group)
+}

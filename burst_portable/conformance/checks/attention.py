@@ -1,0 +1,53 @@
+"""Forward, LSE and each gradient: masks x layouts x strategies x ranks x heads x dtypes x softcap x sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from burst_portable.conformance.cases import AXES, Case, covering, product
+from burst_portable.conformance.checks.attending import case_trial, case_trials
+from burst_portable.conformance.subject import Subject
+from burst_portable.conformance.trial import Check, Trial
+
+NAME = "attention"
+
+# A handful in which each mask, layout and strategy still occurs: what a quick look affords.
+_QUICK = (
+    Case("causal", "zigzag", "ring", 3, "gqa"),
+    Case("full", "contiguous", "burst", 4, "mha", softcap=5.0),
+    Case("window", "striped", "ring+fetch", 2, "wide_values", sinks=True),
+    Case("window_both", "contiguous", "burst+fetch", 3, "mqa"),
+    Case("documents", "document_zigzag", "burst", 4, "gqa", sinks=True),
+    Case("documents_full", "zigzag", "ulysses", 2, "gqa", softcap=5.0),
+    Case("documents_window", "striped", "double_ring", 4, "mha"),
+    Case("prefix", "zigzag", "double_ring+kv", 4, "gqa"),
+    Case("sink_window", "contiguous", "auto", 3, "mha"),
+    Case("global_window", "zigzag", "burst", 2, "wide_heads", sinks=True),
+    Case("block_causal", "striped", "ulysses", 3, "mqa", sinks=True),
+    Case("share_question", "zigzag", "ring", 4, "wide_heads"),
+    Case("custom", "striped", "burst", 3, "gqa"),
+)
+
+
+def axes(ranks: int) -> Mapping[str, tuple[object, ...]]:
+    """All choices, up to so many ranks."""
+    counts = tuple(n for n in AXES["ranks"] if isinstance(n, int) and n <= ranks)
+    return {**AXES, "ranks": counts, "deterministic": (True, False)}
+
+
+def trials(subject: Subject) -> Iterator[Trial]:
+    """The whole product, or few cases in which every pair of choices occurs, or a handful."""
+    if subject.effort == "full":
+        yield from case_trials(NAME, subject, product(axes(subject.ranks)))
+    elif subject.effort == "usual":
+        yield from case_trials(NAME, subject, covering(axes(subject.ranks)))
+    else:
+        yield from case_trials(NAME, subject, _QUICK)
+
+
+def of_case(subject: Subject, case: Case, kernel: str) -> Trial:
+    """Any case."""
+    return case_trial(NAME, subject, case)
+
+
+CHECK = Check(NAME, "forward, LSE and each gradient over ranks, against float64", trials, of_case)

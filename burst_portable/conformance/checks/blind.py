@@ -1,0 +1,36 @@
+"""Rows that see nothing, and keys that nobody sees: out 0, LSE -inf, gradients 0 - exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from burst_portable.conformance.cases import DTYPES, LENGTH, STRATEGIES, Case
+from burst_portable.conformance.checks.attending import case_trial, case_trials
+from burst_portable.conformance.subject import Subject
+from burst_portable.conformance.trial import Check, Trial
+
+NAME = "blind"
+
+
+def cases(effort: str) -> Iterator[Case]:
+    """Masks with blind rows, by every strategy and dtype."""
+    quick = effort == "quick"
+    for strategy in ("ring", "burst") if quick else STRATEGIES:
+        yield Case(mask="rows_see_nothing", strategy=strategy, ranks=2)
+        yield Case(mask="custom", strategy=strategy, layout="striped", ranks=3, sinks=strategy == "burst")
+    for dtype in () if quick else DTYPES.values():
+        for ranks in (1, 2, 3, 8):
+            yield Case(mask="rows_see_nothing", dtype=dtype, ranks=ranks, layout="contiguous", length=LENGTH)
+
+
+def trials(subject: Subject) -> Iterator[Trial]:
+    """See `cases`."""
+    yield from case_trials(NAME, subject, cases(subject.effort))
+
+
+def of_case(subject: Subject, case: Case, kernel: str) -> Trial:
+    """Any case."""
+    return case_trial(NAME, subject, case)
+
+
+CHECK = Check(NAME, "rows that see nothing: out 0, LSE -inf, gradients 0", trials, of_case)

@@ -1,0 +1,142 @@
+"""Claims against what is there: what is claimed works, what is not claimed is refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from burst_portable.backends.registry import choose_kernel
+from burst_portable.conformance.blocks import run_kernel
+from burst_portable.conformance.cases import DTYPES, Case
+from burst_portable.conformance.checks.attending import judged
+from burst_portable.conformance.checks.sizes import HEAD_SIZES
+from burst_portable.conformance.inputs import make_inputs
+from burst_portable.conformance.running import kernel_problem
+from burst_portable.conformance.subject import Subject
+from burst_portable.conformance.trial import Check, Outcome, Trial, plain
+from burst_portable.errors import UnknownNameError, UnsupportedError
+from burst_portable.kernels.contract import Kernel
+
+NAME = "claims"
+
+
+def grid(effort: str) -> Iterator[Case]:
+    """Problems that a kernel may claim or decline."""
+    sizes = (16, 64, 80, 256) if effort == "quick" else (*HEAD_SIZES, 8, 320, 512)
+    for dtype in DTYPES.values():
+        for size in sizes:
+            for value_size in (size, size // 2):
+                for softcap in (None, 5.0):
+                    for deterministic in (True, False):
+                        heads = f"4x2x{size}x{value_size}"
+                        yield Case(
+                            ranks=1, dtype=dtype, heads=heads, softcap=softcap, deterministic=deterministic,
+                            length=9, batch=1,
+                        )  # fmt: skip
+
+
+def trials(subject: Subject) -> Iterator[Trial]:
+    """What the backend says of itself, then what each kernel says."""
+    for name, ask in _ASKED.items():
+        yield _trial(name, subject, ask)
+    for kernel in subject.kernels:
+        yield _kernel_trial(f"{kernel.name}-reasons", subject, kernel, _reasons)
+        yield _kernel_trial(f"{kernel.name}-runs-what-it-claims", subject, kernel, _runs)
+
+
+def _trial(name: str, subject: Subject, ask: Callable[[Subject], str]) -> Trial:
+    return plain(NAME, name, lambda: Outcome(wrong=ask(subject)))
+
+
+def _kernel_trial(name: str, subject: Subject, kernel: Kernel, ask: Callable[[Subject, Kernel], str]) -> Trial:
+    return plain(NAME, name, lambda: Outcome(wrong=ask(subject, kernel)))
+
+
+def _device(subject: Subject) -> str:
+    x = torch.ones(3, device=subject.device)
+    return "" if float(x.sum()) == 3 else f"a tensor on {subject.device} does not add up"
+
+
+def _probe(subject: Subject) -> str:
+    probe = subject.backend.probe()
+    if not probe.ok:
+        return f"it is examined though its probe says no: {probe.reason}"
+    json.dumps(dict(probe.facts))  # a report must hold them
+    return ""
+
+
+def _process_group(subject: Subject) -> str:
+    group = subject.backend.capabilities.process_group
+    return "" if dist.is_available() and dist.is_backend_available(group) else f"torch has no process group {group!r}"
+
+
+def _streams(subject: Subject) -> str:
+    if not subject.backend.capabilities.streams:
+        return ""
+    module = torch.get_device_module(subject.device)
+    missing = [name for name in ("Stream", "Event", "current_stream", "synchronize") if not hasattr(module, name)]
+    return f"it claims streams, and torch.{subject.device.type} has no {', '.join(missing)}" if missing else ""
+
+
+def _names(subject: Subject) -> str:
+    names = [kernel.name for kernel in subject.backend.kernels()]
+    if not names or not all(names) or len(set(names)) < len(names):
+        return f"kernels need a name each: {names}"
+    try:
+        choose_kernel(subject.backend, kernel_problem(Case(), subject.device.type), "no such kernel")
+    except UnknownNameError:
+        return ""
+    return "a kernel that is none was found"
+
+
+def _rates(subject: Subject) -> str:
+    rates = subject.backend.capabilities.rates
+    return "" if rates.tflops > 0 and rates.gbps > 0 else f"rates must be above 0: {rates}"
+
+
+_ASKED: dict[str, Callable[[Subject], str]] = {
+    "device": _device,
+    "probe": _probe,
+    "process-group": _process_group,
+    "streams": _streams,
+    "kernel-names": _names,
+    "rates": _rates,
+}
+
+
+def _reasons(subject: Subject, kernel: Kernel) -> str:
+    """It declines with a reason, the same every time, and naming it then raises with that reason."""
+    for case in grid(subject.effort):
+        problem = kernel_problem(case, subject.device.type)
+        support = kernel.supports(problem)
+        if kernel.supports(problem) != support:
+            return f"it answers differently the second time ({case.spec()})"
+        if support.ok:
+            continue
+        if not support.reason:
+            return f"it declines without a reason ({case.spec()})"
+        try:
+            choose_kernel(subject.backend, problem, kernel.name)
+        except UnsupportedError as refusal:
+            if support.reason not in str(refusal):
+                return f"the refusal does not tell the reason ({case.spec()})"
+        else:
+            return f"named, it is taken though it declines ({case.spec()})"
+    return ""
+
+
+def _runs(subject: Subject, kernel: Kernel) -> str:
+    """Each problem of the grid that it claims gives right numbers."""
+    for case in grid(subject.effort):
+        if kernel.supports(kernel_problem(case, subject.device.type)).ok:
+            x = make_inputs(case)
+            outcome = judged(case, x, run_kernel(kernel, case, x, subject.device))
+            if not outcome.ok:
+                return f"{outcome.text()} (claimed: {case.spec()})"
+    return ""
+
+
+CHECK = Check(NAME, "what is claimed works; what is not claimed is refused with a reason", trials)

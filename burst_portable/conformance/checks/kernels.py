@@ -1,0 +1,130 @@
+"""Every kernel of the backend by name, through the contract alone: also those that are never chosen here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from burst_portable.conformance.blocks import Trespass, run_kernel
+from burst_portable.conformance.cases import DTYPES, HEADS, MASKS, MEMORY, VALUES, Case, covering
+from burst_portable.conformance.checks.attending import judged
+from burst_portable.conformance.checks.sizes import HEAD_SIZES
+from burst_portable.conformance.checks.steady import grown
+from burst_portable.conformance.inputs import make_inputs
+from burst_portable.conformance.running import kernel_problem
+from burst_portable.conformance.subject import Subject
+from burst_portable.conformance.trial import Check, Outcome, Trial, plain
+from burst_portable.kernels.contract import Kernel
+from burst_portable.layout import NAMES as LAYOUTS
+
+NAME = "kernels"
+AXES: dict[str, tuple[object, ...]] = {
+    "mask": tuple(MASKS),
+    "layout": LAYOUTS,
+    "ranks": (1, 2, 3),
+    "heads": tuple(HEADS),
+    "dtype": tuple(DTYPES.values()),
+    "softcap": (None, 5.0),
+    "deterministic": (True, False),
+    "memory": MEMORY,
+}
+
+
+def axes_of(kernel: Kernel, device: str) -> dict[str, tuple[object, ...]]:
+    """What the kernel serves: an axis loses the values that it declines by themselves."""
+    served = [dtype for dtype in DTYPES.values() if _serves(kernel, device, dtype=dtype)]
+    usual = {"dtype": served[0] if served else torch.float32}
+    return {
+        axis: tuple(v for v in values if _serves(kernel, device, **{**usual, axis: v})) or values[:1]
+        for axis, values in AXES.items()
+    }
+
+
+def _serves(kernel: Kernel, device: str, **choices: object) -> bool:
+    return kernel.supports(kernel_problem(Case(**{"heads": "mha", **choices}), device)).ok  # type: ignore[arg-type]
+
+
+def declined(kernel: Kernel, device: str) -> Iterator[Case]:
+    """One case for every value that it declines: its reason goes into the report."""
+    kept = axes_of(kernel, device)
+    for axis, values in AXES.items():
+        yield from (Case(**{axis: v}) for v in values if v not in kept[axis])  # type: ignore[arg-type]
+
+
+def cases(effort: str, axes: dict[str, tuple[object, ...]]) -> Iterator[Case]:
+    """Every pair of choices; head sizes; large and small scores. For a quick look a handful."""
+    if effort == "quick":
+        masks = ("causal", "window", "documents", "rows_see_nothing", "custom")
+        yield from (Case(mask, layout="contiguous", ranks=2, memory=MEMORY[i % 4]) for i, mask in enumerate(masks))
+        yield Case("full", "striped", ranks=3, heads="wide_values", softcap=5.0)
+        yield Case("causal", "zigzag", ranks=2, heads="mha", dtype=torch.bfloat16, deterministic=False)
+        return
+    yield from covering(axes)
+    for size in HEAD_SIZES:
+        for dtype in (torch.float32, torch.bfloat16):
+            yield Case(heads=f"4x2x{size}x{size}", dtype=dtype, batch=1, length=67, deterministic=False)
+    yield from (Case(values=values, dtype=dtype, ranks=2) for values in VALUES[1:] for dtype in DTYPES.values())
+    yield from (Case(length=length, ranks=1, layout="contiguous") for length in (2, 15, 16, 17, 63, 64, 65, 129))
+
+
+def trials(subject: Subject) -> Iterator[Trial]:
+    """See `cases`, for each kernel; and for each, whether its error grows with the number of blocks."""
+    for kernel in subject.kernels:
+        axes = axes_of(kernel, subject.device.type)
+        for case in dict.fromkeys([*cases(subject.effort, axes), *declined(kernel, subject.device.type)]):
+            if case.possible():
+                yield _case_trial(subject, kernel, case)
+        for dtype in (torch.bfloat16,) if subject.effort == "quick" else (torch.float32, torch.bfloat16, torch.float16):
+            yield _growth_trial(subject, kernel, dtype)
+
+
+def of_case(subject: Subject, case: Case, kernel: str) -> Trial:
+    """Any case on the kernel of that name."""
+    (found,) = (k for k in subject.backend.kernels() if k.name == kernel)
+    return _case_trial(subject, found, case)
+
+
+def _case_trial(subject: Subject, kernel: Kernel, case: Case) -> Trial:
+    def attempt(tried: Case) -> Outcome:
+        return _attempt(subject, kernel, tried)
+
+    return Trial(NAME, f"{kernel.name}:{case.spec()}", attempt, case, kernel.name)
+
+
+def _attempt(subject: Subject, kernel: Kernel, case: Case) -> Outcome:
+    """The numbers; then again with `out` for delta and gradients added twice, which must agree with the first."""
+    support = kernel.supports(kernel_problem(case, subject.device.type))
+    if not support.ok:
+        return Outcome(skipped=support.reason, wrong="" if support.reason else "it declines and gives no reason")
+    x = make_inputs(case)
+    try:
+        first = run_kernel(kernel, case, x, subject.device)
+        by_out = run_kernel(kernel, case, x, subject.device, by_out=True, times=2)
+    except Trespass as trespass:
+        return Outcome(wrong=str(trespass))
+    outcome = judged(case, x, first)
+    if not outcome.ok:
+        return outcome
+    second = judged(case, x, by_out)
+    if not second.ok:
+        return Outcome(second.errors, f"with out in place of delta, gradients added twice: {second.wrong}".strip(": "))
+    if case.deterministic and not all(torch.equal(getattr(first, n), getattr(by_out, n)) for n in ("out", "lse")):
+        return Outcome(outcome.errors, "other bits the second time, though deterministic was asked for")
+    return outcome
+
+
+def _growth_trial(subject: Subject, kernel: Kernel, dtype: torch.dtype) -> Trial:
+    short = str(dtype).removeprefix("torch.")
+    return plain(NAME, f"{kernel.name}:flat-error-{short}", lambda: _growth(subject, kernel, dtype))
+
+
+def _growth(subject: Subject, kernel: Kernel, dtype: torch.dtype) -> Outcome:
+    case = Case(dtype=dtype, deterministic=False, heads="2x1x64x64")
+    support = kernel.supports(kernel_problem(case, subject.device.type))
+    if not support.ok:
+        return Outcome(skipped=support.reason)
+    return grown(subject, dtype, "ring", lambda tried, x: run_kernel(kernel, tried, x, subject.device))
+
+
+CHECK = Check(NAME, "every kernel by name: tiles, running state, gradients added into buffers", trials, of_case)

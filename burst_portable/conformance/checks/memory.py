@@ -1,0 +1,128 @@
+"""Memory that is not fresh, messages that come late, and buffers that are in use: nothing of that may show."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.inputs import make_inputs
+from burst_portable.conformance.running import run_case
+from burst_portable.conformance.subject import Subject, Wrap
+from burst_portable.conformance.trial import Check, Outcome, Trial, plain
+from burst_portable.errors import UnsupportedError
+
+NAME = "memory"
+_CASES = (
+    Case(mask="custom", ranks=4, strategy="burst", layout="striped"),
+    Case(mask="documents", ranks=3, strategy="ring+fetch"),
+    Case(mask="causal", ranks=4, strategy="double_ring"),
+    Case(mask="causal", ranks=2, strategy="ulysses", heads="mqa"),
+)
+
+
+class _Late:
+    """A handle whose wait takes longer, by chance."""
+
+    def __init__(self, handle: Handle, chance: random.Random, seconds: float) -> None:
+        self._handle, self._chance, self._seconds = handle, chance, seconds
+
+    def wait(self) -> None:
+        time.sleep(self._chance.random() * self._seconds)
+        self._handle.wait()
+
+
+class Delayed(Transport):
+    """Another transport, each rank of which posts and waits at its own pace.
+
+    On a device with streams, each post is also put behind work of random length on the stream that is current.
+    """
+
+    def __init__(self, inner: Transport, seed: int, seconds: float, *, streams: bool) -> None:
+        self._inner, self._seconds, self._streams = inner, seconds, streams
+        self._chance = random.Random(1000 * seed + inner.rank)
+        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
+    ) -> tuple[list[Handle], list[Handle]]:
+        for message in (*sends, *receives)[: int(self._streams)]:
+            _keep_busy(message.buffer.device, self._chance.randrange(4))
+        time.sleep(self._chance.random() * self._seconds)
+        leaving, arriving = self._inner.post(sends, receives, label)
+        late = [[_Late(handle, self._chance, self._seconds) for handle in group] for group in (leaving, arriving)]
+        return list(late[0]), list(late[1])
+
+    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+        return self._inner.share(data, label, deadline)
+
+    def buffer(self, size: int, device: torch.device) -> Tensor:
+        return self._inner.buffer(size, device)
+
+
+def _keep_busy(device: torch.device, rounds: int) -> None:
+    """Work on the current stream; the host does not wait for it."""
+    x = torch.ones(1024, 1024, device=device)
+    for _ in range(rounds):
+        x = x @ x * 1e-3
+
+
+def trials(subject: Subject) -> Iterator[Trial]:
+    """Each case with delays, and on memory full of other things."""
+    for case in _CASES[:2] if subject.effort == "quick" else _CASES:
+        if case.ranks <= subject.ranks:
+            yield _delay_trial(subject, case)
+            yield _stale_trial(subject, case)
+
+
+def _delay_trial(subject: Subject, case: Case) -> Trial:
+    return plain(NAME, f"delays-{case}", lambda: _delays(subject, case))
+
+
+def _stale_trial(subject: Subject, case: Case) -> Trial:
+    return plain(NAME, f"stale-{case}", lambda: _stale(subject, case))
+
+
+def _delays(subject: Subject, case: Case) -> Outcome:
+    """Whoever comes late, the bits are the same."""
+    x, seconds = make_inputs(case), 0.004
+    try:
+        calm = run_case(subject, case, x)
+        for seed in range(2 if subject.effort == "quick" else 5):
+            late = replace(subject, wrap=_delaying(subject, seed, seconds))
+            hurried = run_case(late, case, x)
+            for name, value in calm.quantities().items():
+                if not torch.equal(value, hurried.quantities()[name]):
+                    return Outcome(wrong=f"{name} depends on who comes late (delays of seed {seed})")
+    except UnsupportedError as refusal:
+        return Outcome(skipped=str(refusal))
+    return Outcome()
+
+
+def _delaying(subject: Subject, seed: int, seconds: float) -> Wrap:
+    streams = subject.backend.capabilities.streams
+    return lambda transport: Delayed(subject.wrap(transport), seed, seconds, streams=streams)
+
+
+def _stale(subject: Subject, case: Case) -> Outcome:
+    """The same case after another one of the same shapes gives the same bits: nothing is kept from call to call."""
+    x = make_inputs(case)
+    try:
+        before = run_case(subject, case, x)
+        run_case(subject, case, make_inputs(case, seed=1))
+        after = run_case(subject, case, x)
+    except UnsupportedError as refusal:
+        return Outcome(skipped=str(refusal))
+    for name, value in before.quantities().items():
+        if not torch.equal(value, after.quantities()[name]):
+            return Outcome(wrong=f"{name} depends on the call before")
+    return Outcome()
+
+
+CHECK = Check(NAME, "delays injected, memory poisoned, nothing kept from the call before", trials)

@@ -1,0 +1,170 @@
+"""What a transport must do, as jobs of one rank, on threads or processes: each says what was wrong, or nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from burst_portable.comm.base import Handle, Message, Transport
+
+Job = Callable[[Transport, torch.device], str]
+
+
+def _bytes(size: int, seed: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(device)
+
+
+def _empty(transport: Transport, size: int, device: torch.device) -> Tensor:
+    buffer = transport.buffer(size, device)
+    buffer.fill_(255)
+    return buffer
+
+
+def _wait(*groups: Sequence[Handle]) -> None:
+    for handles in groups:
+        for handle in handles:
+            handle.wait()
+
+
+def numbers(transport: Transport, device: torch.device) -> str:
+    """Ranks are numbered 0 to size - 1, each once."""
+    mine = torch.full((8,), transport.rank, dtype=torch.uint8, device=device)
+    parts = [_empty(transport, 8, device) for _ in range(transport.size)]
+    transport.all_gather(mine, parts)
+    told = [int(part[0]) for part in parts]
+    return "" if told == list(range(transport.size)) else f"ranks call themselves {told}"
+
+
+def sizes(transport: Transport, device: torch.device) -> str:
+    """To the next rank and from the one before, from a byte to a few MiB, odd ones too."""
+    rank, size = transport.rank, transport.size
+    for count in (1, 3, 16, 17, 4096, 65537, 1 << 21):
+        out = _bytes(count, 100 * rank + count, device)
+        came = _empty(transport, count, device)
+        sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)])
+        _wait(received, sent)
+        if not torch.equal(came, _bytes(count, 100 * ((rank - 1) % size) + count, device)):
+            return f"{count} bytes came as others"
+    return ""
+
+
+def order(transport: Transport, device: torch.device) -> str:
+    """Messages between two ranks stay in order: several in one post, and several posts before the first wait."""
+    rank, size = transport.rank, transport.size
+    there, back = (rank + 1) % size, (rank - 1) % size
+    handles: list[Sequence[Handle]] = []
+    came: list[Tensor] = []
+    kept: list[Tensor] = []
+    for first in (0, 3, 6):
+        outs = [torch.full((64,), first + i, dtype=torch.uint8, device=device) for i in range(3)]
+        ins = [_empty(transport, 64, device) for _ in range(3)]
+        sent, received = transport.post([Message(b, there) for b in outs], [Message(b, back) for b in ins])
+        handles += [received, sent]
+        came += ins
+        kept += outs
+    _wait(*handles)
+    told = [int(buffer[0]) for buffer in came]
+    return "" if told == list(range(9)) else f"messages 0 to 8 came as {told}"
+
+
+def everyone(transport: Transport, device: torch.device) -> str:
+    """All to all, sizes of their own, some of nothing."""
+    rank, size = transport.rank, transport.size
+
+    def count(source: int, target: int) -> int:
+        return 0 if (source + target) % 3 == 2 else 1 + 7 * source + 31 * target
+
+    sends = [_bytes(count(rank, r), 10 * rank + r, device) for r in range(size)]
+    receives = [_empty(transport, count(r, rank), device) for r in range(size)]
+    transport.all_to_all(sends, receives)
+    wrong = [r for r in range(size) if not torch.equal(receives[r], _bytes(count(r, rank), 10 * r + rank, device))]
+    return f"all_to_all brought other bytes from ranks {wrong}" if wrong else ""
+
+
+def gathered(transport: Transport, device: torch.device) -> str:
+    """All gather, of sizes of their own, twice on end."""
+    rank, size = transport.rank, transport.size
+    for turn in range(2):
+        receives = [_empty(transport, 5 + 3 * r, device) for r in range(size)]
+        transport.all_gather(_bytes(5 + 3 * rank, rank + turn, device), receives)
+        wrong = [r for r in range(size) if not torch.equal(receives[r], _bytes(5 + 3 * r, r + turn, device))]
+        if wrong:
+            return f"all_gather brought other bytes from ranks {wrong}"
+    return ""
+
+
+def laps(transport: Transport, device: torch.device) -> str:
+    """What came is sent on while the next comes, often: nothing is overwritten that is still in use."""
+    rank, size = transport.rank, transport.size
+    for lap in range(6):
+        held = _bytes(1025, 50 * lap + rank, device)
+        for hop in range(1, size + 1):
+            came = _empty(transport, 1025, device)
+            sent, received = transport.post(
+                [Message(held, (rank + 1) % size)], [Message(came, (rank - 1) % size)], f"hop {hop}"
+            )
+            _wait(received)
+            _wait(sent)
+            held = came
+        if not torch.equal(held, _bytes(1025, 50 * lap + rank, device)):
+            return f"after a lap round all ranks the message had changed (lap {lap})"
+    return ""
+
+
+def apart(transport: Transport, device: torch.device) -> str:
+    """Buffers that are held at the same time are memory of their own."""
+    held = [transport.buffer(96, device) for _ in range(8)]
+    for number, buffer in enumerate(held):
+        if buffer.numel() != 96 or buffer.dtype != torch.uint8 or not buffer.is_contiguous():
+            return f"buffer(96) gave {tuple(buffer.shape)} {buffer.dtype}"
+        buffer.fill_(number)
+    told = [int(buffer[0]) for buffer in held]
+    return "" if told == list(range(8)) else f"buffers held at once share memory: {told}"
+
+
+def unchanged(transport: Transport, device: torch.device) -> str:
+    """What is sent stays what it was."""
+    rank, size = transport.rank, transport.size
+    out = _bytes(2000, rank, device)
+    before, came = out.clone(), _empty(transport, 2000, device)
+    sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)])
+    _wait(received, sent)
+    return "" if torch.equal(out, before) else "a message that was sent has changed"
+
+
+def written_just_before(transport: Transport, device: torch.device) -> str:
+    """A message may be written right before it is posted, and used right after waiting: no sync between."""
+    rank, size = transport.rank, transport.size
+    x = torch.full((512, 512), 1.0 + rank, device=device)
+    for _ in range(8):
+        x = (x @ x).clamp(1.0 + rank, 1.0 + rank)  # on a device this takes longer than posting does
+    out, came = x.view(-1).view(torch.uint8), _empty(transport, x.numel() * 4, device)
+    sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)])
+    _wait(received)
+    total = came.view(torch.float32).double().sum()
+    _wait(sent)
+    out.fill_(0)
+    right = (1.0 + (rank - 1) % size) * x.numel()
+    return "" if float(total) == right else "a message was read before it was written, or used before it came"
+
+
+def late(transport: Transport, device: torch.device) -> str:
+    """A rank that posts late is waited for."""
+    rank, size = transport.rank, transport.size
+    if rank == size - 1:
+        time.sleep(0.1)
+    out = torch.full((100,), rank + 1, dtype=torch.uint8, device=device)
+    came = _empty(transport, 100, device)
+    sent, received = transport.post([Message(out, (rank + 1) % size)], [Message(came, (rank - 1) % size)])
+    _wait(received, sent)
+    return "" if int(came[0]) == (rank - 1) % size + 1 else "something else came than a late rank sent"
+
+
+JOBS: dict[str, Job] = {
+    job.__name__: job
+    for job in (numbers, sizes, order, everyone, gathered, laps, apart, unchanged, written_just_before, late)
+}

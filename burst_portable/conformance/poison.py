@@ -1,0 +1,31 @@
+"""Fresh memory full of NaN, so that a kernel which forgets to write a row cannot pass by luck.
+
+`torch.empty` mostly finds zeros in a young process, and zeros look right. The switch is torch's own: global, and seen
+by every thread of the process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def fresh_memory_is_nan() -> Iterator[None]:
+    """Tensors of empty, empty_like, new_empty ... start as NaN, integers (so messages too) as all ones."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    # torch fills in deterministic mode only. A backend's own indeterminism is its business here: no errors for it.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic.*")
+            yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

@@ -1,0 +1,131 @@
+"""Ranks as processes, over the backend's own transport: a process group of this machine, one device a rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from burst_portable.backends.base import Backend
+from burst_portable.backends.registry import known, load
+from burst_portable.comm.base import Transport
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.exchanges import JOBS
+from burst_portable.conformance.inputs import make_inputs
+from burst_portable.conformance.poison import fresh_memory_is_nan
+from burst_portable.conformance.running import Shard, run_rank
+from burst_portable.conformance.subject import Subject, as_it_is
+
+_START = 120.0  # seconds until all ranks have imported torch and met
+_JOBS = "jobs"
+
+Work = str | Case
+
+
+def devices(backend: Backend) -> int | None:
+    """How many ranks can have a device of their own; None for as many as you like."""
+    if not backend.capabilities.streams:
+        return None
+    return int(torch.get_device_module(backend.capabilities.device_type).device_count())
+
+
+def exchange(subject: Subject, ranks: int) -> str:
+    """Every job of `exchanges` on so many processes; what was wrong."""
+    said: list[dict[str, str]] = _spawn(subject, ranks, _JOBS)
+    return "; ".join(f"rank {r}, {job}: {wrong}" for r, told in enumerate(said) for job, wrong in told.items() if wrong)
+
+
+def shards(subject: Subject, case: Case) -> list[Shard]:
+    """A case on processes."""
+    return _spawn(subject, case.ranks, case)
+
+
+def _spawn(subject: Subject, ranks: int, work: Work) -> list[Any]:
+    """Start, wait, collect. Raises `RuntimeError` with what the first failing rank said."""
+    context = multiprocessing.get_context("spawn")
+    backend = subject.backend
+    # By name where it has one: a backend need not be something that pickles.
+    carried = backend.name if backend.name in known() and load(backend.name) is backend else backend
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(ranks):
+            mine, theirs = context.Pipe(duplex=False)
+            lean = replace(subject, backend=carried, wrap=as_it_is)  # type: ignore[arg-type]
+            arguments = (theirs, lean, rank, ranks, str(Path(folder, "store")), work)
+            process = context.Process(target=_rank, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(mine)
+            processes.append(process)
+        try:
+            return _collect(pipes)
+        finally:
+            for process in processes:
+                process.join(2)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(pipes: Sequence[Connection]) -> list[Any]:
+    told = []
+    for rank, pipe in enumerate(pipes):
+        if not pipe.poll(_START):
+            raise RuntimeError(f"rank {rank} said nothing for {_START:g} s")
+        try:
+            ok, result = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            raise RuntimeError(f"rank {rank} ended without a word") from None
+        if not ok:
+            raise RuntimeError(f"rank {rank}: {result}")
+        told.append(result)
+    return told
+
+
+def _rank(pipe: Connection, subject: Subject, rank: int, ranks: int, store: str, work: Work) -> None:
+    """One process."""
+    torch.set_num_threads(1)
+    try:
+        # By value: multiprocessing would hand tensors over in shared memory, which ends with this process.
+        pipe.send_bytes(pickle.dumps((True, _run(subject, rank, ranks, store, work))))
+    except BaseException as error:  # noqa: BLE001  (told to the parent, which raises it)
+        last = traceback.format_exception_only(error)[-1].strip()
+        pipe.send_bytes(pickle.dumps((False, last)))
+
+
+def _run(subject: Subject, rank: int, ranks: int, store: str, work: Work) -> Any:
+    if isinstance(subject.backend, str):
+        subject = replace(subject, backend=load(subject.backend))
+    capabilities, device = subject.backend.capabilities, subject.device
+    if capabilities.streams:
+        device = torch.device(capabilities.device_type, rank)
+        torch.get_device_module(device).set_device(device)
+    dist.init_process_group(
+        capabilities.process_group,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=subject.deadline),
+    )
+    try:
+        transport = subject.backend.transport(None, subject.deadline)
+        with fresh_memory_is_nan():
+            return _do(subject, transport, device, work)
+    finally:
+        dist.destroy_process_group()
+
+
+def _do(subject: Subject, transport: Transport, device: torch.device, work: Work) -> Any:
+    if isinstance(work, Case):
+        return run_rank(subject, work, make_inputs(work), transport, device)
+    return {name: job(transport, device) for name, job in JOBS.items()}

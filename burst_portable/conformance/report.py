@@ -1,0 +1,235 @@
+"""What came of an examination: as data, JSON, JUnit XML and Markdown. See docs/conformance.md for the fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from xml.etree import ElementTree
+
+from burst_portable.errors import InputError, explain
+
+SCHEMA = "burst_portable.conformance/1"
+
+TIERS = {
+    "reference": "the reference kernel alone, in plain torch",
+    "interpreter": "kernels in an interpreter on the CPU",
+    "machine code": "kernels compiled ahead of time for a chip that was not there",
+    "stand-in": "the vendor's real Python package on an imitation of its driver: shows plumbing, proves no numbers",
+    "device": "the real device",
+}
+"""Kinds of evidence, the weakest first."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one trial.
+
+    Attributes:
+        check, name: the group, and the trial in it.
+        errors: quantity -> (error, allowed).
+        message: what is wrong, in one line; "" if nothing is.
+        skipped: why it was not made; "" if it was.
+        smallest: the smallest trial that still fails; command: runs exactly that one.
+    """
+
+    check: str
+    name: str
+    ok: bool
+    seconds: float = 0.0
+    errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    message: str = ""
+    skipped: str = ""
+    smallest: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A group of checks, summed up. `closest` is the largest error as a part of what was allowed, with its quantity."""
+
+    check: str
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
+    closest: tuple[float, str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of a backend. `ok` says whether it may be trusted, as far as was tried."""
+
+    backend: str
+    tier: str
+    date: str
+    seconds: float
+    ranks: int
+    effort: str
+    kernel: str
+    only: tuple[str, ...]
+    kernels: tuple[str, ...]
+    device: Mapping[str, str]
+    versions: Mapping[str, str]
+    results: tuple[Result, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was tried and nothing failed."""
+        return bool(self.results) and not self.failures and any(not r.skipped for r in self.results)
+
+    @property
+    def failures(self) -> tuple[Result, ...]:
+        """What failed."""
+        return tuple(r for r in self.results if not r.ok)
+
+    @property
+    def skipped(self) -> tuple[Result, ...]:
+        """What was not tried, and why."""
+        return tuple(r for r in self.results if r.skipped)
+
+    def lines(self) -> list[Line]:
+        """A line a group, in the order of the results."""
+        groups: dict[str, list[Result]] = {}
+        for result in self.results:
+            groups.setdefault(result.check, []).append(result)
+        return [_line(check, results) for check, results in groups.items()]
+
+    def counts(self) -> dict[str, int]:
+        """How many passed, failed, were skipped."""
+        skipped, failed = len(self.skipped), len(self.failures)
+        return {"passed": len(self.results) - skipped - failed, "failed": failed, "skipped": skipped}
+
+    # ------------------------------------------------------------------------------------------- formats
+
+    def to_json(self) -> str:
+        """One object; a line for each result."""
+        facts = {"schema": SCHEMA, **{k: v for k, v in asdict(self).items() if k != "results"}}
+        facts |= {"seconds": round(self.seconds, 1), "ok": self.ok, "counts": self.counts()}
+        head = json.dumps(facts, indent=1, default=str)
+        rows = ",\n  ".join(json.dumps(_lean(result)) for result in self.results)
+        return f'{head[:-2]},\n "results": [\n  {rows}\n ]\n}}\n'
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """A report that `to_json` wrote. Raises `InputError` for anything else."""
+        try:
+            facts = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(explain("this is no report", got=error)) from error
+        if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
+            got = facts.get("schema") if isinstance(facts, dict) else type(facts).__name__
+            raise InputError(explain("this is no report of this version", got=got, allowed=SCHEMA))
+        for derived in ("schema", "ok", "counts"):
+            facts.pop(derived)
+        results = tuple(_read(row) for row in facts.pop("results"))
+        lists = {name: tuple(facts.pop(name)) for name in ("only", "kernels")}
+        return cls(**facts, **lists, results=results)
+
+    def junit(self) -> str:
+        """JUnit XML, a test case a trial, a suite a group."""
+        root = ElementTree.Element("testsuites", name=f"burst-portable conform {self.backend}")
+        for line in self.lines():
+            counts = {"failures": line.failed, "skipped": line.skipped}
+            suite = ElementTree.SubElement(root, "testsuite", name=line.check, time=f"{line.seconds:.3f}")
+            suite.set("tests", str(line.passed + line.failed + line.skipped))
+            for name, count in counts.items():
+                suite.set(name, str(count))
+            for result in (r for r in self.results if r.check == line.check):
+                _junit_case(suite, self.backend, result)
+        ElementTree.indent(root)
+        return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+    def markdown(self) -> str:
+        """For people: what was examined, a line a group, every failure with its command."""
+        counts = self.counts()
+        parts = [
+            f"# Conformance of `{self.backend}`: {'passed' if self.ok else 'FAILED'}",
+            "",
+            f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped, on {self.date[:10]}. "
+            f"Evidence: {self.tier} ({TIERS.get(self.tier, 'unknown')}).",
+            "",
+            "| | |",
+            "| --- | --- |",
+            *(f"| {name} | {_cell(value)} |" for name, value in self._facts().items()),
+            "",
+            "| group | passed | failed | skipped | closest to the limit | seconds |",
+            "| --- | ---: | ---: | ---: | --- | ---: |",
+            *(
+                f"| {x.check} | {x.passed} | {x.failed} | {x.skipped} | {closest(x)} | {x.seconds:.1f} |"
+                for x in self.lines()
+            ),
+        ]
+        parts += _markdown_failures(self.failures) + _markdown_skipped(self.skipped)
+        return "\n".join(parts) + "\n"
+
+    def _facts(self) -> dict[str, str]:
+        device = {f"device: {k}": v for k, v in self.device.items()}
+        tried = f"{self.effort}, up to {self.ranks} ranks, kernel {self.kernel}"
+        groups = ", ".join(self.only) or "all"
+        return {"tried": tried, "groups": groups, "kernels": ", ".join(self.kernels), **self.versions, **device}
+
+
+def closest(line: Line) -> str:
+    """How near a group came to its limits, in words."""
+    part, quantity = line.closest
+    return f"{quantity} at {part:.0%}" if quantity else ""
+
+
+def _line(check: str, results: list[Result]) -> Line:
+    parts = [
+        (error / allowed if allowed else float("inf") if error else 0.0, name)
+        for r in results
+        for name, (error, allowed) in r.errors.items()
+    ]
+    failed = sum(not r.ok for r in results)
+    skipped = sum(bool(r.skipped) and r.ok for r in results)
+    seconds = sum(r.seconds for r in results)
+    return Line(check, len(results) - failed - skipped, failed, skipped, seconds, max(parts, default=(0.0, "")))
+
+
+def _lean(result: Result) -> dict[str, Any]:
+    """Without what is empty, and with numbers of three digits. JSON has no infinity: it is written as text."""
+    facts = {k: v for k, v in asdict(result).items() if v not in ("", {})}
+    facts["errors"] = {name: [_short(error), _short(allowed)] for name, (error, allowed) in result.errors.items()}
+    return facts if result.errors else {k: v for k, v in facts.items() if k != "errors"}
+
+
+def _short(number: float) -> float | str:
+    return float(f"{number:.3g}") if abs(number) < float("inf") else "inf"
+
+
+def _read(row: dict[str, Any]) -> Result:
+    pairs = {name: (float(error), float(allowed)) for name, (error, allowed) in row.pop("errors", {}).items()}
+    return Result(errors=pairs, **row)
+
+
+def _junit_case(suite: ElementTree.Element, backend: str, result: Result) -> None:
+    case = ElementTree.SubElement(suite, "testcase", name=result.name, time=f"{result.seconds:.3f}")
+    case.set("classname", f"{backend}.{result.check}")
+    if not result.ok:
+        failure = ElementTree.SubElement(case, "failure", message=result.message)
+        failure.text = f"{result.message}\nsmallest: {result.smallest}\nagain: {result.command}"
+    elif result.skipped:
+        ElementTree.SubElement(case, "skipped", message=result.skipped)
+
+
+def _markdown_failures(failures: tuple[Result, ...]) -> list[str]:
+    parts = ["", "## Failures"] if failures else []
+    for result in failures:
+        parts += ["", f"`{result.check}:{result.name}`: {result.message}", "", "```sh", result.command, "```"]
+    return parts
+
+
+def _markdown_skipped(skipped: tuple[Result, ...]) -> list[str]:
+    reasons: dict[str, int] = {}
+    for result in skipped:
+        reasons[result.skipped] = reasons.get(result.skipped, 0) + 1
+    if not reasons:
+        return []
+    return ["", "## Skipped", "", *(f"- {count} times: {_cell(reason)}" for reason, count in reasons.items())]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

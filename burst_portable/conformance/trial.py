@@ -1,0 +1,84 @@
+"""One thing that is tried, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.subject import Subject
+
+Errors = Mapping[str, tuple[float, float]]
+"""Quantity -> (error, allowed)."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one attempt: the numbers, and what is wrong besides them; or why it was not made."""
+
+    errors: Errors = field(default_factory=dict)
+    wrong: str = ""
+    skipped: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong. What was skipped is not wrong."""
+        return not self.wrong and not self.too_large
+
+    @property
+    def too_large(self) -> dict[str, tuple[float, float]]:
+        """The quantities that are further off than allowed."""
+        return {name: pair for name, pair in self.errors.items() if not pair[0] <= pair[1]}
+
+    def text(self) -> str:
+        """What is wrong, in one line."""
+        far = [
+            f"{name} is off by {error:.2g}, allowed {allowed:.2g}" for name, (error, allowed) in self.too_large.items()
+        ]
+        return "; ".join([*far, *([self.wrong] if self.wrong else [])])
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One attempt that can be made again by its name.
+
+    Attributes:
+        check: the group that it belongs to.
+        name: unique within the group; for a trial of a `Case`, what `Case.parse` reads.
+        attempt: makes it. With a case, any other case can be attempted too: that is how the smallest is found.
+        case: what is tried, where it is an attention.
+        kernel: the kernel by name, where one is tried by itself.
+    """
+
+    check: str
+    name: str
+    attempt: Callable[[Case], Outcome]
+    case: Case | None = None
+    kernel: str = ""
+
+    @property
+    def text(self) -> str:
+        """What `--case` takes."""
+        return f"{self.check}:{self.name}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A group of trials.
+
+    Attributes:
+        name: what `--only` takes.
+        title: what a reader of a report should know.
+        trials: all of them, for a subject.
+        of_case: the trial of any case (and kernel), for groups whose trials are cases.
+    """
+
+    name: str
+    title: str
+    trials: Callable[[Subject], Iterator[Trial]]
+    of_case: Callable[[Subject, Case, str], Trial] | None = None
+
+
+def plain(check: str, name: str, attempt: Callable[[], Outcome]) -> Trial:
+    """A trial that is no case."""
+    return Trial(check, name, lambda _: attempt())
