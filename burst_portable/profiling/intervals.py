@@ -17,11 +17,12 @@ def union(spans: Intervals) -> Intervals:
     spans = spans[spans[:, 1] > spans[:, 0]]
     if not len(spans):
         return spans
-    spans = spans[np.argsort(spans[:, 0], kind="stable")]
-    reach = np.maximum.accumulate(spans[:, 1])
-    first = np.concatenate(([True], spans[1:, 0] > reach[:-1]))
+    # A span begins a new interval where as many have ended before it as have started: so starts and stops can be sorted
+    # each for themselves, which is far faster than sorting pairs.
+    starts, stops = np.sort(spans[:, 0]), np.sort(spans[:, 1])
+    first = np.concatenate(([True], starts[1:] > stops[:-1]))
     last = np.concatenate((first[1:], [True]))
-    return np.stack((spans[first, 0], reach[last]), axis=1)
+    return np.stack((starts[first], stops[last]), axis=1)
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:

@@ -42,7 +42,7 @@ class Table:
     data: NDArray[np.int64]
 
     @classmethod
-    def of(cls, kind: str, rows: Sequence[Sequence[int]]) -> Table:
+    def of(cls, kind: str, rows: Sequence[Any] | NDArray[Any]) -> Table:
         """From rows in the order of `COLUMNS`."""
         return cls(kind, np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS[kind])))
 
@@ -117,6 +117,6 @@ def unpack(data: bytes) -> RankRecords:
     tables, at = {}, 0
     for kind, rows in head.pop("rows").items():
         size = rows * len(COLUMNS[kind]) * 8
-        tables[kind] = Table.of(kind, np.frombuffer(body[at : at + size], dtype="<i8"))  # type: ignore[arg-type]
+        tables[kind] = Table.of(kind, np.frombuffer(body[at : at + size], dtype="<i8"))
         at += size
     return RankRecords(tables=tables, **head)

@@ -14,14 +14,17 @@ from torch import Tensor
 
 from burst_portable.backends.registry import for_device
 from burst_portable.comm.base import Handle, Message, Transport
-from burst_portable.cost import pass_flops, rank_cost
+from burst_portable.cost import Rates, pass_flops, rank_cost
+from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.kernels.contract import Options
 from burst_portable.moves import Move
 from burst_portable.numerics import State
+from burst_portable.planning import planned
 from burst_portable.plans import PASSES, Compute, Plan
 from burst_portable.profiling.events import Clock, make_clock
 from burst_portable.profiling.record import COLUMNS, NEVER, TIMES, RankRecords, Table
 from burst_portable.runtime import Queries, Runtime
+from burst_portable.strategies.registry import make_strategy
 
 LIGHT_KEPT = 100_000
 """Rows of a kind that the light level keeps: the latest."""
@@ -123,10 +126,26 @@ class PlanFacts:
             "travels": {name: part.side for name, part in plan.passes()},
             "rates": {"tflops": rates.tflops, "gbps": rates.gbps},
             "planned": {
-                name: {"flops": c.flops, "sent": c.sent, "received": c.received, "seconds": c.seconds}
-                for name, c in costs.items()
+                **{
+                    name: {"flops": c.flops, "sent": c.sent, "received": c.received, "seconds": c.seconds}
+                    for name, c in costs.items()
+                },
+                "alternatives": _alternatives(plan, self.rank, rates),
             },
         }
+
+
+def _alternatives(plan: Plan, rank: int, rates: Rates) -> dict[str, dict[str, float]]:
+    """What other strategies would send and take, both passes of this rank."""
+    found = {}
+    for name in ("ring", "burst", "ulysses"):
+        try:
+            other = planned(make_strategy(name), plan.problem)
+        except (InputError, UnsupportedError):
+            continue  # it does not go with this problem
+        costs = [rank_cost(other, one, rank, rates) for one in PASSES]
+        found[name] = {"sent": sum(c.sent for c in costs), "seconds": sum(c.seconds for c in costs)}
+    return found
 
 
 def _layout_name(layout: Any) -> str:

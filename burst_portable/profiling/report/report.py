@@ -1,0 +1,87 @@
+"""A report: the data of `analyze`, and the files that are made of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from burst_portable.errors import InputError, explain
+from burst_portable.profiling.analyze import SCHEMA, analyze
+from burst_portable.profiling.record import RankRecords
+
+_FAMILY = SCHEMA.partition("/")[0]
+
+
+class Report:
+    """Where the time went. `data` is what the JSON file holds; see `profiling/README.md` for its fields."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
+
+    @classmethod
+    def of(cls, records: Sequence[RankRecords], *, skip: int = 0) -> Report:
+        """From all ranks' records, without the first `skip` training steps.
+
+        Raises `InputError` where nothing is left to report.
+        """
+        if not any(len(t.where(t["iteration"] >= skip)) for one in records for t in one.tables.values()):
+            raise InputError(
+                explain("nothing was recorded", next_step="call attention inside `with burst_portable.profile(...)`")
+            )
+        return cls(analyze(records, skip=skip))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """A report that `write_json` wrote.
+
+        Raises `InputError` for another file.
+        """
+        path = Path(path)
+        try:
+            raw = path.read_bytes()
+            data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+        except (OSError, ValueError) as error:
+            raise InputError(explain(f"{path} is no report", got=str(error))) from error
+        data = data.get("profile", data) if isinstance(data, dict) else {}
+        if data.get("schema") != SCHEMA:
+            got = data.get("schema", "no schema")
+            raise InputError(
+                explain(f"{path} is no report of this version", got=got, allowed=SCHEMA, next_step="record it again")
+            )
+        return cls(data)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: the largest loss, and whose it is."""
+        return str(self.data["verdict"]["text"])
+
+    def write_json(self, path: str | Path) -> None:
+        """The data, for CI and for `burst-portable profile`."""
+        Path(path).write_text(json.dumps(self.data, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
+
+    def write_html(self, path: str | Path) -> None:
+        """One file that needs nothing else: timeline, partition, steps, prediction."""
+        from burst_portable.profiling.report.html import page
+
+        Path(path).write_text(page(self.data), encoding="utf-8")
+
+    def write_chrome(self, path: str | Path) -> None:
+        """A trace for ui.perfetto.dev or chrome://tracing: a process a rank, tracks for computing and communication."""
+        from burst_portable.profiling.report.chrome import trace
+
+        Path(path).write_text(json.dumps(trace(self.data), separators=(",", ":")) + "\n", encoding="utf-8")
+
+    def markdown(self) -> str:
+        """For a pull request."""
+        from burst_portable.profiling.report.markdown import markdown
+
+        return markdown(self.data)
+
+    def print(self, console: Any = None) -> None:
+        """To the terminal, or to a rich console."""
+        from burst_portable.profiling.report.terminal import show
+
+        show(self.data, console)

@@ -1,0 +1,188 @@
+"""What was lost, to whom, and what to change; the largest first, in sentences.
+
+A loss is wall-clock time that the run would have been shorter by, as far as one session can tell; losses of different
+kinds may overlap, so they do not add up.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from burst_portable.profiling.units import percent, time_text
+
+PASSES = ("forward", "backward")
+_WORTH = 0.03  # of a rank's time: what is less is not worth a verdict
+_HEARD = 0.25  # of a slow rank's excess: what others waited for it, so that all of it counts
+_STANDS_OUT = 2.0  # a link is slow when ranks wait this many times longer for it than for the middle one
+
+Loss = dict[str, Any]
+
+
+def losses_of(report: dict[str, Any]) -> list[Loss]:
+    """Everything that was lost, the largest first."""
+    span = max((rank["span"] for rank in report["ranks"]), default=0)
+    found = [
+        *_slow_ranks(report),
+        *_uneven(report),
+        *_links(report),
+        *_late(report, "outside", "came late to attention"),
+        *_host_gaps(report),
+    ]
+    if not report["causes"]:
+        found += _blocked(report)
+    for loss in found:
+        loss["share"] = loss["lost"] / span if span else 0.0
+    return sorted((loss for loss in found if loss["lost"] > 0), key=lambda loss: -loss["lost"])
+
+
+def verdict_of(report: dict[str, Any]) -> dict[str, Any]:
+    """The largest loss as one sentence, and what to do; or that there is none worth naming."""
+    losses = report["losses"]
+    if losses and losses[0]["share"] >= _WORTH:
+        worst = losses[0]
+        text = f"{worst['text']}: {time_text(worst['lost'])} lost, {percent(worst['share'])} of the time."
+        return {**worst, "text": text[0].upper() + text[1:]}
+    span, compute = (sum(rank[key] for rank in report["ranks"]) for key in ("span", "compute"))
+    share = compute / span if span else 0.0
+    text = f"No large loss: {percent(share)} of the time is attention computing, and no rank waits for another."
+    return {"kind": "none", "rank": -1, "peer": -1, "lost": 0, "share": 0.0, "text": text, "advice": "", "evidence": ""}
+
+
+def _loss(kind: str, lost: float, text: str, advice: str, evidence: str, rank: int = -1, peer: int = -1) -> Loss:
+    return {
+        "kind": kind, "rank": rank, "peer": peer, "lost": round(lost), "text": text, "advice": advice,
+        "evidence": evidence,
+    }  # fmt: skip
+
+
+def _slow_ranks(report: dict[str, Any]) -> list[Loss]:
+    """Ranks whose kernels take longer than the same FLOPs take on the others."""
+    found = []
+    waited = _waited(report, "compute")
+    for rank in report["ranks"]:
+        excess = took = 0.0
+        for name in PASSES:
+            mine, others = rank["passes"][name], [r["passes"][name] for r in report["ranks"] if r is not rank]
+            rates = [o["compute"] / o["flops"] for o in others if o["flops"]]
+            if mine["flops"] and rates:
+                excess += mine["compute"] - mine["flops"] * median(rates)
+                took += mine["compute"]
+        number = rank["rank"]
+        if excess <= 0.05 * took:
+            continue
+        times = took / (took - excess) if took > excess else 0.0
+        text = f"rank {number} computes slowly: its kernels take {times:.2g} times as long as the same FLOPs elsewhere"
+        most = max(waited.get(number, {}).values(), default=0)
+        text += f", and others wait up to {time_text(most)} for it" if most else ""
+        advice = (
+            f"look at rank {number}: other processes on its device or cores, clocks, temperature, another model of "
+            "device; the plan gives it no more work than its FLOPs say"
+        )
+        # What the last pass took too long nobody waited for any more; what nobody waited for at all cost nothing.
+        lost = excess if most > _HEARD * excess else most
+        found.append(_loss("slow rank", lost, text, advice, "measured kernels, FLOPs of the plan", number))
+    return found
+
+
+def _uneven(report: dict[str, Any]) -> list[Loss]:
+    """Work that the plan itself spreads unevenly."""
+    lost, most, worst = 0.0, 1.0, -1
+    for name in PASSES:
+        own = [(r["passes"][name]["flops"], r["passes"][name]["compute"], r["rank"]) for r in report["ranks"]]
+        flops, time = sum(o[0] for o in own), sum(o[1] for o in own)
+        if flops and len(own) > 1:
+            largest, _, rank = max(own)
+            mean = flops / len(own)
+            lost += (largest - mean) * time / flops
+            if largest / mean > most:
+                most, worst = largest / mean, rank
+    if most < 1.02:
+        return []
+    layout = report["plans"][0]["layout"] if report["plans"] else "this layout"
+    text = f"the plan is uneven: rank {worst} has {most:.2g} times the mean FLOPs (layout: {layout})"
+    advice = "spread the sequence with layout='zigzag' or 'striped', for packed documents 'document_zigzag'"
+    return [_loss("uneven plan", lost, text, advice, "FLOPs of the plan, measured kernels", worst)]
+
+
+def _links(report: dict[str, Any]) -> list[Loss]:
+    """Bytes on their way while a rank stands still: one slow link, or communication as such."""
+    waited = {(c["rank"], c["peer"]): max(c["waited"].values()) for c in report["causes"] if c["kind"] == "link"}
+    known = [(link["source"], link["target"]) for link in report["links"]]
+    times = {pair: waited.get(pair, 0) for pair in known}
+    found, ranks = [], len(report["ranks"])
+    excess = 0.0
+    if times:
+        pair, worst = max(times.items(), key=lambda one: one[1])
+        rest = median(t for p, t in times.items() if p != pair) if len(times) > 1 else 0.0
+        if len(times) > 1 and worst > _STANDS_OUT * rest:
+            excess = worst - rest
+            source, target = pair
+            text = f"the link from rank {source} to rank {target} is slow: {_speeds(report, pair)}"
+            advice = (
+                f"look at the way from rank {source} to rank {target} (topology, other traffic, the network between "
+                "them); until then order the ranks so that fewer bytes take it, or try strategy='ulysses'"
+            )
+            evidence = "derived from both ends of each message"
+            found.append(_loss("slow link", excess, text, advice, evidence, source, target))
+    on_way = sum(sum(c["waited"].values()) for c in report["causes"] if c["kind"] in ("link", "collective"))
+    everywhere = on_way / max(1, ranks) - excess / max(1, ranks)
+    text = "communication is exposed: ranks stand still while blocks are on their way"
+    found.append(
+        _loss("communication", everywhere, text, _fewer_bytes(report), "derived from both ends of each message")
+    )
+    return found
+
+
+def _speeds(report: dict[str, Any], pair: tuple[int, int]) -> str:
+    """What the slow link brings, and the others."""
+    speeds = {(link["source"], link["target"]): link["bytes_per_second"] for link in report["links"]}
+    others = [s for p, s in speeds.items() if p != pair and s]
+    mine = f"{(speeds[pair] or 0) / 1e6:.3g} MB/s"
+    return f"it brings {mine}, others {median(others) / 1e6:.3g} MB/s" if others else f"it brings {mine}"
+
+
+def _fewer_bytes(report: dict[str, Any]) -> str:
+    """The strategy that the plan's cost would rather have, if there is a better one."""
+    general = "give each rank more tokens, so that computing hides the blocks, or look for a faster transport"
+    if not report["plans"]:
+        return general
+    plan = report["plans"][0]
+    ranks = plan["ranks_planned"]
+    sent = {name: max(r["alternatives"][name]["sent"] for r in ranks) for name in ranks[0]["alternatives"]}
+    sent.pop(plan["strategy"], None)
+    mine = max(sum(rank[name]["sent"] for name in PASSES) for rank in ranks)
+    best = min(sent, key=lambda name: sent[name], default=None)
+    if best is None or sent[best] >= 0.95 * mine:
+        return f"no other strategy sends fewer bytes here than {plan['strategy']}: {general}"
+    return f"try strategy={best!r}, which sends {sent[best] / mine:.2g} times the bytes; or {general}"
+
+
+def _late(report: dict[str, Any], kind: str, what: str) -> list[Loss]:
+    found = []
+    for rank, who in _waited(report, kind).items():
+        most = max(who.values(), default=0)
+        text = f"rank {rank} {what}: others wait for it while it does something else"
+        advice = f"look at what rank {rank} does between attentions: data loading, uneven layers, logging"
+        found.append(_loss("late rank", most, text, advice, "derived from both ends of each message", rank))
+    return found
+
+
+def _host_gaps(report: dict[str, Any]) -> list[Loss]:
+    """A rank that is in an attention, and neither in a kernel nor waiting."""
+    gaps = [rank["idle_between_kernels"] for rank in report["ranks"]]
+    text = "time between kernels: ranks are in attention, and neither compute nor wait"
+    advice = "launching, packing and merging cost more than they should: give each rank more tokens, or fewer steps"
+    return [_loss("host", sum(gaps) / max(1, len(gaps)), text, advice, "measured: what nothing else took")]
+
+
+def _blocked(report: dict[str, Any]) -> list[Loss]:
+    """Where the other ends of messages are not known: only that ranks wait."""
+    lost = sum(rank["blocking"] for rank in report["ranks"]) / max(1, len(report["ranks"]))
+    text = "ranks stand still, waiting for others; whose fault it is, this session cannot tell"
+    advice = "gather all ranks (session.report() on every rank) at level='session' to see who is late"
+    return [_loss("waiting", lost, text, advice, "measured waits of one end")]
+
+
+def _waited(report: dict[str, Any], kind: str) -> dict[int, dict[str, int]]:
+    return {c["rank"]: c["waited"] for c in report["causes"] if c["kind"] == kind}

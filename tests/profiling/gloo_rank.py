@@ -1,0 +1,100 @@
+"""One rank of test_ranks: attentions over gloo with one slow link, then with one slow rank; rank 0 writes reports.
+
+python -m tests.profiling.gloo_rank RANK RANKS FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import burst_portable as bp
+from burst_portable.backends.cpu.attention import CpuFlashKernel
+from burst_portable.comm.torch_dist import TorchDistTransport
+
+DELAY = 0.05  # seconds
+SLOW_RANK = 1
+
+
+def slow_link(ranks: int) -> tuple[int, int]:
+    return (0, 1) if ranks == 2 else (1, 2)
+
+
+class SlowLink(TorchDistTransport):
+    """What comes from one peer is there a while after it has come."""
+
+    slow_source = -1
+
+    def post(self, sends, receives, label=""):
+        leaving, arriving = super().post(sends, receives, label)
+        slow = self.slow_source if label.startswith(("forward", "backward")) else -1
+        return leaving, [Late(h) if m.peer == slow else h for h, m in zip(arriving, receives, strict=True)]
+
+
+class Late:
+    def __init__(self, handle) -> None:
+        self._handle = handle
+        self._thread = threading.Thread(target=self._arrive, daemon=True)
+        self._thread.start()
+
+    def _arrive(self) -> None:
+        self._handle.wait()
+        time.sleep(DELAY)
+
+    def wait(self) -> None:
+        self._thread.join()
+
+
+def slow_kernel() -> None:
+    for name in ("attend", "attend_backward"):
+        fast = getattr(CpuFlashKernel, name)
+
+        def slow(*arguments, _fast=fast, **options):
+            time.sleep(DELAY)
+            return _fast(*arguments, **options)
+
+        setattr(CpuFlashKernel, name, slow)
+
+
+def profiled(mesh: bp.Mesh, path: Path, steps: int, *, gradients: bool) -> None:
+    def step() -> None:
+        q, k, v = (torch.randn(1, 64, 2, 16, requires_grad=gradients) for _ in range(3))
+        out = bp.attention(q, k, v, mesh=mesh, mask="full", strategy="ring")
+        if gradients:
+            out.sum().backward()
+
+    dist.barrier()
+    with bp.profile(mesh=mesh) as session:
+        for _ in range(steps if mesh.size > 2 else 3 * steps):
+            step()
+            session.mark()
+    report = session.report()
+    assert (report is None) == (mesh.rank > 0)
+    if report:
+        report.write_json(path)
+
+
+def main(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    transport = SlowLink(None, "gloo", batched=False, deadline=60)
+    mesh = bp.Mesh(rank, ranks, lambda device_type: transport)
+    profiled(mesh, folder / "warm.json", 1, gradients=True)
+    if rank == slow_link(ranks)[1]:
+        transport.slow_source = slow_link(ranks)[0]
+    profiled(mesh, folder / "link.json", 3, gradients=False)
+    transport.slow_source = -1
+    if rank == SLOW_RANK:
+        slow_kernel()
+    profiled(mesh, folder / "compute.json", 2, gradients=True)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,65 @@
+"""Real processes over gloo with 50 ms of delay in one place: the verdict names the place and the time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from burst_portable.profiling.report import Report
+from tests.profiling.gloo_rank import DELAY, SLOW_RANK, slow_link
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def reports(request, tmp_path_factory):
+    """(ranks, report with a slow link, report with a slow rank)."""
+    ranks, folder = request.param, tmp_path_factory.mktemp("gloo")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.profiling.gloo_rank", str(rank), str(ranks), str(folder)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [p.communicate(timeout=100)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert [p.returncode for p in processes] == [0] * ranks, "\n".join(outputs)
+    return ranks, Report.load(folder / "link.json").data, Report.load(folder / "compute.json").data
+
+
+def test_a_slow_rank_is_named_with_the_time_it_costs(reports):
+    _, _, data = reports
+    verdict = data["verdict"]
+    assert (verdict["kind"], verdict["rank"]) == ("slow rank", SLOW_RANK), verdict["text"]
+    assert f"ank {SLOW_RANK} " in verdict["text"]
+    kernels = sum(p["kernels"] for p in data["ranks"][SLOW_RANK]["passes"].values())
+    assert verdict["lost"] == pytest.approx(kernels * DELAY * 1e9, rel=0.1)
+
+
+def test_a_slow_link_is_named_with_the_time_it_costs(reports):
+    ranks, data, _ = reports
+    source, target = slow_link(ranks)
+    verdict = data["verdict"]
+    assert (verdict["kind"], verdict["rank"], verdict["peer"]) == ("slow link", source, target), verdict["text"]
+    assert f"from rank {source} to rank {target}" in verdict["text"]
+    link = next(x for x in data["links"] if (x["source"], x["target"]) == (source, target))
+    assert verdict["lost"] == pytest.approx(link["messages"] * DELAY * 1e9, rel=0.1)
+
+
+def test_partitions_add_up_and_clocks_are_one(reports):
+    for data in reports[1:]:
+        assert (data["clock"]["method"], data["clock"]["uncertainty_ns"]) == ("one clock", 0)
+        cut = [row for kind in ("steps", "layers", "iterations") for one in data[kind] for row in one["ranks"]]
+        for row in (*data["ranks"], *cut):
+            assert row["span"] == row["compute"] + row["exposed_comm"] + row["exposed_copy"] + row["idle"]
+            assert min(row[name] for name in ("compute", "exposed_comm", "exposed_copy", "idle")) >= 0
