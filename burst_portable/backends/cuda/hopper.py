@@ -28,7 +28,7 @@ TRITON_FROM, TRITON_BELOW = (3, 6), (3, 8)
 
 _LOG2E = 1.4426950408889634
 _TABLES = 256  # launch tables kept
-_L2_FOR_KEYS = 24 << 20  # bytes of K and V that heads running side by side should share in the L2
+_L2_SHARE = 8 << 20  # bytes of K and V (backward: Q and dO) that heads running side by side should share in the L2
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ def _row_terms(
 @lru_cache(maxsize=256)
 def _head_group(heads: int, group: int, bytes_a_key_head: int) -> int:
     """How many query heads run side by side: as many as share the L2, whole groups of a K/V head, a divisor of all."""
-    wanted = max(1, _L2_FOR_KEYS // max(1, bytes_a_key_head)) * group
+    wanted = max(1, _L2_SHARE // max(1, bytes_a_key_head)) * group
     return max(d for d in range(1, heads + 1) if heads % d == 0 and (d <= wanted or d == 1))
 
 

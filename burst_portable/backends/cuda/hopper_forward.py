@@ -91,37 +91,51 @@ def _producer(
         runs = table + gl.load(work + 1)
         n_runs = gl.load(work + 2)
         first = gl.load(work + 8)
+        slot = it % NS
+        phase = ((it // NS) & 1) ^ 1
+        mbarrier.wait(k_emp.index(slot), phase)  # free before the queries' place is
+        _load(k_desc, b, first, kv, k_rdy.index(slot), k_sm.index(slot), BN, D)
         mbarrier.wait(q_emp, (turn & 1) ^ 1)
         _load_halves(q_desc, b, row0, h, q_rdy, q_sm, D)
-        _load_pair(k_desc, v_desc, b, first, kv, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, BN, D, NS)
+        mbarrier.wait(v_emp.index(slot), phase)
+        _load(v_desc, b, first, kv, v_rdy.index(slot), v_sm.index(slot), BN, D)
         it += 1
+        start = it
+        for r in range(n_runs):
+            col = gl.load(runs + 2 * r)
+            count = gl.load(runs + 2 * r + 1)
+            for i in range(count):
+                if MODE == _MERGE_32:  # noqa: SIM102  (known when compiling; the next one is not)
+                    # the running out, as soon as its place is free: when the item's first block has begun
+                    if it == start + NS - 1:
+                        mbarrier.wait(o_emp, (turn & 1) ^ 1)
+                        _load_halves(o_desc, b, row0, h, o_rdy, o_sm, D)
+                _load_pair(k_desc, v_desc, b, col + i * BN, kv, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, BN, D, NS)
+                it += 1
+        if MODE == _MERGE_32:  # noqa: SIM102
+            if it <= start + NS - 1:
+                mbarrier.wait(o_emp, (turn & 1) ^ 1)
+                _load_halves(o_desc, b, row0, h, o_rdy, o_sm, D)
         # which item comes next, for the warpgroups as well: whoever is free takes it
         t = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
         mbarrier.wait(t_emp.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         t_sm.index(turn & 1).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + t)
         mbarrier.arrive(t_rdy.index(turn & 1), count=1)
-        for r in range(n_runs):
-            col = gl.load(runs + 2 * r)
-            count = gl.load(runs + 2 * r + 1)
-            for i in range(count):
-                _load_pair(k_desc, v_desc, b, col + i * BN, kv, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, BN, D, NS)
-                it += 1
-        if MODE == _MERGE_32:
-            mbarrier.wait(o_emp, (turn & 1) ^ 1)
-            _load_halves(o_desc, b, row0, h, o_rdy, o_sm, D)
         turn += 1
 
 
 @gluon.jit
-def _bounds(entry, row0, sl: gl.constexpr):
-    # a masked block's visible columns [left, right) of each row, counted from its first column
-    col = gl.load(entry)
-    k_start = gl.load(entry + 1)
-    k_stop = gl.load(entry + 2)
-    q_start = gl.load(entry + 3)
-    q_stop = gl.load(entry + 4)
-    lo = gl.load(entry + 5)
-    hi = gl.load(entry + 6)
+def _entry(entry):
+    # a masked block as it stands in the table
+    return (
+        gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3),
+        gl.load(entry + 4), gl.load(entry + 5), gl.load(entry + 6),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _bounds(col, k_start, k_stop, q_start, q_stop, lo, hi, row0, sl: gl.constexpr):
+    # its visible columns [left, right) of each row, counted from its first column
     rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, sl))
     left = gl.maximum(rows - hi, k_start) - col
     right = gl.minimum(rows - lo + 1, k_stop) - col
@@ -217,13 +231,14 @@ def _consumer(
     t = gl.program_id(0)
     b, h, work = _item(t, table, heads, blocks, head_group)
     row0 = gl.load(work) * 128 + 64 * WG
-    left, right = _bounds(work + 8, row0, sl)
+    col, k_start, k_stop, q_start, q_stop, lo, hi = _entry(work + 8)
     it = 0
     turn = 0
     while t < items:
         n_full = gl.load(work + 3)
         masked = table + gl.load(work + 4)
         n = n_full + gl.load(work + 5)
+        left, right = _bounds(col, k_start, k_stop, q_start, q_stop, lo, hi, row0, sl)
         # the first block, always with a mask; nothing to multiply by V yet
         mbarrier.wait(q_rdy, turn & 1)
         slot = it % NS
@@ -246,7 +261,8 @@ def _consumer(
                 q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it + i, o, p16, total, top, left, right, qk_scale,
                 False, BN, D, NS)  # fmt: skip
         for i in range(n_full, n):
-            left, right = _bounds(masked, row0, sl)
+            m_col, m_ks, m_ke, m_qs, m_qe, m_lo, m_hi = _entry(masked)
+            left, right = _bounds(m_col, m_ks, m_ke, m_qs, m_qe, m_lo, m_hi, row0, sl)
             masked += 8
             o, p16, total, top = _step(
                 q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it + i, o, p16, total, top, left, right, qk_scale,
@@ -268,7 +284,7 @@ def _consumer(
         mbarrier.arrive(t_emp.index(turn & 1), count=1)
         b, h, work = _item(gl.minimum(t, items - 1), table, heads, blocks, head_group)
         row0 = gl.load(work) * 128 + 64 * WG
-        left, right = _bounds(work + 8, row0, sl)
+        col, k_start, k_stop, q_start, q_stop, lo, hi = _entry(work + 8)
         total = gl.convert_layout(gl.sum(total, axis=1), rl)
         both, keep, gain = _finish(total, gl.convert_layout(top, rl), old, MODE)
         gl.store(lse_row, both, mask=rows < Sq)
