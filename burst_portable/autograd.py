@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,28 +66,33 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
-        problem, transport = call.plan.problem, call.runtime.transport
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        agree(transport, call.backward)
-        if dout is None:  # a rank whose result nobody used still takes part: others wait for it
-            dout = torch.zeros_like(out) if not call.plan.reshard else None
-        if call.plan.reshard:
-            shape = (q.shape[0], problem.q_layout.count(transport.rank), problem.heads, v.shape[-1])
-            dout = q.new_zeros(shape) if dout is None else dout
-            dout = to_heads(dout, problem.q_layout, transport)
-        assert dout is not None
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        delta = numerics.row_delta(dout, out)
-        part = call.plan.backward
-        grads = run_backward(part, call.rank, call.runtime, call.options, dout, q, k, v, lse, delta)
-        dsinks = None
-        if sinks is not None:
-            dsinks = numerics.sinks_gradient(sinks, lse, delta)
-        if call.plan.reshard:
-            grads, dsinks = _home(grads, dsinks, call, q.dtype)
-        dq, dk, dv = (g.to(q.dtype) for g in grads)
-        return dq, dk, dv, dsinks, None
+        with _own_precision(ctx.saved_tensors[0].device.type):
+            return _backward(ctx, dout)
+
+
+def _backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+    call: Call = ctx.call
+    problem, transport = call.plan.problem, call.runtime.transport
+    q, k, v, out, lse, sinks = ctx.saved_tensors
+    agree(transport, call.backward)
+    if dout is None:  # a rank whose result nobody used still takes part: others wait for it
+        dout = torch.zeros_like(out) if not call.plan.reshard else None
+    if call.plan.reshard:
+        shape = (q.shape[0], problem.q_layout.count(transport.rank), problem.heads, v.shape[-1])
+        dout = q.new_zeros(shape) if dout is None else dout
+        dout = to_heads(dout, problem.q_layout, transport)
+    assert dout is not None
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    delta = numerics.row_delta(dout, out)
+    part = call.plan.backward
+    grads = run_backward(part, call.rank, call.runtime, call.options, dout, q, k, v, lse, delta)
+    dsinks = None
+    if sinks is not None:
+        dsinks = numerics.sinks_gradient(sinks, lse, delta)
+    if call.plan.reshard:
+        grads, dsinks = _home(grads, dsinks, call, q.dtype)
+    dq, dk, dv = (g.to(q.dtype) for g in grads)
+    return dq, dk, dv, dsinks, None
 
 
 def _home(
@@ -111,7 +117,15 @@ def apply(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> 
         call = replace(call, runtime=wrap(call.runtime, call.plan))
     agree(call.runtime.transport, call.forward)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    if wanted or call.plan.reshard:
-        result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
-        return result
-    return forward(call, q, k, v, sinks)
+    with _own_precision(q.device.type):
+        if wanted or call.plan.reshard:
+            result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
+            return result
+        return forward(call, q, k, v, sinks)
+
+
+def _own_precision(device_type: str) -> AbstractContextManager[object]:
+    """Autocast ends here: it would cut the products inside a kernel down to 16 bits."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()

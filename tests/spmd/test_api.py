@@ -102,6 +102,22 @@ def test_errors_are_builtins_too():
         bp.attention(*qkv(), kernel="cpu_flash", softcap=1.0)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_autocast_around_a_call_changes_nothing(softcap):
+    """Neither kernel's products may be cut down to 16 bits, forward or backward."""
+
+    def run(autocast):
+        torch.manual_seed(0)
+        q, k, v = (x.requires_grad_() for x in qkv())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = bp.attention(q, k, v, softcap=softcap)
+            out.sum().backward()
+        return [out, q.grad, k.grad, v.grad]
+
+    for with_it, without in zip(run(True), run(False), strict=True):
+        assert torch.equal(with_it, without)
+
+
 def test_a_mesh_from_no_process_group():
     with pytest.raises(InputError, match="torchrun"):
         bp.Mesh.from_group()
