@@ -108,7 +108,7 @@ def test_autocast_around_a_call_changes_nothing(softcap):
 
     def run(autocast):
         torch.manual_seed(0)
-        q, k, v = (x.requires_grad_() for x in qkv())
+        q, k, v = (x.requires_grad_() for x in qkv(dtype=torch.bfloat16))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = bp.attention(q, k, v, softcap=softcap)
             out.sum().backward()
