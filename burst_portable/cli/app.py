@@ -18,6 +18,7 @@ COMMANDS = {
     "run": "burst_portable.cli.run:run",
     "plan": "burst_portable.cli.plan:plan",
     "doctor": "burst_portable.cli.doctor:doctor",
+    "conform": "burst_portable.cli.conform:conform",
     "kernels": "burst_portable.cli.kernels:kernels",
 }
 

@@ -104,14 +104,15 @@ def trial_of(subject: Subject, text: str) -> Trial:
     if group not in CHECKS:
         raise unknown_name("group of checks", group, CHECKS)
     check = CHECKS[group]
-    full = replace(subject, effort="usual")
-    for trial in (*check.trials(subject), *check.trials(full)):
-        if trial.name == name:
-            return trial
     head, colon, spec = name.rpartition(":")
-    if check.of_case is None or (colon and head not in [k.name for k in subject.backend.kernels()]):
-        raise unknown_name(f"trial of {group!r}", name, [trial.name for trial in check.trials(full)])
-    return check.of_case(subject, Case.parse(spec), head)
+    kernels = [kernel.name for kernel in subject.backend.kernels()]
+    is_case = "=" in spec or spec == "default"
+    if check.of_case is not None and is_case and (head in kernels if group == "kernels" else not colon):
+        return check.of_case(subject, Case.parse(spec), head)
+    every = {trial.name: trial for trial in check.trials(replace(subject, effort="usual"))}
+    if name not in every:
+        raise unknown_name(f"trial of {group!r}", name, every)
+    return every[name]
 
 
 def attempt(trial: Trial, case: Case | None = None) -> Outcome:

@@ -1,0 +1,278 @@
+"""Wrong backends: the cpu backend with one bug each, around its real kernels and transport."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_portable.backends.base import Capabilities, Probe
+from burst_portable.backends.registry import load
+from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.kernels.contract import Kernel
+from burst_portable.tiles import Tile, Tiles, banded_box
+
+
+class Around:
+    """A kernel that does what the real one does; a bug overrides a part."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.name = kernel, kernel.name
+
+    def supports(self, problem: Any) -> Any:
+        return self.kernel.supports(problem)
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        return self.kernel.attend(q, k, v, tiles, options, state=state)
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        self.kernel.attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+class WrongScale(Around):
+    """1/D in place of 1/sqrt(D)."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        return super().attend(q, k, v, tiles, replace(options, scale=options.scale**2), state=state)
+
+
+class OtherTiles(Around):
+    """Other pairs than asked for, forward and backward alike."""
+
+    def changed(self, tile: Tile) -> Tile | None:
+        raise NotImplementedError
+
+    def _changed(self, tiles: Tiles) -> Tiles:
+        return Tiles(t for t in map(self.changed, tiles) if t is not None)
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        return super().attend(q, k, v, self._changed(tiles), options, state=state)
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        super().attend_backward(dout, q, k, v, lse, self._changed(tiles), options, delta=delta, out=out, into=into)
+
+
+class BandOffByOne(OtherTiles):
+    """A window that ends one token too early."""
+
+    def changed(self, tile):
+        bounded = tile.hi < tile.q_stop - 1 - tile.k_start
+        hi = tile.hi - 1 if bounded else tile.hi
+        return banded_box(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop, tile.lo, hi)
+
+
+class BottomRight(OtherTiles):
+    """Causal tiles that are not square, aligned at their last row and column."""
+
+    def changed(self, tile):
+        if tile.full or tile.rows == tile.columns:
+            return tile
+        shift = (tile.q_stop - tile.k_stop) - (tile.q_start - tile.k_start)
+        return banded_box(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop, tile.lo + shift, tile.hi)
+
+
+class StaleKeys(Around):
+    """The backward pass keeps the first K and V of a shape that it was ever given (by a thread)."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(kernel)
+        self._kept = threading.local()
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        kept = self._kept.__dict__.setdefault((*k.shape, *v.shape, k.dtype), (k.clone(), v.clone()))
+        super().attend_backward(dout, q, *kept, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+class Base2(Around):
+    """LSE as a logarithm to base 2; the kernel understands itself."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        state = None if state is None else (state[0], state[1] * math.log(2))
+        out, lse = super().attend(q, k, v, tiles, options, state=state)
+        return out, lse / math.log(2)
+
+
+class EmptyRows(Around):
+    """Rows that see nothing get an LSE of their own."""
+
+    value = 0.0
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        out, lse = super().attend(q, k, v, tiles, options, state=state)
+        return out, torch.where(lse == -math.inf, self.value, lse)
+
+
+class EmptyRowsInfinite(EmptyRows):
+    """As aten's flash attention on CUDA."""
+
+    value = math.inf
+
+
+class SixteenBits(Around):
+    """Sums in bfloat16: the running out, and the gradients."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        out, lse = super().attend(q, k, v, tiles, options, state=state)
+        return out.bfloat16().to(out.dtype), lse
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+        for total in into:
+            total.copy_(total.bfloat16())
+
+
+class SixteenBitsOf16(SixteenBits):
+    """The same where inputs have 16 bits, and right elsewhere: one rounding is hidden, thirty are not."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        way = SixteenBits if q.dtype.itemsize == 2 else Around
+        return way.attend(self, q, k, v, tiles, options, state=state)
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        way = SixteenBits if q.dtype.itemsize == 2 else Around
+        way.attend_backward(self, dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+class SwappedGradients(Around):
+    """dK where dV belongs, where shapes allow."""
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        dq, dk, dv = into
+        into = (dq, dv, dk) if dk.shape == dv.shape else into
+        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+class Overwrites(Around):
+    """Gradients written, not added."""
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        for total in into:
+            total.zero_()
+        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+class ForgetsRows(Around):
+    """Rows outside every tile are left as memory was."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        out, lse = super().attend(q, k, v, tiles, options, state=state)
+        blind = (lse == -math.inf).transpose(1, 2).unsqueeze(-1)
+        return torch.where(blind, torch.empty_like(out), out), lse
+
+
+class SinksEveryHop(Around):
+    """Counts its calls a hop, so that `add_sinks` can be made to count each: see `sinks_every_hop`."""
+
+    calls = threading.local()
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        self.calls.count = 1 if state is None else self.calls.count + 1
+        return super().attend(q, k, v, tiles, options, state=state)
+
+
+class ClaimsTooMuch(Around):
+    """Says yes to everything."""
+
+    def supports(self, problem):
+        return type(self.kernel.supports(problem))(True)
+
+
+class NoReasons(Around):
+    """Says no without saying why."""
+
+    def supports(self, problem):
+        support = self.kernel.supports(problem)
+        return type(support)(support.ok)
+
+
+class Unsteady(Around):
+    """Other bits every time."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        out, lse = super().attend(q, k, v, tiles, options, state=state)
+        return out * (1 + torch.rand((), dtype=out.dtype) * 2e-7), lse
+
+
+# ---------------------------------------------------------------------------------------------------- transports
+
+
+class Through(Transport):
+    """A transport that does what the real one does."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
+    ) -> tuple[list[Handle], list[Handle]]:
+        return self.inner.post(sends, receives, label)
+
+    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+        return self.inner.share(data, label, deadline)
+
+    def buffer(self, size: int, device: torch.device) -> Tensor:
+        return self.inner.buffer(size, device)
+
+
+class DropsLastHop(Through):
+    """What comes in the last hop of a lap is taken off the wire and thrown away."""
+
+    posts = 0
+
+    def post(self, sends, receives, label=""):
+        self.posts += bool(receives)
+        if self.size > 1 and receives and self.posts % (self.size - 1) == 0:
+            receives = [Message(torch.empty_like(m.buffer), m.peer) for m in receives]
+        return super().post(sends, receives, label)
+
+
+class ReusesBuffers(Through):
+    """One buffer for each size, handed out again while it is in use."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self._buffers: dict[int, Tensor] = {}
+
+    def buffer(self, size, device):
+        return self._buffers.setdefault(size, super().buffer(size, device))
+
+
+class _Nothing:
+    def wait(self) -> None:
+        """Does not wait."""
+
+
+class DoesNotWait(Through):
+    """Receives are said to be there when they are only posted."""
+
+    def post(self, sends, receives, label=""):
+        leaving, arriving = super().post(sends, receives, label)
+        return leaving, [_Nothing() for _ in arriving]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """The cpu backend with a bug around each of its kernels."""
+
+    bug: Callable[[Kernel], Kernel] = Around
+    name: str = "planted"
+    _real: Any = field(default_factory=lambda: load("cpu"))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._real.capabilities
+
+    def probe(self) -> Probe:
+        return self._real.probe()
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return tuple(self.bug(kernel) for kernel in self._real.kernels())
+
+    def transport(self, group: Any, deadline: float) -> Transport:
+        return self._real.transport(group, deadline)
