@@ -42,7 +42,7 @@ class Task:
 
     @property
     def options(self) -> Options:
-        return Options(self.q.shape[-1] ** -0.5)
+        return Options(self.q.shape[-1] ** -0.5, deterministic=False)
 
     @property
     def group(self) -> int:
@@ -70,7 +70,8 @@ def make_task(name: str, length: int, heads: tuple[int, int], head: int, mask: s
 def own(kernel: Kernel, task: Task) -> Calls:
     """A kernel of this library. Gradients go into float32 buffers, which are added to: the checks zero them."""
     q, k, v = task.q, task.k, task.v
-    problem = Problem(q.dtype, q.device.type, q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    facts = (q.dtype, q.device.type, q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    problem = Problem(*facts, deterministic=False)
     if not (support := kernel.supports(problem)).ok:
         raise Absent(support.reason)
     into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
