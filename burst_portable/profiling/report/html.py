@@ -1,0 +1,106 @@
+"""The report as one HTML file that needs nothing else: numbers by jinja2, the timeline by a page of JavaScript."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from burst_portable.profiling.partition import PARTS
+from burst_portable.profiling.report.tables import NAMES, layer_rows, loss_name, prediction_rows, step_rows
+from burst_portable.profiling.units import percent, scaled, time_text
+
+_UNIT = 100  # nanoseconds: what the timeline is drawn to
+_MOST_EVENTS = 45_000  # drawn: about 15 bytes each
+_MOST_ROWS = 400
+_SHORT = 20_000  # nanoseconds: waits that did not wait are not drawn
+
+
+def page(data: dict[str, Any]) -> str:
+    """The whole file as text."""
+    environment = Environment(
+        loader=PackageLoader("burst_portable.profiling.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        time=time_text, percent=percent, scaled=scaled, flops=lambda x: scaled(x, "FLOP/s"), loss_name=loss_name
+    )
+    environment.globals.update(cell=_cell)
+    folder = Path(__file__).parent
+    drawn, left_out = drawable(data)
+    steps = step_rows(data)
+    return environment.get_template("page.html.j2").render(
+        d=data,
+        v=data["verdict"],
+        parts=PARTS,
+        names=NAMES,
+        longest=max((rank["span"] for rank in data["ranks"]), default=1) or 1,
+        totals=_totals(data),
+        steps=steps[:_MOST_ROWS],
+        steps_left_out=max(0, len(steps) - _MOST_ROWS),
+        layers=layer_rows(data)[:_MOST_ROWS],
+        prediction=prediction_rows(data),
+        left_out=left_out,
+        style=Markup((folder / "style.css").read_text(encoding="utf-8")),
+        script=Markup((folder / "timeline.js").read_text(encoding="utf-8")),
+        events=Markup(json.dumps(drawn, separators=(",", ":")).replace("<", "\\u003c")),
+    )
+
+
+def _cell(value: float, path: str, text: str | None = None) -> Markup:
+    """A number of the page, with where it stands in the JSON."""
+    shown = time_text(value) if text is None else text
+    return Markup('<td class="n" data-path="{}" data-value="{}">{}</td>').format(path, value, shown)
+
+
+def _totals(data: dict[str, Any]) -> dict[str, float]:
+    ranks = data["ranks"]
+    sums = {
+        name: sum(rank[name] for rank in ranks) for name in ("span", "compute", "comm", "overlap", "blocking", *PARTS)
+    }
+    flops = sum(p["flops"] for rank in ranks for p in rank["passes"].values())
+    return {
+        **{f"{name}_share": sums[name] / sums["span"] if sums["span"] else 0.0 for name in (*PARTS, "blocking")},
+        "overlap_share": sums["overlap"] / sums["comm"] if sums["comm"] else 0.0,
+        "kernel_rate": flops * 1e9 / sums["compute"] if sums["compute"] else 0.0,
+        "rate": flops * 1e9 / sums["span"] if sums["span"] else 0.0,
+        "span": max((rank["span"] for rank in ranks), default=0),
+    }
+
+
+def drawable(data: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The events, written small: times from one start to the next, and what happens as a number of a list.
+
+    Returns them, and a sentence on what is left out, which is empty mostly.
+    """
+    kinds, ranks = data["events"]["kinds"], data["events"]["ranks"]
+    waits = {kinds.index("wait"), kinds.index("post")}
+    shown = {
+        r["rank"]: [i for i, k in enumerate(r["kind"]) if k not in waits or r["duration"][i] >= _SHORT] for r in ranks
+    }
+    until, note = None, ""
+    count = sum(map(len, shown.values()))
+    if count > _MOST_EVENTS:
+        starts = sorted(r["start"][i] for r in ranks for i in shown[r["rank"]])
+        until = starts[_MOST_EVENTS]
+        note = f"Drawn are the first {time_text(until)}: {count - _MOST_EVENTS:,} later events are in the JSON alone."
+    told: dict[tuple[int, ...], int] = {}
+    rows = []
+    for r in ranks:
+        at, flat, places, last = 0, [], [], None
+        for n, i in enumerate(x for x in shown[r["rank"]] if until is None or r["start"][x] < until):
+            start, stop = r["start"][i] // _UNIT, (r["start"][i] + r["duration"][i]) // _UNIT
+            what = tuple(r[name][i] for name in ("kind", "backward", "step", "a", "b", "work"))
+            flat += [start - at, stop - start, told.setdefault(what, len(told))]
+            if (place := (r["iteration"][i], r["call"][i])) != last:
+                places += [n, *place]
+                last = place
+            at = start
+        rows.append({"rank": r["rank"], "e": flat, "p": places})
+    return {"unit": _UNIT, "kinds": kinds, "what": [list(w) for w in told], "ranks": rows}, note

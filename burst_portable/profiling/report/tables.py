@@ -1,0 +1,79 @@
+"""Rows of the tables that terminal, Markdown and HTML show alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAMES = {
+    "compute": "computing",
+    "exposed_comm": "exposed communication",
+    "exposed_copy": "exposed copies",
+    "idle": "idle",
+    "overlap": "overlap",
+    "blocking": "blocking",
+}
+PASSES = ("forward", "backward")
+_LOSSES = {
+    "slow rank": "slow rank",
+    "slow link": "slow link",
+    "uneven plan": "uneven plan",
+    "communication": "communication exposed",
+    "late rank": "late rank",
+    "host": "gaps between kernels",
+    "waiting": "waiting",
+    "none": "no large loss",
+}
+
+
+def loss_name(kind: str) -> str:
+    """A kind of loss in words."""
+    return _LOSSES.get(kind, kind)
+
+
+def step_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row a ring step of a pass: means over ranks of a mean call, the slowest rank, and what it works on."""
+    rows = []
+    for index, one in enumerate(data["steps"]):
+        ranks = one["ranks"]
+        times = max(r["times"] for r in ranks)
+        worst = max(ranks, key=lambda r: r["blocking"] + r["compute"])
+
+        def mean(name: str, of: list[dict[str, Any]] = ranks) -> float:
+            return sum(r[name] / r["times"] for r in of) / len(of)
+
+        compute = sum(r["compute"] for r in ranks)
+        rows.append(
+            {
+                "index": index,
+                "pass": PASSES[one["backward"]],
+                "step": one["step"],
+                "times": times,
+                **{name: mean(name) for name in ("span", "compute", "exposed_comm", "blocking", "overlap", "idle")},
+                "worst": worst["rank"],
+                "worst_blocking": worst["blocking"] / worst["times"],
+                "flops_per_second": sum(r["flops"] for r in ranks) * 1e9 / compute if compute else 0.0,
+                "received_bytes": mean("received_bytes"),
+                "tiles": mean("tiles"),
+            }
+        )
+    return rows
+
+
+def layer_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row an attention (a layer) and pass, added up over training steps, means over ranks."""
+    rows = []
+    for one in data["layers"]:
+        ranks = one["ranks"]
+        sums = {
+            name: sum(r[name] for r in ranks) / len(ranks)
+            for name in ("span", "compute", "exposed_comm", "blocking", "idle")
+        }
+        rows.append({"layer": one["call"], "pass": PASSES[one["backward"]], **sums})
+    return rows
+
+
+def prediction_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Prediction beside measurement, a row a pass of a rank; `longest` is the scale that they share."""
+    rows = [{**one, "index": i} for i, one in enumerate(data["prediction"]) if one["measured"]]
+    longest = max((max(r["predicted"], r["measured"]) for r in rows), default=1) or 1
+    return [{**row, "longest": longest} for row in rows]

@@ -1,0 +1,142 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("events").textContent);
+  const canvas = document.getElementById("timeline"), tip = document.getElementById("tip");
+  const range = document.getElementById("range"), pen = canvas.getContext("2d");
+  const LEFT = 62, TOP = 24, LANE = 17, GAP = 10, KINDS = data.kinds;
+  const LANE_OF = { compute: 0, wait: 1, collective: 1, post: 1, transfer: 2 };
+  const COLOUR = { compute: "--compute", wait: "--wait", collective: "--comm", post: "--post", transfer: "--transfer" };
+  const WORDS = { compute: "kernel", wait: "waiting", collective: "all ranks together", post: "starting transfers", transfer: "transfer" };
+  const time = (x) => {
+    const ns = x * data.unit, a = Math.abs(ns);
+    for (const [size, unit] of [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]])
+      if (a >= size) return (ns / size).toPrecision(4).replace(/\.?0+$/, "") + " " + unit;
+    return Math.round(ns) + " ns";
+  };
+  const scaled = (x, unit) => {
+    let i = 0;
+    while (x >= 1000 && i < 5) { x /= 1000; i++; }
+    return x.toPrecision(3) + " " + ["", "k", "M", "G", "T", "P"][i] + unit;
+  };
+  let end = 1;
+  const ranks = data.ranks.map((r) => {
+    const n = r.e.length / 3, start = new Float64Array(n), stop = new Float64Array(n), what = new Int32Array(n);
+    const lanes = [[], [], []];
+    for (let i = 0, at = 0; i < n; i++) {
+      at += r.e[3 * i];
+      start[i] = at; stop[i] = at + r.e[3 * i + 1]; what[i] = r.e[3 * i + 2];
+      end = Math.max(end, stop[i]);
+      lanes[LANE_OF[KINDS[data.what[what[i]][0]]]].push(i);
+    }
+    // How far any event up to this one reaches: what may be seen at a time is found by bisection.
+    const reach = lanes.map((lane) => { let far = 0; return lane.map((i) => (far = Math.max(far, stop[i]))); });
+    return { rank: r.rank, start, stop, what, lanes, reach, places: r.p };
+  });
+  let from = 0, to = end, width = 0, height = 0;
+  const x = (t) => LEFT + ((t - from) / (to - from)) * (width - LEFT - 8);
+  const back = (px) => from + ((px - LEFT) / (width - LEFT - 8)) * (to - from);
+  const top = (r, lane) => TOP + r * (3 * LANE + GAP) + lane * LANE;
+  const first = (list, value) => {
+    let low = 0, high = list.length;
+    while (low < high) { const mid = (low + high) >> 1; if (list[mid] <= value) low = mid + 1; else high = mid; }
+    return low;
+  };
+  function draw() {
+    const css = getComputedStyle(document.documentElement), colour = (name) => css.getPropertyValue(name).trim();
+    const ratio = window.devicePixelRatio || 1;
+    width = canvas.clientWidth; height = TOP + ranks.length * (3 * LANE + GAP) + 4;
+    canvas.style.height = height + "px";
+    canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio);
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    pen.fillStyle = colour("--paper"); pen.fillRect(0, 0, width, height);
+    pen.font = "11.5px system-ui, sans-serif"; pen.textBaseline = "middle";
+    const raw = (to - from) / 8, power = 10 ** Math.floor(Math.log10(raw));
+    const tick = [1, 2, 5, 10].map((m) => m * power).find((m) => m >= raw);
+    pen.strokeStyle = colour("--rule"); pen.fillStyle = colour("--soft"); pen.lineWidth = 1; pen.textAlign = "center";
+    for (let t = Math.ceil(from / tick) * tick; t <= to; t += tick) {
+      const px = Math.round(x(t)) + 0.5;
+      pen.beginPath(); pen.moveTo(px, TOP - 6); pen.lineTo(px, height); pen.stroke();
+      pen.fillText(time(t), Math.min(px, width - 24), 9);
+    }
+    ranks.forEach((r, n) => {
+      pen.textAlign = "right"; pen.fillStyle = colour("--ink");
+      pen.fillText("rank " + r.rank, LEFT - 10, top(n, 0) + 1.5 * LANE);
+      pen.fillStyle = colour("--faint");
+      for (let lane = 0; lane < 3; lane++) pen.fillRect(LEFT, top(n, lane) + 1, width - LEFT - 8, LANE - 2);
+      r.lanes.forEach((lane, l) => {
+        let edge = -1;
+        for (let k = first(r.reach[l], from); k < lane.length && r.start[lane[k]] < to; k++) {
+          const i = lane[k], a = Math.max(LEFT, x(r.start[i])), b = Math.min(width - 8, x(r.stop[i]));
+          if (b < edge + 0.25) continue;  // within a pixel that is drawn already
+          pen.fillStyle = colour(COLOUR[KINDS[data.what[r.what[i]][0]]]);
+          pen.globalAlpha = data.what[r.what[i]][1] && l === 0 ? 0.72 : 1;
+          pen.fillRect(a, top(n, l) + 1, Math.max(0.6, b - a - (b - a > 3 ? 0.5 : 0)), LANE - 2);
+          edge = b;
+        }
+        pen.globalAlpha = 1;
+      });
+    });
+    range.textContent = time(from) + " to " + time(to);
+  }
+  function found(px, py) {
+    const n = Math.floor((py - TOP) / (3 * LANE + GAP)), l = Math.floor((py - top(n, 0)) / LANE);
+    if (!ranks[n] || l < 0 || l > 2 || px < LEFT) return null;
+    const r = ranks[n], t = back(px), slack = ((to - from) / width) * 1.5;
+    for (let k = first(r.reach[l], t - slack); k < r.lanes[l].length && r.start[r.lanes[l][k]] <= t + slack; k++)
+      if (r.stop[r.lanes[l][k]] >= t - slack) return [r, r.lanes[l][k]];
+    return null;
+  }
+  function describe([r, i]) {
+    const [kind, backward, step, a, b, work] = data.what[r.what[i]], name = KINDS[kind], took = r.stop[i] - r.start[i];
+    let place = [0, 0];
+    for (let p = 0; p < r.places.length && r.places[p] <= i; p += 3) place = [r.places[p + 1], r.places[p + 2]];
+    const lines = [`${WORDS[name]} on rank ${r.rank}: ${time(took)}`];
+    lines.push(`${backward ? "backward" : "forward"}, ring step ${step}, layer ${place[1]}, training step ${place[0]}`);
+    if (name === "compute") lines.push(`q${a} × kv${b}, ${scaled(work, "FLOP")}, ${scaled((work / (took * data.unit)) * 1e9, "FLOP/s")}`);
+    if (name === "wait") lines.push(`for rank ${a}, block of rank ${b}, ${scaled(work, "B")}`);
+    if (name === "transfer") lines.push(`from rank ${a}, block of rank ${b}, ${scaled(work, "B")}, ${scaled((work / (took * data.unit)) * 1e9, "B/s")}`);
+    lines.push(`at ${time(r.start[i])}`);
+    return lines.join("\n");
+  }
+  function zoom(factor, around) {
+    const size = Math.min(end, Math.max(20, (to - from) * factor)), share = (around - from) / (to - from);
+    move(around - share * size, size);
+  }
+  function move(start, size) {
+    from = Math.max(0, Math.min(start, end - size)); to = from + size;
+    draw();
+  }
+  canvas.addEventListener("wheel", (e) => {
+    if (!e.ctrlKey && !e.shiftKey && Math.abs(e.deltaX) > Math.abs(e.deltaY)) return move(from + (e.deltaX / width) * (to - from), to - from), e.preventDefault();
+    e.preventDefault(); zoom(Math.exp(e.deltaY * 0.002), back(e.offsetX));
+  }, { passive: false });
+  let held = null;
+  canvas.addEventListener("pointerdown", (e) => { held = { px: e.offsetX, from }; canvas.setPointerCapture(e.pointerId); });
+  canvas.addEventListener("pointerup", () => { held = null; });
+  canvas.addEventListener("pointermove", (e) => {
+    if (held) { tip.hidden = true; return move(held.from - ((e.offsetX - held.px) / (width - LEFT - 8)) * (to - from), to - from); }
+    const hit = found(e.offsetX, e.offsetY);
+    tip.hidden = !hit;
+    if (!hit) return;
+    tip.textContent = describe(hit);
+    tip.style.left = Math.min(e.offsetX + 14, width - tip.offsetWidth - 4) + "px";
+    tip.style.top = e.offsetY + 16 + "px";
+  });
+  canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
+  canvas.addEventListener("dblclick", () => move(0, end));
+  canvas.addEventListener("keydown", (e) => {
+    const size = to - from, steps = { ArrowLeft: -0.2, ArrowRight: 0.2 };
+    if (e.key in steps) move(from + steps[e.key] * size, size);
+    else if (e.key === "+" || e.key === "=") zoom(0.7, from + size / 2);
+    else if (e.key === "-") zoom(1 / 0.7, from + size / 2);
+    else if (e.key === "0") move(0, end);
+    else return;
+    e.preventDefault();
+  });
+  document.getElementById("in").addEventListener("click", () => zoom(0.5, (from + to) / 2));
+  document.getElementById("out").addEventListener("click", () => zoom(2, (from + to) / 2));
+  document.getElementById("all").addEventListener("click", () => move(0, end));
+  for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", draw);
+  addEventListener("beforeprint", draw); addEventListener("afterprint", draw); addEventListener("resize", draw);
+  draw();
+})();
