@@ -17,6 +17,8 @@ from burst_portable.cli import PROGRAM
 COMMANDS = {
     "run": "burst_portable.cli.run:run",
     "plan": "burst_portable.cli.plan:plan",
+    "profile": "burst_portable.cli.profile:profile",
+    "compare": "burst_portable.cli.profile:compare",
     "doctor": "burst_portable.cli.doctor:doctor",
     "conform": "burst_portable.cli.conform:conform",
     "kernels": "burst_portable.cli.kernels:kernels",

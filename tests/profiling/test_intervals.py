@@ -81,9 +81,9 @@ def test_pieces_add_up_to_the_whole(compute, comm, cuts):
 def test_a_million_intervals_take_a_fraction_of_a_second():
     starts = np.sort(np.random.default_rng(0).integers(0, 10**9, 1_000_000))  # recorded: in order, give or take
     many = np.stack((starts, starts + np.random.default_rng(1).integers(1, 2000, len(starts))), axis=1)
-    seconds = []
+    seconds = []  # of this process: others share the machine
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.process_time()
         union(many)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
     assert min(seconds) < 0.1

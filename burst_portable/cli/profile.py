@@ -1,0 +1,65 @@
+"""`burst-portable profile` and `compare`: read reports of the profiler, and write them in other forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def profile(
+    report: Annotated[Path, typer.Argument(help="A report: profile.json of `run --profile`, or Report.write_json's.")],
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page.")] = None,
+    chrome: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write Markdown for a pull request.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict and the ranks as JSON, no table.")] = False,
+) -> None:
+    """Say where the time went: verdict, ranks, steps; other forms of the report with options."""
+    import json
+
+    from burst_portable.profiling.report import Report
+
+    read = Report.load(report)
+    if html is not None:
+        read.write_html(html)
+    if chrome is not None:
+        read.write_chrome(chrome)
+    if markdown is not None:
+        markdown.write_text(read.markdown(), encoding="utf-8")
+    if as_json:
+        print(json.dumps({name: read.data[name] for name in ("schema", "verdict", "losses", "ranks")}, indent=2))
+    else:
+        read.print()
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(help="The report to hold against.")],
+    after: Annotated[Path, typer.Argument(help="The newer report.")],
+    threshold: Annotated[float, typer.Option(help="What may become slower: 0.1 is a tenth.")] = 0.1,
+) -> int:
+    """Compare two reports, a training step; exit code 1 where a part became slower by more than the threshold."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from burst_portable.profiling.report import Report
+    from burst_portable.profiling.report.compare import compare as changes_of
+    from burst_portable.profiling.report.tables import NAMES
+    from burst_portable.profiling.units import time_text
+
+    changes = changes_of(Report.load(before).data, Report.load(after).data, threshold)
+    worse = [NAMES.get(c.name, c.name) for c in changes if c.worse]
+    console = Console(highlight=False)
+    if worse:
+        console.print(f"[bold red]SLOWER[/]  {', '.join(worse)}: by more than {100 * threshold:g} %")
+    else:
+        console.print(f"[bold green]OK[/]  nothing became slower by more than {100 * threshold:g} %")
+    table = Table(header_style="bold")
+    for name in ("a training step, slowest rank", "before", "after", "after / before"):
+        table.add_column(name, justify="left" if name.startswith("a ") else "right")
+    for c in changes:
+        style = "red" if c.worse else ""
+        ratio = f"{c.ratio:.3g}" if c.before else "-"
+        table.add_row(NAMES.get(c.name, c.name), time_text(c.before), time_text(c.after), ratio, style=style)
+    console.print(table)
+    return 1 if worse else 0

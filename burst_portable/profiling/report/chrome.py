@@ -1,0 +1,50 @@
+"""A trace in Chrome's JSON, for ui.perfetto.dev: a process a rank, tracks for kernels, waiting and transfers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TRACKS = {"compute": 0, "wait": 1, "collective": 1, "post": 1, "transfer": 2}
+_NAMES = ("compute", "communication: waiting", "communication: transfers")
+_PASSES = ("forward", "backward")
+
+
+def trace(data: dict[str, Any]) -> dict[str, Any]:
+    """Complete events in microseconds with three decimals: nanoseconds survive."""
+    kinds = data["events"]["kinds"]
+    events: list[dict[str, Any]] = []
+    for one in data["events"]["ranks"]:
+        rank = one["rank"]
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        for track, name in enumerate(_NAMES):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": name}})
+        for i, number in enumerate(one["kind"]):
+            kind = kinds[number]
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": _TRACKS[kind],
+                    "ts": one["start"][i] / 1000,
+                    "dur": one["duration"][i] / 1000,
+                    "name": _name(kind, one["a"][i], one["b"][i]),
+                    "cat": kind,
+                    "args": {
+                        "pass": _PASSES[one["backward"][i]],
+                        "step": one["step"][i],
+                        "layer": one["call"][i],
+                        "training step": one["iteration"][i],
+                        "FLOPs" if kind == "compute" else "bytes": one["work"][i],
+                    },
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schema": data["schema"]}}
+
+
+def _name(kind: str, a: int, b: int) -> str:
+    if kind == "compute":
+        return f"q{a} x kv{b}"
+    if kind in ("wait", "transfer"):
+        return f"{'wait for' if kind == 'wait' else 'from'} rank {a}: block {b}"
+    return "all ranks together" if kind == "collective" else "start transfers"

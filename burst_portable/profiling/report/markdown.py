@@ -1,0 +1,35 @@
+"""The report for a pull request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from burst_portable.profiling.report.tables import loss_name
+from burst_portable.profiling.units import percent, time_text
+
+_RANKS = 32
+_LOSSES = 5
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """Verdict, partition and losses as GitHub's Markdown."""
+    verdict = data["verdict"]
+    lines = [f"**{loss_name(verdict['kind']).capitalize()}.** {verdict['text']}", ""]
+    if verdict["advice"]:
+        lines += [f"What to do: {verdict['advice']}.", ""]
+    lines += [
+        "| rank | span | computing | exposed communication | exposed copies | idle | blocking |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for rank in data["ranks"][:_RANKS]:
+        names = ("span", "compute", "exposed_comm", "exposed_copy", "idle", "blocking")
+        lines.append(f"| {rank['rank']} | {' | '.join(time_text(rank[name]) for name in names)} |")
+    if len(data["ranks"]) > _RANKS:
+        lines.append(f"| and {len(data['ranks']) - _RANKS} more | | | | | | |")
+    if data["losses"]:
+        lines += ["", "| lost | of the run | what |", "| ---: | ---: | --- |"]
+        lines += [
+            f"| {time_text(loss['lost'])} | {percent(loss['share'])} | {loss['text']} |"
+            for loss in data["losses"][:_LOSSES]
+        ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,98 @@
+"""The report in a terminal: the verdict first, then where each rank's time went, then the steps that lost most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from burst_portable.profiling.partition import PARTS
+from burst_portable.profiling.report.tables import loss_name, step_rows
+from burst_portable.profiling.units import percent, scaled, time_text
+
+_COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
+_BAR = 20  # characters: with the numbers beside it, a line of 80
+_STEPS = 8
+_RANKS = 16
+
+
+def show(data: dict[str, Any], console: Console | None = None) -> None:
+    """Print a report."""
+    say = console or Console(highlight=False)
+    verdict = data["verdict"]
+    colour = "green" if verdict["kind"] == "none" else "red"
+    say.print(f"[bold {colour}]{loss_name(verdict['kind']).upper()}[/]  {verdict['text']}", soft_wrap=True)
+    if verdict["advice"]:
+        say.print(f"  [bold]what to do[/]  {verdict['advice']}", soft_wrap=True)
+    say.print(_ranks(data))
+    if len(data["ranks"]) > _RANKS:
+        say.print(f"  and {len(data['ranks']) - _RANKS} ranks more", style="dim")
+    total = _totals(data)
+    say.print(f"  {total}", soft_wrap=True)
+    if rows := sorted(step_rows(data), key=lambda r: -r["blocking"])[:_STEPS]:
+        say.print(_steps(rows))
+    clock = data["clock"]
+    uncertain = f", uncertain by {time_text(clock['uncertainty_ns'])}" if clock["uncertainty_ns"] else ""
+    say.print(
+        f"  evidence: {clock['evidence']}, {clock['method']}{uncertain}; FLOPs and bytes from the plan", style="dim"
+    )
+
+
+def _totals(data: dict[str, Any]) -> str:
+    """What all ranks reach together."""
+    sums = {name: sum(r[name] for r in data["ranks"]) for name in ("comm", "overlap", "compute", "sent_bytes")}
+    flops = sum(p["flops"] for r in data["ranks"] for p in r["passes"].values())
+    hidden = percent(sums["overlap"] / sums["comm"]) if sums["comm"] else "none"
+    rate = scaled(flops * 1e9 / sums["compute"], "FLOP/s") if sums["compute"] else "-"
+    return f"in kernels {rate} a rank; communication hidden {hidden}; {scaled(sums['sent_bytes'], 'B')} sent"
+
+
+def _ranks(data: dict[str, Any]) -> Table:
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    legend = " ".join(f"[{_COLOURS[p]}]█[/]" for p in PARTS)
+    for name in ("rank", "span", "computing", "exposed", "blocking", "idle", legend):
+        table.add_column(name, justify="left" if name == legend else "right", no_wrap=True)
+    longest = max(rank["span"] for rank in data["ranks"]) or 1
+    for rank in data["ranks"][:_RANKS]:
+        table.add_row(
+            str(rank["rank"]),
+            time_text(rank["span"]),
+            time_text(rank["compute"]),
+            time_text(rank["exposed_comm"] + rank["exposed_copy"]),
+            time_text(rank["blocking"]),
+            time_text(rank["idle"]),
+            _bar(rank, longest),
+        )
+    return table
+
+
+def _bar(rank: dict[str, Any], longest: int) -> str:
+    """Four colours in proportion; what rounds to nothing is not drawn."""
+    drawn, done, at = [], 0, 0
+    for part in PARTS:
+        done += rank[part]
+        until = round(_BAR * done / longest)
+        if until > at:
+            drawn.append(f"[{_COLOURS[part]}]{'█' * (until - at)}[/]")
+        at = until
+    return "".join(drawn)
+
+
+def _steps(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("ring step", "times", "window", "computing", "blocking", "worst rank", "it waits", "received"):
+        table.add_column(name, justify="left" if name == "ring step" else "right", no_wrap=True)
+    for r in rows:
+        table.add_row(
+            f"{r['pass']} {r['step']}",
+            str(r["times"]),
+            time_text(r["span"]),
+            time_text(r["compute"]),
+            time_text(r["blocking"]),
+            str(r["worst"]),
+            time_text(r["worst_blocking"]),
+            scaled(r["received_bytes"], "B"),
+        )
+    return table
