@@ -5,12 +5,15 @@ Nothing outside a vendor's folder asks for a vendor's name; it asks a capability
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 from burst_portable.comm.base import Transport
 from burst_portable.cost import Rates as Rates
+from burst_portable.errors import BackendUnavailableError, explain
 from burst_portable.kernels.contract import Kernel
 
 
@@ -59,3 +62,31 @@ class Backend(Protocol):
 
     def transport(self, group: Any, deadline: float) -> Transport:
         """The transport of a torch process group (None: the default one)."""
+
+
+def require(package: str, at_least: str, install: str | None = None) -> None:
+    """For the top of a vendor's module: refuse to go on without a package, or with one that is too old.
+
+    Args:
+        package: the distribution, as pip calls it.
+        at_least: the first version that will do, such as "2.13".
+        install: what to do; ``pip install`` it unless given.
+
+    Raises `BackendUnavailableError`, with another message for each of the two.
+    """
+    step = install or f"pip install '{package}>={at_least}'"
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        raise BackendUnavailableError(
+            explain(f"the package {package} is not installed", allowed=f"{at_least} or later", next_step=step)
+        ) from None
+    if _numbers(found) < _numbers(at_least):
+        raise BackendUnavailableError(
+            explain(f"the package {package} is too old", got=found, allowed=f"{at_least} or later", next_step=step)
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """2.13.0+rocm7.1 -> (2, 13, 0)."""
+    return tuple(int(n) for n in re.findall(r"\d+", text.partition("+")[0]))

@@ -15,30 +15,55 @@ from burst_portable.errors import BackendUnavailableError, UnsupportedError, exp
 from burst_portable.kernels.contract import Kernel, Problem
 
 GROUP = "burst_portable.backends"
+_PARTS = ("name", "capabilities", "probe", "kernels", "transport")
 _OURS = {name: f"burst_portable.backends.{name}:backend" for name in ("cpu", "cuda")}
 
 
 def known() -> dict[str, str]:
-    """Every backend's name, and where it comes from (``module:attribute``)."""
-    return {**_OURS, **{point.name: point.value for point in entry_points(group=GROUP)}}
+    """Every backend's name, and where it comes from (``module:attribute``). No package can take the names of ours."""
+    theirs = {point.name: point.value for point in entry_points(group=GROUP) if point.name not in _OURS}
+    return {**_OURS, **theirs}
 
 
 @lru_cache(maxsize=32)
 def load(name: str) -> Backend:
     """The backend of that name.
 
-    Raises `UnknownNameError` for a name that is none, `BackendUnavailableError` for one that fails to import.
+    Raises `UnknownNameError` for a name that is none, `BackendUnavailableError` for one that cannot be
+    imported: a package is absent, too old, or broken.
     """
     table = known()
     if name not in table:
         raise unknown_name("backend", name, table)
-    module, _, attribute = table[name].partition(":")
+    return _imported(name, table[name])
+
+
+def _imported(name: str, home: str) -> Backend:
+    """Import it; what can be wrong with somebody else's package gets a message each."""
+    module, _, attribute = home.partition(":")
+    what = f"the backend {name!r} (from {home})"
     try:
         backend: Backend = getattr(import_module(module), attribute)
-    except ImportError as error:
+    except BackendUnavailableError as error:  # it looked, and says itself what is absent or too old
+        raise BackendUnavailableError(f"{what} cannot be used: {error}") from error
+    except ModuleNotFoundError as error:
+        missing = error.name or "a module"
+        next_step = f"install {missing}, or remove the package that registers {name!r}"
         raise BackendUnavailableError(
-            explain(f"the backend {name!r} fails to import", got=error, next_step=f"mend or remove {module}")
+            explain(f"{what} needs {missing}, which is absent", next_step=next_step)
         ) from error
+    # Whatever a vendor's module does when it is imported, the user must hear which one it was.
+    except Exception as error:
+        got = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        next_step = f"`python -c 'import {module}'` shows where; reinstall that package, or remove it"
+        raise BackendUnavailableError(
+            explain(f"{what} is broken: it fails to import", got=got, next_step=next_step)
+        ) from error
+    if lacking := [part for part in _PARTS if not hasattr(backend, part)]:
+        next_step = f"upgrade the package of {module}: it was written for another version of burst_portable"
+        raise BackendUnavailableError(
+            explain(f"{what} is no backend: it has no {', '.join(lacking)}", next_step=next_step)
+        )
     return backend
 
 
@@ -50,7 +75,11 @@ def for_device(device_type: str) -> Backend:
     """
     reasons = []
     for name in known():
-        backend = load(name)
+        try:
+            backend = load(name)
+        except BackendUnavailableError as error:  # not named but looked at: a reason, like a probe's
+            reasons.append(str(error))
+            continue
         if backend.capabilities.device_type != device_type:
             continue
         probe = backend.probe()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.checks.attending import case_trial, judged
+from burst_portable.conformance.checks.attending import case_trial, case_trials, judged
 from burst_portable.conformance.inputs import make_inputs
 from burst_portable.conformance.processes import devices, exchange, shards
 from burst_portable.conformance.running import together
@@ -18,7 +18,7 @@ NAME = "group"
 _CASES = (
     Case(mask="custom", layout="striped", strategy="burst", ranks=2, sinks=True),
     Case(mask="documents", layout="document_zigzag", strategy="ring+fetch", ranks=3, dtype=torch.bfloat16),
-    Case(mask="causal", strategy="ulysses", ranks=4, heads="gqa"),
+    Case(mask="causal", strategy="ulysses", ranks=4, heads="mha"),
     Case(mask="sink_window", strategy="double_ring", ranks=4),
 )
 
@@ -27,7 +27,7 @@ def trials(subject: Subject) -> Iterator[Trial]:
     """Messages and collectives; a few attentions. A process takes seconds to start: few of each."""
     counts, cases = ((2,), _CASES[:1]) if subject.effort == "quick" else ((2, 3), _CASES)
     yield from (_jobs_trial(subject, ranks) for ranks in counts if ranks <= subject.ranks)
-    yield from (case_trial(NAME, subject, case, _attempt) for case in cases if case.ranks <= subject.ranks)
+    yield from case_trials(NAME, subject, cases, _attempt)
 
 
 def of_case(subject: Subject, case: Case, kernel: str) -> Trial:

@@ -1,0 +1,94 @@
+"""A local attention kernel, as plain as one can be: a tile is a box of scores and a band across it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burst_portable import numerics
+from burst_portable.kernels.contract import Gradients, Options, Problem, Support
+from burst_portable.numerics import State
+from burst_portable.tiles import Tile, Tiles
+
+
+class TheirKernel:
+    """See `burst_portable.kernels.contract.Kernel`."""
+
+    name = "their_boxes"
+
+    def supports(self, problem: Problem) -> Support:
+        """What is claimed here is tried by the conformance suite; what is declined needs a reason."""
+        if problem.softcap:
+            return Support(False, "it has no softcap")
+        if problem.head_dim > 256:
+            return Support(False, f"heads of size {problem.head_dim} are larger than 256")
+        return Support(True)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
+    ) -> State:
+        """Each tile by itself, merged into the running state: 0 and -inf where nothing is seen."""
+        state = numerics.empty_state(q, v.shape[-1]) if state is None else state
+        for tile in tiles:
+            rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+            scores = _scores(q[:, rows], k[:, columns], tile, options)
+            lse = torch.logsumexp(scores, -1)
+            p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+            out = torch.einsum("bhij,bjhd->bihd", p, _shared(v[:, columns], q))
+            numerics.merge_into((state[0][:, rows], state[1][:, :, rows]), out, lse)
+        return state
+
+    def attend_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+        *,
+        delta: Tensor | None = None,
+        out: Tensor | None = None,
+        into: Gradients,
+    ) -> None:
+        """Weights come again from the global LSE, so gradients of tiles simply add up."""
+        if delta is None:
+            assert out is not None, "exactly one of delta and out"
+            delta = numerics.row_delta(dout, out)
+        dq, dk, dv = into
+        groups = k.shape[2]
+        for tile in tiles:
+            rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+            scores = _scores(q[:, rows], k[:, columns], tile, options)
+            row_lse = lse[:, :, rows].unsqueeze(-1)
+            p = torch.exp(scores - row_lse.masked_fill(row_lse == -torch.inf, 0.0))
+            do = _wide(dout[:, rows])
+            dp = torch.einsum("bihd,bjhd->bhij", do, _shared(v[:, columns], q))
+            ds = p * (dp - delta[:, :, rows].unsqueeze(-1)) * options.scale
+            dq[:, rows] += torch.einsum("bhij,bjhd->bihd", ds, _shared(k[:, columns], q))
+            dk[:, columns] += _summed(torch.einsum("bhij,bihd->bjhd", ds, _wide(q[:, rows])), groups)
+            dv[:, columns] += _summed(torch.einsum("bhij,bihd->bjhd", p, do), groups)
+
+
+def _scores(q: Tensor, k: Tensor, tile: Tile, options: Options) -> Tensor:
+    """``[B, H, rows, columns]``, -inf where the band hides a pair. Indices are local to the blocks, not to the tile."""
+    scores = torch.einsum("bihd,bjhd->bhij", _wide(q), _shared(k, q)) * options.scale
+    row = torch.arange(tile.q_start, tile.q_stop).unsqueeze(1)
+    distance = row - torch.arange(tile.k_start, tile.k_stop)
+    return scores.masked_fill((distance < tile.lo) | (distance > tile.hi), -torch.inf)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """One step wider than the inputs, so that rounding is left to the ends."""
+    return x.to(numerics.running_dtype(x.dtype))
+
+
+def _shared(x: Tensor, q: Tensor) -> Tensor:
+    """K or V with as many heads as q. An example may repeat them; a kernel for production must not."""
+    return _wide(x).repeat_interleave(q.shape[2] // x.shape[2], dim=2)
+
+
+def _summed(x: Tensor, groups: int) -> Tensor:
+    """Gradients of heads that share a K/V head, added up."""
+    return x.unflatten(2, (groups, -1)).sum(3)
