@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt ci/setup.sh
 	@touch $@
 
 demo: $(STAMP)
-	@.venv/bin/burst-portable run --model tiny --ranks 2 --seq-len 4096 --steps 10 --check --report report/ $(ARGS)
+	@.venv/bin/burst-portable run --model tiny --ranks 2 --seq-len 4096 --steps 10 --check --profile --report report/ $(ARGS)
 
 test: $(STAMP)
 	@$(PYTHON_IN_VENV) -m pytest $(ARGS)

@@ -43,6 +43,9 @@ def run(
     checked: Annotated[
         bool, typer.Option("--check/--no-check", help="Do the same on one device with plain SDPA, and compare.")
     ] = False,
+    profiled: Annotated[
+        bool, typer.Option("--profile", help="Say where the time of attention went; profile.html in the report folder.")
+    ] = False,
     report: Annotated[Path | None, typer.Option(help="A folder for report.html and report.json.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="A file for the numbers.")] = None,
 ) -> int:
@@ -72,6 +75,7 @@ def run(
             strategy=strategy,
             layout=layout,
             dtype=dtype,
+            profiled=profiled,
             local=place is None,
         )
     except BurstError:
@@ -79,11 +83,13 @@ def run(
             return 2  # all ranks refuse the same; the first one says why
         raise
     view.heading(prepared, checked)
-    facts = _facts(prepared, place, checked, view)
+    facts, profile = _facts(prepared, place, checked, view)
     if facts is None:
         return 0
-    _write(facts, prepared, report, json_file)
+    _write(facts, profile, prepared, report, json_file)
     view.verdict(facts, report)
+    if profile is not None:
+        view.profile(profile, report)
     return 1 if facts["failures"] else 0
 
 
@@ -97,8 +103,13 @@ def _ranks(asked: int | None, place: Launched | None) -> int:
     return place.world_size
 
 
-def _facts(prepared: Prepared, place: Launched | None, checked: bool, view: View) -> dict[str, Any] | None:
-    """Run the ranks, then the reference; what is known then. None on ranks that have nothing to tell."""
+def _facts(
+    prepared: Prepared, place: Launched | None, checked: bool, view: View
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Run the ranks, then the reference; what is known then, and the profile if one was wanted.
+
+    None on ranks that have nothing to tell.
+    """
     import torch
 
     from burst_portable.cli.training.outcome import facts_of, gradient_differences
@@ -109,9 +120,10 @@ def _facts(prepared: Prepared, place: Launched | None, checked: bool, view: View
     job = prepared.job
     outcomes, gradients = _distributed(prepared, place, checked, view)
     if view.quiet:
-        return None
+        return None, None
+    profile = outcomes[0].profile
     if not checked:
-        return facts_of(prepared, outcomes, None, None)
+        return facts_of(prepared, outcomes, None, None), profile
     device = device_of(job.device_type, place.local_rank if place else 0)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads if place else cores())  # where no rank runs any more, all cores are free
@@ -121,7 +133,7 @@ def _facts(prepared: Prepared, place: Launched | None, checked: bool, view: View
     finally:
         torch.set_num_threads(threads)
     apart = None if job.scoring else gradient_differences(gradients, expected)
-    return facts_of(prepared, outcomes, reference, apart)
+    return facts_of(prepared, outcomes, reference, apart), profile
 
 
 def _distributed(
@@ -145,7 +157,13 @@ def _distributed(
             return [Outcome(**event["outcome"]) for event in done], gradients
 
 
-def _write(facts: dict[str, Any], prepared: Prepared, report: Path | None, json_file: Path | None) -> None:
+def _write(
+    facts: dict[str, Any],
+    profile: dict[str, Any] | None,
+    prepared: Prepared,
+    report: Path | None,
+    json_file: Path | None,
+) -> None:
     from burst_portable.cli.training.outcome import finite
 
     text = json.dumps(finite(facts), indent=2, allow_nan=False) + "\n"
@@ -156,3 +174,8 @@ def _write(facts: dict[str, Any], prepared: Prepared, report: Path | None, json_
 
         (report / "report.json").write_text(text, encoding="utf-8")
         write_html(facts, prepared.plan, report / "report.html")
+        if profile is not None:
+            from burst_portable.profiling.report import Report
+
+            Report(profile).write_json(report / "profile.json")
+            Report(profile).write_html(report / "profile.html")

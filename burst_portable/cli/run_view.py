@@ -74,6 +74,16 @@ class View:
         if report is not None:
             self._console.print(f"report  {report / 'report.html'}", markup=False)
 
+    def profile(self, profile: dict[str, Any], report: Path | None) -> None:
+        """Where the time of attention went, in a sentence, or in full where no file has it."""
+        if report is None:
+            from burst_portable.profiling.report.terminal import show
+
+            show(profile, self._console)
+            return
+        self._console.print(f"time    {profile['verdict']['text']}", markup=False)
+        self._console.print(f"profile {report / 'profile.html'}", markup=False)
+
 
 def verdict_text(facts: dict[str, Any]) -> str:
     """The verdict as a sentence."""

@@ -39,6 +39,7 @@ class Recorder:
             kind: deque(maxlen=LIGHT_KEPT if light else None) for kind in COLUMNS
         }
         self.iteration, self.call = 0, 0
+        self.kernels = self.waiting = 0  # nanoseconds, where marks are times already
         self.calls: list[tuple[int, int, int]] = []
         self._plans: dict[int, tuple[int, Plan, PlanFacts]] = {}
         self._clocks: dict[torch.device, Clock] = {}
@@ -196,6 +197,8 @@ class RecordingRuntime:
     def _computed(self, backward: bool, compute: Compute, start: Any, end: Any) -> None:
         step, pairs, tiles, flops = self._facts.computes[backward, compute.q_owner, compute.k_owner]
         self.step = step
+        if isinstance(start, int):
+            self.recorder.kernels += end - start
         self.row("compute", backward, step, compute.q_owner, compute.k_owner, pairs, tiles, flops, start, end)
 
     def post(
@@ -245,7 +248,10 @@ class RecordingHandle:
         clock = runtime.recorder.clock(self._device)
         start = clock.mark()
         self._inner.wait()
-        runtime.row("message", self._backward, runtime.step, *self._what, start, clock.mark())
+        end = clock.mark()
+        if isinstance(start, int):
+            runtime.recorder.waiting += end - start
+        runtime.row("message", self._backward, runtime.step, *self._what, start, end)
 
 
 class RecordingTransport(Transport):
@@ -299,6 +305,8 @@ class RecordingTransport(Transport):
             self._backward, self._ordinal, self._runtime.step = True, 0, 0
 
     def _collected(self, agreement: int, size: int, start: Any, end: Any) -> None:
+        if isinstance(start, int):
+            self._runtime.recorder.waiting += end - start
         place = self._backward, self._runtime.step
         self._runtime.row("collective", *place, self._ordinal, agreement, size, start, end)
         self._ordinal += 1

@@ -71,6 +71,11 @@ class Session:
         for recorder in list(self._recorders.values()):
             recorder.next_iteration()
 
+    def totals(self) -> tuple[float, float]:
+        """Seconds in kernels and in waiting so far, over this process's ranks; 0 where only the device knows."""
+        recorders = list(self._recorders.values())
+        return sum(r.kernels for r in recorders) / 1e9, sum(r.waiting for r in recorders) / 1e9
+
     def records(self) -> list[RankRecords]:
         """What this process recorded, a rank an entry; waits for the device, where that works on its own."""
         return [self._recorders[rank].records() for rank in sorted(self._recorders)]
@@ -90,8 +95,10 @@ class Session:
         parts = _collected(mesh, pack(mine[0]), device)
         return None if parts is None else [unpack(part) for part in parts]
 
-    def report(self, mesh: Any = None) -> Report | None:
+    def report(self, mesh: Any = None, *, skip: int = 0) -> Report | None:
         """Where the time went, on rank 0; None on the others. All ranks of the mesh must call it.
+
+        The first `skip` training steps, which also warm up, are left out.
 
         Raises `InputError` where nothing was recorded.
         """
@@ -100,7 +107,7 @@ class Session:
             return None
         from burst_portable.profiling.report import Report
 
-        return Report.of(gathered)
+        return Report.of(gathered, skip=skip)
 
 
 def profile(level: Literal["session", "light"] = "session", *, mesh: Any = None) -> Session:

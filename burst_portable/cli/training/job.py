@@ -20,6 +20,7 @@ class Job:
         batch: sequences a step.
         scoring: perplexity instead of training.
         backend, device_type, process_group: the backend by name, and its capabilities of these names.
+        profile: whether every kernel and message is recorded.
         threads: of torch's CPU operators, a rank.
         folder: where ranks leave what is too large for a pipe; None where nobody collects it.
     """
@@ -41,6 +42,7 @@ class Job:
     dtype: str
     threads: int
     folder: str | None = None
+    profile: bool = False
 
     def save(self, path: Path) -> None:
         """Write it where `load` finds it."""

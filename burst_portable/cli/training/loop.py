@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.cli.training.timing import Clock
 from burst_portable.integrations.gradients import sum_gradients, sum_over_ranks
 from burst_portable.mesh import Mesh
+from burst_portable.profiling.session import Session
 
 PHASES = ("forward", "backward", "gradient sum", "optimizer")
 
@@ -36,11 +36,15 @@ class Course:
 
 @dataclass(frozen=True)
 class Sharded:
-    """What makes a rank's loop differ from one device's: its handle, its mesh, and a clock where one can be read."""
+    """What makes a rank's loop differ from one device's: its handle, its mesh, and what watches its attentions.
+
+    session.totals tells kernels from waiting where work is done when a call returns (`timed`).
+    """
 
     handle: Any
     mesh: Mesh
-    clock: Clock | None
+    session: Session
+    timed: bool
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over the ranks."""
@@ -135,8 +139,7 @@ def _whole(loss: Tensor, sharded: Sharded | None) -> float:
 
 
 def _read(sharded: Sharded | None) -> tuple[float, float]:
-    clock = sharded.clock if sharded else None
-    return (clock.kernels, clock.waiting) if clock else (0.0, 0.0)
+    return sharded.session.totals() if sharded else (0.0, 0.0)
 
 
 def _note(course: Course, loss: float, tokens: int, seconds: float, phases: dict[str, float]) -> None:

@@ -58,6 +58,7 @@ def prepare(
     strategy: str,
     layout: str,
     dtype: str,
+    profiled: bool,
     local: bool,
 ) -> Prepared:
     """A job from what was typed. `local`: all ranks run on this machine. Raises `BurstError`."""
@@ -94,6 +95,7 @@ def prepare(
         layout=layout,
         dtype=dtype,
         threads=max(1, cores() // ranks) if local else torch.get_num_threads(),
+        profile=profiled,
     )
     return Prepared(job, plan, name, _about(model, config, sketch), reason)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from burst_portable.cli.training.job import Job
 from burst_portable.cli.training.loop import Course, OnStep, Sharded, Where, score, train
 from burst_portable.cli.training.models import build, checkpoint_of, config_of, quiet
 from burst_portable.cli.training.texts import batches, tokens_of
-from burst_portable.cli.training.timing import Clock, TimedMesh
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.mesh import Mesh
+from burst_portable.profiling.session import profile
 
 GRADIENTS = "gradients.safetensors"
 Gradients = dict[str, Tensor]
@@ -36,25 +36,33 @@ class Outcome:
         peak_memory_bytes: of the device, or of the process where the device is the CPU.
         fingerprint: of the parameters after the last step; equal on all ranks, or something is wrong.
         timed: whether kernels and waiting were told apart.
+        profile: the profiler's report, on rank 0 where it was asked for.
     """
 
     course: dict[str, Any]
     peak_memory_bytes: int
     fingerprint: str
     timed: bool
+    profile: dict[str, Any] | None = None
 
 
 def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tuple[Outcome, Gradients]:
     """Train or score this rank's shard; the outcome, and the gradients of the last step, summed over the ranks."""
     streams = load(job.backend).capabilities.streams
-    clock = None if streams else Clock()
-    watched = mesh if clock is None else TimedMesh(mesh, clock)
+    with profile("session" if job.profile else "light", mesh=mesh) as session:
 
-    def prepare(model: Any) -> Sharded:
-        handle = parallelize(model, watched, strategy=job.strategy, layout=job.layout)
-        return Sharded(handle, watched, clock)
+        def prepare(model: Any) -> Sharded:
+            handle = parallelize(model, mesh, strategy=job.strategy, layout=job.layout)
+            return Sharded(handle, mesh, session, timed=not streams)
 
-    return _run(job, device, prepare, on_step)
+        def done(course: Course) -> None:
+            session.mark()
+            on_step(course)
+
+        outcome, gradients = _run(job, device, prepare, done)
+    if job.profile and (report := session.report(skip=1 if job.steps > 1 else 0)):
+        outcome = replace(outcome, profile=report.data)
+    return outcome, gradients
 
 
 def run_reference(job: Job, device: torch.device, on_step: OnStep) -> tuple[Outcome, Gradients]:
@@ -75,7 +83,7 @@ def _run(
         course = score(model, data, where, sharded, on_step)
     else:
         course = train(model, data, job.learning_rate, where, sharded, on_step)
-    outcome = Outcome(asdict(course), peak_memory(device), _fingerprint(model), bool(sharded and sharded.clock))
+    outcome = Outcome(asdict(course), peak_memory(device), _fingerprint(model), bool(sharded and sharded.timed))
     return outcome, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -1,0 +1,63 @@
+"""Records that are made up: a few with answers worked out by hand, and as many as anybody asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from burst_portable.profiling.record import COLUMNS, RankRecords, Table
+
+
+class Maker:
+    """One rank's rows, written one by one; times in microseconds."""
+
+    def __init__(self, rank: int, host: str = "host") -> None:
+        self.rank, self.host = rank, host
+        self._rows: dict[str, list[tuple[int, ...]]] = {kind: [] for kind in COLUMNS}
+        self.iteration = self.call = 0
+
+    def compute(self, step: int, start: float, end: float, flops: int = 1000, backward: int = 0) -> None:
+        place = self.iteration, self.call, backward, step
+        owner = step % 8
+        self._rows["compute"].append((*place, self.rank, owner, flops // 10, 1, flops, _ns(start), _ns(end)))
+
+    def message(
+        self, step: int, peer: int, *, sends: bool, posted: float, start: float, end: float, size: int = 1000,
+        owner: int = 0, backward: int = 0, issued: int | None = None,
+    ) -> None:  # fmt: skip
+        place = self.iteration, self.call, backward, step
+        issued = max(0, step - 1) if issued is None else issued
+        what = issued, int(sends), peer, owner, 0, size
+        self._rows["message"].append((*place, *what, _ns(posted), _ns(posted), _ns(start), _ns(end)))
+
+    def collective(self, ordinal: int, start: float, end: float, backward: int = 0) -> None:
+        place = self.iteration, self.call, backward, 0
+        self._rows["collective"].append((*place, ordinal, 1, 24, _ns(start), _ns(end)))
+
+    def records(self) -> RankRecords:
+        tables = {kind: Table.of(kind, rows) for kind, rows in self._rows.items()}
+        return RankRecords(self.rank, self.host, "host clock", tables, [], [], {"device": "cpu"})
+
+
+def _ns(microseconds: float) -> int:
+    return round(microseconds * 1000)
+
+
+def ring(ranks: int, steps: int, *, slow: Sequence[int] = ()) -> list[RankRecords]:
+    """A ring of so many ranks and steps: 100 µs kernels (300 on slow ranks), 30 µs late, 20 µs on the way."""
+    makers = [Maker(rank) for rank in range(ranks)]
+    for one in makers:
+        at = 0.0
+        took = 300 if one.rank in slow else 100
+        for step in range(steps):
+            begin = at
+            if step:
+                peer = (one.rank - 1) % ranks
+                one.message(step, peer, sends=False, posted=at - took, start=at, end=at + 50, owner=step)
+                at += 50
+            one.compute(step, at, at + took)
+            at += took
+            if step < steps - 1:
+                posted = begin + 30 if step else 0
+                target = (one.rank + 1) % ranks
+                one.message(step, target, sends=True, posted=posted, start=at, end=at + 1, owner=step + 1, issued=step)
+    return [one.records() for one in makers]

@@ -1,0 +1,137 @@
+"""Events with answers worked out by hand, and the golden trace of `profiling/` with its expected numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from burst_portable.profiling.analyze import analyze
+from burst_portable.profiling.matching import align, match
+from burst_portable.profiling.record import RankRecords
+from tests.profiling.made import Maker
+
+
+def two_ranks() -> list[RankRecords]:
+    """Microseconds::
+
+    rank 0   compute 0-100 | compute 100-140, posts at 140 |           waits 140-150 for the send
+    rank 1   compute 0-60  | waits 60-200 for rank 0's block (posted by itself at 0) | compute 200-260
+                             late until 140, on its way until 200
+    """
+    a, b = Maker(0), Maker(1)
+    a.compute(0, 0, 100, 5000)
+    a.compute(1, 100, 140, 2000)
+    a.message(1, 1, sends=True, posted=140, start=140, end=150, issued=1)
+    b.compute(0, 0, 60, 3000)
+    b.message(1, 0, sends=False, posted=0, start=60, end=200)
+    b.compute(1, 200, 260, 3000)
+    return [a.records(), b.records()]
+
+
+def test_the_partition_by_hand():
+    report = analyze(two_ranks())
+    zero, one = report["ranks"]
+    assert {k: zero[k] for k in ("span", "compute", "exposed_comm", "exposed_copy", "idle", "overlap", "blocking")} == {
+        "span": 150_000, "compute": 140_000, "exposed_comm": 10_000, "exposed_copy": 0, "idle": 0, "overlap": 0,
+        "blocking": 10_000,
+    }  # fmt: skip
+    assert {k: one[k] for k in ("span", "compute", "exposed_comm", "idle", "blocking")} == {
+        "span": 260_000, "compute": 120_000, "exposed_comm": 140_000, "idle": 0, "blocking": 140_000,
+    }  # fmt: skip
+
+
+def test_late_and_on_its_way_by_hand():
+    report = analyze(two_ranks())
+    (link,) = report["links"]
+    assert (link["waited_late"], link["waited_on_its_way"], link["transfer"]) == (80_000, 60_000, 60_000)
+    assert link["bytes_per_second"] == round(1000 / 60e-6)
+    causes = {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]}
+    # Rank 1 waited 80 µs while rank 0 computed (60-140), then 60 µs for the link; rank 0's own wait is the link's too.
+    assert causes["compute", 0, -1] == {"1": 80_000}
+    assert causes["link", 0, 1] == {"0": 10_000, "1": 60_000}
+
+
+def test_a_step_reaches_to_the_next_one():
+    report = analyze(two_ranks())
+    spans = {(s["step"], r["rank"]): r["span"] for s in report["steps"] for r in s["ranks"]}
+    assert spans == {(0, 0): 100_000, (1, 0): 50_000, (0, 1): 60_000, (1, 1): 200_000}
+
+
+def test_a_delay_that_is_passed_on_is_traced_to_where_it_began():
+    """Rank 0 computes 500 µs; rank 1 waits for it, and passes on late; rank 2 waits for rank 1, which is not slow."""
+    zero, one, two = Maker(0), Maker(1), Maker(2)
+    zero.compute(0, 0, 500)
+    zero.message(0, 1, sends=True, posted=500, start=500, end=501, issued=0)
+    one.compute(0, 0, 100)
+    one.message(1, 0, sends=False, posted=0, start=100, end=510)
+    one.compute(1, 510, 600)
+    one.message(1, 2, sends=True, posted=600, start=600, end=601, owner=1, issued=1)
+    two.compute(0, 0, 100)
+    two.message(1, 1, sends=False, posted=0, start=100, end=620, owner=1)
+    report = analyze([m.records() for m in (zero, one, two)])
+    causes = {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]}
+    assert causes["compute", 0, -1] == {"1": 400_000, "2": 400_000}
+    assert causes["compute", 1, -1] == {"2": 90_000}
+    assert causes["link", 0, 1] == {"0": 1_000, "1": 10_000, "2": 10_000}
+    assert causes["link", 1, 2] == {"1": 1_000, "2": 20_000}
+
+
+def test_whoever_comes_last_to_a_collective_is_waited_for():
+    makers = [Maker(rank) for rank in range(3)]
+    for maker, begins in zip(makers, (0, 100, 30), strict=True):
+        maker.compute(0, begins - 20, begins)
+        maker.collective(0, begins, 110)
+    makers[1].compute(0, 20, 80)
+    report = analyze([m.records() for m in makers])
+    causes = {(c["kind"], c["rank"]): c["waited"] for c in report["causes"]}
+    assert causes["collective", -1] == {"0": 10_000, "1": 10_000, "2": 10_000}
+    assert causes["compute", 1] == {"0": 80_000, "2": 70_000}  # 20-100 and 30-100
+
+
+def test_clocks_of_two_hosts_are_aligned_on_messages():
+    """Host b is 7 ms ahead; messages take 40 and 60 µs: the offset lies within half their sum."""
+    a, b = Maker(0, "a"), Maker(1, "b")
+    ahead = 7000
+    a.compute(0, 0, 10)
+    a.message(0, 1, sends=True, posted=10, start=20, end=21)
+    b.message(0, 0, sends=False, posted=ahead, start=ahead + 1, end=ahead + 50)
+    b.message(1, 0, sends=True, posted=ahead + 100, start=ahead + 110, end=ahead + 111, owner=1)
+    a.message(1, 1, sends=False, posted=50, start=60, end=160, owner=1)
+    aligned, clocks = align([a.records(), b.records()])
+    assert clocks.method == "messages"
+    assert clocks.uncertainty_ns == 50_000
+    assert clocks.offsets_ns[0] == 0
+    assert abs(clocks.offsets_ns[1] - ahead * 1000) <= clocks.uncertainty_ns
+    assert len(match(aligned)) == 2
+    assert analyze([a.records(), b.records()])["clock"]["uncertainty_ns"] == 50_000
+
+
+def test_hosts_that_cannot_be_aligned_are_not_compared():
+    a, b = Maker(0, "a"), Maker(1, "b")
+    a.compute(0, 0, 10)
+    b.compute(0, 7000, 7010)
+    report = analyze([a.records(), b.records()])
+    assert report["clock"]["method"] == "none"
+    assert report["causes"] == []
+
+
+@pytest.mark.parametrize("layout_rank", [0, 2])
+def test_an_uneven_plan_is_named(layout_rank):
+    makers = [Maker(rank) for rank in range(3)]
+    for maker in makers:
+        took = 300 if maker.rank == layout_rank else 100
+        maker.compute(0, 0, took, flops=took * 10)
+        maker.collective(0, took, 301, backward=1)
+    verdict = analyze([m.records() for m in makers])["verdict"]
+    assert (verdict["kind"], verdict["rank"]) == ("uneven plan", layout_rank)
+    assert verdict["lost"] == pytest.approx(300_000 - 500_000 / 3, abs=2)
+    assert "zigzag" in verdict["advice"]
+
+
+def test_a_run_that_only_computes_has_no_loss():
+    a, b = Maker(0), Maker(1)
+    for maker in (a, b):
+        maker.compute(0, 0, 1000)
+        maker.compute(1, 1000, 2000)
+    verdict = analyze([a.records(), b.records()])["verdict"]
+    assert verdict["kind"] == "none"
+    assert "100.0 %" in verdict["text"]

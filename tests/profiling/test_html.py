@@ -1,0 +1,101 @@
+"""The HTML report in a real browser: no error, no request, the JSON's numbers, hover and zoom; and its size."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from burst_portable.profiling.report import Report
+from burst_portable.profiling.report.html import page
+from burst_portable.profiling.units import time_text
+from tests.profiling import chromium
+from tests.profiling.made import ring
+
+needs_chromium = pytest.mark.skipif(chromium.path() is None, reason="no chromium on this machine: apt install chromium")
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return Report.of(ring(4, 12, slow=[2]))
+
+
+@pytest.fixture(scope="module")
+def browser(report, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("html")
+    report.write_html(folder / "profile.html")
+    opened = chromium.Page(folder / "profile")
+    opened.open(folder / "profile.html")
+    yield opened
+    opened.close()
+
+
+def test_it_stays_below_a_megabyte_for_eight_ranks_and_a_thousand_steps():
+    assert len(page(Report.of(ring(8, 1000)).data).encode()) < 1_000_000
+
+
+@needs_chromium
+def test_numbers_on_the_page_are_the_json_s(browser, report):
+    cells = browser.run(
+        "[...document.querySelectorAll('[data-path]')].map(e => [e.dataset.path, e.dataset.value, e.textContent])"
+    )
+    assert len(cells) > 40
+    for path, value, text in cells:
+        found = report.data
+        for key in path.split("."):
+            found = found[int(key)] if isinstance(found, list) else found[key]
+        assert math.isclose(float(value), found), path
+        if not path.endswith(("bytes", "messages")):
+            assert text == time_text(found), path
+    assert browser.run("document.querySelector('h1').textContent") == report.verdict
+
+
+@needs_chromium
+def test_hover_tells_and_the_wheel_zooms(browser):
+    box = browser.run("(() => { const b = document.getElementById('timeline').getBoundingClientRect();"
+                      "return [b.left, b.top, b.width, scrollY] })()")  # fmt: skip
+    browser.run("document.getElementById('timeline').scrollIntoView({block: 'start'})")
+    left, top, width, _ = box
+    top = browser.run("document.getElementById('timeline').getBoundingClientRect().top")
+    browser.mouse("mouseMoved", left + 80, top + 30)
+    assert browser.run("document.getElementById('tip').hidden") is False
+    told = browser.run("document.getElementById('tip').textContent")
+    assert told.startswith("kernel on rank 0: 100 µs")
+    assert "forward, ring step 0" in told
+    before = browser.run("document.getElementById('range').textContent")
+    browser.mouse("mouseWheel", left + width / 2, top + 40, deltaX=0, deltaY=-600)
+    for _ in range(100):
+        after = browser.run("document.getElementById('range').textContent")
+        if after != before:
+            break
+    assert after != before
+    browser.run("document.getElementById('all').click()")
+    assert browser.run("document.getElementById('range').textContent") == before
+
+
+@needs_chromium
+def test_colours_follow_the_reader_and_paper_is_light(browser):
+    paper = "getComputedStyle(document.querySelector('section')).backgroundColor"
+    seen = {}
+    for scheme in ("light", "dark"):
+        browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        seen[scheme] = browser.run(paper)
+    assert seen["light"] != seen["dark"]
+    browser.call("Emulation.setEmulatedMedia", media="print")  # of a reader in the dark
+    assert browser.run(paper) == seen["light"] == "rgb(255, 255, 255)"
+    browser.call("Emulation.setEmulatedMedia", media="", features=[])
+
+
+@needs_chromium
+def test_the_page_does_not_scroll_sideways(browser):
+    for width in (1200, 420):
+        browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    browser.call("Emulation.clearDeviceMetricsOverride")
+
+
+@needs_chromium
+def test_it_asks_for_nothing_and_complains_of_nothing(browser):
+    """Last of its file: about all that the others did."""
+    assert browser.said() == []
+    assert browser.requests() == []

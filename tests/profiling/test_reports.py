@@ -1,0 +1,76 @@
+"""Files that are made of a report, and comparing two of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import burst_portable as bp
+from burst_portable.cli import main
+from burst_portable.profiling.report import Report
+from tests.profiling.made import ring
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reports")
+    Report.of(ring(4, 6)).write_json(folder / "even.json")
+    Report.of(ring(4, 6, slow=[2])).write_json(folder / "slow.json")
+    return folder
+
+
+def test_the_terminal_begins_with_the_verdict(files, capsys):
+    assert main(["profile", str(files / "slow.json")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("SLOW RANK  Rank 2 computes slowly")
+    assert max(map(len, printed.splitlines()[2:])) <= 80
+
+
+def test_other_forms_are_written(files, capsys):
+    names = [files / name for name in ("p.html", "p.json", "p.md")]
+    wanted = ["--html", names[0], "--chrome", names[1], "--markdown", names[2]]
+    assert main(["profile", str(files / "slow.json"), *map(str, wanted), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    report = Report.load(files / "slow.json")
+    assert printed["ranks"] == report.data["ranks"]
+    assert printed["verdict"]["rank"] == 2
+    assert report.verdict in names[0].read_text(encoding="utf-8")
+    assert report.verdict in names[2].read_text(encoding="utf-8")
+
+
+def test_the_trace_has_every_rank_and_every_event(files):
+    report = Report.load(files / "slow.json")
+    report.write_chrome(files / "trace.json")
+    events = json.loads((files / "trace.json").read_text())["traceEvents"]
+    tracks = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    assert {name for _, name in tracks} == {"compute", "communication: waiting", "communication: transfers"}
+    assert {rank for rank, _ in tracks} == {0, 1, 2, 3}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) == sum(len(r["kind"]) for r in report.data["events"]["ranks"])
+    kernels = [e for e in spans if e["cat"] == "compute" and e["pid"] == 2]
+    assert [e["dur"] for e in kernels] == [300.0] * 6
+    assert all(e["tid"] == 0 for e in kernels)
+
+
+def test_comparing_says_what_became_slower(files, capsys):
+    even, slow = str(files / "even.json"), str(files / "slow.json")
+    assert main(["compare", even, even]) == 0
+    assert main(["compare", slow, even]) == 0, "faster is no failure"
+    capsys.readouterr()
+    assert main(["compare", even, slow]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("SLOWER")
+    assert "computing" in printed.splitlines()[0]
+    assert main(["compare", even, slow, "--threshold", "5"]) == 0
+
+
+def test_what_is_no_report_is_refused(files, capsys):
+    (files / "other.json").write_text('{"schema": "something/1"}')
+    assert main(["profile", str(files / "other.json")]) == 2
+    assert "something/1" in capsys.readouterr().err
+    assert main(["compare", str(files / "missing.json"), str(files / "even.json")]) == 2
+    Report.of(ring(2, 3)).write_json(files / "two.json")
+    assert main(["compare", str(files / "two.json"), str(files / "even.json")]) == 2
+    with pytest.raises(bp.BurstError, match="nothing was recorded"), bp.profile() as session:
+        session.report()
