@@ -43,7 +43,7 @@ def test_a_case_that_is_none_is_refused(text):
 
 def test_choices_that_do_not_go_together_are_refused():
     with pytest.raises(InputError, match="do not go together"):
-        Case.parse("mask=full,layout=document_zigzag")
+        Case.parse("ranks=8,length=4")
 
 
 @pytest.mark.parametrize("length", [4, 20, 53, 64, 200])
@@ -59,7 +59,7 @@ def test_the_smallest_case_is_found():
     start = next(c for c in product({**axes(8), "mask": ("window",), "ranks": (8,)}) if c.softcap and c.sinks)
     found = smallest(start, lambda case: case.ranks >= 3 and case.mask == "window")
     assert found == Case(
-        mask="window", layout="contiguous", ranks=3, heads="1x1x8x8", length=4, batch=1, dtype=torch.float32
+        mask="window", layout="contiguous", ranks=3, heads="1x1x8x8", length=3, batch=1, dtype=torch.float32
     )
 
 
@@ -146,10 +146,14 @@ def test_a_backend_that_cannot_run_is_refused():
 
 
 @pytest.mark.slow
-def test_processes_over_the_backends_own_transport():
-    report = check_backend("cpu", ranks=2, only=["group"], effort="quick")
+def test_messages_between_processes():
+    assert check_backend("cpu", cases=["group:messages-2ranks"]).ok
+
+
+@pytest.mark.full
+def test_attention_between_processes():
+    report = check_backend("cpu", ranks=4, only=["group"])
     assert report.ok, report.markdown()
-    assert len(report.results) == 2
 
 
 def test_the_command_writes_every_format(tmp_path, capsys):
@@ -170,7 +174,7 @@ WRONG = {
     "case": (["--backend", "cpu", "--case", "attention:mask=no"], "unknown mask"),
     "trial": (["--backend", "cpu", "--case", "claims:no"], "unknown trial"),
     "ranks": (["--backend", "cpu", "--ranks", "0"], "1 to 64"),
-    "ranks, no number": (["--backend", "cpu", "--ranks", "two"], "two"),
+    "ranks, no number": (["--backend", "cpu", "--ranks", "two"], "--ranks"),
     "kernel": (["--backend", "cpu", "--kernel", "no"], "unknown kernel"),
     "tier": (["--backend", "cpu", "--tier", "gold"], "unknown tier"),
     "both": (["--quick", "--full"], "exclude"),
