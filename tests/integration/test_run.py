@@ -228,7 +228,7 @@ def test_perplexity_does_not_depend_on_the_ranks():
     def work(mesh: Mesh) -> list[float]:
         # Threads share the weights, which nobody changes, but not the hooks.
         mine = make_like(model)
-        return score(mine, data, where, Sharded(parallelize(mine, mesh), mesh, None), nothing).losses
+        return score(mine, data, where, Sharded(parallelize(mine, mesh), mesh), nothing).losses
 
     for ranks in (1, 2, 3):
         for losses in run_local(ranks, work):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import burst_portable as bp
+from burst_portable.plans import Plan
 from burst_portable.profiling.record import COLUMNS, RankRecords, Table
+from burst_portable.profiling.recording import PlanFacts
 
 
 class Maker:
@@ -33,9 +36,12 @@ class Maker:
         place = self.iteration, self.call, backward, 0
         self._rows["collective"].append((*place, ordinal, 1, 24, _ns(start), _ns(end)))
 
-    def records(self) -> RankRecords:
+    def records(self, plan: Plan | None = None) -> RankRecords:
         tables = {kind: Table.of(kind, rows) for kind, rows in self._rows.items()}
-        return RankRecords(self.rank, self.host, "host clock", tables, [], [], {"device": "cpu"})
+        plans = [PlanFacts(plan, self.rank).described("cpu")] if plan else []
+        return RankRecords(
+            self.rank, self.host, "host clock", tables, plans, [(0, 0, 0)] if plan else [], {"device": "cpu"}
+        )
 
 
 def _ns(microseconds: float) -> int:
@@ -52,12 +58,15 @@ def ring(ranks: int, steps: int, *, slow: Sequence[int] = ()) -> list[RankRecord
             begin = at
             if step:
                 peer = (one.rank - 1) % ranks
-                one.message(step, peer, sends=False, posted=at - took, start=at, end=at + 50, owner=step)
+                one.message(step, peer, sends=False, posted=at - took, start=at, end=at + 50, owner=step % ranks)
                 at += 50
             one.compute(step, at, at + took)
             at += took
             if step < steps - 1:
                 posted = begin + 30 if step else 0
                 target = (one.rank + 1) % ranks
-                one.message(step, target, sends=True, posted=posted, start=at, end=at + 1, owner=step + 1, issued=step)
-    return [one.records() for one in makers]
+                one.message(
+                    step, target, sends=True, posted=posted, start=at, end=at + 1, owner=(step + 1) % ranks, issued=step
+                )
+    plan = bp.plan(seq_len=64 * ranks, ranks=ranks, heads=2, head_dim=16, itemsize=4, strategy="ring")
+    return [one.records(plan) for one in makers]

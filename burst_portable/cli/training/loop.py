@@ -43,8 +43,8 @@ class Sharded:
 
     handle: Any
     mesh: Mesh
-    session: Session
-    timed: bool
+    session: Session | None = None
+    timed: bool = False
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over the ranks."""
@@ -139,7 +139,8 @@ def _whole(loss: Tensor, sharded: Sharded | None) -> float:
 
 
 def _read(sharded: Sharded | None) -> tuple[float, float]:
-    return sharded.session.totals() if sharded else (0.0, 0.0)
+    session = sharded.session if sharded else None
+    return session.totals() if session else (0.0, 0.0)
 
 
 def _note(course: Course, loss: float, tokens: int, seconds: float, phases: dict[str, float]) -> None:

@@ -93,14 +93,15 @@ def drawable(data: dict[str, Any]) -> tuple[dict[str, Any], str]:
     told: dict[tuple[int, ...], int] = {}
     rows = []
     for r in ranks:
-        at, flat, places, last = 0, [], [], None
+        at, flat = 0, []
+        places, last, since = [], None, 0  # where (iteration, call, step) changes, counted from the last change
         for n, i in enumerate(x for x in shown[r["rank"]] if until is None or r["start"][x] < until):
             start, stop = r["start"][i] // _UNIT, (r["start"][i] + r["duration"][i]) // _UNIT
-            what = tuple(r[name][i] for name in ("kind", "backward", "step", "a", "b", "work"))
+            what = tuple(r[name][i] for name in ("kind", "backward", "a", "b", "work"))
             flat += [start - at, stop - start, told.setdefault(what, len(told))]
-            if (place := (r["iteration"][i], r["call"][i])) != last:
-                places += [n, *place]
-                last = place
+            if (place := (r["iteration"][i], r["call"][i], r["step"][i])) != last:
+                places += [n - since, *place]
+                last, since = place, n
             at = start
         rows.append({"rank": r["rank"], "e": flat, "p": places})
     return {"unit": _UNIT, "kinds": kinds, "what": [list(w) for w in told], "ranks": rows}, note

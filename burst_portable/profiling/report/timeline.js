@@ -30,7 +30,9 @@
     }
     // How far any event up to this one reaches: what may be seen at a time is found by bisection.
     const reach = lanes.map((lane) => { let far = 0; return lane.map((i) => (far = Math.max(far, stop[i]))); });
-    return { rank: r.rank, start, stop, what, lanes, reach, places: r.p };
+    const places = [];
+    for (let p = 0, at = 0; p < r.p.length; p += 4) places.push([(at += r.p[p]), r.p[p + 1], r.p[p + 2], r.p[p + 3]]);
+    return { rank: r.rank, start, stop, what, lanes, reach, places };
   });
   let from = 0, to = end, width = 0, height = 0;
   const x = (t) => LEFT + ((t - from) / (to - from)) * (width - LEFT - 8);
@@ -87,11 +89,12 @@
     return null;
   }
   function describe([r, i]) {
-    const [kind, backward, step, a, b, work] = data.what[r.what[i]], name = KINDS[kind], took = r.stop[i] - r.start[i];
-    let place = [0, 0];
-    for (let p = 0; p < r.places.length && r.places[p] <= i; p += 3) place = [r.places[p + 1], r.places[p + 2]];
+    const [kind, backward, a, b, work] = data.what[r.what[i]], name = KINDS[kind], took = r.stop[i] - r.start[i];
+    let p = 0;
+    while (p + 1 < r.places.length && r.places[p + 1][0] <= i) p++;
+    const [, iteration, layer, step] = r.places[p];
     const lines = [`${WORDS[name]} on rank ${r.rank}: ${time(took)}`];
-    lines.push(`${backward ? "backward" : "forward"}, ring step ${step}, layer ${place[1]}, training step ${place[0]}`);
+    lines.push(`${backward ? "backward" : "forward"}, ring step ${step}, layer ${layer}, training step ${iteration}`);
     if (name === "compute") lines.push(`q${a} × kv${b}, ${scaled(work, "FLOP")}, ${scaled((work / (took * data.unit)) * 1e9, "FLOP/s")}`);
     if (name === "wait") lines.push(`for rank ${a}, block of rank ${b}, ${scaled(work, "B")}`);
     if (name === "transfer") lines.push(`from rank ${a}, block of rank ${b}, ${scaled(work, "B")}, ${scaled((work / (took * data.unit)) * 1e9, "B/s")}`);
@@ -137,6 +140,6 @@
   document.getElementById("out").addEventListener("click", () => zoom(2, (from + to) / 2));
   document.getElementById("all").addEventListener("click", () => move(0, end));
   for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", draw);
-  addEventListener("beforeprint", draw); addEventListener("afterprint", draw); addEventListener("resize", draw);
+  addEventListener("beforeprint", draw); addEventListener("afterprint", draw); addEventListener("resize", () => { tip.hidden = true; draw(); });
   draw();
 })();
