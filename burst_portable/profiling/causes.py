@@ -105,8 +105,9 @@ def _follow(
     for segment in (*ranks[rank].between(start, end), Segment(end, end, Cause("end"))):
         if segment.start > at:  # neither in a kernel nor waiting
             inside = ranks[rank].inside(at, segment.start)
-            waits[Cause("host", rank)][waiting] += inside
-            waits[Cause("outside", rank)][waiting] += segment.start - at - inside
+            for kind, took in (("host", inside), ("outside", segment.start - at - inside)):
+                if took:
+                    waits[Cause(kind, rank)][waiting] += took
         if segment.late >= 0 and hops_left:
             _follow(ranks, segment.late, segment.start, segment.end, waiting, waits, hops_left - 1)
         elif segment.end > segment.start:

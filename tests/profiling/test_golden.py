@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from burst_portable.profiling.analyze import analyze
+from burst_portable.profiling.analyze import SCHEMA, analyze
 from burst_portable.profiling.matching import align, match
-from burst_portable.profiling.record import RankRecords
-from tests.profiling.made import Maker
+from burst_portable.profiling.record import COLUMNS, RankRecords, Table
+from tests.profiling.made import Maker, ring
+
+GOLDEN = Path(__file__).parents[2] / "profiling" / "golden"
 
 
 def two_ranks() -> list[RankRecords]:
@@ -135,3 +140,28 @@ def test_a_run_that_only_computes_has_no_loss():
     verdict = analyze([a.records(), b.records()])["verdict"]
     assert verdict["kind"] == "none"
     assert "100.0 %" in verdict["text"]
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
+def test_golden_traces_give_their_numbers(path):
+    golden = json.loads(path.read_text(encoding="utf-8"))
+    assert golden["columns"] == {kind: list(columns) for kind, columns in COLUMNS.items()}
+    records = []
+    for one in golden["ranks"]:
+        tables = {kind: Table.of(kind, one["tables"].get(kind, [])) for kind in COLUMNS}
+        records.append(RankRecords(one["rank"], one["host"], "host clock", tables))
+    report = analyze(records)
+    for rank, expected in zip(report["ranks"], golden["expected"]["ranks"], strict=True):
+        assert {name: rank[name] for name in expected} == expected
+    found = [[c["kind"], c["rank"], c["peer"], c["waited"]] for c in report["causes"]]
+    assert sorted(found, key=str) == sorted(golden["expected"]["causes"], key=str)
+
+
+def test_the_readme_names_every_field():
+    readme = (GOLDEN.parent / "README.md").read_text(encoding="utf-8")
+    report = analyze(ring(2, 3))
+    names = {*report, *report["ranks"][0], *report["links"][0], *report["losses"][0], *report["causes"][0]}
+    names |= {*report["steps"][0]["ranks"][0], *report["prediction"][0], *report["clock"], *report["plans"][0]}
+    names |= {*report["events"], *report["events"]["ranks"][0]}
+    assert sorted(name for name in names if f"`{name}`" not in readme) == []
+    assert SCHEMA in readme

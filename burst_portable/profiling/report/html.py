@@ -16,6 +16,11 @@ from burst_portable.profiling.units import percent, scaled, time_text
 _UNIT = 100  # nanoseconds: what the timeline is drawn to
 _MOST_EVENTS = 45_000  # drawn: about 15 bytes each
 _MOST_ROWS = 400
+_BAR = (
+    *((part, part, NAMES[part]) for part in PARTS if part != "idle"),
+    ("idle", "idle_between_kernels", "idle between kernels"),
+    ("outside", "idle_outside_attention", "idle, or work outside attention"),
+)
 _SHORT = 20_000  # nanoseconds: waits that did not wait are not drawn
 
 
@@ -31,7 +36,7 @@ def page(data: dict[str, Any]) -> str:
     environment.filters.update(
         time=time_text, percent=percent, scaled=scaled, flops=lambda x: scaled(x, "FLOP/s"), loss_name=loss_name
     )
-    environment.globals.update(cell=_cell)
+    environment.globals.update(cell=_cell, bar_parts=_bar_parts, legend=[(style, name) for style, _, name in _BAR])
     folder = Path(__file__).parent
     drawn, left_out = drawable(data)
     steps = step_rows(data)
@@ -59,6 +64,11 @@ def _cell(value: float, path: str, text: str | None = None) -> Markup:
     return Markup('<td class="n" data-path="{}" data-value="{}">{}</td>').format(path, value, shown)
 
 
+def _bar_parts(rank: dict[str, Any]) -> list[tuple[str, int, str]]:
+    """(style, nanoseconds, name) of a rank's bar; idle is told apart by where it lies."""
+    return [(style, rank[part], name) for style, part, name in _BAR if rank[part]]
+
+
 def _totals(data: dict[str, Any]) -> dict[str, float]:
     ranks = data["ranks"]
     sums = {
@@ -67,6 +77,7 @@ def _totals(data: dict[str, Any]) -> dict[str, float]:
     flops = sum(p["flops"] for rank in ranks for p in rank["passes"].values())
     return {
         **{f"{name}_share": sums[name] / sums["span"] if sums["span"] else 0.0 for name in (*PARTS, "blocking")},
+        "outside_share": sum(r["idle_outside_attention"] for r in ranks) / sums["span"] if sums["span"] else 0.0,
         "overlap_share": sums["overlap"] / sums["comm"] if sums["comm"] else 0.0,
         "kernel_rate": flops * 1e9 / sums["compute"] if sums["compute"] else 0.0,
         "rate": flops * 1e9 / sums["span"] if sums["span"] else 0.0,
