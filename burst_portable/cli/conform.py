@@ -58,11 +58,8 @@ def conform(
     for file in files:
         _check_file(file)
 
-    import torch
-
     from burst_portable.conformance.suite import check_backend
 
-    torch.set_num_threads(1)  # ranks are threads, and torch's own below them would only be in their way
     named = _of_this_machine() if backend is None else backend
     effort = "quick" if quick else "full" if full else "usual"
     groups = [name.strip() for text in only or () for name in text.split(",")]

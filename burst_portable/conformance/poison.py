@@ -1,4 +1,4 @@
-"""Fresh memory full of NaN, so that a kernel which forgets to write a row cannot pass by luck.
+"""What every trial runs under: fresh memory full of NaN, so that a kernel which forgets a row cannot pass by luck.
 
 `torch.empty` mostly finds zeros in a young process, and zeros look right. The switch is torch's own: global, and seen
 by every thread of the process.
@@ -11,6 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+
+@contextmanager
+def examining() -> Iterator[None]:
+    """Poisoned memory, and one torch thread a rank: ranks are threads, and more below them fight over the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with fresh_memory_is_nan():
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

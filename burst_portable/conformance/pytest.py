@@ -20,7 +20,7 @@ import pytest
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import load
-from burst_portable.conformance.poison import fresh_memory_is_nan
+from burst_portable.conformance.poison import examining
 from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.suite import attempt, rerun, shrunk, trials_of
 from burst_portable.conformance.trial import Trial
@@ -36,7 +36,7 @@ class TrialOf:
         return self.trial.text
 
     def __call__(self) -> None:
-        with fresh_memory_is_nan():
+        with examining():
             outcome = attempt(self.trial)
             least = None if outcome.ok else shrunk(self.trial)
         if outcome.skipped and outcome.ok:

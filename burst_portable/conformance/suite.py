@@ -16,7 +16,7 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel, known, load
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.checks import CHECKS
-from burst_portable.conformance.poison import fresh_memory_is_nan
+from burst_portable.conformance.poison import examining
 from burst_portable.conformance.report import TIERS, Report, Result
 from burst_portable.conformance.running import kernel_problem
 from burst_portable.conformance.shrink import smallest
@@ -68,7 +68,7 @@ def check_backend(
     _check_arguments(subject, tier)
     facts = _able(found)
     started = time.monotonic()
-    with fresh_memory_is_nan():
+    with examining():
         trials = [trial_of(subject, text) for text in cases] or list(trials_of(subject, only))
         results = list(_tried(subject, trials, fail_fast, progress))
     return Report(
