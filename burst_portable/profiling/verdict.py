@@ -72,7 +72,9 @@ def _slow_ranks(report: dict[str, Any]) -> list[Loss]:
         if excess <= 0.05 * took:
             continue
         times = took / (took - excess) if took > excess else 0.0
-        text = f"rank {number} computes slowly: its kernels take {times:.2g} times as long as the same FLOPs elsewhere"
+        text = (
+            f"rank {number} computes slowly: its kernels take {_times(times)} times as long as the same FLOPs elsewhere"
+        )
         most = max(waited.get(number, {}).values(), default=0)
         text += f", and others wait up to {time_text(most)} for it" if most else ""
         advice = (
@@ -83,6 +85,10 @@ def _slow_ranks(report: dict[str, Any]) -> list[Loss]:
         lost = excess if most > _HEARD * excess else most
         found.append(_loss("slow rank", lost, text, advice, "measured kernels, FLOPs of the plan", number))
     return found
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 9.5 else f"{ratio:.2g}"
 
 
 def _uneven(report: dict[str, Any]) -> list[Loss]:
