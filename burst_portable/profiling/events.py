@@ -26,7 +26,7 @@ class Clock(Protocol):
         """Note this moment of the current stream, without waiting for it."""
 
     def read(self, mark: Any) -> int:
-        """A mark in nanoseconds of the host's monotonic clock. May wait for the device; every mark is read once."""
+        """A mark in nanoseconds of the host's monotonic clock. May wait for the device."""
 
 
 class HostClock:
@@ -37,6 +37,16 @@ class HostClock:
 
     def read(self, mark: int) -> int:
         return mark
+
+
+class DeviceMark:
+    """A moment on a stream: an event until it is read, then a number. Several rows may share one."""
+
+    __slots__ = ("base", "event", "time")
+
+    def __init__(self, base: Any, event: Any) -> None:
+        self.base, self.event = base, event
+        self.time: int | None = None
 
 
 class DeviceClock:
@@ -52,37 +62,37 @@ class DeviceClock:
         self._base.record()
         self._base.synchronize()  # once, when the session begins
         self._offset: dict[int, int] = {id(self._base): time.perf_counter_ns()}
-        self._bases: dict[int, Any] = {id(self._base): None}  # each base, and the base before it
+        self._before: dict[int, Any] = {}  # the base before a base; all are kept, so that no id is used again
         self._kept = [self._base]
 
     def _event(self) -> Any:
         return self._pool.pop() if self._pool else torch.Event(self._device, enable_timing=True)
 
-    def mark(self) -> tuple[Any, Any]:
+    def mark(self) -> DeviceMark:
         self._marks += 1
         if self._marks % _BASE_EVERY == 0:
             before, self._base = self._base, self._event()
             self._base.record()
-            self._bases[id(self._base)] = before
+            self._before[id(self._base)] = before
             self._kept.append(self._base)
         event = self._event()
         event.record()
-        return self._base, event
+        return DeviceMark(self._base, event)
 
-    def read(self, mark: tuple[Any, Any]) -> int:
-        base, event = mark
-        event.synchronize()
-        start = self._start(base)
-        elapsed = base.elapsed_time(event)
-        self._pool.append(event)
-        return start + round(elapsed * 1e6)
+    def read(self, mark: DeviceMark) -> int:
+        if mark.time is None:
+            mark.event.synchronize()
+            mark.time = self._start(mark.base) + round(mark.base.elapsed_time(mark.event) * 1e6)
+            self._pool.append(mark.event)
+            mark.event = None
+        return mark.time
 
     def _start(self, base: Any) -> int:
         """When a base was reached: the way from one base to the next, added up."""
         way = []
         while id(base) not in self._offset:
             way.append(base)
-            base = self._bases[id(base)]
+            base = self._before[id(base)]
         for following in reversed(way):
             following.synchronize()
             self._offset[id(following)] = self._offset[id(base)] + round(base.elapsed_time(following) * 1e6)

@@ -1,0 +1,74 @@
+"""The clock of devices with streams, on events that are made up: order, late reading, reuse, long sessions."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from burst_portable.profiling import events
+from burst_portable.profiling.events import DeviceClock, HostClock, make_clock
+
+
+class FakeEvent:
+    """An event of a device whose stream is always idle. Elapsed times are what devices give: float32 milliseconds."""
+
+    now = 0  # nanoseconds of the pretended device
+    made = 0
+
+    def __init__(self, *_: object, **__: object) -> None:
+        FakeEvent.made += 1
+
+    def record(self) -> None:
+        self.time = FakeEvent.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return float(np.float32((later.time - self.time) / 1e6))
+
+
+def clock_of_fakes(monkeypatch) -> DeviceClock:
+    monkeypatch.setattr(events.torch, "Event", FakeEvent)
+    FakeEvent.now = FakeEvent.made = 0
+    return DeviceClock(torch.device("cpu"))
+
+
+def test_a_long_session_keeps_microseconds(monkeypatch):
+    """Ten minutes, marked all along: float32 milliseconds from one base alone would be 60 µs off."""
+    clock = clock_of_fakes(monkeypatch)
+    marks = []
+    for index in range(6000):
+        FakeEvent.now = index * 100_000_000 + 137
+        marks.append(clock.mark())
+    first, *others = [clock.read(mark) for mark in marks]
+    for index, time in enumerate(others, 1):
+        assert abs(time - first - index * 100_000_000) < 15_000 * (1 + index / 512)
+    assert clock.read(marks[-1]) == others[-1], "reading twice gives the same"
+
+
+def test_steps_between_neighbours_are_exact_to_a_microsecond(monkeypatch):
+    clock = clock_of_fakes(monkeypatch)
+    marks = []
+    for index in range(2000):
+        FakeEvent.now = index * 50_000
+        marks.append(clock.mark())
+    times = [clock.read(mark) for mark in marks]
+    assert max(abs(b - a - 50_000) for a, b in pairwise(times)) < 4000
+    assert times == sorted(times)
+
+
+def test_events_are_used_again(monkeypatch):
+    clock = clock_of_fakes(monkeypatch)
+    for _ in range(5):
+        for mark in [clock.mark() for _ in range(10)]:
+            clock.read(mark)
+    assert FakeEvent.made <= 12
+
+
+def test_what_is_done_when_it_returns_is_timed_by_the_host():
+    clock = make_clock(torch.device("cpu"), streams=False)
+    assert isinstance(clock, HostClock)
+    assert clock.read(clock.mark()) <= clock.read(clock.mark())
