@@ -15,7 +15,7 @@ from burst_portable.errors import BackendUnavailableError, UnsupportedError, exp
 from burst_portable.kernels.contract import Kernel, Problem
 
 GROUP = "burst_portable.backends"
-_PARTS = ("name", "capabilities", "probe", "kernels", "transport")
+_PARTS = ("name", "capabilities", "probe", "kernels")  # without a transport, one rank can still be served
 _OURS = {name: f"burst_portable.backends.{name}:backend" for name in ("cpu", "cuda")}
 
 
@@ -50,7 +50,7 @@ def _imported(name: str, home: str) -> Backend:
         missing = error.name or "a module"
         next_step = f"install {missing}, or remove the package that registers {name!r}"
         raise BackendUnavailableError(
-            explain(f"{what} needs {missing}, which is absent", next_step=next_step)
+            explain(f"{what} needs {missing}, which is absent", got=error, next_step=next_step)
         ) from error
     # Whatever a vendor's module does when it is imported, the user must hear which one it was.
     except Exception as error:
