@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": "burst_portable.cli.plan:plan",
     "profile": "burst_portable.cli.profile:profile",
     "compare": "burst_portable.cli.profile:compare",
+    "trace": "burst_portable.cli.profile:trace",
     "doctor": "burst_portable.cli.doctor:doctor",
     "conform": "burst_portable.cli.conform:conform",
     "kernels": "burst_portable.cli.kernels:kernels",

@@ -1,4 +1,4 @@
-"""`burst-portable profile` and `compare`: read reports of the profiler, and write them in other forms."""
+"""`burst-portable profile`, `compare` and `trace`: read what profilers wrote, and say where the time went."""
 
 from __future__ import annotations
 
@@ -63,3 +63,33 @@ def compare(
         table.add_row(NAMES.get(c.name, c.name), time_text(c.before), time_text(c.after), ratio, style=style)
     console.print(table)
     return 1 if worse else 0
+
+
+def trace(
+    files: Annotated[list[Path], typer.Argument(help="Traces of torch.profiler, one a rank (JSON or .gz).")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no table.")] = False,
+) -> None:
+    """The same partition, of traces that torch.profiler wrote on a GPU: overlap without opening them."""
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from burst_portable.profiling.partition import FIELDS
+    from burst_portable.profiling.report.tables import NAMES
+    from burst_portable.profiling.traces import read_trace
+    from burst_portable.profiling.units import percent, time_text
+
+    found = [read_trace(file) for file in files]
+    if as_json:
+        print(json.dumps([{"file": str(file), **one} for file, one in zip(files, found, strict=True)], indent=2))
+        return
+    table = Table(header_style="bold")
+    table.add_column("")
+    for file, one in zip(files, found, strict=True):
+        table.add_column(file.name if one["rank"] is None else f"rank {one['rank']}", justify="right")
+    for name in FIELDS:
+        table.add_row(NAMES.get(name, name), *(time_text(one[name]) for one in found))
+    hidden = (percent(one["overlap"] / one["comm"]) if one["comm"] else "-" for one in found)
+    table.add_row("communication hidden", *hidden)
+    Console(highlight=False).print(table)
