@@ -30,7 +30,9 @@ def conform(
     ] = None,
     kernel: Annotated[str, typer.Option(help="The one kernel to examine, instead of all.")] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A handful of cases: seconds.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Every combination: hours.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Every combination of masks, layouts, strategies, ranks and heads: an hour.")
+    ] = False,
     tier: Annotated[
         str | None,
         typer.Option(help="What kind of evidence: reference, interpreter, machine code, stand-in or device."),

@@ -32,7 +32,7 @@ class Subject:
     Attributes:
         backend: whose kernels and transports are tried.
         ranks: the most ranks of a case.
-        effort: "quick" (seconds), "usual" (every pair of choices), or "full" (the whole product).
+        effort: "quick" (seconds), "usual" (every pair of choices), or "full" (products).
         kernel: the one kernel to try, or "auto" for all of them, chosen as a call would.
         wrap: put around what ranks as threads talk through.
         deadline: seconds until a rank that waits gives up.

@@ -27,6 +27,7 @@ _QUICK = (
     Case("share_question", "zigzag", "ring", 4, "wide_heads"),
     Case("custom", "striped", "burst", 3, "gqa"),
 )
+_PRODUCT = ("mask", "layout", "strategy", "ranks", "heads")
 
 
 def axes(ranks: int) -> Mapping[str, tuple[object, ...]]:
@@ -36,13 +37,15 @@ def axes(ranks: int) -> Mapping[str, tuple[object, ...]]:
 
 
 def trials(subject: Subject) -> Iterator[Trial]:
-    """The whole product, or few cases in which every pair of choices occurs, or a handful."""
-    if subject.effort == "full":
-        yield from case_trials(NAME, subject, product(axes(subject.ranks)))
-    elif subject.effort == "usual":
-        yield from case_trials(NAME, subject, covering(axes(subject.ranks)))
-    else:
+    """Few cases in which every pair of choices occurs, or a handful; besides, the product of `_PRODUCT`."""
+    if subject.effort == "quick":
         yield from case_trials(NAME, subject, _QUICK)
+        return
+    every = axes(subject.ranks)
+    cases = covering(every)
+    if subject.effort == "full":  # dtypes, softcap, sinks meet each other in pairs only: all of it would take days
+        cases += product({axis: every[axis] for axis in _PRODUCT})
+    yield from case_trials(NAME, subject, cases)
 
 
 def of_case(subject: Subject, case: Case, kernel: str) -> Trial:
