@@ -29,7 +29,7 @@ def losses_of(report: dict[str, Any]) -> list[Loss]:
         *_late(report, "outside", "came late to attention"),
         *_host_gaps(report),
     ]
-    if not report["causes"]:
+    if report["light"] or not report["causes"]:
         found += _blocked(report)
     for loss in found:
         loss["share"] = loss["lost"] / span if span else 0.0

@@ -132,3 +132,34 @@ def test_off_nothing_of_it_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_one_rank_alone_and_the_light_level_have_reports():
+    with bp.profile() as session:
+        one_step(bp.Mesh.single(), "ring")
+    alone = session.report()
+    assert alone.data["ranks"][0]["compute"] > 0
+    assert alone.data["links"] == []
+    assert alone.verdict
+
+    def work(mesh):
+        with bp.profile("light", mesh=mesh) as light:
+            one_step(mesh, "ring")
+        return light.report()
+
+    report = bp.run_local(RANKS, work)[0]
+    assert report.data["light"]
+    assert report.data["verdict"]["kind"] != "slow link", "what is not recorded is not blamed"
+    for rank in report.data["ranks"]:
+        assert rank["span"] == rank["compute"] + rank["exposed_comm"] + rank["exposed_copy"] + rank["idle"]
+
+
+def test_backward_after_the_session_was_closed_is_still_recorded():
+    q, k, v, dout = inputs(0)
+    with bp.profile() as session:
+        out = bp.attention(q, k, v)
+    out.backward(dout)
+    assert list(session.records()[0].tables["compute"]["backward"]) == [0, 1]
+    session.mark()
+    with pytest.raises(bp.BurstError, match="open already"), session, session:
+        pass

@@ -1,0 +1,26 @@
+"""`burst-portable run --profile`: a small training over two processes leaves its profile in the report's folder."""
+
+from __future__ import annotations
+
+import pytest
+
+from burst_portable.cli import main
+from burst_portable.profiling.report import Report
+
+
+@pytest.mark.slow
+def test_a_run_leaves_its_profile(tmp_path, capsys):
+    folder = tmp_path / "report"
+    asked = ["run", "--seq-len", "128", "--ranks", "2", "--steps", "3", "--profile", "--report", str(folder)]
+    assert main(asked) == 0
+    printed = capsys.readouterr().out
+    data = Report.load(folder / "profile.json").data
+    assert f"time    {data['verdict']['text']}" in " ".join(printed.splitlines())
+    assert str(folder / "profile.html") in printed
+    assert (folder / "profile.html").stat().st_size > 10_000
+    assert [rank["rank"] for rank in data["ranks"]] == [0, 1]
+    assert [one["iteration"] for one in data["iterations"]] == [1, 2], "the first step warms up, and is left out"
+    assert {(one["call"], one["backward"]) for one in data["layers"]} == {(c, b) for c in range(4) for b in (0, 1)}
+    for rank in data["ranks"]:
+        assert rank["span"] == rank["compute"] + rank["exposed_comm"] + rank["exposed_copy"] + rank["idle"]
+        assert rank["idle_outside_attention"] > 0, "the rest of the model"
