@@ -40,7 +40,7 @@ class Recorder:
         }
         self.iteration, self.call = 0, 0
         self.kernels = self.waiting = 0  # nanoseconds, where marks are times already
-        self.calls: list[tuple[int, int, int]] = []
+        self.calls: deque[tuple[int, int, int]] = deque(maxlen=LIGHT_KEPT if light else None)
         self._plans: dict[int, tuple[int, Plan, PlanFacts]] = {}
         self._clocks: dict[torch.device, Clock] = {}
         self._device: torch.device | None = None
@@ -80,7 +80,7 @@ class Recorder:
             clock.evidence if clock else "host clock",
             {kind: Table.of(kind, list(rows)) for kind, rows in self.rows.items()},
             [facts.described(device) for _, _, facts in self._plans.values()],
-            self.calls,
+            list(self.calls),
             {"device": device, "light": self.light},
         )
 
