@@ -82,7 +82,7 @@ def _bar(rank: dict[str, Any], longest: int) -> str:
 
 def _steps(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for name in ("ring step", "times", "window", "computing", "blocking", "worst rank", "it waits", "bytes in"):
+    for name in ("ring step", "n", "window", "computing", "blocking", "worst rank", "it waits", "came"):
         table.add_column(name, justify="left" if name == "ring step" else "right", no_wrap=True)
     for r in rows:
         table.add_row(
