@@ -66,14 +66,14 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        with _own_precision(ctx.saved_tensors[0].device.type):
-            return _backward(ctx, dout)
+        saved = ctx.saved_tensors  # once: checkpointing recomputes them, and gives each away a single time
+        with _own_precision(saved[0].device.type):
+            return _backward(ctx.call, saved, dout)
 
 
-def _backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-    call: Call = ctx.call
+def _backward(call: Call, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[Tensor | None, ...]:
     problem, transport = call.plan.problem, call.runtime.transport
-    q, k, v, out, lse, sinks = ctx.saved_tensors
+    q, k, v, out, lse, sinks = saved
     agree(transport, call.backward)
     if dout is None:  # a rank whose result nobody used still takes part: others wait for it
         dout = torch.zeros_like(out) if not call.plan.reshard else None

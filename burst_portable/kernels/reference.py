@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.kernels.contract import Gradients, Options, Problem, Support
-from burst_portable.numerics import State, running_dtype, empty_state, merge_into, row_delta
+from burst_portable.numerics import State, empty_state, merge_into, row_delta, running_dtype
 from burst_portable.tiles import Tile, Tiles
 
 SCORES = 1 << 22
