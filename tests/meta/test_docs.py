@@ -93,3 +93,10 @@ def test_the_readme_example_runs_as_torchrun_would_start_it():
         [sys.executable, "-c", example], env={**os.environ, **group}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_picture_of_two_plans_is_what_the_plans_make():
+    done = subprocess.run(
+        [sys.executable, "ci/make_images.py", "--check"], cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}, check=False
+    )
+    assert done.returncode == 0, "run python ci/make_images.py"

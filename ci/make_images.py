@@ -1,0 +1,136 @@
+"""Draws docs/images/plan.svg from two real plans: who computes which pairs of a causal mask, at which ring step.
+
+    python ci/make_images.py [--check]
+
+With --check nothing is written, and the exit code is 1 where the picture on disk is another than the plans make.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import burst_portable as bp
+from burst_portable.plans import Plan
+
+PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "plan.svg"
+RANKS, CHUNKS, LENGTH = 4, 8, 8192
+SLOWEST = 14 * (LENGTH // CHUNKS) ** 2  # pairs of the slowest rank of each step, contiguous: both panels' full width
+CELL, LEFT, TOP, GAP = 38, 20, 96, 78
+COLOURS = ("#3b6fd4", "#e07b1a", "#1f9d63", "#a24bc4")  # of equal weight, and apart for the colour-blind
+STYLE = """
+  text { font: 13px system-ui, sans-serif; fill: #1b2430 }
+  .head { font-size: 17px; font-weight: 600 } .soft { fill: #5b6775 }
+  .step { fill: #fff; font-size: 12px; text-anchor: middle } .end { text-anchor: end }
+  .empty { fill: #e9edf2 } .back { fill: #fff }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6ebf1 } .soft { fill: #9aa7b5 } .empty { fill: #232c37 } .back { fill: #0d1117 } .step { fill: #fff }
+  }
+"""
+
+
+def steps_of(plan: Plan) -> dict[tuple[int, int], int]:
+    """(rank, rank whose keys it meets) -> the step at which that happens."""
+    return {
+        (rank, step.compute.k_owner): step.index
+        for rank in range(RANKS)
+        for step in plan.forward.rank(rank)
+        if step.compute
+    }
+
+
+def owners_of(plan: Plan) -> list[int]:
+    """The rank that holds each chunk of the sequence."""
+    first_rows = {segment.start: rank for rank, held in enumerate(plan.problem.q_layout.shards) for segment in held}
+    owner, owners = 0, []
+    for chunk in range(CHUNKS):
+        owner = first_rows.get(chunk * plan.problem.q_layout.length // CHUNKS, owner)
+        owners.append(owner)
+    return owners
+
+
+def matrix(plan: Plan, left: int) -> list[str]:
+    """The score matrix: a chunk of queries a row, a chunk of keys a column; above the diagonal nothing is seen."""
+    owners, steps, parts = owners_of(plan), steps_of(plan), []
+    for row, rank in enumerate(owners):
+        y = TOP + row * CELL
+        parts.append(f'<text class="soft end" x="{left - 8}" y="{y + 24}">{rank}</text>')
+        parts.append(f'<text class="soft" x="{left + row * CELL + 15}" y="{TOP - 8}">{rank}</text>')
+        for column, owner in enumerate(owners):
+            x = left + column * CELL
+            parts.append(f'<rect class="empty" x="{x}" y="{y}" width="{CELL - 2}" height="{CELL - 2}" rx="3"/>')
+            if column > row:
+                continue
+            side = CELL - 2
+            shape = f"M{x},{y} L{x},{y + side} L{x + side},{y + side}" + ("" if column == row else f" L{x + side},{y}")
+            parts.append(f'<path d="{shape} Z" fill="{COLOURS[rank]}"/>')
+            middle = (x + 11, y + 30) if column == row else (x + 18, y + 23)
+            parts.append(f'<text class="step" x="{middle[0]}" y="{middle[1]}">{steps[rank, owner]}</text>')
+    return parts
+
+
+def bars(plan: Plan, left: int) -> list[str]:
+    """What each rank computes, a box a step, as long as its pairs; the step ends with its slowest rank."""
+    areas = [
+        {step.index: step.compute.tiles.area for step in plan.forward.rank(rank) if step.compute}
+        for rank in range(RANKS)
+    ]
+    longest = [max(area.get(step, 0) for area in areas) for step in range(RANKS)]
+    scale = CHUNKS * CELL / SLOWEST
+    y, parts = TOP + CHUNKS * CELL + 44, []
+    for rank, area in enumerate(areas):
+        parts.append(f'<text class="soft end" x="{left - 8}" y="{y + 13}">{rank}</text>')
+        for step in range(RANKS):
+            x, width = left + scale * sum(longest[:step]), scale * area.get(step, 0)
+            room = scale * longest[step] - 2
+            parts.append(f'<rect class="empty" x="{x:.1f}" y="{y}" width="{room:.1f}" height="17" rx="3"/>')
+            if width:
+                filled = f'x="{x:.1f}" y="{y}" width="{width - 2:.1f}" height="17" rx="3" fill="{COLOURS[rank]}"'
+                parts.append(
+                    f'<rect {filled}/><text class="step" x="{x + width / 2 - 1:.1f}" y="{y + 13}">{step}</text>'
+                )
+        y += 22
+    busy = sum(sum(area.values()) for area in areas) / (RANKS * sum(longest))
+    parts.append(f'<text x="{left}" y="{y + 14}">ranks compute {busy:.0%} of the time</text>')
+    return parts
+
+
+def panel(layout: str, left: int) -> list[str]:
+    """One layout: its matrix over its bars."""
+    plan = bp.plan(seq_len=LENGTH, ranks=RANKS, heads=1, mask=bp.Mask.causal(), strategy="ring", layout=layout)
+    heads = [
+        f'<text class="head" x="{left}" y="44">{layout}</text>',
+        f'<text class="soft" x="{left}" y="66">columns: keys, by the rank they come from</text>',
+        f'<text class="soft" x="{left}" y="{TOP + CHUNKS * CELL + 30}">time, step by step</text>',
+    ]
+    return heads + matrix(plan, left) + bars(plan, left)
+
+
+def draw() -> str:
+    """The picture, as SVG."""
+    lefts = (LEFT + 30, LEFT + 30 + CHUNKS * CELL + GAP)
+    width, height = lefts[1] + CHUNKS * CELL + LEFT, TOP + CHUNKS * CELL + 166
+    parts = [part for layout, left in zip(("contiguous", "zigzag"), lefts, strict=True) for part in panel(layout, left)]
+    title = "One causal mask on four ranks, contiguous and zigzag: who computes what, at which ring step"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+            f"<title>{title}</title>",
+            f"<style>{STYLE}</style>",
+            f'<rect class="back" width="{width}" height="{height}" rx="8"/>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def main() -> int:
+    """Writes the picture, or compares."""
+    if "--check" in sys.argv[1:]:
+        return int(PICTURE.read_text(encoding="utf-8") != draw())
+    PICTURE.write_text(draw(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
