@@ -89,15 +89,24 @@ def explain(what: str, *, got: object = None, allowed: object = None, next_step:
     return "; ".join(parts)
 
 
+def shown(value: object, most: int = 80) -> str:
+    """A value in one short line; tensors and arrays by type and shape, whatever they hold."""
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and shape:
+        return f"{type(value).__name__} of shape {tuple(shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """The error for a name that no registry holds, with the near ones first."""
     known = sorted(known)
-    near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name[:99], known, n=3, cutoff=0.5) if isinstance(name, str) else []
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else None
     return UnknownNameError(
         explain(
             f"unknown {kind}",
-            got=repr(name),
+            got=shown(name),
             allowed=", ".join(known) or "none is registered",
             next_step=hint,
         )

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from burst_portable.errors import MaskError, explain, unknown_name
+from burst_portable.errors import MaskError, explain, shown, unknown_name
+from burst_portable.values import as_int
 
 UNBOUNDED = 1 << 60
 """Stands for "as far as the sequence goes": in ranges, and (negated too) in bands."""
@@ -54,8 +55,10 @@ class Region:
 
     def __post_init__(self) -> None:
         for name in ("q_start", "q_stop", "k_start", "k_stop", "lo", "hi"):
-            if not isinstance(getattr(self, name), int):
-                raise MaskError(explain(f"{name} of a region must be an int", got=repr(getattr(self, name))))
+            number = as_int(getattr(self, name))
+            if number is None:
+                raise MaskError(explain(f"{name} of a region must be an int", got=shown(getattr(self, name))))
+            object.__setattr__(self, name, number)
         if not (0 <= self.q_start < self.q_stop and 0 <= self.k_start < self.k_stop and self.lo <= self.hi):
             raise MaskError(
                 explain("a region is empty or starts before 0", got=self, allowed="0 <= start < stop and lo <= hi")
@@ -75,6 +78,13 @@ class Region:
         rows, columns = min(self.q_stop, q_length) - self.q_start, min(self.k_stop, k_length) - self.k_start
         offset = self.q_start - self.k_start
         return band_area(rows, columns, self.lo - offset, self.hi - offset) if rows > 0 and columns > 0 else 0
+
+    def rows(self, length: int) -> tuple[int, int]:
+        """[start, stop) of the queries that see a key of it, in a sequence of that length."""
+        if self.k_start >= length:
+            return 0, 0
+        past = min(self.q_stop, min(self.k_stop, length) + self.hi, length)
+        return max(self.q_start, self.k_start + self.lo), past
 
     def __str__(self) -> str:
         def bound(value: int) -> str:
@@ -98,7 +108,12 @@ class Mask:
     _furthest: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "regions", tuple(sorted(self.regions, key=lambda r: (r.q_start, r.k_start, r.lo))))
+        if not isinstance(self.name, str):
+            raise MaskError(explain("the name of a mask must be a string", got=shown(self.name)))
+        regions = tuple(self.regions) if isinstance(self.regions, Iterable) else (None,)
+        if not all(isinstance(r, Region) for r in regions):
+            raise MaskError(explain("a mask is made of regions", got=shown(self.regions), allowed="a list of Region"))
+        object.__setattr__(self, "regions", tuple(sorted(regions, key=lambda r: (r.q_start, r.k_start, r.lo))))
         object.__setattr__(self, "_hash", hash(self.regions))
         # For bisection: where regions start, and the furthest stop up to each.
         object.__setattr__(self, "_starts", tuple(r.q_start for r in self.regions))
@@ -147,6 +162,14 @@ class Mask:
         """How many (q, k) pairs it lets through: what FLOPs are counted from."""
         return sum(r.area(q_length, q_length if k_length is None else k_length) for r in self.regions)
 
+    def blind_rows(self, length: int) -> int:
+        """How many tokens of a sequence see nothing: attention gives 0 for them."""
+        seen = reached = 0
+        for start, stop in sorted(r.rows(length) for r in self.regions):
+            seen += max(0, stop - max(start, reached))
+            reached = max(reached, stop)
+        return length - seen
+
     # ------------------------------------------------------------------------------------- constructors
 
     @classmethod
@@ -162,19 +185,20 @@ class Mask:
     @classmethod
     def window(cls, left: int, right: int = 0) -> Mask:
         """A query sees `left` tokens back, itself, and `right` tokens ahead."""
-        _at_least(0, left=left, right=right)
+        left, right = _at_least(0, left=left, right=right)
         return cls((Region(0, UNBOUNDED, 0, UNBOUNDED, lo=-right, hi=left),), f"window:{left}:{right}")
 
     @classmethod
     def documents(cls, cumulative: Sequence[int], *, causal: bool = True, window: int | None = None) -> Mask:
         """Packed sequences: cumulative = (0, end of the first, ..., length). No token sees another document.
 
+        Ints in any sequence, a NumPy array or an integer tensor (``cu_seqlens``); a tensor on a device is copied.
         `window` limits each token to so many tokens back within its document.
         """
-        bounds = _cumulative("documents", cumulative)
+        bounds = cumulative_lengths("documents", cumulative)
         lo, hi = 0 if causal else -UNBOUNDED, UNBOUNDED
         if window is not None:
-            _at_least(0, window=window)
+            (window,) = _at_least(0, window=window)
             lo, hi = 0 if causal else -window, window
         return cls(
             tuple(Region(a, b, a, b, lo=lo, hi=hi) for a, b in pairwise(bounds)),
@@ -184,7 +208,7 @@ class Mask:
     @classmethod
     def prefix_lm(cls, prefix: int) -> Mask:
         """The first `prefix` tokens are seen by all; the rest is causal."""
-        _at_least(1, prefix=prefix)
+        (prefix,) = _at_least(1, prefix=prefix)
         return cls(
             (Region(0, UNBOUNDED, 0, prefix), Region(prefix, UNBOUNDED, prefix, UNBOUNDED, lo=0)),
             f"prefix:{prefix}",
@@ -193,8 +217,7 @@ class Mask:
     @classmethod
     def sink_window(cls, sink: int, left: int) -> Mask:
         """Causal: the first `sink` tokens are seen by all that follow, besides a window of `left` tokens back."""
-        _at_least(1, sink=sink)
-        _at_least(0, left=left)
+        (sink,), (left,) = _at_least(1, sink=sink), _at_least(0, left=left)
         return cls(
             (Region(0, UNBOUNDED, 0, sink, lo=0), Region(sink, UNBOUNDED, sink, UNBOUNDED, lo=0, hi=left)),
             f"sink:{sink}:{left}",
@@ -203,8 +226,7 @@ class Mask:
     @classmethod
     def global_window(cls, tokens: int, left: int, right: int) -> Mask:
         """The first `tokens` tokens see all and are seen by all; the rest sees a window (both ways)."""
-        _at_least(1, tokens=tokens)
-        _at_least(0, left=left, right=right)
+        (tokens,), (left, right) = _at_least(1, tokens=tokens), _at_least(0, left=left, right=right)
         return cls(
             (
                 Region(0, tokens, 0, UNBOUNDED),
@@ -217,7 +239,7 @@ class Mask:
     @classmethod
     def block_causal(cls, cumulative: Sequence[int]) -> Mask:
         """A query sees its whole block and every block before it. cumulative = (0, end of the first, ...)."""
-        bounds = _cumulative("block_causal", cumulative)
+        bounds = cumulative_lengths("block_causal", cumulative)
         return cls(tuple(Region(a, b, 0, b) for a, b in pairwise(bounds)), f"block_causal({len(bounds) - 1})")
 
     @classmethod
@@ -226,12 +248,13 @@ class Mask:
 
         Each answer is causal and sees the question, and no other answer.
         """
-        bounds = [0]
-        for length in lengths:
-            _at_least(1, length=length)
-            bounds.append(bounds[-1] + length)
-        if len(bounds) < 3:
-            raise MaskError(explain("share_question needs a question and an answer", got=list(lengths)))
+        listed = _listed("share_question", lengths)
+        if len(listed) < 2 or min(listed) < 1:
+            allowed = "a question's and one or more answers' lengths, each at least 1"
+            raise MaskError(
+                explain("share_question needs a question and an answer", got=shown(listed), allowed=allowed)
+            )
+        bounds = [0, *accumulate(listed)]
         question = bounds[1]
         regions = [Region(0, question, 0, question, lo=0)]
         for a, b in pairwise(bounds[1:]):
@@ -246,6 +269,8 @@ class Mask:
         ``prefix:N``, ``sink:N:LEFT``, ``global:N:LEFT:RIGHT``, ``block_causal:SIZE`` (needs `length`),
         ``share_question:Q,A,A,...``.
         """
+        if not isinstance(text, str):
+            raise MaskError(explain("this is no short form of a mask", got=shown(text), allowed="a string"))
         name, _, rest = text.partition(":")
         if name not in _PARSERS:
             raise unknown_name("mask", name, _PARSERS)
@@ -293,17 +318,34 @@ def _first_overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
     return None
 
 
-def _at_least(least: int, **values: int) -> None:
+def _at_least(least: int, **values: object) -> list[int]:
+    """The values as ints, none below `least`."""
+    numbers = []
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise MaskError(explain(f"{name} of a mask is out of range", got=repr(value), allowed=f"an int >= {least}"))
+        number = as_int(value)
+        if number is None or number < least:
+            raise MaskError(
+                explain(f"{name} of a mask is out of range", got=shown(value), allowed=f"an int >= {least}")
+            )
+        numbers.append(number)
+    return numbers
 
 
-def _cumulative(what: str, bounds: Sequence[int]) -> list[int]:
-    bounds = [int(b) for b in bounds]
-    if len(bounds) < 2 or bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
-        shown = str(bounds) if len(bounds) <= 12 else f"{str(bounds[:12])[:-1]}, ...]"
+def cumulative_lengths(what: str, bounds: object) -> list[int]:
+    """(0, end of the first, ..., length) as ints. Raises `MaskError`, in the name of `what`, for anything else."""
+    listed = _listed(what, bounds)
+    if len(listed) < 2 or listed[0] != 0 or any(a >= b for a, b in pairwise(listed)):
         raise MaskError(
-            explain(f"{what} takes cumulative lengths", got=shown, allowed="0 first, then strictly rising ends")
+            explain(f"{what} takes cumulative lengths", got=shown(listed), allowed="0 first, then strictly rising ends")
         )
-    return bounds
+    return listed
+
+
+def _listed(what: str, values: object) -> list[int]:
+    """Ints from a sequence of them, an array or a tensor."""
+    many = values.tolist() if hasattr(values, "tolist") else values
+    listed = [as_int(value) for value in many] if isinstance(many, Iterable) else [None]
+    numbers = [value for value in listed if value is not None]
+    if len(numbers) < len(listed):
+        raise MaskError(explain(f"{what} takes whole numbers", got=shown(values), allowed="ints, one after the other"))
+    return numbers

@@ -20,7 +20,7 @@ PACKAGE = "burst_portable"
 # From low to high. A module may import its own layer and those below. A name stands for a module and for all
 # that lies under it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "config"),
+    ("errors", "config", "values"),
     ("numerics",),
     ("mask", "layout"),
     ("tiles", "moves"),
@@ -43,7 +43,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
-    *("errors", "config", "mask", "layout", "tiles", "moves", "plans"),
+    *("errors", "config", "values", "mask", "layout", "tiles", "moves", "plans"),
     *("packets", "cost", "verify", "strategies", "planning"),
 )
 PURE_NEVER = ("torch", "numpy", "triton", "transformers")

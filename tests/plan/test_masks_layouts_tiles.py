@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -123,6 +124,15 @@ def test_random_segments_meet_random_masks(data):
     assert sorted(found) == expected  # sorted: a cell in two tiles would show twice
 
 
+@given(st.lists(regions, max_size=4), st.integers(1, 24))
+def test_blind_rows_are_counted(many, length):
+    try:
+        mask = Mask(tuple(many))
+    except MaskError:
+        return
+    assert mask.blind_rows(length) == int((~dense_mask(mask, 24)[:length, :length].any(1)).sum())
+
+
 def test_fusing_gives_one_tile_a_step_for_causal_zigzag_and_striped():
     for layout in ("zigzag", "striped"):
         where = make_layout(layout, 4096, 8)
@@ -193,6 +203,55 @@ def test_queries_and_keys_of_different_steps_are_refused():
 def test_bad_masks_are_refused(text, message):
     with pytest.raises((MaskError, UnknownNameError), match=message):
         Mask.parse(text, 64)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        torch.tensor([0, 4, 9], dtype=torch.int32),
+        np.array([0, 4, 9]),
+        [np.int64(0), torch.tensor(4), 9],
+        range(0, 10, 9),
+    ],
+)
+def test_lengths_of_documents_come_in_many_forms(bounds):
+    expected = Mask.documents([int(b) for b in bounds])
+    assert Mask.documents(bounds) == expected
+    assert all(type(r.q_stop) is int for r in Mask.documents(bounds).regions)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [[0, 4.7, 9], [0.0, 9.0], ["0", "9"], "09", [False, 9], torch.tensor([0.0, 9.0]), torch.tensor([[0, 9]]), 9, None],
+)
+def test_lengths_that_are_no_whole_numbers(bounds):
+    for make in (Mask.documents, Mask.block_causal, Mask.share_question):
+        with pytest.raises(MaskError, match="takes whole numbers"):
+            make(bounds)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mask.window(1.5), "left of a mask.*1.5"),
+        (lambda: Mask.window(True), "left of a mask"),
+        (lambda: Mask.share_question([4, 0]), "at least 1"),
+        (lambda: Mask.parse(None), "short form"),
+        (lambda: Mask(5), "made of regions"),
+        (lambda: Mask(["causal"]), "made of regions"),
+        (lambda: Mask((), name=3), "name of a mask"),
+        (lambda: Region(0, 4.0, 0, 4), "q_stop of a region"),
+        (lambda: Region(0, 4, False, 4), "k_start of a region"),
+    ],
+)
+def test_masks_of_wrong_types(make, message):
+    with pytest.raises(MaskError, match=message):
+        make()
+
+
+def test_sizes_of_a_mask_may_be_numpys():
+    assert Mask.window(np.int64(3), torch.tensor(1)) == Mask.window(3, 1)
+    assert Mask(r for r in (Region(np.int32(0), 4, 0, 4),)) == Mask((Region(0, 4, 0, 4),))
 
 
 def test_a_mask_longer_than_the_sequence_is_refused():

@@ -1,0 +1,34 @@
+"""Numbers as users pass them: Python's, NumPy's, and tensors that hold one. Floats are never cut down to ints."""
+
+from __future__ import annotations
+
+from burst_portable.errors import InputError, explain, shown
+
+
+def as_int(value: object) -> int | None:
+    """The whole number that a value is; None for a float, a bool, a string and all else."""
+    if type(value) is int:
+        return value
+    value = _scalar(value)
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def as_float(value: object) -> float | None:
+    """The number that a value is; None for a bool, a string and all else."""
+    if type(value) is float:
+        return value
+    value = _scalar(value)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _scalar(value: object) -> object:
+    """The Python number inside a NumPy scalar or a tensor without dimensions."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+
+
+def size(name: str, value: object) -> int:
+    """A whole number of at least 1, or an `InputError` that says what `name` may be."""
+    number = as_int(value)
+    if number is None or number < 1:
+        raise InputError(explain(f"{name} is no size", got=shown(value), allowed="an int of at least 1"))
+    return number
