@@ -2,7 +2,8 @@
 
 ==================  ==========================================================================================
 schema              "burst_portable.plan/1"; a change that breaks readers counts it up
-problem             the sizes that were asked for; mask and layout by name; `area`: (query, key) pairs a head
+problem             the sizes that were asked for; mask and layout by name; `area`: (query, key) pairs a head;
+                    `blind_rows`: tokens that see nothing
 strategy, reason    what plans, and why where it was chosen
 rates               tflops and gbps a rank, that times are predicted with
 costed_ranks        the ranks that numbers below are taken over: all of them, or a sample
@@ -96,6 +97,7 @@ def _problem(problem: Problem) -> Facts:
         "mask": str(problem.mask),
         "layout": problem.q_layout.name,
         "area": problem.area,
+        "blind_rows": problem.mask.blind_rows(problem.q_layout.length),
     }
 
 

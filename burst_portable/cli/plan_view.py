@@ -52,7 +52,8 @@ def _header(console: Console, facts: Facts) -> None:
         f"[bold]plan[/]    {facts['strategy']} over {p['ranks']:,} ranks, layout {p['layout']}, "
         f"{p['seq_len']:,} tokens, {sizes}{values}, {p['itemsize']} bytes a number",
     )
-    console.print(f"mask    {p['mask']}: {p['area']:,} pairs a head, {share:.3%} of all", markup=False)
+    blind = f"; {p['blind_rows']:,} tokens see nothing, their output is 0" if p["blind_rows"] else ""
+    console.print(f"mask    {p['mask']}: {p['area']:,} pairs a head, {share:.3%} of all{blind}", markup=False)
     if facts["reason"]:
         console.print(f"why     {facts['reason']}", markup=False)
 

@@ -36,6 +36,13 @@ def text(capsys, *arguments: str) -> str:
 # --------------------------------------------------------------------------------------------- numbers
 
 
+def test_tokens_that_see_nothing_are_stated(capsys):
+    arguments = ("--seq-len", "16", "--ranks", "2", "--mask", "documents:0,5,13")
+    assert plan(capsys, *arguments)["problem"]["blind_rows"] == 3
+    assert "3 tokens see nothing" in text(capsys, *arguments)
+    assert "see nothing" not in text(capsys, *TINY)
+
+
 def test_area_flops_and_imbalance_by_hand(capsys):
     facts = plan(capsys, *TINY, "--strategy", "ring")
     assert facts["problem"]["area"] == 36
