@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from burst_portable.errors import DtypeError, InputError, ShapeError, explain
+
 State = tuple[Tensor, Tensor]
 """A partial result (out, LSE). While it is merged into, its dtypes are its kernel's business; see `finished`."""
 
@@ -48,6 +50,11 @@ def per_row(x: Tensor) -> Tensor:
     return x.transpose(1, 2).unsqueeze(-1)
 
 
+def anchored(lse: Tensor) -> Tensor:
+    """What exponents are taken from: LSE, and 0 for a row that saw nothing, where -inf - -inf would be NaN."""
+    return torch.where(lse == -torch.inf, 0.0, lse)
+
+
 def merge_into(state: State, out: Tensor, lse: Tensor) -> None:
     """Merge one partial result into a running state, in place.
 
@@ -57,8 +64,7 @@ def merge_into(state: State, out: Tensor, lse: Tensor) -> None:
     state_out, state_lse = state
     lse = lse.to(state_lse.dtype)
     merged = torch.logaddexp(state_lse, lse)
-    # A row that saw nothing on either side: -inf - -inf would be NaN, and its weights must be 0.
-    anchor = torch.where(merged == -torch.inf, 0.0, merged)
+    anchor = anchored(merged)
     state_out.mul_(per_row(torch.exp(state_lse - anchor)).to(state_out.dtype))
     state_out.addcmul_(out.to(state_out.dtype), per_row(torch.exp(lse - anchor)).to(state_out.dtype))
     state_lse.copy_(merged)
@@ -82,18 +88,53 @@ def merge(parts: Sequence[State]) -> State:
         parts: (out ``[B, S, H, D]`` any floating dtype, LSE ``[B, H, S]``), at least one.
 
     Returns:
-        (out, LSE) in the accumulation dtype. Rows that saw nothing: 0 and -inf.
+        (out, LSE) in the accumulation dtype. Rows that saw nothing: 0 and -inf, whatever their out was.
 
     Raises:
-        ValueError: no part was given.
+        InputError: no part, or one that is no pair of tensors; parts on different devices.
+        ShapeError, DtypeError: parts whose shapes or dtypes do not go together.
     """
-    if not parts:
-        raise ValueError("merge needs at least one partial result")
+    _check_parts(parts)
     out, lse = parts[0]
-    state = (out.to(running_dtype(out.dtype), copy=True), lse.to(torch.float64, copy=True))
+    state = (_seen(out, lse).to(running_dtype(out.dtype), copy=True), lse.to(torch.float64, copy=True))
     for part_out, part_lse in parts[1:]:
-        merge_into(state, part_out, part_lse)
+        merge_into(state, _seen(part_out, part_lse), part_lse)
     return finished(state, out.dtype)
+
+
+def _seen(out: Tensor, lse: Tensor) -> Tensor:
+    """`out`, 0 in rows that saw nothing: other libraries leave NaN there, which a weight of 0 would keep."""
+    return out.masked_fill(per_row(lse == -torch.inf), 0.0)
+
+
+def _check_parts(parts: Sequence[State]) -> None:
+    """Refuse parts that are none, or that differ."""
+    if not parts:
+        raise InputError("merge needs at least one partial result (out, LSE)")
+    for part in parts:
+        if not (isinstance(part, tuple | list) and len(part) == 2 and all(isinstance(x, Tensor) for x in part)):
+            raise InputError(explain("merge takes pairs (out, LSE)", got=type(part).__name__))
+    first = parts[0][0]
+    for out, lse in parts:
+        if out.dim() != 4 or out.shape != first.shape or lse.shape != (out.shape[0], out.shape[2], out.shape[1]):
+            raise ShapeError(
+                explain(
+                    "partial results do not go together",
+                    got=f"out {tuple(out.shape)} with LSE {tuple(lse.shape)}; the first out has {tuple(first.shape)}",
+                    allowed="out [B, S, H, D] and LSE [B, H, S], the same for all",
+                )
+            )
+        if not (out.is_floating_point() and lse.is_floating_point()) or out.dtype != first.dtype:
+            raise DtypeError(
+                explain(
+                    "partial results have other dtypes than floating ones, or different ones",
+                    got=f"out {out.dtype} with LSE {lse.dtype}; the first out has {first.dtype}",
+                    next_step="cast them",
+                )
+            )
+        if not out.device == lse.device == first.device:
+            got = f"out on {out.device}, LSE on {lse.device}, the first out on {first.device}"
+            raise InputError(explain("partial results lie on different devices", got=got))
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
@@ -105,12 +146,15 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     """An out* whose rowsum with dO is delta, for kernels of others that insist on `out` where only delta travels.
 
-    out* = dO·delta/|dO|², 0 where dO is 0 (there delta is 0 as well).
+    out* = dO·delta/|dO|², 0 where dO is 0 (there delta is 0 as well). Rows are brought to a largest entry of 1 before
+    they are squared: gradients of mean losses over long sequences are small enough for their squares to vanish.
     """
-    dtype = accumulation_dtype(dout.dtype)
-    square = dout.to(dtype).square().sum(-1).transpose(1, 2)
-    factor = torch.where(square > 0, delta / torch.where(square > 0, square, 1.0), 0.0)
-    return (dout.to(dtype) * per_row(factor)).to(dout.dtype)
+    wide = dout.to(accumulation_dtype(dout.dtype))
+    largest = wide.abs().amax(-1, keepdim=True)
+    largest = torch.where(largest > 0, largest, 1.0)
+    unit = wide / largest
+    square = unit.square().sum(-1, keepdim=True).clamp_min(1.0)  # it is 1 or more, but for rows of zeros
+    return (unit * (per_row(delta) / largest / square)).to(dout.dtype)
 
 
 def add_sinks(state: State, sinks: Tensor) -> None:
@@ -121,11 +165,11 @@ def add_sinks(state: State, sinks: Tensor) -> None:
     out, lse = state
     sink = sinks.to(lse.dtype).view(1, -1, 1).expand_as(lse)
     merged = torch.logaddexp(lse, sink)
-    out.mul_(per_row(torch.exp(lse - merged)))
+    out.mul_(per_row(torch.exp(lse - anchored(merged))))
     lse.copy_(merged)
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """dsink = -sum over rows of exp(sink - LSE)·delta, ``[H]``, where LSE includes the sink."""
-    weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
+    weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - anchored(lse))
     return -(weight * delta).sum(dim=(0, 2)).to(sinks.dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.kernels.contract import Gradients, Options, Problem, Support
-from burst_portable.numerics import State, empty_state, merge_into, row_delta, running_dtype
+from burst_portable.numerics import State, anchored, empty_state, merge_into, row_delta, running_dtype
 from burst_portable.tiles import Tile, Tiles
 
 SCORES = 1 << 22
@@ -38,7 +38,7 @@ class ReferenceKernel:
             groups = k.shape[2]
             scores, _ = _scores(_grouped(q[:, rows], groups), _heads_first(k[:, columns], q.dtype), piece, options)
             lse = torch.logsumexp(scores, -1)
-            p = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
+            p = torch.exp(scores - anchored(lse).unsqueeze(-1))
             out = _ungrouped(_matmul(p, _heads_first(v[:, columns], q.dtype)))
             merge_into((state[0][:, rows], state[1][:, :, rows]), out, lse.flatten(1, 2))
         return state
@@ -70,7 +70,7 @@ class ReferenceKernel:
             scores, slope = _scores(q_rows, k_columns, piece, options)
             row_lse = lse[:, :, rows].unflatten(1, (groups, -1)).unsqueeze(-1)
             row_delta_ = delta[:, :, rows].unflatten(1, (groups, -1)).unsqueeze(-1)
-            p = torch.exp(scores - torch.where(row_lse == -torch.inf, 0.0, row_lse))
+            p = torch.exp(scores - anchored(row_lse))
             ds = p * (_matmul(dout_rows, v_columns.transpose(-1, -2)) - row_delta_) * slope * options.scale
             dq[:, rows] += _ungrouped(_matmul(ds, k_columns))
             dk[:, columns] += _summed(ds, q_rows)

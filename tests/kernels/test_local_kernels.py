@@ -10,6 +10,7 @@ from burst_portable.backends.cpu.attention import CpuFlashKernel, lower
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import LENGTH, MASKS
 from burst_portable.conformance.tolerances import judge
+from burst_portable.errors import DtypeError, InputError, ShapeError
 from burst_portable.kernels.contract import Options, Problem
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import make_layout
@@ -156,18 +157,47 @@ def test_merging_survives_scores_far_apart(spread):
     assert lse.isfinite().all()
 
 
-def test_merge_takes_at_least_one_part():
-    with pytest.raises(ValueError, match="at least one"):
-        numerics.merge([])
+def part(rows=5, heads=3, dtype=torch.float32):
+    return torch.randn(2, rows, heads, 8).to(dtype), torch.randn(2, heads, rows)
 
 
-def test_the_stand_in_for_out_has_the_row_sums():
-    dout = torch.randn(2, 5, 3, 8)
+@pytest.mark.parametrize(
+    ("parts", "error", "message"),
+    [
+        ([], InputError, "at least one"),
+        ([part()[0]], InputError, "pairs"),
+        ([part(), part(rows=6)], ShapeError, "do not go together"),
+        ([part(), part(heads=1)], ShapeError, "do not go together"),
+        ([(part()[0], part(rows=1)[1])], ShapeError, "do not go together"),
+        ([part(), part(dtype=torch.bfloat16)], DtypeError, "bfloat16"),
+        ([(part()[0].int(), part()[1])], DtypeError, "int32"),
+    ],
+)
+def test_what_merge_refuses(parts, error, message):
+    """Shapes that torch would broadcast to a wrong result, above all."""
+    with pytest.raises(error, match=message):
+        numerics.merge(parts)
+
+
+def test_merging_takes_nothing_from_a_row_that_saw_nothing():
+    """Whatever another library left in its out there."""
+    out, lse = part()
+    blind = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
+    for parts in ([blind, (out, lse)], [(out, lse), blind]):
+        torch.testing.assert_close(numerics.merge(parts), (out, lse))
+    assert not numerics.merge([blind, blind])[0].any()
+
+
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+def test_the_stand_in_for_out_has_the_row_sums(size):
+    """Also where the square of dO would vanish or overflow."""
+    dout = torch.randn(2, 5, 3, 8) * size
     dout[:, 2] = 0
-    delta = torch.randn(2, 3, 5)
+    delta = torch.randn(2, 3, 5) * size
     delta[:, :, 2] = 0
-    made = numerics.row_delta(dout, numerics.surrogate_out(dout, delta))
-    torch.testing.assert_close(made, delta)
+    stand_in = numerics.surrogate_out(dout, delta)
+    made = numerics.row_delta(dout.double() / size, stand_in)
+    torch.testing.assert_close(made, delta.double() / size, rtol=1e-5, atol=1e-6)
 
 
 def test_sinks_by_hand():
@@ -176,3 +206,14 @@ def test_sinks_by_hand():
     numerics.add_sinks(state, torch.zeros(1))
     assert state[0].flatten().tolist() == [0.5, 0.5]
     assert state[1].item() == pytest.approx(0.6931472)
+
+
+def test_a_closed_sink_over_a_row_that_sees_nothing():
+    """A sink of -inf takes no part: the row stays out 0 and LSE -inf, and gives no gradient."""
+    out, lse = torch.zeros(1, 2, 1, 4), torch.tensor([[[-torch.inf, 1.0]]])
+    out[:, 1] = 3.0
+    before = out.clone(), lse.clone()
+    sinks = torch.tensor([-torch.inf])
+    numerics.add_sinks((out, lse), sinks)
+    torch.testing.assert_close((out, lse), before, rtol=0, atol=0)
+    assert numerics.sinks_gradient(sinks, lse, torch.tensor([[[0.0, 2.0]]])).tolist() == [0.0]
