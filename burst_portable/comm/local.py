@@ -27,12 +27,17 @@ class Transfer:
     """One message between two ranks, from when the first end posts it. Both ends wait for the same one."""
 
     def __init__(self, source: int, target: int, buffer: Tensor) -> None:
-        self.source, self.target, self.buffer = source, target, buffer
+        self.source, self.target = source, target
+        self.buffer: Tensor | None = buffer
         self.done = threading.Event()
         self.mismatch = ""
 
-    def meet(self, sent: Tensor, received: Tensor) -> None:
-        """Both ends are there: copy."""
+    def meet(self, buffer: Tensor, *, sends: bool) -> None:
+        """The second end is there, with its buffer: copy."""
+        assert self.buffer is not None
+        sent, received = (buffer, self.buffer) if sends else (self.buffer, buffer)
+        # The slower end's handle must not keep the faster one's memory.
+        self.buffer = None
         if sent.numel() == received.numel():
             received.copy_(sent)
         else:
@@ -62,7 +67,7 @@ class Fabric:
                 self._waiting[source, target, sends].append(transfer)
                 return transfer
             transfer = other.popleft()
-        transfer.meet(*((buffer, transfer.buffer) if sends else (transfer.buffer, buffer)))
+        transfer.meet(buffer, sends=sends)
         return transfer
 
     def share(self, rank: int, turn: int, data: bytes) -> tuple[threading.Event, dict[int, bytes]]:

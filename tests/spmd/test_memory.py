@@ -16,7 +16,11 @@ KV_BYTES = 2 * LENGTH * KV_HEADS * DIM * 4
 
 
 class LiveMemory(TorchDispatchMode):
-    """Bytes of storages that this thread's operations made and that are still alive; and the largest of them."""
+    """Bytes of storages that this thread's operations made and that are still alive; and the largest of them.
+
+    A view, or what is written in place, is no new storage: a transfer copies into the other rank's buffer where this
+    rank comes second, and whether it does is chance.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,9 +29,9 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
+        old = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
+            if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage())._cdata not in old:
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes())
         self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
