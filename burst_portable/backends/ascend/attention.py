@@ -1,0 +1,239 @@
+"""CANN's fused attention (`npu_fusion_attention`) and its gradient, put to work on tiles.
+
+What its documentation says, and what is done about it:
+
+- It answers softmax_max and softmax_sum, float32 ``[B, N, S, 8]``, eight times the same number. LSE = max + log(sum).
+- Its gradient takes them back and computes weights as exp(score - max) / sum. For a row of a ring both must be those
+  of the whole row: max = the global LSE and sum = 1 are, whatever blocks it came from.
+- It wants the whole row's `out` (attention_in) where only delta travels: `numerics.surrogate_out` has its row sums.
+- Packed (TND), softmax_max and softmax_sum lie as ``[N, T, 8]`` unless softmax_layout="TND" is asked for.
+- atten_mask is True where a pair is hidden. Which modes tiles become is in `masks`.
+
+Partial results and gradients come in the tensors' dtype and are summed in float32: float64 is too dear here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_portable.backends.ascend.masks import FULL, Call, lower
+from burst_portable.kernels.contract import Gradients, Options, Problem, Support
+from burst_portable.numerics import State, merge_into, surrogate_out
+from burst_portable.tiles import Tiles
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST_HEAD = 768
+MOST_HEADS = 256
+_COPIES = 8  # of each number in softmax_max and softmax_sum
+_MASK = 2048  # rows and columns of the compressed mask
+_KEPT = 256  # index tensors
+
+
+class FusionKernel:
+    """See `kernels.contract.Kernel`.
+
+    Args:
+        operators: where `npu_fusion_attention` and `npu_fusion_attention_grad` are; torch_npu's unless given.
+    """
+
+    name = "npu_fusion"
+
+    def __init__(self, operators: Any = None) -> None:
+        self._operators = operators
+        self._masks: dict[torch.device, Tensor] = {}
+        self._indices: OrderedDict[object, Tensor] = OrderedDict()
+
+    def supports(self, problem: Problem) -> Support:
+        if problem.device != "npu":
+            return Support(False, f"it takes NPU tensors, not {problem.device}")
+        if problem.dtype not in DTYPES:
+            return Support(False, f"{problem.dtype} is not among float16, bfloat16 and float32")
+        if problem.softcap:
+            return Support(False, "it has no softcap")
+        if problem.head_dim > LARGEST_HEAD:
+            return Support(False, f"head size {problem.head_dim} is larger than {LARGEST_HEAD}")
+        if problem.value_dim > problem.head_dim:
+            return Support(False, f"values of size {problem.value_dim} are larger than heads of {problem.head_dim}")
+        if problem.heads > MOST_HEADS:
+            return Support(False, f"{problem.heads} heads are more than {MOST_HEADS}")
+        return Support(True)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
+    ) -> State:
+        every_row = ((0, q.shape[1]),)
+        for call in lower(tiles, q.shape[0]):
+            out, lse = self._forward(call, q, k, v, options)
+            if state is None and call.rows == every_row:
+                state = (out.float(), lse)  # perhaps the only call: nothing to merge with
+                continue
+            state = _empty_state(q, v.shape[-1]) if state is None else state
+            self._merge(state, call, out, lse)
+        return _empty_state(q, v.shape[-1]) if state is None else state
+
+    def attend_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+        *,
+        delta: Tensor | None = None,
+        out: Tensor | None = None,
+        into: Gradients,
+    ) -> None:
+        assert (delta is None) != (out is None), "exactly one of delta and out"
+        dout = dout.to(q.dtype)
+        if out is None:
+            assert delta is not None
+            out = surrogate_out(dout, delta)
+        out, lse = out.to(q.dtype), lse.float()
+        with _deterministic() if options.deterministic else nullcontext():
+            for call in lower(tiles, q.shape[0]):
+                parts = self._backward(call, dout, q, k, v, lse, out, options)
+                for total, part, where in zip(into, parts, (call.rows, call.columns, call.columns), strict=True):
+                    self._add(total, where, part.to(total.dtype))
+
+    # ------------------------------------------------------------------------------------ one call
+
+    def _forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
+        """(out ``[B, rows, H, Dv]`` in q's dtype, LSE ``[B, H, rows]``) of the rows of a call."""
+        batch, rows = q.shape[0], sum(t.rows for t in call.tiles)
+        tensors = [self._taken(x, w) for x, w in ((q, call.rows), (k, call.columns), (v, call.columns))]
+        how, layout = self._how(call, q)
+        out, top, total, *_ = self._operator("npu_fusion_attention")(
+            *(_packed(x, layout) for x in tensors), q.shape[2], layout, scale=options.scale, **how
+        )
+        lse = top[..., 0] + torch.log(total[..., 0])
+        if layout == "TND":
+            out, lse = out.unflatten(0, (batch, rows)), lse.unflatten(0, (batch, rows)).transpose(1, 2)
+        return out, lse
+
+    def _backward(
+        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor, options: Options
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of the rows and columns of a call, ``[B, rows or columns, H, D]``."""
+        how, layout = self._how(call, q)
+        rows, columns = call.rows, call.columns
+        mine = [self._taken(x, w) for x, w in ((q, rows), (k, columns), (v, columns), (dout, rows), (out, rows))]
+        queries, keys, values, douts, outs = (_packed(x, layout) for x in mine)
+        top = self._taken(lse, rows, dim=2)
+        if layout == "TND":
+            top = top.transpose(1, 2).flatten(0, 1)
+        top = top.unsqueeze(-1).expand(*top.shape, _COPIES).contiguous()
+        parts = self._operator("npu_fusion_attention_grad")(
+            queries,
+            keys,
+            values,
+            douts,
+            q.shape[2],
+            layout,
+            softmax_max=top,
+            softmax_sum=torch.ones_like(top),
+            attention_in=outs,
+            scale_value=options.scale,
+            **how,
+        )
+        dq, dk, dv = (part.view(x.shape) for part, x in zip(parts[:3], mine[:3], strict=True))
+        return dq, dk, dv
+
+    def _how(self, call: Call, q: Tensor) -> tuple[dict[str, Any], str]:
+        """What both operators are told besides tensors, and the layout."""
+        how: dict[str, Any] = {}
+        if call.sparse.mode != FULL:
+            mode, pre, after = call.sparse
+            how = {
+                "atten_mask": self._mask(q.device),
+                "sparse_mode": mode,
+                "pre_tockens": pre,  # spelt so by the operator
+                "next_tockens": after,
+            }
+        if len(call.tiles) == 1:
+            return how, "BSND"
+        q_lengths, k_lengths = call.lengths(q.shape[0])
+        packed = {"actual_seq_qlen": q_lengths, "actual_seq_kvlen": k_lengths, "softmax_layout": "TND"}
+        return {**how, **packed}, "TND"
+
+    def _operator(self, name: str) -> Any:
+        return getattr(torch.ops.npu if self._operators is None else self._operators, name)
+
+    def _mask(self, device: torch.device) -> Tensor:
+        """The compressed mask of every mode: True above the diagonal."""
+        if device not in self._masks:
+            self._masks[device] = torch.ones(_MASK, _MASK, dtype=torch.bool, device=device).triu_(1)
+        return self._masks[device]
+
+    # ------------------------------------------------------------------------- rows in and out of tensors
+
+    def _index(self, where: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+        """The rows of several ranges; made once, or a packed call would copy it to the device each time."""
+        found = self._indices.get((where, device))
+        if found is None:
+            if len(self._indices) >= _KEPT:
+                self._indices.popitem(last=False)
+            found = torch.cat([torch.arange(start, stop) for start, stop in where]).to(device)
+            self._indices[where, device] = found
+        return found
+
+    def _taken(self, x: Tensor, where: tuple[tuple[int, int], ...], dim: int = 1) -> Tensor:
+        """Rows of a tensor, contiguous: the operator is said to take other strides, but who knows which."""
+        if len(where) == 1:
+            start, stop = where[0]
+            return x.narrow(dim, start, stop - start).contiguous()
+        return x.index_select(dim, self._index(where, x.device))
+
+    def _add(self, total: Tensor, where: tuple[tuple[int, int], ...], part: Tensor) -> None:
+        """total[:, where] += part."""
+        if len(where) == 1:
+            start, stop = where[0]
+            total[:, start:stop] += part
+        else:  # no row is there twice, so this needs no atomic additions
+            index = self._index(where, total.device)
+            total.index_copy_(1, index, total.index_select(1, index) + part)
+
+    def _merge(self, state: State, call: Call, out: Tensor, lse: Tensor) -> None:
+        """Merge a call's part into its rows of a running state."""
+        if len(call.rows) == 1:
+            start, stop = call.rows[0]
+            merge_into((state[0][:, start:stop], state[1][:, :, start:stop]), out, lse)
+            return
+        index = self._index(call.rows, out.device)
+        mine = state[0].index_select(1, index), state[1].index_select(2, index)
+        merge_into(mine, out, lse)
+        state[0].index_copy_(1, index, mine[0])
+        state[1].index_copy_(2, index, mine[1])
+
+
+def _empty_state(q: Tensor, value_dim: int) -> State:
+    """Nothing seen yet, in float32: see the head of this file."""
+    batch, rows, heads, _ = q.shape
+    out = torch.zeros(batch, rows, heads, value_dim, dtype=torch.float32, device=q.device)
+    return out, torch.full((batch, heads, rows), -torch.inf, dtype=torch.float32, device=q.device)
+
+
+def _packed(x: Tensor, layout: str) -> Tensor:
+    """``[B, S, N, D]`` as the layout wants it."""
+    return x.flatten(0, 1) if layout == "TND" else x
+
+
+def _deterministic() -> AbstractContextManager[None]:
+    """The gradient is summed in any order unless torch's switch, which torch_npu hands on to CANN, says otherwise."""
+    return nullcontext() if torch.are_deterministic_algorithms_enabled() else _switched()
+
+
+@contextmanager
+def _switched() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
