@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 
 from burst_portable.autograd import Call, apply
+from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel, for_device
-from burst_portable.checks import check_layout, check_sinks, check_tensors, checked_scale, checked_softcap, whole_length
-from burst_portable.comm.agreement import Statement, state, tell_refusal
-from burst_portable.errors import BurstError, CommunicationError, InputError, ShapeError, explain
+from burst_portable.checks import (
+    check_layout,
+    check_sinks,
+    check_tensors,
+    checked_scale,
+    checked_softcap,
+    tell_the_others,
+    whole_length,
+)
+from burst_portable.comm.agreement import Statement, named, state
+from burst_portable.errors import InputError, ShapeError, explain
 from burst_portable.kernels import contract
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
@@ -28,8 +37,6 @@ from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.tiles import Tiles
-
-_REFUSAL_DEADLINE = 10.0  # seconds that a rank that refuses its call waits for others to hear of it
 
 
 @overload
@@ -122,19 +129,19 @@ def attention(
     """
     mesh = as_mesh(mesh)
     ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    key = (
-        mask, strategy, layout, seq_len, scale, softcap, kernel, ordered, sinks is None,
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-    )  # fmt: skip
     try:
+        key = (
+            mask, strategy, layout, seq_len, scale, softcap, kernel, ordered, sinks is None,
+            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        )  # fmt: skip
         if sinks is not None:
             check_sinks(sinks, q)
         call = mesh.remembered(
             key,
             lambda: _prepare(q, k, v, mask, mesh, strategy, layout, seq_len, scale, softcap, kernel, ordered, sinks),
         )
-    except BurstError as refusal:
-        _tell_the_others(mesh, q, refusal)
+    except Exception as refusal:
+        tell_the_others(mesh, refusal, q, k, v)
         raise
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = apply(call, q, k, v, sinks)
@@ -195,35 +202,32 @@ def _prepare(
     named = mesh.config.kernel if kernel == "auto" else kernel
     chosen, _ = choose_kernel(backend, wanted, named)
     options = contract.Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap), deterministic)
-    said = _statement(made, q, options, sinks)
+    said = _statement(made, backend, q, options, sinks)
     runtime = PlainRuntime(chosen, mesh.transport(q.device.type))
     return Call(made, runtime, options, said.of_pass("forward"), said.of_pass("backward"))
 
 
-def _statement(made: Plan, q: Tensor, options: contract.Options, sinks: Tensor | None) -> Statement:
-    """What every rank must say alike. Kernels may differ: ranks need not be of one kind."""
-    p = made.problem
-    exact = repr((p.mask.regions, p.q_layout.shards, made.forward.route, made.backward.route))
-    facts = {
-        "batch": str(p.batch),
-        "heads": f"{p.heads}, {p.kv_heads} of K and V",
-        "head sizes": f"{p.head_dim}, {p.value_dim} of V",
-        "tokens": str(p.q_layout.length),
-        "dtype": str(q.dtype).removeprefix("torch."),
-        "mask": str(p.mask),
-        "layout": p.q_layout.name,
-        "strategy": f"{made.strategy} by {made.forward.route.name}, {made.backward.side} travels backward",
-        "scale": repr(options.scale),
-        "softcap": repr(options.softcap),
-        "sinks": "no" if sinks is None else "yes",
-    }
-    return state(facts, exact.encode())
-
-
-def _tell_the_others(mesh: Mesh, q: Tensor, refusal: BurstError) -> None:
-    """A refusal is this rank's alone, perhaps: the others must not wait for it."""
-    if mesh.size > 1 and isinstance(q, Tensor) and not isinstance(refusal, CommunicationError):
-        tell_refusal(mesh.transport(q.device.type), refusal, min(_REFUSAL_DEADLINE, mesh.config.deadline))
+def _statement(made: Plan, backend: Backend, q: Tensor, options: contract.Options, sinks: Tensor | None) -> Statement:
+    """What every rank must say alike. Kernels may differ, vendors may not: their partial results would be mixed."""
+    p, there, back = made.problem, made.forward, made.backward
+    moves = f"{made.strategy} by {there.route.name}, {back.side} travels backward"
+    return state(
+        {
+            "backend": backend.name,
+            "process group": backend.capabilities.process_group,
+            "batch": str(p.batch),
+            "heads": f"{p.heads}, {p.kv_heads} of K and V",
+            "head sizes": f"{p.head_dim}, {p.value_dim} of V",
+            "tokens": str(p.q_layout.length),
+            "dtype": str(q.dtype).removeprefix("torch."),
+            "mask": named(str(p.mask), p.mask.regions),
+            "layout": named(p.q_layout.name, p.q_layout.shards),
+            "strategy": named(moves, (made.reshard, there.side, there.route, back.side, back.route, back.results)),
+            "scale": repr(options.scale),
+            "softcap": repr(options.softcap),
+            "sinks": "no" if sinks is None else "yes",
+        }
+    )
 
 
 # ------------------------------------------------------------------------------------ parts of an attention

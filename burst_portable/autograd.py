@@ -54,7 +54,7 @@ class Attention(torch.autograd.Function):
             sinks = sinks[heads_of(transport.rank, transport.size, problem.heads)] if sinks is not None else None
         out, lse = forward(call, q, k, v, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.call = call
+        ctx.call, ctx.number = call, transport.passes
         if call.plan.reshard:
             out = to_sequence(out, problem.q_layout, transport, problem.heads)
             rows = lse.transpose(1, 2).unsqueeze(-1).contiguous()
@@ -68,13 +68,13 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: checkpointing recomputes them, and gives each away a single time
         with _own_precision(saved[0].device.type):
-            return _backward(ctx.call, saved, dout)
+            return _backward(ctx.call, ctx.number, saved, dout)
 
 
-def _backward(call: Call, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(call: Call, number: int, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[Tensor | None, ...]:
     problem, transport = call.plan.problem, call.runtime.transport
     q, k, v, out, lse, sinks = saved
-    agree(transport, call.backward)
+    agree(transport, call.backward, forward=number)
     if dout is None:  # a rank whose result nobody used still takes part: others wait for it
         dout = torch.zeros_like(out) if not call.plan.reshard else None
     if call.plan.reshard:

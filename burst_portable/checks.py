@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from burst_portable.errors import DtypeError, InputError, LayoutError, ShapeError, explain
+from burst_portable.comm.agreement import tell_refusal
+from burst_portable.comm.base import Transport
+from burst_portable.errors import (
+    BurstError,
+    CommunicationError,
+    DtypeError,
+    InputError,
+    LayoutError,
+    ShapeError,
+    explain,
+)
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.planning import check_heads
 
+_REFUSAL_DEADLINE = 10.0  # seconds that a rank that refuses its call waits for others to hear of it
 _MAX_HEAD_DIM = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -104,3 +116,21 @@ def checked_softcap(softcap: float | None) -> float | None:
     if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
         raise InputError(explain("softcap must be positive", got=softcap, next_step="pass None for none"))
     return softcap
+
+
+def tell_the_others(mesh: Mesh, refusal: Exception, *tensors: Tensor) -> None:
+    """What kept this rank from its call is this rank's alone, perhaps: the others must not wait for it."""
+    if mesh.size == 1 or isinstance(refusal, CommunicationError):
+        return
+    if (transport := _transport_to_tell(mesh, tensors)) is not None:
+        tell_refusal(transport, refusal, min(_REFUSAL_DEADLINE, mesh.config.deadline))
+
+
+def _transport_to_tell(mesh: Mesh, tensors: Sequence[Tensor]) -> Transport | None:
+    """That of the tensors where there is one; another that the ranks have, where these are no tensors at all."""
+    for device_type in [x.device.type for x in tensors if isinstance(x, Tensor)]:
+        try:
+            return mesh.transport(device_type)
+        except BurstError:  # no backend has such tensors: that may be what is refused
+            continue
+    return mesh.connected()

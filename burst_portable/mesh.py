@@ -96,6 +96,10 @@ class Mesh:
             self._transports[device_type] = self._connect(device_type)
         return self._transports[device_type]
 
+    def connected(self) -> Transport | None:
+        """A transport that this mesh has been using, if any."""
+        return next(iter(self._transports.values()), None)
+
     def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` gave for this key before; the least recently used are forgotten."""
         found = self._calls.get(key)

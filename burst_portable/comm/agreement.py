@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from burst_portable.comm.base import Transport
 from burst_portable.errors import BurstError, CommunicationError, MismatchError, explain
@@ -22,62 +22,84 @@ REFUSED = "refused"
 """The fact of a rank that refused its own call: others must not wait for it."""
 
 
+class Named(NamedTuple):
+    """A fact that ranks compare by what it holds, and are told of by its name."""
+
+    name: str
+    digest: str
+
+
+Facts = Mapping[str, str | Named]
+
+
 class Statement(NamedTuple):
     """What one rank says of its call."""
 
     digest: bytes
-    facts: str
+    facts: Facts
 
     def of_pass(self, name: str) -> Statement:
         """The same call, in one of its passes."""
-        return state({**json.loads(self.facts), "pass": name}, self.digest)
+        return state({**self.facts, "pass": name})
 
 
-def state(facts: Mapping[str, str], more: bytes = b"") -> Statement:
-    """A statement of facts; `more` is hashed with them and not shown."""
-    text = json.dumps(facts, sort_keys=True)
-    return Statement(hashlib.blake2b(text.encode() + more, digest_size=16).digest(), text)
+def named(name: str, holds: object) -> Named:
+    """A fact of this name; `holds` is compared by its repr, which must be the same on all ranks."""
+    return Named(name[:_SHOWN], hashlib.blake2b(repr(holds).encode(), digest_size=16).hexdigest())
 
 
-def agree(transport: Transport, mine: Statement, deadline: float | None = None) -> None:
+def state(facts: Facts) -> Statement:
+    """A statement of facts. What they are called does not count: equal masks of different names are one mask."""
+    compared = {key: fact.digest if isinstance(fact, Named) else fact for key, fact in facts.items()}
+    text = json.dumps(compared, sort_keys=True)
+    return Statement(hashlib.blake2b(text.encode(), digest_size=16).digest(), facts)
+
+
+def agree(transport: Transport, mine: Statement, *, forward: int = 0, deadline: float | None = None) -> None:
     """Return when all ranks of the transport have stated the same; every rank must ask.
+
+    Args:
+        transport: of the ranks that make the call together.
+        mine: what this rank says of it.
+        forward: for a backward pass, which of the transport's passes was its forward pass: ranks that go backward in
+            different orders would exchange blocks of different calls.
+        deadline: seconds; the transport's own unless given.
 
     Raises `MismatchError` on every rank where they differ, `CommunicationError` where a rank does not answer.
     """
     if transport.size == 1 or not transport.host:
         return
     transport.passes += 1
-    stated = transport.share(
-        mine.digest + transport.passes.to_bytes(8, "little"), "asking whether ranks agree", deadline
-    )
+    counts = transport.passes.to_bytes(8, "little") + forward.to_bytes(8, "little")
+    stated = transport.share(mine.digest + counts, "asking whether ranks agree", deadline)
     if all(other == stated[0] for other in stated):
         return
-    packed = mine.facts.encode()[:_FACTS_SIZE].ljust(_FACTS_SIZE)
+    packed = json.dumps(mine.facts).encode()[:_FACTS_SIZE].ljust(_FACTS_SIZE)
     texts = [facts.decode(errors="ignore").strip() for facts in transport.share(packed, "telling each other", deadline)]
-    counts = [int.from_bytes(other[16:], "little") for other in stated]
     raise MismatchError(
         explain(
             f"rank {transport.rank}: the ranks do not make the same call",
-            got=_difference(texts, counts),
-            next_step="all ranks of a mesh must make the same calls in the same order",
+            got=_difference(texts, stated),
+            next_step="all ranks of a mesh must make the same calls in the same order, backward too",
         )
     )
 
 
-def tell_refusal(transport: Transport, error: BurstError, deadline: float) -> None:
+def tell_refusal(transport: Transport, error: Exception, deadline: float) -> None:
     """Let the others know that this rank refuses its call, so that they raise too instead of waiting.
 
     They may not be there at all: then `deadline` seconds are lost, and the refusal is raised all the same.
     """
+    told = str(error) if isinstance(error, BurstError) else f"{type(error).__name__}: {error}"
     try:
-        agree(transport, state({REFUSED: str(error)[:1000]}), deadline)
+        agree(transport, state({REFUSED: told[:1000]}), deadline=deadline)
     except CommunicationError:
         return  # this rank's own error says more
 
 
-def _difference(texts: Sequence[str], counts: Sequence[int]) -> str:
+def _difference(texts: Sequence[str], stated: Sequence[bytes]) -> str:
     """Fact by fact, what which ranks say."""
-    facts = []
+    facts: list[dict[str, Any]] = []
     for text in texts:
         try:
             facts.append(json.loads(text))
@@ -87,17 +109,24 @@ def _difference(texts: Sequence[str], counts: Sequence[int]) -> str:
         return "; ".join(refusals)
     names = sorted({name for f in facts for name in f})
     told = [_sides(name, [f.get(name, "-") for f in facts]) for name in names]
-    if len(set(counts)) > 1:
-        told.append(_sides("passes begun", [str(c) for c in counts]))
-    return "; ".join(filter(None, told)) or "a mask or layout with the same name and other positions"
+    for name, start in (("passes begun", 16), ("backward of the pass", 24)):
+        told.append(_sides(name, [str(int.from_bytes(one[start : start + 8], "little")) for one in stated]))
+    return "; ".join(filter(None, told)) or "facts that were too long to be told"
 
 
-def _sides(name: str, values: Sequence[str]) -> str:
-    """``name: value on rank 0, 2; other on rank 1``; empty if all say the same."""
+def _sides(name: str, values: Sequence[str | list[str]]) -> str:
+    """``name: value on rank 0, 2; other on rank 1``; empty if all say the same. A `Named` is [name, digest] here."""
     ranks = defaultdict(list)
     for rank, value in enumerate(values):
-        ranks[value].append(rank)
+        told, compared = value if isinstance(value, list) else (value, value)
+        ranks[compared].append((rank, told))
     if len(ranks) == 1:
         return ""
-    sides = [f"{value[:_SHOWN]} on rank {', '.join(map(str, who[:8]))}" for value, who in ranks.items()]
+    sides, names = [], set()
+    for who in ranks.values():
+        called = who[0][1][:_SHOWN]
+        sides.append(
+            f"{'another of that name' if called in names else called} on rank {', '.join(str(r) for r, _ in who[:8])}"
+        )
+        names.add(called)
     return f"{name}: " + " but ".join(sides)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,19 @@ import torch.distributed as dist
 import burst_portable as bp
 from burst_portable.config import Config
 from burst_portable.errors import BurstError
+from burst_portable.strategies.base import Traits
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A strategy with a mistake in it."""
+
+    name: str = "broken"
+    traits: ClassVar[Traits] = Traits()
+
+    def plan(self, problem):
+        raise TypeError("planning fell over")
+
 
 USUAL = {"heads": 4, "kv_heads": 2, "dim": 8, "rows": 8, "dtype": torch.float32, "batch": 1}
 
@@ -32,6 +47,7 @@ DISAGREEMENTS: dict[str, tuple[dict, str]] = {
     "length": ({"rows": 9, "seq_len": 27}, "tokens: 24 on rank 0, 2 but 27 on rank 1"),
     "rows": ({"rows": 9, "seq_len": 24}, "rank 1 holds another number of rows"),
     "refusal": ({"strategy": "brst"}, "did you mean 'burst'"),
+    "own_error": ({"strategy": Broken()}, "planning fell over"),
     "one_call_more": ({"twice": True}, "pass"),
 }
 
@@ -57,7 +73,7 @@ def told_by(mesh: bp.Mesh, name: str) -> str:
     changes, _ = DISAGREEMENTS[name]
     try:
         call(mesh, **(dict(changes) if mesh.rank == 1 else {}))
-    except BurstError as error:
+    except (BurstError, TypeError) as error:
         return str(error)
     return ""
 

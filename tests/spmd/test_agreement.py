@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable import api
 from burst_portable.comm.agreement import agree, state
 from burst_portable.config import Config
-from burst_portable.errors import MismatchError
+from burst_portable.errors import BurstError, MismatchError
 from tests.spmd.disagreements import DISAGREEMENTS, told_by
 
 ROOT = Path(__file__).parents[2]
@@ -61,10 +64,79 @@ def test_masks_of_one_name_are_told_apart():
     def work(mesh):
         mask = bp.Mask.documents((0, 7 if mesh.rank else 8, 24))
         q = bp.shard(torch.randn(1, 24, 2, 4), mesh)
-        with pytest.raises(MismatchError, match="same name and other positions"):
+        with pytest.raises(MismatchError, match=r"documents\(2\) on rank 0 but another of that name on rank 1"):
             bp.attention(q, q, q, mask=mask, mesh=mesh, strategy="ring")
 
     bp.run_local(2, work)
+
+
+def test_equal_masks_and_layouts_may_have_names_of_their_own():
+    """The same regions and positions, whatever they are called: ranks agree."""
+
+    def work(mesh):
+        mask = replace(bp.Mask.causal(), name=f"mask of rank {mesh.rank}")
+        layout = replace(bp.make_layout("zigzag", 16, 2), name=f"layout of rank {mesh.rank}")
+        q = torch.ones(1, 8, 2, 4)
+        return bp.attention(q, q, q, mask=mask, layout=layout, mesh=mesh, strategy="ring")
+
+    assert all(bool(out.isfinite().all()) for out in bp.run_local(2, work))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
+def test_backward_in_another_order_is_told(strategy):
+    """Two calls alike: without the number of the forward pass, blocks of one would meet gradients of the other."""
+
+    def work(mesh):
+        q = torch.randn(1, 8, 2, 4, requires_grad=True)
+        outs = [bp.attention(q * factor, q, q, mesh=mesh, strategy=strategy) for factor in (1, 2)]
+        with pytest.raises(MismatchError, match="backward of the pass: 1 on rank 0 but 2 on rank 1"):
+            outs[mesh.rank].sum().backward()
+
+    bp.run_local(2, work)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_backward_of_the_later_call_first_on_all_ranks(strategy):
+    def work(mesh):
+        q = torch.randn(1, 8, 2, 4, requires_grad=True)
+        outs = [bp.attention(q, q, q, mesh=mesh, strategy=strategy) for _ in range(2)]
+        return [torch.autograd.grad(out.sum(), q)[0] for out in reversed(outs)]
+
+    for later, earlier in bp.run_local(2, work):
+        torch.testing.assert_close(later, earlier)
+
+
+def test_ranks_of_different_vendors_are_refused(monkeypatch):
+    """The device type does not tell them apart: two vendors share torch's "cuda"."""
+    plain = api.for_device
+
+    def for_device(device_type):
+        backend = plain(device_type)
+        if threading.current_thread().name != "rank 1":
+            return backend
+        return replace(backend, name="other", capabilities=replace(backend.capabilities, process_group="xccl"))
+
+    monkeypatch.setattr(api, "for_device", for_device)
+
+    def work(mesh):
+        q = torch.ones(1, 8, 2, 4)
+        told = "backend: cpu on rank 0 but other on rank 1; process group: gloo on rank 0 but xccl on rank 1"
+        with pytest.raises(MismatchError, match=told):
+            bp.attention(q, q, q, mesh=mesh)
+
+    bp.run_local(2, work)
+
+
+def test_what_is_no_tensor_at_all_is_told_too():
+    def work(mesh):
+        q = torch.ones(1, 8, 2, 4)
+        bp.attention(q, q, q, mesh=mesh)
+        mine = "q" if mesh.rank else q
+        with pytest.raises((BurstError, AttributeError)) as caught:
+            bp.attention(mine, mine, mine, mesh=mesh)
+        return str(caught.value)
+
+    assert "rank 1 refused" in bp.run_local(2, work)[0]
 
 
 def test_a_planted_silence_is_seen():
