@@ -6,6 +6,7 @@ Everything is a whole number of nanoseconds, bytes or FLOPs; where a number come
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from burst_portable.profiling.matching import Messages, align, match
 from burst_portable.profiling.partition import FIELDS, Timeline
 from burst_portable.profiling.record import NEVER, RankRecords, Table
 from burst_portable.profiling.timeline import events_of
+from burst_portable.profiling.traced import traced_facts
 from burst_portable.profiling.verdict import losses_of, verdict_of
 
 SCHEMA = "burst_portable.profile/1"
@@ -30,6 +32,7 @@ EVIDENCE = {
     "only an upper bound is known",
     "late, causes": "derived: both ends of each message on one clock, followed to what the late rank did",
     "flops, bytes, tiles": "from the plan; bytes are those of the buffers that were sent",
+    "traced": "read from the trace of the vendor's own tracer, joined by the launching call",
     "predicted": "estimated by the plan's cost at the backend's rates",
 }
 
@@ -64,6 +67,7 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
         "links": _links(messages),
         "causes": _causes(aligned, messages) if comparable else [],
         "prediction": _prediction(aligned),
+        "traced": [{"rank": one.rank, **traced_facts(one.traced)} for one in aligned if one.traced],
         "evidence": EVIDENCE,
     }
     report["losses"] = losses_of(report)
@@ -75,7 +79,8 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
 def _without_first(one: RankRecords, skip: int) -> RankRecords:
     tables = {kind: table.where(table["iteration"] >= skip) for kind, table in one.tables.items()}
     calls = [call for call in one.calls if call[0] >= skip]
-    return RankRecords(one.rank, one.host, one.evidence, tables, one.plans, calls, one.facts)
+    traced = one.traced and replace(one.traced, rows=one.traced.rows[one.traced.rows[:, 0] >= skip])
+    return replace(one, tables=tables, calls=calls, traced=traced)
 
 
 def timeline_of(one: RankRecords, messages: Messages) -> Timeline:

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from burst_portable.profiling.traced import Traced
 
 _PLACE = ("iteration", "call", "backward", "step")
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -79,6 +81,7 @@ class RankRecords:
         evidence: what the times are: "host clock", or "device events".
         plans: facts of each plan that ran (see `session.plan_facts`), by its number.
         calls: (iteration, call, number of the plan).
+        traced: what the vendor's tracer saw; None but at the deep level.
     """
 
     rank: int
@@ -88,11 +91,12 @@ class RankRecords:
     plans: Sequence[Mapping[str, Any]] = ()
     calls: Sequence[Sequence[int]] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    traced: Traced | None = None
 
     def shifted(self, nanoseconds: int) -> RankRecords:
         """The same on another clock."""
         tables = {kind: table.shifted(nanoseconds) for kind, table in self.tables.items()}
-        return RankRecords(self.rank, self.host, self.evidence, tables, self.plans, self.calls, self.facts)
+        return replace(self, tables=tables)
 
 
 def pack(records: RankRecords) -> bytes:
@@ -106,8 +110,11 @@ def pack(records: RankRecords) -> bytes:
         "facts": dict(records.facts),
         "rows": {kind: len(table) for kind, table in records.tables.items()},
     }
-    body = b"".join(np.ascontiguousarray(table.data).astype("<i8").tobytes() for table in records.tables.values())
-    return json.dumps(head).encode() + b"\n" + body
+    arrays = [table.data for table in records.tables.values()]
+    if records.traced is not None:
+        head["traced"] = {"names": list(records.traced.names), "on_device": records.traced.on_device}
+        arrays.append(records.traced.rows)
+    return json.dumps(head).encode() + b"\n" + b"".join(np.ascontiguousarray(a).astype("<i8").tobytes() for a in arrays)
 
 
 def unpack(data: bytes) -> RankRecords:
@@ -119,4 +126,6 @@ def unpack(data: bytes) -> RankRecords:
         size = rows * len(COLUMNS[kind]) * 8
         tables[kind] = Table.of(kind, np.frombuffer(body[at : at + size], dtype="<i8"))
         at += size
+    if told := head.pop("traced", None):
+        head["traced"] = Traced.of(rows=np.frombuffer(body[at:], dtype="<i8"), **told)
     return RankRecords(tables=tables, **head)

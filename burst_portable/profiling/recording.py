@@ -6,7 +6,8 @@ It adds marks and appends tuples, and changes nothing that is computed or sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,9 +23,12 @@ from burst_portable.numerics import State
 from burst_portable.planning import planned
 from burst_portable.plans import PASSES, Compute, Plan
 from burst_portable.profiling.events import Clock, make_clock
+from burst_portable.profiling.place import Place
 from burst_portable.profiling.record import COLUMNS, NEVER, TIMES, RankRecords, Table
 from burst_portable.runtime import Queries, Runtime
 from burst_portable.strategies.registry import make_strategy
+
+Annotate = Callable[[Place], AbstractContextManager[object]]
 
 LIGHT_KEPT = 100_000
 """Rows of a kind that the light level keeps: the latest."""
@@ -33,8 +37,8 @@ LIGHT_KEPT = 100_000
 class Recorder:
     """The rows of one rank, and the clock that marks them."""
 
-    def __init__(self, rank: int, host: str, *, light: bool) -> None:
-        self.rank, self.host, self.light = rank, host, light
+    def __init__(self, rank: int, host: str, *, light: bool, annotate: Annotate | None = None) -> None:
+        self.rank, self.host, self.light, self.annotate = rank, host, light, annotate
         self.rows: dict[str, deque[tuple[Any, ...]]] = {
             kind: deque(maxlen=LIGHT_KEPT if light else None) for kind in COLUMNS
         }
@@ -175,9 +179,10 @@ class RecordingRuntime:
 
     def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
         clock = self.recorder.clock(q.device)
-        start = clock.mark()
-        result = self.inner.attend(compute, q, k, v, options, state)
-        self._computed(False, compute, start, clock.mark())
+        with self._of(False, compute):
+            start = clock.mark()
+            result = self.inner.attend(compute, q, k, v, options, state)
+            self._computed(False, compute, start, clock.mark())
         return result
 
     def attend_backward(
@@ -190,9 +195,21 @@ class RecordingRuntime:
         into: tuple[Tensor, ...],
     ) -> None:
         clock = self.recorder.clock(k.device)
-        start = clock.mark()
-        self.inner.attend_backward(compute, queries, k, v, options, into)
-        self._computed(True, compute, start, clock.mark())
+        with self._of(True, compute):
+            start = clock.mark()
+            self.inner.attend_backward(compute, queries, k, v, options, into)
+            self._computed(True, compute, start, clock.mark())
+
+    def named(self, backward: bool, step: int, what: str) -> AbstractContextManager[object]:
+        """What happens inside, under the plan's names in the vendor's tracer; nothing where none runs."""
+        if self.recorder.annotate is None:
+            return nullcontext()
+        strategy = self._facts.plan.strategy
+        return self.recorder.annotate(Place(self.recorder.rank, strategy, backward, *self._place, step, what))
+
+    def _of(self, backward: bool, compute: Compute) -> AbstractContextManager[object]:
+        step = self._facts.computes[backward, compute.q_owner, compute.k_owner][0]
+        return self.named(backward, step, f"q{compute.q_owner} x kv{compute.k_owner}")
 
     def _computed(self, backward: bool, compute: Compute, start: Any, end: Any) -> None:
         step, pairs, tiles, flops = self._facts.computes[backward, compute.q_owner, compute.k_owner]
@@ -212,9 +229,10 @@ class RecordingRuntime:
             posted = left = NEVER
         else:
             clock = self.recorder.clock((sends or receives)[0][1].device)
-            posted = clock.mark()
-            leaving, arriving = self.inner.post(sends, receives, label)
-            left = clock.mark()
+            with self.named(backward, issued, "posts messages"):
+                posted = clock.mark()
+                leaving, arriving = self.inner.post(sends, receives, label)
+                left = clock.mark()
 
         def watched(handle: Handle, move: Move, buffer: Tensor, sent: bool) -> Handle:
             peer = move.target if sent else move.source
@@ -246,9 +264,10 @@ class RecordingHandle:
         if self._needed is not None:
             runtime.step = self._needed
         clock = runtime.recorder.clock(self._device)
-        start = clock.mark()
-        self._inner.wait()
-        end = clock.mark()
+        with runtime.named(self._backward, runtime.step, "waits for a message"):
+            start = clock.mark()
+            self._inner.wait()
+            end = clock.mark()
         if isinstance(start, int):
             runtime.recorder.waiting += end - start
         runtime.row("message", self._backward, runtime.step, *self._what, start, end)
@@ -286,9 +305,10 @@ class RecordingTransport(Transport):
         self._home += label == "to sequence"
         size = sum(s.numel() for r, s in enumerate(sends) if r != self.rank)
         clock = self._runtime.recorder.clock(sends[0].device)
-        start = clock.mark()
-        self._inner.all_to_all(sends, receives, label)
-        self._collected(0, size, start, clock.mark())
+        with self._runtime.named(self._backward, self._runtime.step, f"all ranks, {label}"):
+            start = clock.mark()
+            self._inner.all_to_all(sends, receives, label)
+            self._collected(0, size, start, clock.mark())
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
         self._agreed += 1

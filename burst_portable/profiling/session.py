@@ -18,6 +18,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from contextvars import Token
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,9 +33,10 @@ from burst_portable.profiling.recording import Recorder, RecordingRuntime
 from burst_portable.runtime import Runtime, installed
 
 if TYPE_CHECKING:
+    from burst_portable.profiling.deep import Tracer
     from burst_portable.profiling.report import Report
 
-LEVELS = ("session", "light")
+LEVELS = ("session", "light", "deep")
 
 
 class Session:
@@ -45,10 +47,13 @@ class Session:
         self._recorders: dict[int, Recorder] = {}
         self._lock = Lock()
         self._token: Token[Any] | None = None
+        self._tracer = _tracer() if level == "deep" else None
 
     def __enter__(self) -> Session:
         if self._token is not None:
             raise InputError("this profiling session is open already; make another with profile()")
+        if self._tracer is not None:
+            self._tracer.start()
         self._token = installed.set(self._wrap)
         return self
 
@@ -56,6 +61,8 @@ class Session:
         assert self._token is not None
         installed.reset(self._token)
         self._token = None
+        if self._tracer is not None:
+            self._tracer.stop()
 
     def _wrap(self, runtime: Runtime, plan: Plan) -> Runtime:
         return RecordingRuntime(runtime, plan, self._recorder(runtime.transport.rank))
@@ -63,7 +70,8 @@ class Session:
     def _recorder(self, rank: int) -> Recorder:
         with self._lock:
             if rank not in self._recorders:
-                self._recorders[rank] = Recorder(rank, host_name(), light=self.level == "light")
+                annotate = self._tracer.annotate if self._tracer else None
+                self._recorders[rank] = Recorder(rank, host_name(), light=self.level == "light", annotate=annotate)
             return self._recorders[rank]
 
     def mark(self) -> None:
@@ -78,7 +86,20 @@ class Session:
 
     def records(self) -> list[RankRecords]:
         """What this process recorded, a rank an entry; waits for the device, where that works on its own."""
-        return [self._recorders[rank].records() for rank in sorted(self._recorders)]
+        mine = [self._recorders[rank].records() for rank in sorted(self._recorders)]
+        if self._tracer is None:
+            return mine
+        traced = self._tracer.joined()
+        return [replace(one, traced=traced.get(one.rank)) for one in mine]
+
+    def write_trace(self, path: str | Path) -> None:
+        """The file of the vendor's tracer, for ui.perfetto.dev: all that ran, attention under the plan's names.
+
+        Raises `InputError` where the level is not "deep", or the session is still open.
+        """
+        if self._tracer is None:
+            raise InputError(explain("this session has no tracer", got=f"level {self.level!r}", allowed="level 'deep'"))
+        self._tracer.write(Path(path))
 
     def gather(self, mesh: Any = None) -> list[RankRecords] | None:
         """Everybody's records, in rank order, on rank 0; None on the others. All ranks of the mesh must call it.
@@ -110,12 +131,13 @@ class Session:
         return Report.of(gathered, skip=skip)
 
 
-def profile(level: Literal["session", "light"] = "session", *, mesh: Any = None) -> Session:
+def profile(level: Literal["session", "light", "deep"] = "session", *, mesh: Any = None) -> Session:
     """Record where the time of attention goes; a context manager, see `profiling.session`.
 
     Args:
         level: "session" notes every kernel and message with the plan's facts; "light" only how long kernels and
-            waits for blocks took, and keeps the latest of them, for runs that are always watched.
+            waits for blocks took, and keeps the latest of them, for runs that are always watched; "deep" is "session"
+            with torch.profiler beside it, for a few steps: which kernels ran where in the plan, as the tracer saw them.
         mesh: the ranks that `gather` and `report` bring together: a Mesh, or what `attention` takes for one.
 
     Raises `InputError` for another level.
@@ -123,6 +145,12 @@ def profile(level: Literal["session", "light"] = "session", *, mesh: Any = None)
     if level not in LEVELS:
         raise InputError(explain("unknown level of profiling", got=repr(level), allowed=", ".join(LEVELS)))
     return Session(level, mesh)
+
+
+def _tracer() -> Tracer:
+    from burst_portable.profiling.deep import Tracer  # torch.profiler is not light
+
+    return Tracer()
 
 
 def host_name() -> str:

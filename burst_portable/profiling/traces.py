@@ -11,9 +11,10 @@ import gzip
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,14 +31,11 @@ def read_trace(path: str | Path) -> dict[str, Any]:
 
     Raises `InputError` for a file that is no such trace, or has nothing that ran on a device.
     """
-    path = Path(path)
-    data = _loaded(path)
-    base = int(data.get("baseTimeNanoseconds", 0))
+    data = load_trace(Path(path))
     spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for event in data["traceEvents"]:
-        if event.get("ph") == "X" and (kind := kind_of(str(event.get("cat", "")), str(event.get("name", "")))):
-            start = base + _nanoseconds(event["ts"])
-            spans[kind].append((start, start + _nanoseconds(event.get("dur", 0))))
+    for event in events_of_trace(data):
+        if kind := kind_of(event.category, event.name):
+            spans[kind].append((event.start, event.end))
     if not spans:
         raise InputError(
             explain(
@@ -64,9 +62,44 @@ def kind_of(category: str, name: str) -> str | None:
     return "compute" if category == "kernel" else "copy"
 
 
-def _loaded(path: Path) -> dict[str, Any]:
+class TraceEvent(NamedTuple):
+    """One span of a trace, in nanoseconds; `correlation` ties what ran on a device to the call that launched it."""
+
+    category: str
+    name: str
+    thread: tuple[Any, Any]
+    start: int
+    end: int
+    correlation: Any
+
+
+def events_of_trace(data: dict[str, Any]) -> Iterator[TraceEvent]:
+    """All spans of what `load_trace` read."""
+    base = int(data.get("baseTimeNanoseconds", 0))
+    for event in data["traceEvents"]:
+        if event.get("ph") == "X":
+            start = base + _nanoseconds(event["ts"])
+            end = start + _nanoseconds(event.get("dur", 0))
+            category, name = str(event.get("cat", "")), str(event.get("name", ""))
+            correlation = (event.get("args") or {}).get("correlation")
+            yield TraceEvent(category, name, (event.get("pid"), event.get("tid")), start, end, correlation)
+
+
+def load_trace(path: Path) -> dict[str, Any]:
+    """A file of Kineto's JSON, also .gz.
+
+    Raises `InputError` for another file.
+    """
     try:
         raw = path.read_bytes()
+    except OSError as error:
+        raise InputError(explain(f"{path} is no trace", got=str(error))) from error
+    return parse_trace(raw, str(path))
+
+
+def parse_trace(raw: bytes, path: str) -> dict[str, Any]:
+    """What `load_trace` read; `path` is for the message."""
+    try:
         raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
         data = json.loads(raw, parse_float=Decimal)  # a float of microseconds since 1970 has no nanoseconds
     except (OSError, ValueError) as error:

@@ -119,8 +119,8 @@ def test_a_session_outside_run_local_sees_every_rank():
 
 
 def test_an_unknown_level_is_refused():
-    with pytest.raises(bp.BurstError, match="session, light"):
-        bp.profile("deep")
+    with pytest.raises(bp.BurstError, match="session, light, deep"):
+        bp.profile("deeper")
 
 
 def test_off_nothing_of_it_is_imported():

@@ -10,12 +10,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from burst_portable.profiling.partition import PARTS
-from burst_portable.profiling.report.tables import NAMES, layer_rows, loss_name, prediction_rows, step_rows
+from burst_portable.profiling.report.tables import NAMES, layer_rows, loss_name, prediction_rows, step_rows, traced_rows
 from burst_portable.profiling.units import percent, scaled, time_text
 
 _UNIT = 100  # nanoseconds: what the timeline is drawn to
 _MOST_EVENTS = 45_000  # drawn: about 15 bytes each
 _MOST_ROWS = 400
+_MOST_KERNELS = 40
 _BAR = (
     *((part, part, NAMES[part]) for part in PARTS if part != "idle"),
     ("idle", "idle_between_kernels", "idle between kernels"),
@@ -51,6 +52,7 @@ def page(data: dict[str, Any]) -> str:
         steps_left_out=max(0, len(steps) - _MOST_ROWS),
         layers=layer_rows(data)[:_MOST_ROWS],
         prediction=prediction_rows(data),
+        traced=traced_rows(data)[:_MOST_KERNELS],
         left_out=left_out,
         style=Markup((folder / "style.css").read_text(encoding="utf-8")),
         script=Markup((folder / "timeline.js").read_text(encoding="utf-8")),

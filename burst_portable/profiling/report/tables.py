@@ -77,3 +77,20 @@ def prediction_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [{**one, "index": i} for i, one in enumerate(data["prediction"]) if one["measured"] and one["predicted"]]
     longest = max((max(r["predicted"], r["measured"]) for r in rows), default=1) or 1
     return [{**row, "longest": longest} for row in rows]
+
+
+def traced_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row a kernel's name and pass, as the tracer saw it, over all ranks and steps; the longest first."""
+    rows: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for one in data.get("traced", ()):
+        for k in one["kernels"]:
+            key = k["name"], k["backward"], k["kind"]
+            row = rows.setdefault(
+                key,
+                {"name": k["name"], "pass": PASSES[k["backward"]], "kind": k["kind"], "times": 0, "time": 0, "most": k},
+            )
+            row["times"] += k["times"]
+            row["time"] += k["time"]
+            if k["time"] > row["most"]["time"]:
+                row["most"] = k
+    return sorted(rows.values(), key=lambda r: -r["time"])

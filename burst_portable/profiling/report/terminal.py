@@ -6,16 +6,19 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from burst_portable.profiling.partition import PARTS
-from burst_portable.profiling.report.tables import loss_name, step_rows
+from burst_portable.profiling.report.tables import loss_name, step_rows, traced_rows
 from burst_portable.profiling.units import percent, scaled, time_text
 
 _COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
 _BAR = 20  # characters: with the numbers beside it, a line of 80
 _STEPS = 8
 _RANKS = 16
+_KERNELS = 8
+_NAME = 38  # characters of a kernel's name
 
 
 def show(data: dict[str, Any], console: Console | None = None) -> None:
@@ -33,6 +36,8 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
     say.print(f"  {total}", soft_wrap=True)
     if rows := sorted(step_rows(data), key=lambda r: -r["blocking"])[:_STEPS]:
         say.print(_steps(rows))
+    if traced := traced_rows(data)[:_KERNELS]:
+        say.print(_traced(traced))
     clock = data["clock"]
     uncertain = f", uncertain by {time_text(clock['uncertainty_ns'])}" if clock["uncertainty_ns"] else ""
     say.print(
@@ -95,4 +100,15 @@ def _steps(rows: list[dict[str, Any]]) -> Table:
             time_text(r["worst_blocking"]),
             scaled(r["received_bytes"], "B"),
         )
+    return table
+
+
+def _traced(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("the tracer saw", "pass", "n", "time", "most of it at"):
+        table.add_column(name, justify="right" if name in ("n", "time") else "left", no_wrap=True)
+    for r in rows:
+        name = r["name"] if len(r["name"]) <= _NAME else r["name"][: _NAME - 1] + "…"
+        where = f"step {r['most']['step']}"
+        table.add_row(escape(name), r["pass"], str(r["times"]), time_text(r["time"]), where)
     return table
