@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -12,9 +14,10 @@ from burst_portable.conformance.cases import LENGTH, MASKS
 from burst_portable.conformance.tolerances import judge
 from burst_portable.errors import DtypeError, InputError, ShapeError
 from burst_portable.kernels.contract import Options, Problem
+from burst_portable.kernels.pieces import triangles
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import make_layout
-from burst_portable.tiles import Tile, Tiles, find_tiles
+from burst_portable.tiles import Tile, Tiles, banded_box, find_tiles
 
 KERNELS = [ReferenceKernel(), CpuFlashKernel()]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -114,6 +117,39 @@ def test_lowering_covers_every_cell_once(name):
             assert bool(box.any(1).all())
             covered[piece.rows, piece.columns] += box
     assert torch.equal(covered, oracle.dense_mask(MASKS[name], LENGTH).long())
+
+
+def boxes(length):
+    """Tiles of every kind: whole masks, striped ones, and small bands across small boxes."""
+    for mask in MASKS.values():
+        for layout, ranks in (("contiguous", 1), ("striped", 3)):
+            shards = make_layout(layout, length, ranks, mask).shards
+            yield from (tile for a in shards for b in shards for tile in find_tiles(mask, a, b))
+    for rows, columns, lo, width in itertools.product((1, 2, 5), (1, 3, 6), range(-6, 5), range(7)):
+        if tile := banded_box(3, 3 + rows, 2, 2 + columns, 1 + lo, 1 + lo + width):
+            yield tile
+
+
+def test_triangles_cover_every_cell_once():
+    """Boxes and causal squares alone, no empty row; a reversed one is the mirror image."""
+    kinds = set()
+    for tile in boxes(LENGTH):
+        covered = torch.zeros(LENGTH, LENGTH, dtype=torch.int64)
+        for piece in triangles(tile):
+            box = torch.ones(piece.rows.stop - piece.rows.start, piece.columns.stop - piece.columns.start).long()
+            assert box.numel()
+            if piece.causal:
+                assert box.shape[0] == box.shape[1]
+                box = box.tril()
+            covered[piece.rows, piece.columns] += box.flip(0, 1) if piece.reversed else box
+            kinds.add((piece.causal, piece.reversed))
+        distance = torch.arange(LENGTH).unsqueeze(1) - torch.arange(LENGTH)
+        inside = (distance >= tile.lo) & (distance <= tile.hi)
+        expected = torch.zeros(LENGTH, LENGTH, dtype=torch.int64)
+        cut = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+        expected[cut] = inside[cut].long()
+        assert torch.equal(covered, expected), tile
+    assert kinds == {(False, False), (True, False), (True, True)}
 
 
 @pytest.mark.parametrize(

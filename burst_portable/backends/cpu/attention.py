@@ -18,17 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.contract import Gradients, Options, Problem, Support
-from burst_portable.numerics import (
-    State,
-    accumulation_dtype,
-    empty_state,
-    merge_into,
-    row_delta,
-    surrogate_out,
-    widened,
-)
-from burst_portable.tiles import Tile, Tiles
+from burst_portable.kernels.contract import Gradients, Problem, Support
+from burst_portable.kernels.pieces import PiecewiseKernel
+from burst_portable.numerics import State, accumulation_dtype
+from burst_portable.tiles import Tile
 
 STRIP = 256
 """Rows of a strip: its mask holds STRIP x (STRIP + window) numbers."""
@@ -70,7 +63,7 @@ def lower(tile: Tile) -> Iterator[Piece]:
             yield Piece(*box, cut_by=None if strip.full else strip)
 
 
-class CpuFlashKernel:
+class CpuFlashKernel(PiecewiseKernel[Piece]):
     """See `kernels.contract.Kernel`."""
 
     name = "cpu_flash"
@@ -86,76 +79,29 @@ class CpuFlashKernel:
             return Support(False, "it has no softcap")
         return Support(True)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
-    ) -> State:
+    def lower(self, tile: Tile) -> Iterator[Piece]:
+        return lower(tile)
+
+    def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(accumulation_dtype(dtype))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> State:
         operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        everything = slice(0, q.shape[1])
-        qh, kh, vh = _heads_first(q), _heads_first(k), _heads_first(v)
-        for piece in (piece for tile in tiles for piece in lower(tile)):
-            out, lse = operator(
-                qh[:, :, piece.rows],
-                kh[:, :, piece.columns],
-                vh[:, :, piece.columns],
-                0.0,
-                piece.causal,
-                attn_mask=piece.mask(qh.dtype),
-                scale=options.scale,
-            )
-            out = out.transpose(1, 2)
-            if state is None and piece.rows == everything:
-                state = (out, lse.contiguous())  # perhaps the only piece: kept as it is
-                continue
-            state = empty_state(q, v.shape[-1]) if state is None else widened(state, q.dtype)
-            merge_into((state[0][:, piece.rows], state[1][:, :, piece.rows]), out, lse)
-        return empty_state(q, v.shape[-1]) if state is None else state
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = operator(*heads_first, 0.0, piece.causal, attn_mask=piece.mask(q.dtype), scale=scale)
+        return out.transpose(1, 2), lse
 
-    def attend_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        options: Options,
-        *,
-        delta: Tensor | None = None,
-        out: Tensor | None = None,
-        into: Gradients,
-    ) -> None:
-        assert (delta is None) != (out is None), "exactly one of delta and out"
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: Piece, scale: float
+    ) -> Gradients:
         operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        wide = dout.to(accumulation_dtype(dout.dtype))
-        if delta is None:
-            assert out is not None
-            delta = row_delta(dout, out)
-        # The operator computes delta from `out`; any out with the right row sums will do.
-        stand_in = _heads_first(surrogate_out(wide, delta))
-        douth, qh, kh, vh = _heads_first(wide), _heads_first(q), _heads_first(k), _heads_first(v)
-        dq, dk, dv = into
-        for piece in (piece for tile in tiles for piece in lower(tile)):
-            rows, columns = piece.rows, piece.columns
-            parts = operator(
-                douth[:, :, rows],
-                qh[:, :, rows],
-                kh[:, :, columns],
-                vh[:, :, columns],
-                stand_in[:, :, rows],
-                _as_the_operator_makes_it(lse[:, :, rows]),
-                0.0,
-                piece.causal,
-                attn_mask=piece.mask(qh.dtype),
-                scale=options.scale,
-            )
-            for total, part, where in zip((dq, dk, dv), parts, (rows, columns, columns), strict=True):
-                total[:, where] += part.transpose(1, 2)
+        heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        mask = piece.mask(q.dtype)
+        parts = operator(*heads_first, _as_it_makes_it(lse), 0.0, piece.causal, attn_mask=mask, scale=scale)
+        dq, dk, dv = (x.transpose(1, 2) for x in parts)
+        return dq, dk, dv
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    return x.to(accumulation_dtype(x.dtype)).transpose(1, 2)
-
-
-def _as_the_operator_makes_it(lse: Tensor) -> Tensor:
+def _as_it_makes_it(lse: Tensor) -> Tensor:
     """``[B, H, S]`` with heads innermost in memory."""
     return lse.transpose(1, 2).contiguous().transpose(1, 2)

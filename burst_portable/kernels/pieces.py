@@ -1,0 +1,206 @@
+"""Operators of others, which know boxes and perhaps triangles, put to work on tiles.
+
+`PiecewiseKernel` cuts every tile into pieces, calls the operator on each and merges. `triangles` cuts so that what
+operators disagree about in silence never comes up: a causal piece is square, so top-left and bottom-right are the
+same; no row of a piece is empty, so nobody has to say what its LSE is; and no window is asked for, which some
+builds of an operator take and ignore::
+
+    causal        ■◣          a box of the columns that all rows see, and a causal square
+                  ■■          a box of the rows past the square
+    its mirror    ◥■          causal as well, with the order of rows and columns reversed
+    window        ◥◣          strips of rows as high as the window is wide, each of them one of these two
+                   ◥◣
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from burst_portable.kernels.contract import Gradients, Options
+from burst_portable.numerics import State, accumulation_dtype, empty_state, merge_into, surrogate_out, widened
+from burst_portable.tiles import Tile, Tiles
+
+
+class Place(Protocol):
+    """Where a piece lies; what else there is to it is between a kernel and its operator."""
+
+    @property
+    def rows(self) -> slice: ...
+
+    @property
+    def columns(self) -> slice: ...
+
+
+P = TypeVar("P", bound=Place)
+
+
+class PiecewiseKernel(ABC, Generic[P]):
+    """`attend` and `attend_backward` of `kernels.contract.Kernel`, from an operator that knows pieces.
+
+    The operator sees ``[B, S, H, D]`` of one piece, with few K/V heads as they are, after `ready`.
+    """
+
+    @abstractmethod
+    def lower(self, tile: Tile) -> Iterator[P]:
+        """The calls that a tile takes: every pair in one of them, none with an empty row."""
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: P, scale: float) -> State:
+        """(out, natural LSE ``[B, H, S]``) of one piece."""
+
+    @abstractmethod
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: P, scale: float
+    ) -> Gradients:
+        """(dq, dk, dv) of one piece; `out` and `lse` are global."""
+
+    def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A whole tensor as the operator wants it; `dtype` is that of q. Done once a call, not once a piece."""
+        return x.to(dtype)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
+    ) -> State:
+        everything = slice(0, q.shape[1])
+        whole = [self.ready(x, q.dtype) for x in (q, k, v)]
+        for piece in (piece for tile in tiles for piece in self.lower(tile)):
+            rows, columns = piece.rows, piece.columns
+            out, lse = self.forward(whole[0][:, rows], whole[1][:, columns], whole[2][:, columns], piece, options.scale)
+            if state is None and rows == everything:
+                state = (out, lse.contiguous())  # perhaps the only piece: kept as it is
+                continue
+            state = empty_state(q, v.shape[-1]) if state is None else widened(state, q.dtype)
+            merge_into((state[0][:, rows], state[1][:, :, rows]), out, lse)
+        return empty_state(q, v.shape[-1]) if state is None else state
+
+    def attend_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+        *,
+        delta: Tensor | None = None,
+        out: Tensor | None = None,
+        into: Gradients,
+    ) -> None:
+        assert (delta is None) != (out is None), "exactly one of delta and out"
+        dout = self.ready(dout, q.dtype)
+        if out is None:  # operators compute delta from `out`; any out with the right row sums will do
+            assert delta is not None
+            out = surrogate_out(dout, delta)
+        q, k, v, out = (self.ready(x, q.dtype) for x in (q, k, v, out))
+        for piece in (piece for tile in tiles for piece in self.lower(tile)):
+            rows, columns = piece.rows, piece.columns
+            parts = self.backward(
+                dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, :, rows],
+                piece, options.scale,
+            )  # fmt: skip
+            for total, part, where in zip(into, parts, (rows, columns, columns), strict=True):
+                total[:, where] += part
+
+
+class Triangle(NamedTuple):
+    """A box; or a causal square, of rows and columns that are counted from their ends if it is reversed."""
+
+    rows: slice
+    columns: slice
+    causal: bool = False
+    reversed: bool = False
+
+
+def triangles(tile: Tile) -> Iterator[Triangle]:
+    """A tile as boxes and causal squares: every pair once, no empty row.
+
+    Up to three for a band with one edge; one with two takes a few for every ``hi - lo + 1`` rows.
+    """
+    above = tile.lo > tile.q_start - tile.k_stop + 1
+    below = tile.hi < tile.q_stop - 1 - tile.k_start
+    if above and below:
+        yield from _strips(tile)
+    elif above:
+        yield from _causal(tile)
+    elif below:
+        yield from (_mirror_image(piece, tile) for piece in _causal(_mirrored(tile)))
+    else:
+        yield Triangle(slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop))
+
+
+def _causal(tile: Tile) -> Iterator[Triangle]:
+    """Only `lo` cuts."""
+    every, corner = slice(tile.q_start, tile.q_stop), tile.q_start - tile.lo  # the last column that the first row sees
+    if corner > tile.k_start:
+        yield Triangle(every, slice(tile.k_start, corner))
+    end = tile.q_start + tile.k_stop - corner
+    assert end <= tile.q_stop, "a tile has no empty columns"
+    yield Triangle(slice(tile.q_start, end), slice(corner, tile.k_stop), causal=True)
+    if end < tile.q_stop:
+        yield Triangle(slice(end, tile.q_stop), slice(corner, tile.k_stop))
+
+
+def _strips(tile: Tile) -> Iterator[Triangle]:
+    """Both edges cut: in a strip as high as the band is wide, each column meets one edge alone."""
+    height = tile.hi - tile.lo + 1
+    for start in range(tile.q_start, tile.q_stop, height):
+        middle = start - tile.lo + 1
+        for columns in ((tile.k_start, middle), (middle, tile.k_stop)):
+            part = tile.clipped(start, min(start + height, tile.q_stop), *columns)
+            if part is not None:
+                yield from triangles(part)
+
+
+def _mirrored(tile: Tile) -> Tile:
+    """Rows and columns counted from the other end of the box."""
+    ends = tile.q_start + tile.q_stop - tile.k_start - tile.k_stop
+    return Tile(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop, ends - tile.hi, ends - tile.lo)
+
+
+def _mirror_image(piece: Triangle, tile: Tile) -> Triangle:
+    rows = slice(*(tile.q_start + tile.q_stop - at for at in (piece.rows.stop, piece.rows.start)))
+    columns = slice(*(tile.k_start + tile.k_stop - at for at in (piece.columns.stop, piece.columns.start)))
+    return Triangle(rows, columns, piece.causal, reversed=piece.causal)
+
+
+class TriangleKernel(PiecewiseKernel[Triangle]):
+    """A `PiecewiseKernel` whose operator knows boxes and causal squares, and nothing else."""
+
+    @abstractmethod
+    def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
+        """The operator forward: (out, natural LSE ``[B, H, S]``). With `causal` there are as many rows as columns."""
+
+    @abstractmethod
+    def operate_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        """The operator backward: (dq, dk, dv), from the LSE and the out that it is given."""
+
+    def lower(self, tile: Tile) -> Iterator[Triangle]:
+        return triangles(tile)
+
+    def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        x = x.to(dtype)
+        return x if x.stride(-1) == 1 else x.contiguous()  # the gradient of a sum has stride 0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: Triangle, scale: float) -> State:
+        if not piece.reversed:
+            return self.operate(q, k, v, piece.causal, scale)
+        out, lse = self.operate(q.flip(1), k.flip(1), v.flip(1), piece.causal, scale)
+        return out.flip(1), lse.flip(2)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: Triangle, scale: float
+    ) -> Gradients:
+        lse = lse.to(accumulation_dtype(q.dtype))
+        if not piece.reversed:
+            return self.operate_backward(dout, q, k, v, out, lse.contiguous(), piece.causal, scale)
+        turned = (x.flip(1) for x in (dout, q, k, v, out))
+        dq, dk, dv = self.operate_backward(*turned, lse.flip(2), piece.causal, scale)
+        return dq.flip(1), dk.flip(1), dv.flip(1)
