@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -31,14 +32,30 @@ AXES: dict[str, tuple[object, ...]] = {
 }
 
 
+LARGER_HEADS = ("2x2x64x64", "4x2x64x64", "4x1x128x128", "4x2x128x64", "4x2x64x128")
+"""For kernels that are built for sizes which models have."""
+
+
 def axes_of(kernel: Kernel, device: str) -> dict[str, tuple[object, ...]]:
-    """What the kernel serves: an axis loses the values that it declines by themselves."""
-    served = [dtype for dtype in DTYPES.values() if _serves(kernel, device, dtype=dtype)]
-    usual = {"dtype": served[0] if served else torch.float32}
+    """What the kernel serves: an axis loses the values that it declines beside choices that it serves."""
+    usual = _usual(kernel, device)
+    axes = AXES if usual["heads"] in HEADS else {**AXES, "heads": LARGER_HEADS}
     return {
         axis: tuple(v for v in values if _serves(kernel, device, **{**usual, axis: v})) or values[:1]
-        for axis, values in AXES.items()
+        for axis, values in axes.items()
     }
+
+
+def _usual(kernel: Kernel, device: str) -> dict[str, object]:
+    """Heads, order of sums and dtype that it serves together: the plainest."""
+    bases: Iterator[dict[str, object]] = (
+        {"heads": heads, "deterministic": deterministic, "dtype": dtype}
+        for heads in ("mha", *LARGER_HEADS)
+        for deterministic in (True, False)
+        for dtype in DTYPES.values()
+    )
+    plainest: dict[str, object] = {"heads": "mha"}
+    return next((base for base in bases if _serves(kernel, device, **base)), plainest)
 
 
 def _serves(kernel: Kernel, device: str, **choices: object) -> bool:
@@ -52,7 +69,7 @@ def declined(kernel: Kernel, device: str) -> Iterator[Case]:
         yield from (Case(**{axis: v}) for v in values if v not in kept[axis])  # type: ignore[arg-type]
 
 
-def cases(effort: str, axes: dict[str, tuple[object, ...]]) -> Iterator[Case]:
+def cases(effort: str, axes: Mapping[str, tuple[Any, ...]]) -> Iterator[Case]:
     """Every pair of choices; head sizes; large and small scores. For a quick look a handful."""
     if effort == "quick":
         masks = ("causal", "window", "documents", "rows_see_nothing", "custom")
@@ -65,8 +82,11 @@ def cases(effort: str, axes: dict[str, tuple[object, ...]]) -> Iterator[Case]:
     for size in HEAD_SIZES:
         for dtype in (torch.float32, torch.bfloat16):
             yield Case(heads=f"4x2x{size}x{size}", dtype=dtype, batch=1, length=67, deterministic=False)
-    yield from (Case(values=values, dtype=dtype, ranks=2) for values in VALUES[1:] for dtype in DTYPES.values())
-    yield from (Case(length=length, ranks=1, layout="contiguous") for length in (2, 15, 16, 17, 63, 64, 65, 129))
+    dtypes, usual = axes["dtype"], {axis: axes[axis][0] for axis in ("heads", "deterministic")}
+    usual["heads"] = "gqa" if "gqa" in axes["heads"] else usual["heads"]
+    yield from (Case(**{**usual, "values": v, "dtype": dtype}) for v in VALUES[1:] for dtype in dtypes)  # type: ignore[arg-type]
+    for length in (2, 15, 16, 17, 63, 64, 65, 129):
+        yield Case(**{**usual, "length": length, "ranks": 1, "layout": "contiguous", "dtype": dtypes[0]})  # type: ignore[arg-type]
 
 
 def trials(subject: Subject) -> Iterator[Trial]:
