@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
@@ -64,29 +65,49 @@ class Backend(Protocol):
         """The transport of a torch process group (None: the default one)."""
 
 
-def require(package: str, at_least: str, install: str | None = None) -> None:
-    """For the top of a vendor's module: refuse to go on without a package, or with one that is too old.
+def wrong_with(package: str, at_least: str, *, module: str | None = None, install: str | None = None) -> str:
+    """What is wrong with a vendor's package here, and what to do; "" where nothing is. For a `probe`.
+
+    Absent, too old and broken are told in three different ways.
 
     Args:
         package: the distribution, as pip calls it.
         at_least: the first version that will do, such as "2.13".
+        module: imported to see whether it can be; nothing is imported unless given.
         install: what to do; ``pip install`` it unless given.
-
-    Raises `BackendUnavailableError`, with another message for each of the two.
     """
     step = install or f"pip install '{package}>={at_least}'"
     try:
         found = version(package)
     except PackageNotFoundError:
-        raise BackendUnavailableError(
-            explain(f"the package {package} is not installed", allowed=f"{at_least} or later", next_step=step)
-        ) from None
+        return explain(f"the package {package} is not installed", allowed=f"{at_least} or later", next_step=step)
     if _numbers(found) < _numbers(at_least):
-        raise BackendUnavailableError(
-            explain(f"the package {package} is too old", got=found, allowed=f"{at_least} or later", next_step=step)
+        return explain(f"the package {package} is too old", got=found, allowed=f"{at_least} or later", next_step=step)
+    return _import_error(package, found, module) if module else ""
+
+
+def require(package: str, at_least: str, install: str | None = None) -> None:
+    """For the top of a vendor's module: refuse to go on without a package, or with one that is too old.
+
+    Raises `BackendUnavailableError`, with another message for each of the two; see `wrong_with`.
+    """
+    if reason := wrong_with(package, at_least, install=install):
+        raise BackendUnavailableError(reason)
+
+
+def _import_error(package: str, found: str, module: str) -> str:
+    try:
+        import_module(module)
+    # Bindings of a library that is missing raise anything at all; the user must hear which package it was.
+    except Exception as error:  # noqa: BLE001
+        return explain(
+            f"the package {package} {found} is broken: it fails to import",
+            got=f"{type(error).__name__}: {' '.join(str(error).split())}",
+            next_step=f"`python -c 'import {module}'` shows where; reinstall it, with the driver that it is made for",
         )
+    return ""
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """2.13.0+rocm7.1 -> (2, 13, 0)."""
+    """Of a version: 2.13.0+rocm7.1 -> (2, 13, 0)."""
     return tuple(int(n) for n in re.findall(r"\d+", text.partition("+")[0]))

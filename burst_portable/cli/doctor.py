@@ -70,12 +70,15 @@ def _backends() -> dict[str, Facts]:
 
 def _backend(name: str, home: str) -> Facts:
     from burst_portable.backends.registry import load
+    from burst_portable.errors import BackendUnavailableError
 
     try:
         backend = load(name)
         probe = backend.probe()
         capabilities = backend.capabilities
         kernels = [_kernel(kernel, capabilities.device_type) for kernel in backend.kernels()] if probe.ok else []
+    except BackendUnavailableError as error:  # it says itself whether something is absent, too old or broken
+        return _refused(home, str(error))
     # Somebody else's backend may fail in any way; that is what is to be reported, and others may still be well.
     except Exception as error:  # noqa: BLE001
         return _refused(home, f"broken: {type(error).__name__}: {error}")

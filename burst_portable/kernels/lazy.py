@@ -1,12 +1,17 @@
-"""A kernel whose code is imported when it is first needed; absent packages are a reason, broken ones an error."""
+"""A kernel whose code is imported when it is first needed.
+
+A package that is absent or too old is a reason to decline; one that is there and fails to import is an error.
+"""
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from importlib.util import find_spec
 
 from torch import Tensor
 
+from burst_portable.errors import BackendUnavailableError, explain
 from burst_portable.kernels.contract import Gradients, Kernel, Options, Problem, Support
 from burst_portable.numerics import State
 from burst_portable.tiles import Tiles
@@ -18,12 +23,13 @@ class LazyKernel:
     Args:
         name: the kernel's name.
         module, attribute: where its class is.
-        needs: a package without which it cannot run.
+        needs: a package without which it cannot run, as Python imports it.
+        at_least: the first version of it that will do, such as (3, 6).
     """
 
-    def __init__(self, name: str, module: str, attribute: str, *, needs: str) -> None:
+    def __init__(self, name: str, module: str, attribute: str, *, needs: str, at_least: tuple[int, ...] = ()) -> None:
         self.name = name
-        self._module, self._attribute, self._needs = module, attribute, needs
+        self._module, self._attribute, self._needs, self._at_least = module, attribute, needs, at_least
         self._kernel: Kernel | None = None
 
     def _real(self) -> Kernel:
@@ -32,8 +38,23 @@ class LazyKernel:
         return self._kernel
 
     def supports(self, problem: Problem) -> Support:
-        if find_spec(self._needs) is None:
-            return Support(False, f"the package {self._needs} is not installed")
+        """Raises `BackendUnavailableError` for a package that is broken: it is there, so somebody counts on it."""
+        if self._kernel is None:
+            if find_spec(self._needs) is None:
+                return Support(False, f"the package {self._needs} is not installed")
+            try:
+                found = str(getattr(import_module(self._needs), "__version__", ""))
+                if self._at_least and tuple(map(int, re.findall(r"\d+", found)[:3])) < self._at_least:
+                    wanted = ".".join(map(str, self._at_least))
+                    return Support(False, f"the package {self._needs} is too old: {found}, not {wanted} or later")
+                self._real()
+            # Whatever a vendor's package raises when it is imported, the user must hear which one it was.
+            except Exception as error:
+                got = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                next_step = "reinstall or remove it, or name another kernel"
+                raise BackendUnavailableError(
+                    explain(f"the package {self._needs} is broken: it fails to import", got=got, next_step=next_step)
+                ) from error
         return self._real().supports(problem)
 
     def attend(

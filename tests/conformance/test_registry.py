@@ -5,9 +5,14 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 from burst_portable.backends import registry
+from burst_portable.backends.base import wrong_with
+from burst_portable.cli.training.prepare import choose_backend
 from burst_portable.errors import BackendUnavailableError
+from burst_portable.kernels.contract import Problem
+from burst_portable.kernels.lazy import LazyKernel
 
 
 @pytest.fixture
@@ -74,3 +79,71 @@ def test_and_is_a_reason_where_no_other_serves_the_device(installed):
 def test_no_package_takes_the_name_of_one_of_ours(installed):
     installed("1 / 0\n", name="cpu")
     assert registry.known()["cpu"] == "burst_portable.backends.cpu:backend"
+
+
+PACKAGES = {
+    "absent": ({}, "the package vendor-torch is not installed", "pip install 'vendor-torch>=2.13'"),
+    "too old": ({"version": "2.9.1"}, "vendor-torch is too old; got 2.9.1", "allowed: 2.13 or later"),
+    "broken": (
+        {"version": "2.13.0+cann8.5", "source": "raise OSError('libvendor.so\\nis missing')\n"},
+        "vendor-torch 2.13.0+cann8.5 is broken: it fails to import; got OSError: libvendor.so is missing",
+        "python -c 'import vendor_torch'",
+    ),
+}
+
+
+@pytest.fixture
+def vendor(tmp_path, monkeypatch):
+    """Puts a vendor's package on the path: its version and its module's source."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(version: str = "", source: str = "") -> None:
+        (tmp_path / "vendor_torch.py").write_text(source)
+        if version:
+            info = tmp_path / "vendor_torch-1.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vendor-torch\nVersion: {version}\n")
+
+    yield install
+    sys.modules.pop("vendor_torch", None)
+
+
+@pytest.mark.parametrize(("package", "what", "then"), PACKAGES.values(), ids=list(PACKAGES))
+def test_what_is_wrong_with_a_package_is_told_in_three_ways(vendor, package, what, then):
+    """For a probe, which does not raise."""
+    vendor(**package)
+    reason = wrong_with("vendor-torch", "2.13", module="vendor_torch")
+    assert what in reason
+    assert then in reason
+
+
+def test_nothing_is_wrong_with_a_package_that_imports(vendor):
+    vendor("2.13.0.post1", "answer = 42\n")
+    assert wrong_with("vendor-torch", "2.13", module="vendor_torch") == ""
+
+
+def problem():
+    return Problem(torch.bfloat16, "cpu", 4, 2, 64, 64)
+
+
+def test_a_kernel_of_a_package_that_is_absent_or_too_old_declines(vendor):
+    absent = LazyKernel("theirs", "nowhere", "Kernel", needs="no_such_package")
+    assert absent.supports(problem()).reason == "the package no_such_package is not installed"
+    vendor(source="__version__ = '2.1.0+rocm'\n")
+    old = LazyKernel("theirs", "nowhere", "Kernel", needs="vendor_torch", at_least=(3, 6))
+    assert old.supports(problem()).reason == "the package vendor_torch is too old: 2.1.0+rocm, not 3.6 or later"
+
+
+def test_a_kernel_of_a_broken_package_is_an_error(vendor):
+    """Somebody installed it and counts on it: it is not passed over in silence."""
+    vendor(source="raise KeyError('lib.so')\n")
+    broken = LazyKernel("theirs", "nowhere", "Kernel", needs="vendor_torch")
+    with pytest.raises(BackendUnavailableError, match=r"vendor_torch is broken.*KeyError.*reinstall or remove it"):
+        broken.supports(problem())
+
+
+def test_a_broken_backend_does_not_end_what_is_chosen_for_the_user(installed):
+    installed("1 / 0\n")
+    backend, why = choose_backend("auto", 1)
+    assert backend.name == "cpu"
+    assert "not theirs: the backend 'theirs' (from their_backend:backend) is broken" in why

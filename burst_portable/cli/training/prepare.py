@@ -119,8 +119,12 @@ def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
         if reason := _missing(backend, ranks):
             raise BackendUnavailableError(explain(f"the backend {name!r} cannot run here", got=reason))
         return backend, "named"
-    reasons = []
-    backends = [load(one) for one in known()]
+    backends, reasons = [], []
+    for one in known():
+        try:
+            backends.append(load(one))
+        except BackendUnavailableError as error:  # nobody named it: a reason, like a probe's
+            reasons.append(f"not {one}: {error}")
     for backend in sorted(backends, key=lambda b: not b.capabilities.streams):
         if reason := _missing(backend, ranks):
             reasons.append(f"not {backend.name}: {reason}")
