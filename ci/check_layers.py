@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("packets",),
     ("cost", "verify"),
     ("backends.base", "comm.base", "kernels"),  # the contracts: a backend names its kernels and its transports
-    ("comm", "backends.registry", "backends"),
+    ("comm", "backends.registry", "backends.accelerator", "backends"),
     ("mesh", "runtime"),
     ("executor", "reshard", "strategies"),
     ("planning",),
@@ -52,8 +52,8 @@ PURE_NEVER = ("torch", "numpy", "triton", "transformers")
 KNOW_NO_PROFILER = {"api", "runtime"}
 
 # backends/<vendor>/ sees the contract and the tools that it is made of, nothing of who calls it.
-VENDOR_MAY_IMPORT = ("backends.base", "kernels", "comm", "numerics", "tiles", "errors")
-SHARED_BACKEND_MODULES = {"base", "registry"}
+VENDOR_MAY_IMPORT = ("backends.base", "backends.accelerator", "kernels", "comm", "numerics", "tiles", "errors")
+SHARED_BACKEND_MODULES = {"base", "registry", "accelerator"}
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 VENDOR_WORDS = {"cpu", "cuda", "hip", "rocm", "npu", "ascend", "xpu", "mps", "nvidia", "amd"}

@@ -16,7 +16,7 @@ from burst_portable.kernels.contract import Kernel, Problem
 
 GROUP = "burst_portable.backends"
 _PARTS = ("name", "capabilities", "probe", "kernels")  # without a transport, one rank can still be served
-_OURS = {name: f"burst_portable.backends.{name}:backend" for name in ("cpu", "cuda", "ascend")}
+_OURS = {name: f"burst_portable.backends.{name}:backend" for name in ("cpu", "cuda", "rocm", "ascend")}
 
 
 def known() -> dict[str, str]:

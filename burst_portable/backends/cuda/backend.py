@@ -2,50 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from burst_portable.backends.base import Capabilities, Probe, Rates
+from burst_portable.backends.accelerator import AcceleratorBackend, Facts
+from burst_portable.backends.base import Capabilities, Rates
 from burst_portable.backends.cuda.hopper import HopperKernel
-from burst_portable.backends.cuda.probe import device_facts
-from burst_portable.comm.base import Transport
-from burst_portable.comm.torch_dist import TorchDistTransport
+from burst_portable.backends.cuda.probe import libraries
 from burst_portable.kernels.contract import Kernel
 from burst_portable.kernels.lazy import LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
 
-# What plans are predicted with: bf16 attention on one H100 in this project's benchmarks, and NCCL on one node.
-_CAPABILITIES = Capabilities(
-    device_type="cuda", process_group="nccl", streams=True, rates=Rates(tflops=500.0, gbps=150.0)
-)
 
-
-def _kernels() -> tuple[Kernel, ...]:
-    triton = LazyKernel("triton", "burst_portable.kernels.triton.launch", "TritonKernel", needs="triton")
-    return HopperKernel(), triton, ReferenceKernel()
-
-
-@dataclass(frozen=True)
-class CudaBackend:
+class CudaBackend(AcceleratorBackend):
     """See `backends.base.Backend`."""
 
-    name: str = "cuda"
-    capabilities: Capabilities = _CAPABILITIES
-    _made: tuple[Kernel, ...] = field(default_factory=_kernels, compare=False)
+    name = "cuda"
+    wire = "nccl"
+    # What plans are predicted with: bf16 attention on one H100 in this project's benchmarks, and NCCL on one node.
+    capabilities = Capabilities(
+        device_type="cuda", process_group="nccl", streams=True, rates=Rates(tflops=500.0, gbps=150.0)
+    )
 
-    def probe(self) -> Probe:
+    def missing(self) -> str:
         if torch.version.hip is not None:
-            return Probe(False, "this torch is built for ROCm")
+            return "this torch is built for ROCm: use the backend 'rocm', or install a CUDA build of torch"
         if not torch.backends.cuda.is_built():
-            return Probe(False, "this torch is built without CUDA: install a CUDA build of torch")
+            return "this torch is built without CUDA: install a CUDA build of torch"
         if not torch.cuda.is_available():
-            return Probe(False, "no NVIDIA GPU is visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES")
-        return Probe(True, facts=device_facts())
+            return "no NVIDIA GPU is visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return ""
 
-    def kernels(self) -> tuple[Kernel, ...]:
-        return self._made
+    def make_kernels(self) -> Iterable[Kernel]:
+        yield HopperKernel()
+        yield LazyKernel("triton", "burst_portable.kernels.triton.launch", "TritonKernel", needs="triton")
+        yield ReferenceKernel()
 
-    def transport(self, group: Any, deadline: float) -> Transport:
-        return TorchDistTransport(group, "nccl", batched=True, deadline=deadline)
+    def describe(self, properties: Any) -> Facts:
+        capability = f"sm_{properties.major}{properties.minor}"
+        return {"capability": capability, "multiprocessors": properties.multi_processor_count}
+
+    def libraries(self) -> Facts:
+        return libraries()

@@ -1,4 +1,4 @@
-"""What is there: devices, versions, links."""
+"""What is there: versions, driver, links."""
 
 from __future__ import annotations
 
@@ -8,21 +8,9 @@ from typing import Any
 import torch
 
 
-def device_facts() -> dict[str, Any]:
-    """Devices and libraries as torch sees them; driver and links where NVML can be asked."""
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        devices.append(
-            {
-                "name": facts.name,
-                "capability": f"sm_{facts.major}{facts.minor}",
-                "memory_gib": round(facts.total_memory / 2**30, 1),
-                "multiprocessors": facts.multi_processor_count,
-            }
-        )
+def libraries() -> dict[str, Any]:
+    """Libraries as torch sees them; driver and links where NVML can be asked."""
     return {
-        "devices": devices,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "absent",

@@ -1,0 +1,65 @@
+"""What backends of accelerators share: devices that torch drives as ``torch.<device type>``, with streams."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from burst_portable.backends.base import Capabilities, Probe
+from burst_portable.comm.base import Transport
+from burst_portable.comm.torch_dist import TorchDistTransport
+from burst_portable.kernels.contract import Kernel
+
+Facts = dict[str, Any]
+
+
+class AcceleratorBackend(ABC):
+    """See `backends.base.Backend`. A vendor says what is missing here, what its devices are, and has its kernels.
+
+    Attributes:
+        wire: what its process groups speak, for reports: the vendor's library, whatever torch calls it.
+    """
+
+    name: str
+    capabilities: Capabilities
+    wire: str
+
+    def __init__(self) -> None:
+        self._kernels = tuple(self.make_kernels())
+
+    @abstractmethod
+    def missing(self) -> str:
+        """Why it cannot run on this machine, and what to do about it; "" if it can. Does not raise."""
+
+    @abstractmethod
+    def make_kernels(self) -> Iterable[Kernel]:
+        """Its kernels, the preferred first; called once."""
+
+    @abstractmethod
+    def describe(self, properties: Any) -> Facts:
+        """What torch's properties of a device say besides name and memory. Called only where nothing is missing."""
+
+    @abstractmethod
+    def libraries(self) -> Facts:
+        """Versions, the driver, links. Called only where nothing is missing."""
+
+    def probe(self) -> Probe:
+        if reason := self.missing():
+            return Probe(False, reason)
+        return Probe(True, facts={"devices": self._devices(), **self.libraries()})
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return self._kernels
+
+    def transport(self, group: Any, deadline: float) -> Transport:
+        return TorchDistTransport(group, self.wire, batched=True, deadline=deadline)
+
+    def _devices(self) -> list[Facts]:
+        module = torch.get_device_module(self.capabilities.device_type)
+        every = [module.get_device_properties(index) for index in range(module.device_count())]
+        return [
+            {"name": one.name, "memory_gib": round(one.total_memory / 2**30, 1), **self.describe(one)} for one in every
+        ]

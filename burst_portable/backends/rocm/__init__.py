@@ -1,0 +1,5 @@
+"""AMD: RCCL, the portable Triton kernels, torch's flash attention, AITER, amdsmi."""
+
+from burst_portable.backends.rocm.backend import RocmBackend
+
+backend = RocmBackend()

@@ -1,0 +1,60 @@
+"""AMD GPUs as a backend. Triton, AITER and amdsmi are imported when they are needed, never before.
+
+torch for ROCm calls its devices ``cuda`` and RCCL ``nccl``; `torch.version.hip` tells the two builds apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from burst_portable.backends.accelerator import AcceleratorBackend, Facts
+from burst_portable.backends.base import Capabilities, Rates
+from burst_portable.backends.rocm.flash import RocmFlashKernel
+from burst_portable.backends.rocm.probe import architecture, libraries
+from burst_portable.kernels.contract import Kernel
+from burst_portable.kernels.lazy import LazyKernel
+from burst_portable.kernels.reference import ReferenceKernel
+
+
+class RocmBackend(AcceleratorBackend):
+    """See `backends.base.Backend`."""
+
+    name = "rocm"
+    wire = "rccl"
+    # What plans are predicted with. Nothing here was measured: a quarter of the matrix rate that AMD publishes for
+    # one MI300X, and half of what its seven links carry.
+    capabilities = Capabilities(
+        device_type="cuda", process_group="nccl", streams=True, rates=Rates(tflops=325.0, gbps=220.0)
+    )
+
+    def missing(self) -> str:
+        if torch.version.hip is None:
+            return (
+                f"this torch ({torch.__version__}) is not built for ROCm: install one of PyTorch's ROCm wheels, which "
+                "are in its own index (https://download.pytorch.org/whl/rocmVERSION) and not on PyPI"
+            )
+        if not torch.cuda.is_available():
+            return (
+                "no AMD GPU is visible: look at rocminfo, at HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and whether "
+                "/dev/kfd and /dev/dri may be opened (groups video and render)"
+            )
+        return ""
+
+    def make_kernels(self) -> Iterable[Kernel]:
+        # The order is not measured. Triton comes first because it takes every mask in one launch, merges in its
+        # own epilogue and is deterministic; the others are a call for every box and triangle.
+        yield LazyKernel(
+            "triton", "burst_portable.kernels.triton.launch", "TritonKernel", needs="triton", at_least=(3, 6)
+        )
+        yield LazyKernel("aiter", "burst_portable.backends.rocm.aiter", "AiterKernel", needs="aiter")
+        yield RocmFlashKernel()
+        yield ReferenceKernel()
+
+    def describe(self, properties: Any) -> Facts:
+        return {"architecture": architecture(properties), "compute_units": properties.multi_processor_count}
+
+    def libraries(self) -> Facts:
+        return libraries()

@@ -1,0 +1,77 @@
+"""torch's flash attention operator on AMD GPUs: AOTriton, or CK where torch was told so.
+
+It is asked for boxes and causal squares alone (`kernels.pieces`). That is not only because its windows and its
+rectangular causal masks are aligned bottom-right: AOTriton's backward refuses causal rectangles, and builds of torch
+before AOTriton 0.10 take a window and ignore it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from burst_portable.backends.rocm.probe import architecture
+from burst_portable.kernels.contract import Gradients, Problem, Support
+from burst_portable.kernels.pieces import TriangleKernel
+from burst_portable.numerics import State
+
+ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
+LARGEST_HEAD = 256
+
+
+def declined(problem: Problem) -> str:
+    """Why a flash attention of AMD's, be it torch's or AITER's, cannot serve a problem; "" if it can."""
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {problem.dtype}"
+    if problem.value_dim != problem.head_dim:
+        return f"values of size {problem.value_dim} differ from heads of size {problem.head_dim}"
+    if problem.head_dim % 8 or problem.head_dim > LARGEST_HEAD:
+        return f"it takes head sizes that are multiples of 8 up to {LARGEST_HEAD}, not {problem.head_dim}"
+    if problem.heads % problem.kv_heads:
+        return f"{problem.heads} heads are no multiple of {problem.kv_heads} K/V heads"
+    if problem.softcap:
+        return "it has no softcap"
+    if problem.deterministic:
+        return "nobody promises that its backward adds in the same order every time; it serves deterministic=False only"
+    return _device_reason(problem.device)
+
+
+@lru_cache(maxsize=8)
+def _device_reason(device: str) -> str:
+    """Every device must be one of the chips that AMD's libraries have code for."""
+    if torch.version.hip is None or device != "cuda":
+        return f"it runs on AMD GPUs with torch for ROCm, not on {device}"
+    chips = [architecture(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
+    others = sorted(set(chips).difference(ARCHITECTURES))
+    return f"it is known to be built for {', '.join(ARCHITECTURES)}, not for {', '.join(others)}" if others else ""
+
+
+class RocmFlashKernel(TriangleKernel):
+    """See `kernels.contract.Kernel`."""
+
+    name = "flash"
+
+    def supports(self, problem: Problem) -> Support:
+        if reason := declined(problem):
+            return Support(False, reason)
+        if not torch.backends.cuda.is_flash_attention_available():
+            return Support(False, "this torch is built without flash attention")
+        return Support(True)
+
+    def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
+        operator = torch.ops.aten._flash_attention_forward
+        # No lengths of several sequences, no dropout, no probabilities.
+        out, lse, *_ = operator(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale)
+        return out, lse
+
+    def operate_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        operator = torch.ops.aten._flash_attention_backward
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which there is not
+        dq, dk, dv = operator(
+            dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, seed, seed, scale=scale
+        )
+        return dq, dk, dv

@@ -1,0 +1,55 @@
+"""What is there: architecture, versions, driver, links."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+
+def architecture(properties: Any) -> str:
+    """gfx942:sramecc+:xnack- -> gfx942."""
+    return str(properties.gcnArchName).partition(":")[0]
+
+
+def libraries() -> dict[str, Any]:
+    """Libraries as torch sees them; driver and links where amdsmi can be asked."""
+    return {
+        "hip": torch.version.hip,
+        "miopen": torch.backends.cudnn.version(),
+        "rccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "absent",
+        "flash": str(torch.backends.cuda.preferred_rocm_fa_library()).rpartition(".")[2],
+        **amdsmi_facts(),
+    }
+
+
+def amdsmi_facts() -> dict[str, Any]:
+    """Driver and xGMI links from amdsmi; the reason where it cannot be asked. Absent is a reason, broken is too."""
+    if find_spec("amdsmi") is None:
+        return {"amdsmi": "not installed: pip install amdsmi, of the version of the installed ROCm"}
+    try:
+        smi = import_module("amdsmi")
+    # The bindings are there and libamd_smi.so is not: they raise KeyError, OSError, AttributeError.
+    except Exception as error:  # noqa: BLE001
+        return {"amdsmi": f"broken: {type(error).__name__}: {error}; is libamd_smi.so of ROCm installed?"}
+    try:
+        smi.amdsmi_init()
+    except smi.AmdSmiException as error:
+        return {"amdsmi": f"not available: {' '.join(str(error).split())}"}
+    try:
+        devices = smi.amdsmi_get_processor_handles()
+        return {
+            "driver": smi.amdsmi_get_gpu_driver_info(devices[0])["driver_version"],
+            "xgmi_peers": [sum(_linked(smi, one, other) for other in devices if other is not one) for one in devices],
+        }
+    except (smi.AmdSmiException, IndexError) as error:  # a virtual machine may hide the topology
+        return {"amdsmi": f"tells nothing: {' '.join(str(error).split())}"}
+    finally:
+        smi.amdsmi_shut_down()
+
+
+def _linked(smi: Any, one: Any, other: Any) -> bool:
+    """Whether two devices talk over xGMI, not PCIe."""
+    return bool(smi.amdsmi_topo_get_link_type(one, other)["type"] == smi.AmdSmiLinkType.AMDSMI_LINK_TYPE_XGMI)

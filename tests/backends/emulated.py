@@ -1,0 +1,63 @@
+"""AMD's flash attention operators emulated on the CPU, from what their sources say; numbers of ours, not AMD's.
+
+Both refuse what the real ones refuse and follow the conventions that differ in silence, so a kernel that strays into
+them fails here: causal is aligned bottom-right, a row that sees nothing has LSE +inf, a backward with a causal
+rectangle is refused, out and gradients come in 16 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """[B, Hq, Sq, Sk] in float64."""
+    keys = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), keys) * scale
+    if causal:
+        rows, columns = scores.shape[2:]
+        seen = torch.ones(rows, columns).tril(columns - rows).bool()
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return scores
+
+
+def _check(*tensors: Tensor) -> None:
+    for x in tensors:
+        assert x.dtype == tensors[0].dtype
+        assert x.dtype in (torch.float16, torch.bfloat16)
+        assert x.stride(-1) == 1
+        assert x.shape[-1] == tensors[0].shape[-1]
+        assert x.shape[-1] % 8 == 0
+        assert x.shape[1] > 0
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    _check(q, k, v)
+    scores = _scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    empty = lse == -torch.inf
+    weights = torch.exp(scores - lse.masked_fill(empty, 0.0)[..., None])
+    values = v.double().repeat_interleave(q.shape[2] // v.shape[2], 2)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
+    return out.to(q.dtype), lse.masked_fill(empty, torch.inf).float()
+
+
+def attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(dout, q, k, v, out)
+    assert lse.dtype == torch.float32
+    assert lse.is_contiguous()
+    assert not causal or q.shape[1] == k.shape[1], "a causal rectangle is refused"
+    weights = torch.exp(_scores(q, k, causal, scale) - lse.double()[..., None])
+    batch, columns, heads, size = k.shape
+    shared = q.shape[2] // heads
+    values, keys = (x.double().repeat_interleave(shared, 2) for x in (v, k))
+    wide = dout.double()
+    delta = (wide * out.double()).sum(-1).transpose(1, 2)
+    ds = weights * (torch.einsum("bqhd,bkhd->bhqk", wide, values) - delta[..., None]) * scale
+    dq = torch.einsum("bhqk,bkhd->bqhd", ds, keys)
+    dk, dv = (torch.einsum("bhqk,bqhd->bkhd", a, b) for a, b in ((ds, q.double()), (weights, wide)))
+    summed = (x.reshape(batch, columns, heads, shared, size).sum(3) for x in (dk, dv))
+    return dq.to(q.dtype), *(x.to(q.dtype) for x in summed)
