@@ -18,7 +18,7 @@ from burst_portable.profiling.matching import Messages, align, match
 from burst_portable.profiling.partition import FIELDS, Timeline
 from burst_portable.profiling.record import NEVER, RankRecords, Table
 from burst_portable.profiling.timeline import events_of
-from burst_portable.profiling.traced import traced_facts
+from burst_portable.profiling.traced_facts import traced_facts
 from burst_portable.profiling.verdict import losses_of, verdict_of
 
 SCHEMA = "burst_portable.profile/1"
@@ -30,6 +30,7 @@ EVIDENCE = {
     "before anyone waited is in nobody's way and not counted",
     "transfer": "derived: from when both ends had posted until the waiting receiver had it; where nobody waited, "
     "only an upper bound is known",
+    "contention": "measured: in the trace, kernels beside communication against the same kernels alone",
     "late, causes": "derived: both ends of each message on one clock, followed to what the late rank did",
     "flops, bytes, tiles": "from the plan; bytes are those of the buffers that were sent",
     "traced": "read from the trace of the vendor's own tracer, joined by the launching call",
@@ -67,7 +68,9 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
         "links": _links(messages),
         "causes": _causes(aligned, messages) if comparable else [],
         "prediction": _prediction(aligned),
-        "traced": [{"rank": one.rank, **traced_facts(one.traced)} for one in aligned if one.traced],
+        "traced": [
+            {"rank": one.rank, **traced_facts(one.traced, one.tables.get("compute"))} for one in aligned if one.traced
+        ],
         "evidence": EVIDENCE,
     }
     report["losses"] = losses_of(report)

@@ -11,7 +11,8 @@ import burst_portable as bp
 from burst_portable.profiling.deep import join
 from burst_portable.profiling.place import Place
 from burst_portable.profiling.record import RankRecords, pack, unpack
-from burst_portable.profiling.traced import traced_facts
+from burst_portable.profiling.traced_facts import traced_facts
+from tests.profiling.made import Maker
 
 RANKS = 2
 
@@ -67,6 +68,34 @@ def test_a_device_by_hand():
         (0, 1, "posts messages", "comm", "ncclDevKernel_SendRecv"): 60_000,
         (1, 0, "q3 x kv3", "compute", "_backward"): 30_000,
     }
+
+
+def test_contention_by_hand():
+    """One kernel twice alone (100), once beside a transfer (130); others beside it too."""
+
+    def launched(at, what, name, start, stop):
+        place = Place(0, "ring", False, 0, 0, at, what)
+        return [
+            span("user_annotation", str(place), 10 * at, 5),
+            span("cuda_driver", "cuLaunchKernelEx", 10 * at + 1, 1, correlation=at),
+            span("kernel", name, start, stop - start, tid=7, correlation=at),
+        ]
+
+    events = [
+        *launched(0, "q0 x kv0", "_forward", 1000, 1100),
+        *launched(1, "q0 x kv1", "_forward", 1100, 1200),
+        *launched(2, "posts messages", "ncclDevKernel_SendRecv", 1205, 1700),
+        *launched(3, "q0 x kv3", "_forward", 1210, 1340),
+        *launched(4, "q0 x kv4", "_forward", 1340, 1400),
+        *launched(5, "q0 x kv5", "_merge", 1400, 1500),
+    ]
+    made = Maker(0)
+    for step, flops in enumerate((1000, 1000, 0, 1000, 500, 0)):
+        made.compute(step, 0, 1, flops=flops)
+    traced = join({"traceEvents": events})[0]
+    found = traced_facts(traced, made.records().tables["compute"])["contention"]
+    assert found == {"beside": 1, "alone": 2, "ratio": 1.3, "lost": 30_000}
+    assert traced_facts(join({"traceEvents": EVENTS})[3])["contention"] is None
 
 
 def test_it_survives_the_way_to_another_rank():

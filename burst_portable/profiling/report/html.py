@@ -10,7 +10,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from burst_portable.profiling.partition import PARTS
-from burst_portable.profiling.report.tables import NAMES, layer_rows, loss_name, prediction_rows, step_rows, traced_rows
+from burst_portable.profiling.report.tables import (
+    NAMES,
+    contended,
+    layer_rows,
+    loss_name,
+    prediction_rows,
+    step_rows,
+    traced_rows,
+)
 from burst_portable.profiling.units import percent, scaled, time_text
 
 _UNIT = 100  # nanoseconds: what the timeline is drawn to
@@ -52,6 +60,7 @@ def page(data: dict[str, Any]) -> str:
         steps_left_out=max(0, len(steps) - _MOST_ROWS),
         layers=layer_rows(data)[:_MOST_ROWS],
         prediction=prediction_rows(data),
+        contended=contended(data),
         traced=traced_rows(data)[:_MOST_KERNELS],
         left_out=left_out,
         style=Markup((folder / "style.css").read_text(encoding="utf-8")),

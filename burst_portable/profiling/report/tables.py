@@ -94,3 +94,9 @@ def traced_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
             if k["time"] > row["most"]["time"]:
                 row["most"] = k
     return sorted(rows.values(), key=lambda r: -r["time"])
+
+
+def contended(data: dict[str, Any]) -> dict[str, Any] | None:
+    """The rank that loses most to communication beside its kernels; None where it could not be told."""
+    told = [{"rank": r["rank"], **r["contention"]} for r in data.get("traced", ()) if r["contention"]]
+    return max(told, key=lambda c: c["lost"], default=None)

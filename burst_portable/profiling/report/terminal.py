@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from burst_portable.profiling.partition import PARTS
-from burst_portable.profiling.report.tables import loss_name, step_rows, traced_rows
+from burst_portable.profiling.report.tables import contended, loss_name, step_rows, traced_rows
 from burst_portable.profiling.units import percent, scaled, time_text
 
 _COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
@@ -34,6 +34,8 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
         say.print(f"  and {len(data['ranks']) - _RANKS} ranks more", style="dim")
     total = _totals(data)
     say.print(f"  {total}", soft_wrap=True)
+    if beside := contended(data):
+        say.print(f"  beside communication, kernels of rank {beside['rank']} take {beside['ratio']:.2f} x as long")
     if rows := sorted(step_rows(data), key=lambda r: -r["blocking"])[:_STEPS]:
         say.print(_steps(rows))
     if traced := traced_rows(data)[:_KERNELS]:
