@@ -5,6 +5,7 @@ Shapes: B batch, S rows of this rank, Hq query heads, Hkv key/value heads, D hea
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, overload
 
 import torch
@@ -23,7 +24,7 @@ from burst_portable.checks import (
     whole_length,
 )
 from burst_portable.comm.agreement import Statement, named, state
-from burst_portable.errors import InputError, ShapeError, explain
+from burst_portable.errors import InputError, explain
 from burst_portable.kernels import contract
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
@@ -36,7 +37,7 @@ from burst_portable.runtime import PlainRuntime
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
-from burst_portable.tiles import Tiles
+from burst_portable.tiles import Tile, checked_tiles
 
 
 @overload
@@ -189,6 +190,7 @@ def _prepare(
         strategy = AutoStrategy(inner=mesh.inner, rates=backend.capabilities.rates)
     made = planned(make_strategy(strategy) if isinstance(strategy, str) else strategy, problem)
     local = made.forward.problem
+    options = contract.Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap), deterministic)
     wanted = contract.Problem(
         q.dtype,
         q.device.type,
@@ -198,10 +200,10 @@ def _prepare(
         local.value_dim,
         softcap is not None,
         deterministic,
+        options.positive_scale,
     )
     named = mesh.config.kernel if kernel == "auto" else kernel
     chosen, _ = choose_kernel(backend, wanted, named)
-    options = contract.Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap), deterministic)
     said = _statement(made, backend, q, options, sinks)
     runtime = PlainRuntime(chosen, mesh.transport(q.device.type))
     return Call(made, runtime, options, said.of_pass("forward"), said.of_pass("backward"))
@@ -237,7 +239,7 @@ def partial_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tiles: Tiles,
+    tiles: Iterable[Tile],
     *,
     scale: float | None = None,
     softcap: float | None = None,
@@ -247,30 +249,31 @@ def partial_attention(
 
     Args:
         q, k, v: as in `attention`, but of one block each; k may be longer or shorter than q.
-        tiles: which rows see which columns, in local indices (see `tiles.find_tiles`); disjoint.
+        tiles: which rows see which columns, in local indices (see `tiles.find_tiles`); disjoint. Rows of a tile may
+            see nothing.
 
     Returns:
         (out ``[B, Sq, Hq, Dv]``, LSE ``[B, Hq, Sq]``) in the accumulation dtype; rows outside every tile: 0, -inf.
 
     Raises:
-        InputError, DtypeError, UnsupportedError: as `attention`; also tiles past the end of a block.
+        InputError, DtypeError, UnsupportedError: as `attention`; also tiles that overlap or reach past their block.
     """
     check_tensors(q, k, v, same_rows=False)
-    for tile in tiles:
-        if tile.q_start < 0 or tile.k_start < 0 or tile.q_stop > q.shape[1] or tile.k_stop > k.shape[1]:
-            raise ShapeError(
-                explain(
-                    "a tile reaches past its block",
-                    got=tile,
-                    allowed=f"{q.shape[1]} rows, {k.shape[1]} columns",
-                )
-            )
+    tiles = checked_tiles(tiles, q.shape[1], k.shape[1])
     backend = for_device(q.device.type)
+    options = contract.Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap))
     problem = contract.Problem(
-        q.dtype, q.device.type, q.shape[2], k.shape[2], q.shape[3], v.shape[3], softcap is not None
+        q.dtype,
+        q.device.type,
+        q.shape[2],
+        k.shape[2],
+        q.shape[3],
+        v.shape[3],
+        softcap is not None,
+        options.deterministic,
+        options.positive_scale,
     )
     chosen, _ = choose_kernel(backend, problem, kernel)
-    options = contract.Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     with torch.no_grad():
-        return finished(chosen.attend(q, k, v, Tiles(tiles), options), q.dtype)
+        return finished(chosen.attend(q, k, v, tiles, options), q.dtype)

@@ -16,10 +16,10 @@ lies is the business of `layout`, and the two meet in `tiles` alone.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from burst_portable.errors import MaskError, explain, shown, unknown_name
 from burst_portable.values import as_int
@@ -118,7 +118,7 @@ class Mask:
         # For bisection: where regions start, and the furthest stop up to each.
         object.__setattr__(self, "_starts", tuple(r.q_start for r in self.regions))
         object.__setattr__(self, "_furthest", tuple(accumulate((r.q_stop for r in self.regions), max)))
-        if pair := _first_overlap(self.regions):
+        if pair := first_overlap(self.regions):
             raise MaskError(
                 explain(
                     "two regions of a mask overlap, so their pairs would count twice",
@@ -306,16 +306,25 @@ _PARSERS: dict[str, tuple[str, Callable[[list[int], int | None], Mask]]] = {
 }
 
 
-def _first_overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
-    """The first overlapping pair of regions sorted by q_start, if any: a sweep over q."""
-    active: list[Region] = []
-    for region in regions:
-        active = [r for r in active if r.q_stop > region.q_start]
-        for other in active:
-            if other.overlaps(region):
-                return other, region
-        active.append(region)
+def first_overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
+    """The first overlapping pair of regions sorted by q_start, if any: a sweep over q, bisection over k."""
+    open_: list[Region] = []  # those that may share a query with what follows, by k_start
+    for q_start, row in groupby(regions, key=lambda r: r.q_start):
+        open_ = [r for r in open_ if r.q_stop > q_start]
+        widest = max((r.k_stop - r.k_start for r in open_), default=0)
+        for region in row:
+            first = bisect_left(open_, region.k_start - widest, key=_k_start)
+            past = bisect_left(open_, region.k_stop, key=_k_start)
+            for other in open_[first:past]:
+                if other.overlaps(region):
+                    return other, region
+            insort(open_, region, key=_k_start)
+            widest = max(widest, region.k_stop - region.k_start)
     return None
+
+
+def _k_start(region: Region) -> int:
+    return region.k_start
 
 
 def _at_least(least: int, **values: object) -> list[int]:

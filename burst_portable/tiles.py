@@ -19,9 +19,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from burst_portable.errors import LayoutError, explain
+from burst_portable.errors import LayoutError, ShapeError, explain, shown
 from burst_portable.layout import Segment
-from burst_portable.mask import UNBOUNDED, Mask, Region, band_area
+from burst_portable.mask import UNBOUNDED, Mask, Region, band_area, first_overlap
+from burst_portable.values import as_int
 
 _FUSE_PAIRWISE = 16  # above so many tiles only neighbours are tried: documents by the hundred do not fuse anyway
 
@@ -116,6 +117,29 @@ def banded_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi
         lo,
         hi,
     )
+
+
+def checked_tiles(tiles: Iterable[Tile], rows: int, columns: int) -> Tiles:
+    """Tiles that a user made for a block of so many rows and columns, without empty rows and columns in them.
+
+    Raises `ShapeError` for what is no tile, a tile that is empty or reaches past its block, and two that overlap.
+    """
+    allowed = f"ints; starts below stops, within {rows} rows and {columns} columns; lo <= hi"
+    made: list[Tile] = []
+    for tile in tiles if isinstance(tiles, Iterable) else (tiles,):
+        numbers = [as_int(getattr(tile, name)) for name in Tile.__slots__] if isinstance(tile, Tile) else [None]
+        if None in numbers:
+            raise ShapeError(explain("this is no tile", got=shown(tile), allowed=allowed))
+        t = Tile(*(n for n in numbers if n is not None))
+        if not (0 <= t.q_start < t.q_stop <= rows and 0 <= t.k_start < t.k_stop <= columns and t.lo <= t.hi):
+            raise ShapeError(explain("a tile is empty or reaches past its block", got=t, allowed=allowed))
+        if seen := banded_box(t.q_start, t.q_stop, t.k_start, t.k_stop, t.lo, t.hi):
+            made.append(seen)
+    boxes = [Region(t.q_start, t.q_stop, t.k_start, t.k_stop, t.lo, t.hi) for t in made]
+    if pair := first_overlap(sorted(boxes, key=lambda r: r.q_start)):
+        got = f"{pair[0]} and {pair[1]}"
+        raise ShapeError(explain("two tiles overlap, so their pairs would count twice", got=got))
+    return Tiles(made)
 
 
 def find_tiles(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> Tiles:

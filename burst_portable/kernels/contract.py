@@ -37,6 +37,11 @@ class Options:
     softcap: float | None = None
     deterministic: bool = True
 
+    @property
+    def positive_scale(self) -> bool:
+        """Whether the scale is positive, and still is in the float32 that kernels compute in."""
+        return self.scale >= torch.finfo(torch.float32).tiny
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -50,6 +55,7 @@ class Problem:
     value_dim: int
     softcap: bool = False
     deterministic: bool = True
+    positive_scale: bool = True
 
 
 class Support(NamedTuple):

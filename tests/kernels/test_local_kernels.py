@@ -6,13 +6,16 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+import burst_portable as bp
 from burst_portable import numerics
 from burst_portable.backends.cpu.attention import CpuFlashKernel, lower
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import LENGTH, MASKS
 from burst_portable.conformance.tolerances import judge
-from burst_portable.errors import DtypeError, InputError, ShapeError
+from burst_portable.errors import DtypeError, InputError, ShapeError, UnsupportedError
 from burst_portable.kernels.contract import Options, Problem
 from burst_portable.kernels.pieces import triangles
 from burst_portable.kernels.reference import ReferenceKernel
@@ -158,6 +161,7 @@ def test_triangles_cover_every_cell_once():
         ({"device": "cuda"}, "CPU tensors"),
         ({"value_dim": 5}, "differ from heads"),
         ({"softcap": True}, "no softcap"),
+        ({"positive_scale": False}, "must be positive"),
         ({"dtype": torch.int32}, "int32"),
     ],
 )
@@ -166,6 +170,70 @@ def test_cpu_flash_says_what_it_does_not_do(change, reason):
     support = CpuFlashKernel().supports(Problem(**{**facts, **change}))
     assert not support.ok
     assert reason in support.reason
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-50])
+def test_scales_that_are_not_positive(scale):
+    """Not in float32, that is: 1e-50 is 0 there. cpu_flash would answer NaN for them."""
+    q, k, v, dout = inputs(torch.float32)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = bp.attention(*leaves, mask="causal", scale=scale, return_lse=True)
+    out.backward(dout)
+    answer = oracle.Answer(out.detach(), lse, *(x.grad for x in leaves))
+    exact, plain = expected(*(x.detach() for x in leaves), dout, MASKS["causal"], torch.float32, scale=scale)
+    assert judge(answer, exact, plain, torch.float32) == {}
+    with pytest.raises(UnsupportedError, match="must be positive"):
+        bp.attention(*leaves, scale=scale, kernel="cpu_flash")
+    assert bool(bp.partial_attention(q, k, v, [Tile(0, 9, 0, 9, 0, 8)], scale=scale)[0].isfinite().all())
+
+
+# -------------------------------------------------------------------------------------------- a user's tiles
+
+
+user_tiles = st.builds(
+    lambda q, rows, k, columns, lo, width: Tile(q, q + rows, k, k + columns, lo, lo + width),
+    st.integers(0, 6), st.integers(1, 6), st.integers(0, 5), st.integers(1, 5), st.integers(-14, 14), st.integers(0, 9),
+)  # fmt: skip
+
+
+@given(st.lists(user_tiles, max_size=3))
+def test_any_disjoint_tiles_of_a_user(tiles):
+    """Rows that see nothing, bands that miss their box, blocks of different lengths; overlaps are refused."""
+    q, k, v = torch.randn(1, 12, 2, 4), torch.randn(1, 10, 2, 4), torch.randn(1, 10, 2, 4)
+    distance = torch.arange(12).unsqueeze(1) - torch.arange(10)
+    times = torch.zeros(12, 10)
+    for t in tiles:
+        band = (distance >= t.lo) & (distance <= t.hi)
+        times[t.q_start : t.q_stop, t.k_start : t.k_stop] += band[t.q_start : t.q_stop, t.k_start : t.k_stop]
+    if times.max() > 1:
+        with pytest.raises(ShapeError, match="two tiles overlap"):
+            bp.partial_attention(q, k, v, tiles)
+        return
+    scores = (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1) / 2).masked_fill(times == 0, -torch.inf)
+    right = (scores.softmax(-1).nan_to_num(0.0) @ v.double().transpose(1, 2)).transpose(1, 2)
+    out, lse = bp.partial_attention(q, k, v, tiles)
+    torch.testing.assert_close(out, right.float())
+    torch.testing.assert_close(lse, scores.logsumexp(-1).float())
+
+
+@pytest.mark.parametrize(
+    ("tile", "message"),
+    [
+        (Tile(0, 17, 0, 16, -99, 99), "past its block.*16 rows and 12 columns"),
+        (Tile(0, 16, 0, 13, -99, 99), "past its block"),
+        (Tile(-1, 16, 0, 12, -99, 99), "past its block"),
+        (Tile(5, 5, 0, 12, -99, 99), "is empty"),
+        (Tile(5, 3, 0, 12, -99, 99), "is empty"),
+        (Tile(0, 16, 0, 12, 3, 2), "is empty"),
+        (Tile(0, 16.0, 0, 12, 0, 9), "no tile"),
+        ((0, 16, 0, 12, 0, 9), "no tile"),
+    ],
+)
+def test_bad_tiles_of_a_user(tile, message):
+    """torch's operator would end the process at some of these."""
+    q, k = torch.randn(1, 16, 2, 4), torch.randn(1, 12, 2, 4)
+    with pytest.raises(ShapeError, match=message):
+        bp.partial_attention(q, k, k, [tile])
 
 
 # -------------------------------------------------------------------------------------------------- numerics

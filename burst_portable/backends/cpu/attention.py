@@ -77,6 +77,8 @@ class CpuFlashKernel(PiecewiseKernel[Piece]):
             return Support(False, f"values of size {problem.value_dim} differ from heads of size {problem.head_dim}")
         if problem.softcap:
             return Support(False, "it has no softcap")
+        if not problem.positive_scale:
+            return Support(False, "it masks with -inf before it scales, so the scale must be positive")
         return Support(True)
 
     def lower(self, tile: Tile) -> Iterator[Piece]:

@@ -88,6 +88,8 @@ class HopperKernel:
             return f"it needs value heads as large as query heads, not {problem.value_dim} and {problem.head_dim}"
         if problem.softcap:
             return "it knows no softcap"
+        if not problem.positive_scale:
+            return "it needs a positive scale"
         return _triton_reason() or _device_reason(problem.device)
 
     def attend(
