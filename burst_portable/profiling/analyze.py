@@ -28,8 +28,8 @@ EVIDENCE = {
     "blocking": "measured around each wait and each collective",
     "comm": "measured waits, posts and collectives, and transfers whose arrival was seen; a transfer that was over "
     "before anyone waited is in nobody's way and not counted",
-    "transfer": "derived: from when both ends had posted until the waiting receiver had it; where nobody waited, "
-    "only an upper bound is known",
+    "transfer": "derived: from when both ends had posted until a stream that watched for it, or the waiting receiver, "
+    "had it; where neither did, only an upper bound is known",
     "contention": "measured: in the trace, kernels beside communication against the same kernels alone",
     "late, causes": "derived: both ends of each message on one clock, followed to what the late rank did",
     "flops, bytes, tiles": "from the plan; bytes are those of the buffers that were sent",
@@ -92,7 +92,7 @@ def timeline_of(one: RankRecords, messages: Messages) -> Timeline:
     waits = np.concatenate((message.spans(), collective.spans()))
     posts = np.stack((message["posted"], message["left"]), axis=1)[message["posted"] != NEVER]
     seen = messages.known & (messages.target == one.rank)
-    transfers = np.stack((messages.ready, messages.receive["end"]), axis=1)[seen]
+    transfers = np.stack((messages.ready, messages.arrived), axis=1)[seen]
     compute = one.tables.get("compute", Table.of("compute", [])).spans()
     return Timeline.of(compute, np.concatenate((waits, posts, transfers)), waits=waits)
 
@@ -211,7 +211,7 @@ def _links(messages: Messages) -> list[dict[str, Any]]:
     for source, target in np.unique(pairs, axis=0).tolist():
         mine = (messages.source == source) & (messages.target == target)
         seen = mine & messages.known
-        transfer = int((end - messages.ready)[seen].sum())
+        transfer = int(np.maximum(messages.arrived - messages.ready, 0)[seen].sum())
         seen_bytes = int(messages.receive["bytes"][seen].sum())
         links.append(
             {

@@ -8,9 +8,12 @@ session is over.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+
+from burst_portable.profiling.record import NEVER
 
 _BASE_EVERY = 512  # marks: elapsed times are 32-bit milliseconds, exact to a microsecond for some seconds only
 
@@ -25,6 +28,9 @@ class Clock(Protocol):
     def mark(self) -> Any:
         """Note this moment of the current stream, without waiting for it."""
 
+    def arrival(self, wait: Callable[[], None]) -> Any:
+        """Note when something that runs on its own is over, without the current stream waiting; or `NEVER`."""
+
     def read(self, mark: Any) -> int:
         """A mark in nanoseconds of the host's monotonic clock. May wait for the device."""
 
@@ -34,6 +40,9 @@ class HostClock:
 
     evidence = "host clock"
     mark = staticmethod(time.perf_counter_ns)
+
+    def arrival(self, wait: Callable[[], None]) -> int:
+        return NEVER  # nothing here could wait but the rank itself
 
     def read(self, mark: int) -> int:
         return mark
@@ -64,6 +73,7 @@ class DeviceClock:
         self._offset: dict[int, int] = {id(self._base): time.perf_counter_ns()}
         self._before: dict[int, Any] = {}  # the base before a base; all are kept, so that no id is used again
         self._kept = [self._base]
+        self._watcher: Any = None
 
     def _event(self) -> Any:
         return self._pool.pop() if self._pool else torch.Event(self._device, enable_timing=True)
@@ -77,6 +87,15 @@ class DeviceClock:
             self._kept.append(self._base)
         event = self._event()
         event.record()
+        return DeviceMark(self._base, event)
+
+    def arrival(self, wait: Callable[[], None]) -> DeviceMark:
+        if self._watcher is None:
+            self._watcher = torch.Stream(self._device)
+        with self._watcher:  # it waits; the rank's own stream goes on
+            wait()
+            event = self._event()
+            event.record()
         return DeviceMark(self._base, event)
 
     def read(self, mark: DeviceMark) -> int:

@@ -46,9 +46,15 @@ class Messages:
         return np.maximum(self.send["posted"], self.receive["posted"])
 
     @property
+    def arrived(self) -> Column:
+        """When it was there, where that is known: as a stream saw it, or the end of a wait for it."""
+        return np.where(self.receive["arrived"] == NEVER, self.receive["end"], self.receive["arrived"])
+
+    @property
     def known(self) -> NDArray[np.bool_]:
-        """Whether its arrival was seen: the receiver stood waiting for it. Others came at some time before."""
-        return self.receive["end"] - self.receive["start"] > NOTICED
+        """Whether its arrival was seen: by a stream, or by a receiver that stood waiting. Others came earlier."""
+        waited = self.receive["end"] - self.receive["start"] > NOTICED
+        return waited | (self.receive["arrived"] != NEVER)
 
 
 def match(records: Sequence[RankRecords]) -> Messages:

@@ -4,7 +4,8 @@
 table       a row is
 ==========  ==========================================================================================
 compute     one kernel call of the plan: which blocks, how many pairs, tiles and FLOPs, from when to when
-message     one move as this rank saw it: when it was posted, and how long a later wait for it took
+message     one move as this rank saw it: when it was posted, when it was there (where a stream could watch for
+            that), and how long a later wait for it took
 collective  what all ranks do together: a reshard's all-to-all, or asking whether ranks agree before a pass
 ==========  ==========================================================================================
 
@@ -28,12 +29,25 @@ from burst_portable.profiling.traced import Traced
 _PLACE = ("iteration", "call", "backward", "step")
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "compute": (*_PLACE, "q_owner", "k_owner", "pairs", "tiles", "flops", "start", "end"),
-    "message": (*_PLACE, "issued", "sends", "peer", "owner", "result", "bytes", "posted", "left", "start", "end"),
+    "message": (
+        *_PLACE,
+        "issued",
+        "sends",
+        "peer",
+        "owner",
+        "result",
+        "bytes",
+        "posted",
+        "left",
+        "arrived",
+        "start",
+        "end",
+    ),
     "collective": (*_PLACE, "ordinal", "agreement", "bytes", "start", "end"),
 }
-TIMES = ("posted", "left", "start", "end")
+TIMES = ("posted", "left", "arrived", "start", "end")
 NEVER = -1
-"""A time that was not recorded: the light level does not note when a message was posted."""
+"""A time that was not recorded: when a message was posted, at the light level; when it arrived, without streams."""
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,8 @@ class RecordingRuntime:
 
         def watched(handle: Handle, move: Move, buffer: Tensor, sent: bool) -> Handle:
             peer = move.target if sent else move.source
-            what = issued, int(sent), peer, move.owner, int(move.result), buffer.numel(), posted, left
+            arrived = NEVER if light or sent else clock.arrival(handle.wait)
+            what = issued, int(sent), peer, move.owner, int(move.result), buffer.numel(), posted, left, arrived
             return RecordingHandle(handle, self, buffer.device, backward, None if sent else move.needed, what)
 
         came = [watched(h, m, b, False) for h, (m, b) in zip(arriving, receives, strict=True)]

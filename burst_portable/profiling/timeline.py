@@ -44,7 +44,7 @@ def _rank(one: RankRecords, messages: Messages) -> NDArray[np.int64]:
         parts.append(_rows("post", posted, none, none, none * 0, times, posted["issued"]))
     came = (messages.target == one.rank) & messages.known
     receive = messages.receive.where(came)
-    times = messages.ready[came], receive["end"]
+    times = messages.ready[came], np.maximum(messages.arrived, messages.ready)[came]
     parts.append(_rows("transfer", receive, receive["peer"], receive["owner"], receive["bytes"], times))
     return np.concatenate(parts)
 

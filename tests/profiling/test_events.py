@@ -68,6 +68,32 @@ def test_events_are_used_again(monkeypatch):
     assert FakeEvent.made <= 12
 
 
+def test_an_arrival_is_watched_by_a_stream_of_its_own(monkeypatch):
+    """The wait happens on the watcher, and never on the stream that computes."""
+    current = ["compute"]
+
+    class FakeStream:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            current.append("watcher")
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    def wait() -> None:
+        assert current[-1] == "watcher"
+        FakeEvent.now = 7_000_000  # there when the transfer is over
+
+    clock = clock_of_fakes(monkeypatch)
+    monkeypatch.setattr(events.torch, "Stream", FakeStream)
+    before = clock.mark()
+    arrived = clock.arrival(wait)
+    assert current == ["compute"]
+    assert clock.read(arrived) - clock.read(before) == 7_000_000
+
+
 def test_what_is_done_when_it_returns_is_timed_by_the_host():
     clock = make_clock(torch.device("cpu"), streams=False)
     assert isinstance(clock, HostClock)

@@ -119,6 +119,22 @@ def test_hosts_that_cannot_be_aligned_are_not_compared():
     assert report["causes"] == []
 
 
+def test_a_transfer_that_a_stream_watched_by_hand():
+    """It was on its way from 200 to 300, behind a kernel that ran from 100 to 330; nobody stood waiting for it."""
+    zero, one = Maker(0), Maker(1)
+    zero.compute(0, 0, 200)
+    zero.message(0, 1, sends=True, posted=200, start=200, end=201, issued=0)
+    one.compute(0, 0, 330)
+    one.message(1, 0, sends=False, posted=50, arrived=300, start=330, end=331, issued=0)
+    one.compute(1, 331, 400)
+    report = analyze([zero.records(), one.records()])
+    (link,) = report["links"]
+    assert (link["seen"], link["transfer"], link["waited_late"], link["waited_on_its_way"]) == (1, 100_000, 0, 1_000)
+    rank = report["ranks"][1]
+    assert (rank["overlap"], rank["comm"], rank["exposed_comm"], rank["compute"]) == (100_000, 101_000, 1_000, 399_000)
+    assert {"transfer"} <= {report["events"]["kinds"][kind] for kind in report["events"]["ranks"][1]["kind"]}
+
+
 @pytest.mark.parametrize("layout_rank", [0, 2])
 def test_an_uneven_plan_is_named(layout_rank):
     makers = [Maker(rank) for rank in range(3)]
