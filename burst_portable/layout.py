@@ -10,13 +10,16 @@ Lengths that the ranks (or twice the ranks) do not divide give uneven shards; no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
+from math import gcd
 
-from burst_portable.errors import LayoutError, explain, unknown_name
+from burst_portable.errors import LayoutError, explain, shown, unknown_name
 from burst_portable.mask import Mask
+from burst_portable.values import as_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,16 @@ class Segment:
     start: int
     count: int
     step: int = 1
+
+    def __post_init__(self) -> None:
+        if not type(self.start) is type(self.count) is type(self.step) is int:
+            for name in ("start", "count", "step"):
+                number = as_int(getattr(self, name))
+                if number is None:
+                    raise LayoutError(explain(f"{name} of a segment must be an int", got=shown(getattr(self, name))))
+                object.__setattr__(self, name, number)
+        if self.start < 0 or self.count < 0 or self.step < 1:
+            raise LayoutError(explain("this is no segment", got=self, allowed="start and count >= 0, step >= 1"))
 
     @property
     def last(self) -> int:
@@ -42,10 +55,25 @@ class Segment:
         past = min(self.count, -((self.start - stop) // self.step))
         return first, max(first, past)
 
+    def meets(self, other: Segment) -> bool:
+        """Whether both hold some position, in closed form (the Chinese remainder theorem)."""
+        common = gcd(self.step, other.step)
+        apart, unfit = divmod(other.start - self.start, common)
+        if unfit:
+            return False
+        turns = other.step // common
+        position = self.start + self.step * (apart * pow(self.step // common, -1, turns) % turns)
+        both = self.step * turns  # from one shared position to the next, were they endless
+        position += -((position - max(self.start, other.start)) // both) * both
+        return position <= min(self.last, other.last)
+
 
 @dataclass(frozen=True)
 class Layout:
-    """The segments of every rank, in the order in which the rank's rows lie in memory."""
+    """The segments of every rank, in the order in which the rank's rows lie in memory.
+
+    Raises `LayoutError` unless each of the positions 0 to length - 1 lies on one rank, and each rank holds some.
+    """
 
     name: str
     length: int
@@ -53,6 +81,11 @@ class Layout:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise LayoutError(explain("the name of a layout must be a string", got=shown(self.name)))
+        object.__setattr__(self, "length", as_int(self.length))
+        object.__setattr__(self, "shards", _listed(self.shards))
+        _check_partition(self)
         object.__setattr__(self, "_hash", hash((self.length, self.shards)))
 
     def __hash__(self) -> int:
@@ -138,20 +171,10 @@ def make_layout(name: str, length: int, ranks: int, mask: Mask | None = None) ->
             )
         )
     if name == "document_zigzag":
-        layout = document_zigzag(_document_bounds(mask, length), ranks)
-    elif name in LAYOUTS:
-        layout = LAYOUTS[name](length, ranks)
-    else:
-        raise unknown_name("layout", name, NAMES)
-    if empty := [r for r in range(ranks) if not layout.count(r)]:
-        raise LayoutError(
-            explain(
-                f"the layout {name!r} leaves ranks without a token",
-                got=f"ranks {empty[:8]} of {ranks}, {length} tokens",
-                next_step="use fewer ranks, or another layout",
-            )
-        )
-    return layout
+        return document_zigzag(_document_bounds(mask, length), ranks)
+    if name in LAYOUTS:
+        return LAYOUTS[name](length, ranks)
+    raise unknown_name("layout", name, NAMES)
 
 
 def _document_bounds(mask: Mask | None, length: int) -> tuple[int, ...]:
@@ -189,3 +212,74 @@ def _merged(segments: list[Segment]) -> tuple[Segment, ...]:
         else:
             out.append(s)
     return tuple(out)
+
+
+# ------------------------------------------------------------------------------------ checks of what is made by hand
+
+
+def _listed(shards: Iterable[Iterable[Segment]]) -> tuple[tuple[Segment, ...], ...]:
+    """Tuples of the segments that hold anything."""
+    try:
+        listed = [tuple(shard) for shard in shards]
+    except TypeError:
+        raise LayoutError(explain("a layout takes a list of segments for every rank", got=shown(shards))) from None
+    for s in chain.from_iterable(listed):
+        if not isinstance(s, Segment):
+            raise LayoutError(explain("a layout is made of segments", got=shown(s), allowed="Segment"))
+    return tuple(tuple(s for s in shard if s.count) for shard in listed)
+
+
+def _check_partition(layout: Layout) -> None:
+    """Every position on one rank, every rank with some. Segments are counted and compared, positions never listed."""
+    what = f"the layout {layout.name!r}"
+    if not isinstance(layout.length, int) or layout.length < 1 or not layout.shards:
+        raise LayoutError(
+            explain(f"{what} needs ranks and tokens", got=f"{layout.ranks} ranks, {layout.length} tokens")
+        )
+    if empty := [rank for rank, shard in enumerate(layout.shards) if not shard]:
+        raise LayoutError(
+            explain(
+                f"{what} leaves ranks without a token",
+                got=f"ranks {empty[:8]} of {layout.ranks}, {layout.length} tokens",
+                next_step="use fewer ranks, or another layout",
+            )
+        )
+    segments = list(chain.from_iterable(layout.shards))
+    held, last = sum(s.count for s in segments), max(s.last for s in segments)
+    if last >= layout.length:
+        raise LayoutError(
+            explain(f"{what} goes past its sequence", got=f"position {last}", allowed=f"0 to {layout.length - 1}")
+        )
+    if pair := _shared(segments):
+        raise LayoutError(
+            explain(f"{what} holds a position twice", got=f"{pair[0]} and {pair[1]}", allowed="every position once")
+        )
+    if held != layout.length:
+        raise LayoutError(explain(f"{what} leaves positions out", got=f"{held} of {layout.length}"))
+
+
+def _shared(segments: Sequence[Segment]) -> tuple[Segment, Segment] | None:
+    """Two segments that share a position, if any do."""
+    tracks: dict[tuple[int, int], list[Segment]] = defaultdict(list)  # on one of them, segments are intervals
+    for s in segments:
+        tracks[s.step, s.start % s.step].append(s)
+    for track in tracks.values():
+        track.sort(key=_start)
+        for a, b in pairwise(track):
+            if b.start <= a.last:
+                return a, b
+    if len({step for step, _ in tracks}) == 1:
+        return None
+    begun: dict[int, list[Segment]] = defaultdict(list)  # by step, in a sweep over the sequence
+    for s in sorted(segments, key=_start):
+        for step in [step for step in begun if step != s.step]:
+            begun[step] = [other for other in begun[step] if other.last >= s.start]
+            for other in begun[step]:
+                if s.meets(other):
+                    return other, s
+        begun[s.step].append(s)
+    return None
+
+
+def _start(segment: Segment) -> int:
+    return segment.start

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from burst_portable.conformance.cases import LENGTH, MASKS
 from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import LayoutError, MaskError, UnknownNameError
-from burst_portable.layout import NAMES, Segment, make_layout
+from burst_portable.layout import NAMES, Layout, Segment, make_layout
 from burst_portable.mask import UNBOUNDED, Mask, Region, band_area
 from burst_portable.tiles import Tile, banded_box, find_tiles, fuse, sees
 
@@ -162,6 +162,69 @@ def test_layouts_hold_every_position_once_and_leave_no_rank_empty(length, ranks,
     counts = [where.count(r) for r in range(ranks)]
     assert min(counts) >= 1
     assert max(counts) - min(counts) <= 2
+
+
+@st.composite
+def partitions(draw, start=0, count=24, step=1):
+    """Segments that hold a progression exactly once, cut in two again and again: in halves, or every second one."""
+    if count < 2 or draw(st.integers(0, 3)) == 0:
+        return [Segment(start, count, step)]
+    if draw(st.booleans()):
+        cut = draw(st.integers(1, count - 1))
+        halves = (start, cut, step), (start + cut * step, count - cut, step)
+    else:
+        halves = (start, -(-count // 2), 2 * step), (start + step, count // 2, 2 * step)
+    return [s for half in halves for s in draw(partitions(*half))]
+
+
+@given(st.data())
+def test_layouts_made_by_hand_hold_every_position_once_or_are_refused(data):
+    """Segments of all steps at once; one of them perhaps moved, stretched or dropped."""
+    segments = data.draw(partitions())
+    changed = data.draw(st.integers(0, len(segments) - 1))
+    s = segments[changed]
+    segments[changed : changed + 1] = data.draw(
+        st.sampled_from(
+            [[s], [], [Segment(max(0, s.start - 1), s.count, s.step)], [Segment(s.start, s.count, s.step + 1)],
+             [Segment(s.start, s.count + 1, s.step)], [s, s], [Segment(s.start, 1), s]]
+        )
+    )  # fmt: skip
+    shards = [segments[::2], segments[1::2]]
+    held = sorted(p for s in segments for p in s.positions())
+    if held == list(range(24)) and all(shards):
+        assert sorted(p for rank in range(2) for p in Layout("mine", 24, shards).positions(rank)) == held
+    else:
+        with pytest.raises(LayoutError, match="'mine'"):
+            Layout("mine", 24, shards)
+
+
+@given(*[st.builds(Segment, st.integers(0, 30), st.integers(1, 9), st.integers(1, 9))] * 2)
+def test_segments_that_share_a_position(a, b):
+    assert a.meets(b) == bool(set(a.positions()) & set(b.positions()))
+
+
+@pytest.mark.parametrize(
+    ("length", "shards", "message"),
+    [
+        (8, [[Segment(0, 4)]], "4 of 8"),
+        (8, [[Segment(0, 8)], [Segment(0, 8)]], "a position twice"),
+        (8, [[Segment(0, 4)], [Segment(4, 5)]], "position 8; allowed: 0 to 7"),
+        (8, [[Segment(0, 8)], []], r"without a token; got ranks \[1\]"),
+        (8, [[(0, 8)]], "made of segments"),
+        (8, [Segment(0, 8)], "a list of segments for every rank"),
+        (8.0, [[Segment(0, 8)]], "ranks and tokens"),
+        (8, [], "ranks and tokens"),
+    ],
+)
+def test_bad_layouts_are_refused(length, shards, message):
+    with pytest.raises(LayoutError, match=message):
+        Layout("mine", length, shards)
+
+
+@pytest.mark.parametrize("numbers", [(0, 4, 0), (0, 4, -1), (-1, 4), (0, -1), (0, 4.0), (0, True)])
+def test_bad_segments_are_refused(numbers):
+    with pytest.raises(LayoutError, match="segment"):
+        Segment(*numbers)
 
 
 def test_zigzag_by_hand():
