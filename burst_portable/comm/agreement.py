@@ -18,6 +18,7 @@ from burst_portable.errors import BurstError, CommunicationError, MismatchError,
 
 _FACTS_SIZE = 4096
 _SHOWN = 300
+_TITLE = ("pass", "mask", "case")
 REFUSED = "refused"
 """The fact of a rank that refused its own call: others must not wait for it."""
 
@@ -41,6 +42,12 @@ class Statement(NamedTuple):
     def of_pass(self, name: str) -> Statement:
         """The same call, in one of its passes."""
         return state({**self.facts, "pass": name})
+
+    @property
+    def title(self) -> str:
+        """The call in a few words, for errors about ranks that do not answer."""
+        shown = [fact.name if isinstance(fact, Named) else fact for fact in map(self.facts.get, _TITLE) if fact]
+        return ", ".join(shown) or "a refusal"
 
 
 def named(name: str, holds: object) -> Named:
@@ -71,7 +78,8 @@ def agree(transport: Transport, mine: Statement, *, forward: int = 0, deadline: 
         return
     transport.passes += 1
     counts = transport.passes.to_bytes(8, "little") + forward.to_bytes(8, "little")
-    stated = transport.share(mine.digest + counts, "asking whether ranks agree", deadline)
+    label = f"asking whether ranks agree on pass {transport.passes} ({mine.title})"
+    stated = transport.share(mine.digest + counts, label, deadline)
     if all(other == stated[0] for other in stated):
         return
     packed = json.dumps(mine.facts).encode()[:_FACTS_SIZE].ljust(_FACTS_SIZE)

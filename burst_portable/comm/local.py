@@ -80,16 +80,16 @@ class Fabric:
                 event.set()
         return event, said
 
-    def wait(self, event: threading.Event, where: str, whom: str, seconds: float) -> None:
-        """Until an event, a failed rank, or the deadline."""
+    def wait(self, event: threading.Event, where: str, whom: Callable[[], str], seconds: float) -> None:
+        """Until an event, a failed rank, or the deadline; `whom` says who is missing."""
         deadline = time.monotonic() + seconds
         while not event.wait(_POLL):
             if self.failed is not None:
-                raise PeerLostError(f"{where}: rank {self.failed} failed, waiting for {whom}")
+                raise PeerLostError(f"{where}: rank {self.failed} failed, waiting for {whom()}")
             if time.monotonic() >= deadline:
                 raise DeadlineError(
                     explain(
-                        f"{where}: nothing came from {whom} in {seconds:g} s",
+                        f"{where}: nothing came from {whom()} in {seconds:g} s",
                         next_step="find out what that rank is doing, or raise the deadline",
                     )
                 )
@@ -110,7 +110,7 @@ class _End:
         self._where = f"rank {rank}, {label}"
 
     def wait(self) -> None:
-        self._fabric.wait(self._transfer.done, self._where, f"rank {self._peer}", self._fabric.deadline)
+        self._fabric.wait(self._transfer.done, self._where, lambda: f"rank {self._peer}", self._fabric.deadline)
         if self._transfer.mismatch:
             raise MismatchError(
                 explain(
@@ -134,7 +134,11 @@ class LocalTransport(Transport):
         self._turn += 1
         event, said = self.fabric.share(self.rank, self._turn, data)
         where = f"rank {self.rank}, {label}"
-        self.fabric.wait(event, where, "all ranks", self.fabric.deadline if deadline is None else deadline)
+
+        def whom() -> str:
+            return f"rank {', '.join(str(rank) for rank in range(self.size) if rank not in said)}"
+
+        self.fabric.wait(event, where, whom, self.fabric.deadline if deadline is None else deadline)
         return [said[rank] for rank in range(self.size)]
 
     def post(

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from burst_portable.comm.accounts import compare_accounts
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.errors import CommunicationError, DeadlineError, PeerLostError, explain
 
@@ -20,8 +21,8 @@ from burst_portable.errors import CommunicationError, DeadlineError, PeerLostErr
 class _Transfer:
     """A torch work with names for its errors."""
 
-    def __init__(self, works: Sequence[dist.Work], what: str, deadline: float | None) -> None:
-        self._works, self._what, self._deadline = works, what, deadline
+    def __init__(self, works: Sequence[dist.Work], what: str, deadline: float | None, group: dist.ProcessGroup) -> None:
+        self._works, self._what, self._deadline, self._group = works, what, deadline, group
 
     def wait(self) -> None:
         try:
@@ -31,19 +32,17 @@ class _Transfer:
                 else:
                     work.wait(timedelta(seconds=self._deadline))
         except RuntimeError as error:
-            raise _named(error, self._what) from error
+            raise _named(error, self._what, self._group) from error
 
 
-def _named(error: RuntimeError, what: str) -> CommunicationError:
-    """torch's error as ours: too late, or gone."""
+def _named(error: RuntimeError, what: str, group: dist.ProcessGroup) -> CommunicationError:
+    """torch's error as ours: too late, or gone; with what other ranks say of it."""
     told = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).partition(". This is typically")[0]
-    if "timed out" in told.lower() or "timeout" in told.lower():
-        return DeadlineError(
-            explain(
-                f"{what} took too long", got=told, next_step="find out what that rank is doing, or raise the deadline"
-            )
-        )
-    return PeerLostError(explain(f"{what} failed", got=told, next_step="look at the output of that rank"))
+    late = "timed out" in told.lower() or "timeout" in told.lower()
+    kind, verb = (DeadlineError, "took too long") if late else (PeerLostError, "failed")
+    advice = "find out what that rank is doing, or raise the deadline" if late else "look at the output of that rank"
+    others = compare_accounts(group, f"{what} {verb}")
+    return kind(explain(f"{what} {verb}", got=told, next_step="; ".join(filter(None, (others, advice)))))
 
 
 class TorchDistTransport(Transport):
@@ -67,22 +66,32 @@ class TorchDistTransport(Transport):
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
-        try:
-            return self._batch(sends, receives, label) if self._batched else self._each(sends, receives, label)
-        except RuntimeError as error:
-            raise _named(error, f"rank {self.rank}, {label}: starting a transfer") from error
+        return self._post(sends, receives, label, self._deadline)
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+        # To each and from each, and not as a collective, whose error would not name the rank that is missing.
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        what = f"rank {self.rank}, {label}: hearing from all ranks"
-        try:
-            work = dist.all_gather(parts, mine, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise _named(error, what) from error
-        assert work is not None, "this rank is a member of its group"
-        _Transfer([work], what, self._deadline if deadline is None else deadline).wait()
+        parts = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
+        peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        outgoing, incoming = self._post(
+            [Message(mine, r) for r in peers],
+            [Message(parts[r], r) for r in peers],
+            label,
+            self._deadline if deadline is None else deadline,
+        )
+        for handle in (*incoming, *outgoing):
+            handle.wait()
         return [bytes(part.numpy()) for part in parts]
+
+    def _post(
+        self, sends: Sequence[Message], receives: Sequence[Message], label: str, deadline: float | None
+    ) -> tuple[list[Handle], list[Handle]]:
+        try:
+            if self._batched:
+                return self._batch(sends, receives, label)
+            return self._each(sends, receives, label, deadline)
+        except RuntimeError as error:
+            raise _named(error, f"rank {self.rank}, {label}: starting a transfer", self.group) from error
 
     def _batch(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str
@@ -91,15 +100,15 @@ class TorchDistTransport(Transport):
         ops += [dist.P2POp(dist.irecv, m.buffer, group=self.group, group_peer=m.peer) for m in receives]
         works = dist.batch_isend_irecv(ops) if ops else []
         peers = sorted({m.peer for m in (*sends, *receives)})
-        transfer = _Transfer(works, f"rank {self.rank}, {label}: exchange with ranks {peers}", None)
+        transfer = _Transfer(works, f"rank {self.rank}, {label}: exchange with ranks {peers}", None, self.group)
         return [transfer] * len(sends), [transfer] * len(receives)
 
     def _each(
-        self, sends: Sequence[Message], receives: Sequence[Message], label: str
+        self, sends: Sequence[Message], receives: Sequence[Message], label: str, deadline: float | None
     ) -> tuple[list[Handle], list[Handle]]:
         def handle(work: dist.Work | None, what: str) -> Handle:
             assert work is not None, "this rank is a member of its group"
-            return _Transfer([work], f"rank {self.rank}, {label}: {what}", self._deadline)
+            return _Transfer([work], f"rank {self.rank}, {label}: {what}", deadline, self.group)
 
         incoming = [
             handle(dist.irecv(m.buffer, group=self.group, group_src=m.peer), f"receiving from rank {m.peer}")

@@ -1,13 +1,13 @@
-"""One rank of test_faults: a training step after another, until a fault that is planted on rank 1 strikes.
+"""Ranks with a planted fault. As a program, a server that forks them, so that torch is imported once for all faults.
 
-    python -m tests.spmd.faulty_rank RANK RANKS FOLDER FAULT POST DEADLINE STRATEGY
-
-FAULT strikes on rank 1 at its POST-th post of transfers (forward and backward count alike).
+python -m tests.spmd.faulty_rank        reads a `Scenario` as JSON from each line of stdin, answers with a line
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +21,22 @@ import burst_portable as bp
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.config import Config
 from burst_portable.errors import CommunicationError
+from burst_portable.runtime import installed
+
+RANKS = 3
+GAVE_UP = 3
+"""The exit code of a rank that raised what the library raises."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """`fault` strikes on rank 1 at its `at`-th event: a question, a post, or a kernel call, forward or backward."""
+
+    folder: str
+    fault: str
+    at: int = 1
+    strategy: str = "ring"
+    deadline: float = 2.0
 
 
 def raise_memory_error() -> None:
@@ -38,44 +54,117 @@ FAULTS = {
     "out_of_memory": raise_memory_error,
     "raises": raise_own_error,
 }
+OTHER_GROUP = "other_group"
+"""No fault that strikes: rank 1 uses the two groups that there are in the other order."""
 
 
-class Faulty(TorchDistTransport):
-    """Strikes at its n-th post."""
+class Countdown:
+    """Strikes at the n-th event."""
 
-    def __init__(self, deadline: float, fault: str | None, post: int) -> None:
-        super().__init__(None, "gloo", batched=False, deadline=deadline)
-        self._fault, self._left = fault, post
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario, self._left = scenario, scenario.at
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            Path(self._scenario.folder, "struck").write_text(str(time.monotonic()))
+            FAULTS[self._scenario.fault]()
+
+
+class Striking(TorchDistTransport):
+    """Questions and posts are events."""
+
+    def __init__(self, deadline: float, group: dist.ProcessGroup | None, event) -> None:
+        super().__init__(group, "gloo", batched=False, deadline=deadline)
+        self._event = event
 
     def post(self, sends, receives, label=""):
-        self._left -= 1
-        if self._fault and self._left == 0:
-            FAULTS[self._fault]()
+        self._event()
         return super().post(sends, receives, label)
 
+    def share(self, data, label="share", deadline=None):
+        self._event()
+        return super().share(data, label, deadline)
 
-def train(mesh: bp.Mesh, strategy: str) -> None:
+
+class StrikingRuntime:
+    """Kernel calls are events: between a transfer that is under way and the wait for it."""
+
+    def __init__(self, inner, event) -> None:
+        self._inner, self._event, self.transport, self.post = inner, event, inner.transport, inner.post
+
+    def attend(self, *arguments):
+        self._event()
+        return self._inner.attend(*arguments)
+
+    def attend_backward(self, *arguments):
+        self._event()
+        self._inner.attend_backward(*arguments)
+
+
+def train(meshes: list[bp.Mesh], strategy: str) -> None:
     """More steps than any fault waits for."""
-    for _ in range(20):
-        q, k, v = (torch.randn(1, 8, heads, 8, requires_grad=True) for heads in (4, 2, 2))
-        bp.attention(q, k, v, mask="full", mesh=mesh, strategy=strategy).sum().backward()
+    for _ in range(40):
+        for mesh in meshes:
+            q, k, v = (torch.randn(1, 8, heads, 8, requires_grad=True) for heads in (6, 3, 3))
+            bp.attention(q, k, v, mask="full", mesh=mesh, strategy=strategy).sum().backward()
 
 
-def main(rank: int, ranks: int, folder: Path, fault: str, post: int, deadline: float, strategy: str) -> None:
+def run_rank(rank: int, scenario: Scenario) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
-    transport = Faulty(deadline, fault if rank == 1 else None, post)
-    mesh = bp.Mesh(rank, ranks, lambda device_type: transport, config=Config(deadline=deadline))
+    folder = Path(scenario.folder)
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 2)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    event = Countdown(scenario) if rank == 1 and scenario.fault in FAULTS else lambda: None
+    installed.set(lambda runtime, plan: StrikingRuntime(runtime, event))
+    config = Config(deadline=scenario.deadline)
+
+    def mesh(group: dist.ProcessGroup | None) -> bp.Mesh:
+        transport = Striking(scenario.deadline, group, event)
+        return bp.Mesh(rank, RANKS, lambda device_type: transport, config=config)
+
+    meshes = [mesh(None)]
+    if scenario.fault == OTHER_GROUP:
+        meshes.append(mesh(dist.new_group()))
     dist.barrier()
-    started = time.monotonic()
+    if scenario.fault == OTHER_GROUP:
+        (folder / "struck").write_text(str(time.monotonic()))
+        meshes = meshes[::-1] if rank == 1 else meshes
     try:
-        train(mesh, strategy)
+        train(meshes, scenario.strategy)
     except CommunicationError as error:
-        told = {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started}
+        told = {"error": type(error).__name__, "message": str(error), "at": time.monotonic()}
         (folder / f"rank{rank}.json").write_text(json.dumps(told))
-        os._exit(3)  # a user's program would end here; what is left of the group is not waited for
+        os._exit(GAVE_UP)  # a user's program would end here; what is left of the group is not waited for
+
+
+def play(scenario: Scenario) -> dict:
+    """Exit codes of the ranks (None: it had to be killed), and what each rank said."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(rank, scenario)) for rank in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+    until = time.monotonic() + 60
+    waited = ranks if scenario.fault == OTHER_GROUP else [ranks[0], ranks[2]]
+    for rank in waited:
+        rank.join(max(0.1, until - time.monotonic()))
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    folder = Path(scenario.folder)
+    said = {path.stem: json.loads(path.read_text()) for path in folder.glob("rank*.json")}
+    struck = folder / "struck"
+    logs = {path.stem: path.read_text()[-2000:] for path in folder.glob("rank*.log")}
+    return {
+        "codes": codes,
+        "said": said,
+        "logs": logs,
+        "struck": float(struck.read_text() if struck.exists() else "nan"),
+    }
 
 
 if __name__ == "__main__":
-    number, count, where, which, at, seconds, by = sys.argv[1:]
-    main(int(number), int(count), Path(where), which, int(at), float(seconds), by)
+    for line in sys.stdin:
+        print(json.dumps(play(Scenario(**json.loads(line)))), flush=True)

@@ -1,0 +1,62 @@
+"""What went wrong elsewhere: when a transfer fails, a rank leaves word in the store and reads what the others left.
+
+A rank sees only that a neighbour is late or gone; often that neighbour gave up because of a third rank, or waits in
+another group. Nothing is written while all is well: a store may be a file, which grows with every word.
+"""
+
+from __future__ import annotations
+
+import threading
+from time import monotonic, sleep
+
+import torch.distributed as dist
+
+_PATIENCE = 2.0  # seconds: for others to leave their word, and for a store whose host may be the rank that is gone
+_POLL = 0.05
+_LONGEST = 400  # characters of an account
+_MOST = 8  # ranks that an error tells of
+
+
+def compare_accounts(group: dist.ProcessGroup, mine: str) -> str:
+    """Leave `mine` for the other ranks of the group; what they left, or that they left nothing, as one line.
+
+    Takes a few seconds at most. Empty where the store cannot be reached, or the group has one rank.
+    """
+    told: dict[int, str] = {}
+    ranks = dist.get_process_group_ranks(group)
+    place = f"{mine[:_LONGEST]} [group {group.group_name}: {_few(ranks)}]"
+
+    def exchange() -> None:
+        try:
+            _exchange(dist.group.WORLD.get_group_store(), ranks, dist.get_rank(), place, told)
+        except RuntimeError:  # DistStoreError and the like: the store went away with its host
+            return
+
+    # A store blocks for minutes where its host is stopped: then what it said so far is all.
+    thread = threading.Thread(target=exchange, name="accounts of a fault", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE + 1)
+    if not told:
+        return ""
+    others = [(r, told.get(global_rank, "")) for r, global_rank in enumerate(ranks) if global_rank != dist.get_rank()]
+    heard = [text for _, text in others if text][:_MOST]
+    silent = [r for r, text in others if not text]
+    return "; ".join([*heard, *([f"nothing is heard of {_few(silent)}"] if silent else [])])
+
+
+def _exchange(store: dist.Store, ranks: list[int], mine: int, text: str, told: dict[int, str]) -> None:
+    """Fill `told` with what is in the store, by global rank, until all have spoken or patience ends."""
+    keys = {rank: f"burst_portable/account/{rank}" for rank in ranks}
+    until = monotonic() + _PATIENCE
+    store.set(keys[mine], text)
+    told[mine] = text
+    while len(told) < len(ranks) and monotonic() < until:
+        for rank in ranks:
+            if rank not in told and store.check([keys[rank]]):
+                told[rank] = store.get(keys[rank]).decode(errors="replace")
+        sleep(_POLL)
+
+
+def _few(ranks: list[int]) -> str:
+    more = ", ..." if len(ranks) > _MOST else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST]))}{more}"
