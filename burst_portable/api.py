@@ -5,7 +5,7 @@ Shapes: B batch, S rows of this rank, Hq query heads, Hkv key/value heads, D hea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, Literal, overload
 
 import torch
@@ -14,29 +14,18 @@ from torch import Tensor
 from burst_portable.autograd import Call, apply
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel, for_device
-from burst_portable.checks import (
-    check_layout,
-    check_sinks,
-    check_tensors,
-    checked_scale,
-    checked_softcap,
-    tell_the_others,
-    whole_length,
-)
+from burst_portable.checks import check_tensor, check_tensors, checked_scale, checked_softcap, tell_the_others
+from burst_portable.choices import Request, choose, requested
 from burst_portable.comm.agreement import Statement, named, state
-from burst_portable.errors import InputError, explain
 from burst_portable.kernels import contract
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh
 from burst_portable.numerics import State, finished
-from burst_portable.planning import named_layout, planned
 from burst_portable.planning import plan as plan
-from burst_portable.plans import Plan, Problem
+from burst_portable.plans import Plan
 from burst_portable.runtime import PlainRuntime
-from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import make_strategy
 from burst_portable.tiles import Tile, checked_tiles
 
 
@@ -129,18 +118,10 @@ def attention(
         CommunicationError: something went wrong between ranks.
     """
     mesh = as_mesh(mesh)
-    ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     try:
-        key = (
-            mask, strategy, layout, seq_len, scale, softcap, kernel, ordered, sinks is None,
-            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        )  # fmt: skip
-        if sinks is not None:
-            check_sinks(sinks, q)
-        call = mesh.remembered(
-            key,
-            lambda: _prepare(q, k, v, mask, mesh, strategy, layout, seq_len, scale, softcap, kernel, ordered, sinks),
-        )
+        request = requested(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)
+        key = _key(request, q, k, v, sinks)
+        call = mesh.remembered(key, lambda: _prepare(q, k, v, sinks, mesh, request))
     except Exception as refusal:
         tell_the_others(mesh, refusal, q, k, v)
         raise
@@ -149,64 +130,29 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | str,
-    mesh: Mesh,
-    strategy: Strategy | str,
-    layout: Layout | str,
-    seq_len: int | None,
-    scale: float | None,
-    softcap: float | None,
-    kernel: str,
-    deterministic: bool,
-    sinks: Tensor | None,
-) -> Call:
+def _key(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Hashable:
+    """All that a call depends on: what is equal here runs without another check."""
+    try:
+        return (
+            request,
+            type(q), q.shape, q.dtype, q.device, q.layout,
+            type(k), k.shape, k.dtype, k.device, k.layout,
+            type(v), v.shape, v.dtype, v.device, v.layout,
+            sinks is None or (type(sinks), sinks.shape, sinks.dtype, sinks.device, sinks.layout),
+        )  # fmt: skip
+    except (AttributeError, RuntimeError):  # no tensors, or such as have no shape
+        check_tensors(q, k, v)
+        if sinks is not None:
+            check_tensor("sinks", sinks)
+        raise
+
+
+def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, request: Request) -> Call:
     """Everything that can be refused is refused here, before a byte moves."""
-    check_tensors(q, k, v)
-    rows = q.shape[1]
-    length = whole_length(layout, seq_len, rows, mesh)
-    mask = Mask.parse(mask, length) if isinstance(mask, str) else mask
-    if not isinstance(mask, Mask):
-        raise InputError(explain("mask is no mask", got=type(mask).__name__, allowed="a Mask, or its short form"))
-    where = layout if isinstance(layout, Layout) else named_layout(layout, length, mesh.size, mask)
-    check_layout(where, length, rows, mesh)
-    mask.check_lengths(length, length)
-    backend = for_device(q.device.type)
-    problem = Problem(
-        mask=mask,
-        q_layout=where,
-        k_layout=where,
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        value_dim=v.shape[3],
-        batch=q.shape[0],
-        itemsize=q.dtype.itemsize,
-    )
-    if strategy == "auto":
-        strategy = AutoStrategy(inner=mesh.inner, rates=backend.capabilities.rates)
-    made = planned(make_strategy(strategy) if isinstance(strategy, str) else strategy, problem)
-    local = made.forward.problem
-    options = contract.Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap), deterministic)
-    wanted = contract.Problem(
-        q.dtype,
-        q.device.type,
-        local.heads,
-        local.kv_heads,
-        local.head_dim,
-        local.value_dim,
-        softcap is not None,
-        deterministic,
-        options.positive_scale,
-    )
-    named = mesh.config.kernel if kernel == "auto" else kernel
-    chosen, _ = choose_kernel(backend, wanted, named)
-    said = _statement(made, backend, q, options, sinks)
-    runtime = PlainRuntime(chosen, mesh.transport(q.device.type))
-    return Call(made, runtime, options, said.of_pass("forward"), said.of_pass("backward"))
+    chosen = choose(q, k, v, sinks, mesh, request)
+    said = _statement(chosen.plan, chosen.backend, q, chosen.options, sinks)
+    runtime = PlainRuntime(chosen.kernel, mesh.transport(q.device.type))
+    return Call(chosen.plan, runtime, chosen.options, said.of_pass("forward"), said.of_pass("backward"))
 
 
 def _statement(made: Plan, backend: Backend, q: Tensor, options: contract.Options, sinks: Tensor | None) -> Statement:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,50 +19,50 @@ from burst_portable.errors import (
     LayoutError,
     ShapeError,
     explain,
+    shown,
 )
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.planning import check_heads
+from burst_portable.values import as_float
 
 _REFUSAL_DEADLINE = 10.0  # seconds that a rank that refuses its call waits for others to hear of it
 _MAX_HEAD_DIM = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def whole_length(layout: Layout | str, seq_len: int | None, rows: int, mesh: Mesh) -> int:
+def whole_length(layout: object, seq_len: int | None, rows: int, mesh: Mesh) -> int:
+    """Tokens of the whole sequence: said, or those of the layout, or as many on every rank as here."""
     if seq_len is not None:
-        if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
-            raise InputError(explain("seq_len is no length", got=repr(seq_len), allowed="an int of at least 1"))
         return seq_len
     return layout.length if isinstance(layout, Layout) else rows * mesh.size
 
 
-def check_layout(layout: Layout, length: int, rows: int | None, mesh: Mesh) -> None:
-    if layout.ranks != mesh.size or layout.length != length:
-        raise LayoutError(
-            explain(
-                "the layout is for another mesh or sequence",
-                got=f"{layout.ranks} ranks and {layout.length} tokens",
-                allowed=f"{mesh.size} ranks and {length} tokens",
-            )
-        )
-    if rows is not None and layout.count(mesh.rank) != rows:
+def check_rows(layout: Layout, rows: int, mesh: Mesh) -> None:
+    if layout.count(mesh.rank) != rows:
         raise LayoutError(
             explain(
                 f"rank {mesh.rank} holds another number of rows than the layout {layout.name!r} gives it",
                 got=f"{rows} rows",
-                allowed=f"{layout.count(mesh.rank)} of {length} tokens on {mesh.size} ranks",
+                allowed=f"{layout.count(mesh.rank)} of {layout.length} tokens on {mesh.size} ranks",
                 next_step="cut tensors with shard(), or pass seq_len where ranks hold different lengths",
             )
         )
 
 
+def check_tensor(name: str, x: object) -> None:
+    """Refuse what is no dense tensor of this process."""
+    if not isinstance(x, Tensor):
+        raise ShapeError(explain(f"{name} is no tensor", got=shown(x), next_step="torch.as_tensor makes one"))
+    if type(x).__name__ == "DTensor":
+        raise InputError(f"{name} is a DTensor: pass its local tensor, x.to_local()")
+    if x.layout is not torch.strided or x.is_nested:
+        raise InputError(explain(f"{name} is no dense tensor", got=f"{type(x).__name__}, {x.layout}"))
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ShapeError(explain(f"{name} is no tensor", got=type(x).__name__))
-        if type(x).__name__ == "DTensor":
-            raise InputError(f"{name} is a DTensor: pass its local tensor, x.to_local()")
+        check_tensor(name, x)
         if x.dim() != 4 or 0 in x.shape:
             raise ShapeError(
                 explain(
@@ -94,6 +95,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) ->
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    check_tensor("sinks", sinks)
     if sinks.shape != (q.shape[2],) or not sinks.is_floating_point() or sinks.device != q.device:
         raise ShapeError(
             explain(
@@ -104,18 +106,33 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
         )
 
 
+def as_number(name: str, value: Any) -> float:
+    """A float from a number or a tensor of one; tensors are changed in place, and plans are looked up by numbers."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        next_step = f"pass {name}.item(), or multiply q by it where that means the same"
+        raise InputError(explain(f"{name} is a tensor that wants a gradient, and gets none", next_step=next_step))
+    number = as_float(value)
+    if number is None:
+        raise InputError(explain(f"{name} is no number", got=shown(value), allowed="a float, or a tensor of one"))
+    return number
+
+
 def checked_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if not math.isfinite(scale):
+    number = as_number("scale", scale)
+    if not math.isfinite(number):
         raise InputError(explain("scale is no finite number", got=scale))
-    return float(scale)
+    return number
 
 
 def checked_softcap(softcap: float | None) -> float | None:
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+    if softcap is None:
+        return None
+    number = as_number("softcap", softcap)
+    if not (math.isfinite(number) and number > 0):
         raise InputError(explain("softcap must be positive", got=softcap, next_step="pass None for none"))
-    return softcap
+    return number
 
 
 def tell_the_others(mesh: Mesh, refusal: Exception, *tensors: Tensor) -> None:

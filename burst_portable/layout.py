@@ -19,7 +19,7 @@ from math import gcd
 
 from burst_portable.errors import LayoutError, explain, shown, unknown_name
 from burst_portable.mask import Mask
-from burst_portable.values import as_int
+from burst_portable.values import as_int, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +154,23 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
 NAMES = (*LAYOUTS, "document_zigzag")
 
 
-@lru_cache(maxsize=256)
 def make_layout(name: str, length: int, ranks: int, mask: Mask | None = None) -> Layout:
     """The layout of that name; `document_zigzag` reads the documents from the mask.
 
-    Raises `UnknownNameError` for a name that is none, `LayoutError` for lengths and ranks that do not fit.
+    Raises `UnknownNameError` for a name that is none, `InputError` for sizes that are none, `LayoutError` for lengths
+    and ranks that do not fit.
     """
-    if ranks < 1 or length < 1:
-        raise LayoutError(explain("a layout needs ranks and tokens", got=f"{ranks} ranks, {length} tokens"))
+    # Checked outside the cache, where 2, 2.0 and True would find each other's layouts.
+    length, ranks = size("length", length), size("ranks", ranks)
+    if not isinstance(name, str) or name not in NAMES:
+        raise unknown_name("layout", name, NAMES)
+    if not isinstance(mask, Mask | None):
+        raise LayoutError(explain("a layout reads documents from a Mask", got=shown(mask)))
+    return _made(name, length, ranks, mask)
+
+
+@lru_cache(maxsize=256)
+def _made(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
     if length < ranks:
         raise LayoutError(
             explain(
@@ -172,9 +181,7 @@ def make_layout(name: str, length: int, ranks: int, mask: Mask | None = None) ->
         )
     if name == "document_zigzag":
         return document_zigzag(_document_bounds(mask, length), ranks)
-    if name in LAYOUTS:
-        return LAYOUTS[name](length, ranks)
-    raise unknown_name("layout", name, NAMES)
+    return LAYOUTS[name](length, ranks)
 
 
 def _document_bounds(mask: Mask | None, length: int) -> tuple[int, ...]:

@@ -8,14 +8,17 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from burst_portable.backends.registry import for_device
+from burst_portable.backends.base import Backend
+from burst_portable.backends.registry import for_device, known, runnable
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import Fabric, LocalTransport, run_threads
 from burst_portable.config import Config, from_environment
-from burst_portable.errors import InputError, explain
+from burst_portable.errors import InputError, UnsupportedError, explain, shown, unknown_name
+from burst_portable.values import as_float, as_int, size
 
 T = TypeVar("T")
 _CALLS_KEPT = 512
+_MOST_LOCAL_RANKS = 1024  # each is a thread
 
 
 class Mesh:
@@ -27,7 +30,12 @@ class Mesh:
     Attributes:
         rank, size: this rank among those that share the sequence, and how many they are.
         inner: ranks a node, where there are several nodes: lets `auto` consider the double ring.
+        backend: the name of the one that must serve, or "auto": the first for the tensors' device that can.
         config: settings, from the environment unless given.
+
+    Raises:
+        InputError: a rank that is none of `size`, an `inner` that does not divide it, an unknown backend.
+        BackendUnavailableError: the named backend cannot run here.
     """
 
     def __init__(
@@ -38,10 +46,14 @@ class Mesh:
         *,
         group: dist.ProcessGroup | None = None,
         inner: int | None = None,
+        backend: str = "auto",
         config: Config | None = None,
     ) -> None:
-        self.rank, self.size, self.group, self.inner = rank, size, group, inner
-        self.config = from_environment() if config is None else config
+        self.rank, self.size = _checked_rank(rank, size)
+        self.group, self.inner, self.backend = group, _checked_inner(inner, self.size), _checked_backend(backend)
+        self.config = _checked_config(config)
+        if not callable(connect):
+            raise InputError(explain("a mesh connects by a function of the device type", got=shown(connect)))
         self._connect = connect
         self._transports: dict[str, Transport] = {}
         self._calls: OrderedDict[Hashable, Any] = OrderedDict()
@@ -49,18 +61,35 @@ class Mesh:
     def __repr__(self) -> str:
         return f"Mesh(rank={self.rank}, size={self.size})"
 
+    def __deepcopy__(self, memo: object) -> Mesh:
+        """Itself: a copied module stands on the same ranks, whose connections cannot be copied."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Mesh], tuple[Config, str]]:
+        """One rank alone can be pickled. Connections to others cannot."""
+        if self.size > 1:
+            raise UnsupportedError(
+                explain(
+                    "a mesh of several ranks cannot be pickled: it holds connections",
+                    got=self,
+                    next_step="save a module's state_dict(), and make mesh and module anew",
+                )
+            )
+        return Mesh.single, (self.config, self.backend)
+
     @classmethod
-    def single(cls, config: Config | None = None) -> Mesh:
+    def single(cls, config: Config | None = None, backend: str = "auto") -> Mesh:
         """One rank: no sequence is shared."""
         transport = LocalTransport(Fabric(1, 1.0), 0)
-        return cls(0, 1, lambda device_type: transport, config=config)
+        return cls(0, 1, lambda device_type: transport, backend=backend, config=config)
 
     @classmethod
     def from_group(
         cls,
-        group: dist.ProcessGroup | None = None,
+        group: Any = None,
         *,
         inner: int | None = None,
+        backend: str = "auto",
         config: Config | None = None,
     ) -> Mesh:
         """The ranks of a process group; None for the default one.
@@ -73,22 +102,33 @@ class Mesh:
                 "or use run_local for ranks as threads"
             )
         group = dist.group.WORLD if group is None else group
-        rank = dist.get_rank(group)
-        if rank < 0:
-            raise InputError(explain("this rank is no member of the group", got=f"global rank {dist.get_rank()}"))
-        settings = from_environment() if config is None else config
+        rank, ranks = _place_in(group)
+        settings = _checked_config(config)
 
         def connect(device_type: str) -> Transport:
-            return for_device(device_type).transport(group, settings.deadline)
+            return for_device(device_type, backend).transport(group, settings.deadline)
 
-        return cls(rank, dist.get_world_size(group), connect, group=group, inner=inner, config=settings)
+        return cls(rank, ranks, connect, group=group, inner=inner, backend=backend, config=settings)
 
     @classmethod
     def from_device_mesh(
-        cls, device_mesh: Any, axis: str | int = 0, *, inner: int | None = None, config: Config | None = None
+        cls,
+        device_mesh: Any,
+        axis: str | int | None = None,
+        *,
+        inner: int | None = None,
+        backend: str = "auto",
+        config: Config | None = None,
     ) -> Mesh:
-        """One axis of a torch DeviceMesh, by name or number; the others are left to data or tensor parallelism."""
-        return cls.from_group(device_mesh.get_group(axis), inner=inner, config=config)
+        """One axis of a torch DeviceMesh; the others are left to data or tensor parallelism.
+
+        `axis` is its name or number, and may be left out where there is only one.
+        """
+        return cls.from_group(_axis_group(device_mesh, axis), inner=inner, backend=backend, config=config)
+
+    def backend_for(self, device_type: str) -> Backend:
+        """The backend that serves tensors of a device type: the one that this mesh names, or the first that can."""
+        return for_device(device_type, self.backend)
 
     def transport(self, device_type: str) -> Transport:
         """The transport for tensors of a device type; connected once."""
@@ -101,13 +141,21 @@ class Mesh:
         return next(iter(self._transports.values()), None)
 
     def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gave for this key before; the least recently used are forgotten."""
-        found = self._calls.get(key)
-        if found is None:
-            found = self._calls[key] = make()
-            if len(self._calls) > _CALLS_KEPT:
-                self._calls.popitem(last=False)
-        return found
+        """What `make` gave for this key before; the least recently used are forgotten.
+
+        A key with something in it that cannot be hashed is not looked up: `make` says what is wrong with it.
+        """
+        try:
+            found: T | None = self._calls.get(key)
+        except TypeError:
+            return make()
+        if found is not None:
+            self._calls.move_to_end(key)
+            return found
+        made = self._calls[key] = make()
+        if len(self._calls) > _CALLS_KEPT:
+            self._calls.popitem(last=False)
+        return made
 
 
 def as_mesh(mesh: Any) -> Mesh:
@@ -119,27 +167,128 @@ def as_mesh(mesh: Any) -> Mesh:
         return mesh
     if mesh is None:
         return Mesh.from_group() if dist.is_available() and dist.is_initialized() else Mesh.single()
-    if isinstance(mesh, dist.ProcessGroup):
+    if isinstance(mesh, dist.ProcessGroup) or mesh is dist.GroupMember.NON_GROUP_MEMBER:
         return Mesh.from_group(mesh)
     if hasattr(mesh, "get_group"):
         return Mesh.from_device_mesh(mesh)
     raise InputError(
         explain(
             "this is no mesh",
-            got=type(mesh).__name__,
+            got=shown(mesh),
             allowed="Mesh, torch DeviceMesh with one axis, process group, or None",
         )
     )
 
 
-def run_local(ranks: int, work: Callable[[Mesh], T], *, deadline: float = 60.0, inner: int | None = None) -> list[T]:
+def run_local(
+    ranks: int,
+    work: Callable[[Mesh], T],
+    *,
+    deadline: float = 60.0,
+    inner: int | None = None,
+    backend: str = "auto",
+) -> list[T]:
     """Run `work(mesh)` on so many ranks, as threads of this process; the results in rank order.
 
-    On one accelerator gradients need processes: torch's autograd has one worker a device.
+    All ranks share what a process shares: torch's global random numbers above all, so that `torch.manual_seed` in
+    `work` says nothing about who draws what. Give each rank a `torch.Generator` of its own. On one accelerator
+    gradients need processes: torch's autograd has one worker a device.
+
+    Args:
+        ranks: how many, up to 1024.
+        work: called once a rank, with that rank's mesh.
+        deadline: seconds that a rank waits for another before that is an error.
+        inner, backend: see `Mesh`.
+
+    Raises what the first failing rank raised.
     """
+    ranks = size("ranks", ranks)
+    if ranks > _MOST_LOCAL_RANKS:
+        most = f"up to {_MOST_LOCAL_RANKS}: each is a thread"
+        raise InputError(explain("too many ranks for one process", got=ranks, allowed=most))
+    if not callable(work):
+        raise InputError(explain("work is no function of a mesh", got=shown(work)))
+    seconds = as_float(deadline)
+    if seconds is None or not 0 < seconds < float("inf"):
+        raise InputError(explain("deadline is no number of seconds", got=shown(deadline), allowed="above 0"))
+    _checked_inner(inner, ranks)
+    _checked_backend(backend)
     config = from_environment()
 
     def body(transport: LocalTransport) -> T:
-        return work(Mesh(transport.rank, ranks, lambda device_type: transport, inner=inner, config=config))
+        mesh = Mesh(transport.rank, ranks, lambda device_type: transport, inner=inner, backend=backend, config=config)
+        return work(mesh)
 
-    return run_threads(ranks, body, deadline=deadline)
+    return run_threads(ranks, body, deadline=seconds)
+
+
+# ------------------------------------------------------------------------------------- what a mesh is made of
+
+
+def _checked_rank(rank: object, ranks: object) -> tuple[int, int]:
+    number, count = as_int(rank), size("the size of a mesh", ranks)
+    if number is None or not 0 <= number < count:
+        raise InputError(explain("no such rank", got=shown(rank), allowed=f"0 to {count - 1}"))
+    return number, count
+
+
+def _checked_inner(inner: object, ranks: int) -> int | None:
+    if inner is None:
+        return None
+    number = size("inner", inner)
+    if ranks % number:
+        divisors = ", ".join(str(i) for i in range(1, ranks + 1) if ranks % i == 0)
+        raise InputError(explain("inner does not divide the ranks", got=f"{number}, {ranks} ranks", allowed=divisors))
+    return number
+
+
+def _checked_backend(name: object) -> str:
+    if not isinstance(name, str):
+        raise unknown_name("backend", name, ("auto", *known()))
+    if name != "auto":
+        runnable(name)
+    return name
+
+
+def _checked_config(config: object) -> Config:
+    if config is None:
+        return from_environment()
+    if not isinstance(config, Config):
+        raise InputError(explain("config is none", got=shown(config), allowed="burst_portable.config.Config"))
+    return config
+
+
+def _place_in(group: Any) -> tuple[int, int]:
+    """(rank, ranks) of this process in a process group."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to those that it leaves out
+        raise InputError(explain("this rank is no member of the group", got=f"global rank {dist.get_rank()}"))
+    if not isinstance(group, dist.ProcessGroup):
+        raise InputError(explain("this is no process group", got=shown(group), next_step="dist.new_group makes one"))
+    try:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    except ValueError as error:  # made by hand, or destroyed
+        raise InputError(explain("torch.distributed does not know this process group", got=error)) from error
+    if rank < 0:
+        raise InputError(explain("this rank is no member of the group", got=f"global rank {dist.get_rank()}"))
+    return rank, ranks
+
+
+def _axis_group(device_mesh: Any, axis: object) -> Any:
+    """The process group of one axis of a DeviceMesh."""
+    if not hasattr(device_mesh, "get_group"):
+        raise InputError(explain("this is no DeviceMesh", got=shown(device_mesh)))
+    names, axes = device_mesh.mesh_dim_names or (), device_mesh.ndim
+    told = f"a DeviceMesh of {axes} axes ({', '.join(names) or 'without names'})"
+    if axis is None and axes > 1:
+        example = f"mesh[{names[-1]!r}]" if names else "Mesh.from_device_mesh(mesh, axis)"
+        raise InputError(
+            explain("the sequence lies along one axis, and none is named", got=told, next_step=f"pass one: {example}")
+        )
+    if isinstance(axis, str):
+        if axis not in names:
+            raise unknown_name("axis of the DeviceMesh", axis, names)
+        return device_mesh.get_group(axis)
+    number = 0 if axis is None else as_int(axis)
+    if number is None or not 0 <= number < axes:
+        raise InputError(explain("no such axis", got=shown(axis), allowed=f"one of {told}"))
+    return device_mesh.get_group(number)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from burst_portable.errors import InputError, ShapeError, explain, unknown_name
+from burst_portable.errors import InputError, LayoutError, ShapeError, explain, shown, unknown_name
+from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import NAMES as STRATEGIES
 from burst_portable.strategies.registry import make_strategy
+from burst_portable.values import size
 
 
 def plan(
@@ -31,42 +33,64 @@ def plan(
 
     Raises `InputError` or `UnsupportedError` as `attention` would. See `cost.plan_cost` and `verify.verify`.
     """
-    kv_heads = heads if kv_heads is None else kv_heads
-    value_dim = head_dim if value_dim is None else value_dim
-    sizes = {"seq_len": seq_len, "ranks": ranks, "heads": heads, "kv_heads": kv_heads, "batch": batch}
-    sizes |= {"head_dim": head_dim, "value_dim": value_dim, "itemsize": itemsize}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InputError(explain(f"{name} is no size", got=repr(size), allowed="an int of at least 1"))
+    seq_len, ranks, heads = size("seq_len", seq_len), size("ranks", ranks), size("heads", heads)
+    kv_heads = heads if kv_heads is None else size("kv_heads", kv_heads)
+    head_dim = size("head_dim", head_dim)
+    value_dim = head_dim if value_dim is None else size("value_dim", value_dim)
+    batch, itemsize = size("batch", batch), size("itemsize", itemsize)
     check_heads(heads, kv_heads)
-    mask = Mask.parse(mask, seq_len) if isinstance(mask, str) else mask
-    mask.check_lengths(seq_len, seq_len)
-    where = layout if isinstance(layout, Layout) else named_layout(layout, seq_len, ranks, mask)
-    problem = Problem(
-        mask,
-        where,
-        where,
-        heads,
-        sizes["kv_heads"],
-        head_dim,
-        sizes["value_dim"],
-        batch=batch,
-        itemsize=itemsize,
-    )
-    return planned(make_strategy(strategy) if isinstance(strategy, str) else strategy, problem)
+    mask = mask_of(mask, seq_len)
+    where = layout_of(layout, seq_len, ranks, mask)
+    problem = Problem(mask, where, where, heads, kv_heads, head_dim, value_dim, batch=batch, itemsize=itemsize)
+    return planned(strategy_of(strategy), problem)
 
 
 @lru_cache(maxsize=256)
 def planned(strategy: Strategy, problem: Problem) -> Plan:
     """The strategy's plan for a problem; made once."""
-    if not hasattr(strategy, "plan"):
-        raise unknown_name("strategy", strategy, STRATEGIES)
     return strategy.plan(problem)
 
 
-def named_layout(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
-    """The layout of that name. Only `document_zigzag` reads the mask; others are shared between masks."""
-    return make_layout(name, length, ranks, mask if name == "document_zigzag" else None)
+def mask_of(mask: Mask | str, length: int) -> Mask:
+    """The mask that a user passed, for a sequence of that length."""
+    made = Mask.parse(mask, length) if isinstance(mask, str) else mask
+    if not isinstance(made, Mask):
+        raise InputError(explain("mask is no mask", got=shown(mask), allowed="a Mask, or its short form"))
+    made.check_lengths(length, length)
+    return made
+
+
+def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) -> Layout:
+    """The layout that a user passed, for so many tokens and ranks. Only `document_zigzag` reads the mask."""
+    if isinstance(layout, str):
+        return make_layout(layout, length, ranks, mask if layout == "document_zigzag" else None)
+    if not isinstance(layout, Layout):
+        raise unknown_name("layout", layout, LAYOUTS)
+    if layout.ranks != ranks or layout.length != length:
+        raise LayoutError(
+            explain(
+                "the layout is for another mesh or sequence",
+                got=f"{layout.ranks} ranks and {layout.length} tokens",
+                allowed=f"{ranks} ranks and {length} tokens",
+            )
+        )
+    return layout
+
+
+def strategy_of(strategy: Strategy | str) -> Strategy:
+    """The strategy that a user passed. Plans are looked up by it, so it must be hashable."""
+    if isinstance(strategy, str):
+        return make_strategy(strategy)
+    if isinstance(strategy, type) or not callable(getattr(strategy, "plan", None)):
+        raise unknown_name("strategy", strategy, STRATEGIES)
+    try:
+        hash(strategy)
+    except TypeError:
+        name = type(strategy).__name__
+        raise InputError(
+            explain(f"the strategy {name} cannot be hashed", next_step="make it frozen, with options that can be")
+        ) from None
+    return strategy
 
 
 def check_heads(heads: int, kv_heads: int) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.checks import check_layout
-from burst_portable.errors import InputError, ShapeError, explain
+from burst_portable.checks import check_rows, check_tensor
+from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError, explain, shown
 from burst_portable.layout import Layout
-from burst_portable.mask import Mask
-from burst_portable.mesh import as_mesh
-from burst_portable.planning import named_layout
+from burst_portable.mask import Mask, cumulative_lengths
+from burst_portable.mesh import Mesh, as_mesh
+from burst_portable.planning import layout_of, mask_of
+from burst_portable.values import as_int, size
 
 
 def positions(
@@ -22,22 +23,35 @@ def positions(
     *,
     seq_len: int,
     layout: Layout | str = "zigzag",
-    mask: Mask | None = None,
+    mask: Mask | str | None = None,
     device: Any = None,
 ) -> Tensor:
     """The global positions of this rank's rows, in order: int64 ``[S]``. `mask` is for `document_zigzag`."""
     mesh = as_mesh(mesh)
-    where = layout if isinstance(layout, Layout) else named_layout(layout, seq_len, mesh.size, mask)
-    check_layout(where, seq_len, None, mesh)
+    where = _layout(layout, size("seq_len", seq_len), mesh, mask)
     return torch.cat([torch.arange(s.start, s.last + 1, s.step, device=device) for s in where.shards[mesh.rank]])
 
 
 def shard(
-    x: Tensor, mesh: Any = None, *, dim: int = 1, layout: Layout | str = "zigzag", mask: Mask | None = None
+    x: Tensor, mesh: Any = None, *, dim: int = 1, layout: Layout | str = "zigzag", mask: Mask | str | None = None
 ) -> Tensor:
     """This rank's rows of a tensor that every rank has whole, along `dim`. Differentiable; nothing is sent."""
+    dim = _dimension(x, dim)
     index = positions(mesh, seq_len=x.shape[dim], layout=layout, mask=mask, device=x.device)
     return x.index_select(dim, index)
+
+
+def _layout(layout: Layout | str, seq_len: int, mesh: Mesh, mask: Mask | str | None) -> Layout:
+    return layout_of(layout, seq_len, mesh.size, mask if mask is None else mask_of(mask, seq_len))
+
+
+def _dimension(x: Tensor, dim: int) -> int:
+    """Which dimension of x is cut."""
+    check_tensor("x", x)
+    number = as_int(dim)
+    if number is None or not -x.dim() <= number < x.dim():
+        raise ShapeError(explain("dim is no dimension of x", got=shown(dim), allowed=f"one of {x.dim()}"))
+    return number
 
 
 def unshard(
@@ -47,17 +61,18 @@ def unshard(
     seq_len: int,
     dim: int = 1,
     layout: Layout | str = "zigzag",
-    mask: Mask | None = None,
+    mask: Mask | str | None = None,
 ) -> Tensor:
     """The whole tensor on every rank, from the ranks' shards along `dim`.
 
     Raises `InputError` for a tensor that wants gradients: what they would mean depends on the loss.
     """
+    dim, seq_len = _dimension(x, dim), size("seq_len", seq_len)
     if x.requires_grad and torch.is_grad_enabled():
         raise InputError("unshard has no gradient: detach the tensor first, or compute the loss on shards")
     mesh = as_mesh(mesh)
-    where = layout if isinstance(layout, Layout) else named_layout(layout, seq_len, mesh.size, mask)
-    check_layout(where, seq_len, x.shape[dim], mesh)
+    where = _layout(layout, seq_len, mesh, mask)
+    check_rows(where, x.shape[dim], mesh)
     mine = x.movedim(dim, 0).contiguous()
     parts = [mine.new_empty(where.count(r), *mine.shape[1:]) for r in range(mesh.size)]
     flat = [part.view(-1).view(torch.uint8) for part in parts]
@@ -75,7 +90,7 @@ def shard_batch(
     input_ids: Tensor,
     labels: Tensor | None = None,
     position_ids: Tensor | None = None,
-    documents: Sequence[int] | None = None,
+    documents: Sequence[int] | Tensor | None = None,
     *,
     mesh: Any = None,
     layout: Layout | str = "zigzag",
@@ -88,30 +103,51 @@ def shard_batch(
     Args:
         input_ids: ``[B, N]``, the same on every rank.
         labels: ``[B, N]`` unshifted, as transformers takes them; None uses `input_ids`.
-        position_ids: ``[B, N]``; None counts up, from 0 at each document.
-        documents: cumulative lengths of packed documents; no label crosses a document.
+        position_ids: ``[B, N]`` or ``[1, N]``; None counts up, from 0 at each document.
+        documents: cumulative lengths of packed documents, (0, ..., N); no label crosses a document.
 
     Returns:
         input_ids, position_ids and labels (already shifted, `ignore_index` where there is none), each ``[B, S]``.
+
+    Raises:
+        InputError: tensors whose shapes differ, documents that do not fill the sequence, and as `attention`.
+        DtypeError: ids that are no integers.
     """
-    if input_ids.dim() != 2:
-        raise ShapeError(explain("input_ids must be [batch, tokens]", got=tuple(input_ids.shape)))
+    _check_ids("input_ids", input_ids)
     length = input_ids.shape[1]
-    labels = input_ids if labels is None else labels
-    if labels.shape != input_ids.shape:
-        raise ShapeError(
-            explain("labels differ from input_ids", got=tuple(labels.shape), allowed=tuple(input_ids.shape))
+    labels = input_ids if labels is None else _check_ids("labels", labels, input_ids)
+    ends = [0, length] if documents is None else cumulative_lengths("documents", documents)
+    if ends[-1] != length:
+        raise MaskError(
+            explain(
+                "the documents do not fill the sequence",
+                got=f"documents up to {ends[-1]}, and {length} tokens",
+                next_step="make what is left over, padding too, a document of its own",
+            )
         )
-    mask = Mask.documents(documents) if documents is not None else None
-    if mask is not None:
-        mask.check_lengths(length, length)
-    shifted = torch.full_like(labels, ignore_index)
+    missing = as_int(ignore_index)
+    if missing is None:
+        raise InputError(explain("ignore_index is no label", got=shown(ignore_index), allowed="an int"))
+    shifted = torch.full_like(labels, missing)
     shifted[:, :-1] = labels[:, 1:]
     count = torch.arange(length, device=input_ids.device)
-    for start, stop in pairwise(documents or (0, length)):
+    for start, stop in pairwise(ends):
         count[start:stop] -= start
-        shifted[:, stop - 1] = ignore_index
-    if position_ids is None:
-        position_ids = count.expand_as(input_ids)
-    whole = {"input_ids": input_ids, "position_ids": position_ids, "labels": shifted}
+        shifted[:, stop - 1] = missing
+    where = count.unsqueeze(0) if position_ids is None else _check_ids("position_ids", position_ids, input_ids)
+    whole = {"input_ids": input_ids, "position_ids": where.expand_as(input_ids), "labels": shifted}
+    mask = None if documents is None else Mask.documents(ends)
     return {name: shard(x, mesh, layout=layout, mask=mask) for name, x in whole.items()}
+
+
+def _check_ids(name: str, ids: Tensor, like: Tensor | None = None) -> Tensor:
+    """Refuse what is no ``[B, N]`` of integers, or not as large as `like`."""
+    check_tensor(name, ids)
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
+        raise DtypeError(explain(f"{name} are integers", got=ids.dtype, next_step="pass token ids, not embeddings"))
+    if ids.dim() != 2 or 0 in ids.shape:
+        raise ShapeError(explain(f"{name} must be [batch, tokens], none 0", got=tuple(ids.shape)))
+    one_for_all = name == "position_ids" and ids.shape[0] == 1
+    if like is not None and ids.shape != like.shape and not (one_for_all and ids.shape[1] == like.shape[1]):
+        raise ShapeError(explain(f"{name} differ from input_ids", got=tuple(ids.shape), allowed=tuple(like.shape)))
+    return ids

@@ -18,7 +18,12 @@ def as_float(value: object) -> float | None:
     if type(value) is float:
         return value
     value = _scalar(value)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond every float
+        return None
 
 
 def _scalar(value: object) -> object:

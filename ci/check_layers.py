@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mesh", "runtime"),
     ("executor", "reshard", "strategies"),
     ("planning",),
-    ("autograd", "checks"),
+    ("autograd", "checks", "choices"),
     ("sharding",),
     ("api",),
     ("profiling", ""),  # "" is burst_portable/__init__.py, which hands out the names of api, and profile

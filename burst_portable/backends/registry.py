@@ -6,6 +6,7 @@ found when it runs from a checkout that was not installed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -67,30 +68,66 @@ def _imported(name: str, home: str) -> Backend:
     return backend
 
 
-@lru_cache(maxsize=32)
-def for_device(device_type: str) -> Backend:
-    """The backend whose tensors these are, among those that can run here.
+def refusal(name: str, device_type: str | None = None) -> str:
+    """Why that backend cannot serve here, or not tensors of a device type; empty where it can."""
+    try:
+        backend = load(name)
+    except BackendUnavailableError as error:  # not named but looked at: a reason, like a probe's
+        return str(error)
+    own = backend.capabilities.device_type
+    if device_type not in (None, own):
+        return f"it takes tensors on {own}"
+    probe = backend.probe()
+    return "" if probe.ok else probe.reason
 
-    Raises `UnsupportedError` when there is none.
+
+def runnable(name: str) -> Backend:
+    """The backend that a user named.
+
+    Raises `UnknownNameError`, or `BackendUnavailableError` where it cannot run, with those that can.
     """
+    backend = load(name)
+    if reason := refusal(name):
+        able = [other for other in known() if not refusal(other)]
+        raise BackendUnavailableError(
+            explain(f"the backend {name!r} cannot run here: {reason}", allowed=", ".join(able) or "none runs here")
+        )
+    return backend
+
+
+@lru_cache(maxsize=32)
+def for_device(device_type: str, named: str = "auto") -> Backend:
+    """The backend whose tensors these are: the one named, or the first that can run here.
+
+    Raises `UnsupportedError` when there is none, or when the named one takes other tensors; and as `runnable`.
+    """
+    if named == "auto":
+        return _first_for(device_type)
+    backend = runnable(named)
+    if reason := refusal(named, device_type):
+        able = [name for name in known() if not refusal(name, device_type)]
+        raise UnsupportedError(
+            explain(
+                f"the backend {named!r} was named, and {reason}",
+                got=f"tensors on {device_type!r}",
+                allowed=f"for these: {', '.join(able) or 'none'}",
+                next_step="move the tensors, or name no backend",
+            )
+        )
+    return backend
+
+
+def _first_for(device_type: str) -> Backend:
     reasons = []
     for name in known():
-        try:
-            backend = load(name)
-        except BackendUnavailableError as error:  # not named but looked at: a reason, like a probe's
-            reasons.append(str(error))
-            continue
-        if backend.capabilities.device_type != device_type:
-            continue
-        probe = backend.probe()
-        if probe.ok:
-            return backend
-        reasons.append(f"{name}: {probe.reason}")
+        reason = refusal(name, device_type)
+        if not reason:
+            return load(name)
+        reasons.append(f"not {name}: {reason}")
     raise UnsupportedError(
         explain(
             f"no backend for tensors on {device_type!r}",
-            got="; ".join(reasons) or "none is registered for it",
-            allowed=", ".join(known()),
+            got="; ".join(reasons),
             next_step="run `burst-portable doctor`",
         )
     )
@@ -103,16 +140,29 @@ def choose_kernel(backend: Backend, problem: Problem, named: str = "auto") -> tu
     """
     kernels = {kernel.name: kernel for kernel in backend.kernels()}
     if named != "auto":
-        if named not in kernels:
+        if not isinstance(named, str) or named not in kernels:
             raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
-        kernels = {named: kernels[named]}
+        return _named_kernel(kernels, problem, named), "named"
     reasons = []
     for kernel in kernels.values():
         support = kernel.supports(problem)
         if support.ok:
-            why = "named" if named != "auto" else "; ".join(["first that serves it", *reasons])
-            return kernel, why
+            return kernel, "; ".join(["first that serves it", *reasons])
         reasons.append(f"not {kernel.name}: {support.reason}")
     raise UnsupportedError(
         explain(f"no kernel of the backend {backend.name!r} serves this call", got="; ".join(reasons))
+    )
+
+
+def _named_kernel(kernels: Mapping[str, Kernel], problem: Problem, name: str) -> Kernel:
+    support = kernels[name].supports(problem)
+    if support.ok:
+        return kernels[name]
+    able = [other for other, kernel in kernels.items() if kernel.supports(problem).ok]
+    raise UnsupportedError(
+        explain(
+            f"the kernel {name!r} was named and does not serve this call: {support.reason}",
+            allowed=", ".join(able) or "no kernel serves it",
+            next_step="kernel='auto' takes the first that does" if able else None,
+        )
     )

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from burst_portable.cost import PlanCost, Rates, plan_cost
-from burst_portable.errors import UnsupportedError
+from burst_portable.errors import InputError, UnsupportedError, explain, shown
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import Strategy, Traits
+from burst_portable.strategies.base import Strategy, Traits, check_inner
 from burst_portable.strategies.burst import BurstStrategy
 from burst_portable.strategies.double_ring import DoubleRingStrategy
 from burst_portable.strategies.ring import RingStrategy
@@ -34,6 +34,11 @@ class AutoStrategy:
     rates: Rates = DEFAULT_RATES
     name: str = "auto"
     traits: ClassVar[Traits] = Traits()
+
+    def __post_init__(self) -> None:
+        check_inner(self.inner)
+        if not isinstance(self.rates, Rates):
+            raise InputError(explain("rates are none", got=shown(self.rates), allowed="burst_portable.cost.Rates"))
 
     def plan(self, problem: Problem) -> Plan:
         costs: dict[str, tuple[PlanCost, Plan]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from burst_portable.errors import InputError, explain, unknown_name
+from burst_portable.errors import InputError, explain, shown, unknown_name
 from burst_portable.moves import DoubleRing, Fetch, Ring, Route, Side
 from burst_portable.plans import PassPlan, Plan, Problem
 
@@ -41,6 +41,12 @@ class Strategy(Protocol):
 
         Raises `UnsupportedError` or `InputError` where strategy and problem do not go together.
         """
+
+
+def check_inner(inner: object) -> None:
+    """Refuse what is no number of ranks a node: 2.0 and True would find the plans of 2 and 1."""
+    if inner is not None and (type(inner) is not int or inner < 1):
+        raise InputError(explain("inner is no size", got=shown(inner), allowed="an int of at least 1, or None"))
 
 
 def route(ranks: int, moves: Moves, inner: int | None = None) -> Route:

@@ -19,7 +19,7 @@ from typing import ClassVar
 from burst_portable.errors import unknown_name
 from burst_portable.moves import Side
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import Traits, ring_plan, route
+from burst_portable.strategies.base import Traits, check_inner, ring_plan, route
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,9 @@ class DoubleRingStrategy:
     travels: Side = "q"
     name: str = "double_ring"
     traits: ClassVar[Traits] = Traits()
+
+    def __post_init__(self) -> None:
+        check_inner(self.inner)
 
     def plan(self, problem: Problem) -> Plan:
         if self.travels not in ("kv", "q"):

@@ -24,7 +24,7 @@ def make_strategy(name: str, **options: object) -> Strategy:
 
     Raises `UnknownNameError`, or `InputError` for an option that the strategy does not have.
     """
-    if name not in _CLASSES:
+    if not isinstance(name, str) or name not in _CLASSES:
         raise unknown_name("strategy", name, _CLASSES)
     cls = getattr(import_module(f"burst_portable.strategies.{name}"), _CLASSES[name])
     given = {key: value for key, value in options.items() if value is not None}

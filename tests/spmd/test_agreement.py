@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable import api
 from burst_portable.comm.agreement import agree, state
 from burst_portable.config import Config
 from burst_portable.errors import BurstError, MismatchError
@@ -97,15 +96,15 @@ def test_backward_of_the_later_call_first_on_all_ranks(strategy):
 
 def test_ranks_of_different_vendors_are_refused(monkeypatch):
     """The device type does not tell them apart: two vendors share torch's "cuda"."""
-    plain = api.for_device
+    plain = bp.Mesh.backend_for
 
-    def for_device(device_type):
-        backend = plain(device_type)
+    def backend_for(mesh, device_type):
+        backend = plain(mesh, device_type)
         if threading.current_thread().name != "rank 1":
             return backend
         return replace(backend, name="other", capabilities=replace(backend.capabilities, process_group="xccl"))
 
-    monkeypatch.setattr(api, "for_device", for_device)
+    monkeypatch.setattr(bp.Mesh, "backend_for", backend_for)
 
     def work(mesh):
         q = torch.ones(1, 8, 2, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,13 +72,29 @@ def test_tensors_that_do_not_go_together(tensors, error, message):
         ({"layout": "zag"}, UnknownNameError, "zigzag"),
         ({"layout": bp.make_layout("zigzag", 16, 2)}, LayoutError, "another mesh"),
         ({"seq_len": 17}, LayoutError, "another number of rows"),
-        ({"seq_len": -1}, InputError, "no length"),
+        ({"seq_len": -1}, InputError, "seq_len is no size"),
         ({"kernel": "cpu_flsh"}, UnknownNameError, "did you mean 'cpu_flash'"),
         ({"kernel": "cpu_flash", "softcap": 2.0}, UnsupportedError, "no softcap"),
         ({"softcap": -1.0}, InputError, "positive"),
         ({"scale": float("nan")}, InputError, "finite"),
         ({"sinks": torch.zeros(3)}, ShapeError, "one logit a query head"),
+        ({"sinks": [0.0] * 4}, ShapeError, "sinks is no tensor"),
         ({"mesh": "here"}, InputError, "no mesh"),
+        ({"mask": None}, InputError, "mask is no mask; got None"),
+        ({"mask": ["causal"]}, InputError, "mask is no mask"),
+        ({"strategy": ["ring"]}, UnknownNameError, "unknown strategy"),
+        ({"strategy": type(bp.make_strategy("ring"))}, UnknownNameError, "unknown strategy"),
+        ({"strategy": bp.make_strategy("ring", moves=["fetch"])}, InputError, "cannot be hashed"),
+        ({"layout": ["zigzag"]}, UnknownNameError, "unknown layout"),
+        ({"layout": torch.zeros(2, 2)}, UnknownNameError, r"got Tensor of shape \(2, 2\)"),
+        ({"kernel": None}, InputError, "kernel is no name"),
+        ({"kernel": ["reference"]}, InputError, "kernel is no name"),
+        ({"kernel": "cpu_flash", "softcap": 2.0}, UnsupportedError, "allowed: reference"),
+        ({"scale": "0.5"}, InputError, "scale is no number"),
+        ({"scale": 10**400}, InputError, "scale is no number"),
+        ({"softcap": torch.ones(2)}, InputError, "softcap is no number"),
+        ({"scale": torch.ones((), requires_grad=True)}, InputError, "wants a gradient"),
+        ({"deterministic": "no"}, InputError, "deterministic is no choice"),
     ],
 )
 def test_options_that_cannot_be(options, error, message):
@@ -85,6 +102,54 @@ def test_options_that_cannot_be(options, error, message):
         bp.attention(*qkv(), **options)
     assert isinstance(caught.value, BurstError)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("wrong", [[1.0], None, torch.randn(1, 16, 4, 8).numpy()], ids=["list", "none", "numpy"])
+def test_what_is_no_tensor(name, wrong):
+    with pytest.raises(ShapeError, match=f"{name} is no tensor"):
+        bp.attention(**dict(zip("qkv", qkv(), strict=True)) | {name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("usual", "wrong"),
+    [
+        ({"seq_len": 16}, {"seq_len": 16.0}),
+        ({"scale": 1.0}, {"scale": True}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"deterministic": True}, {"deterministic": 1}),
+        ({}, {"q": torch.randn(1, 16, 4, 8).to_sparse()}),
+        ({}, {"q": torch.randn(1, 16, 4, 8).numpy()}),
+        ({"sinks": torch.zeros(4)}, {"sinks": torch.zeros(4).to_sparse()}),
+    ],
+)
+def test_no_wrong_value_finds_the_plan_of_an_equal_one(usual, wrong):
+    mesh = bp.Mesh.single()
+    tensors = dict(zip("qkv", qkv(k=(1, 16, 4, 8), v=(1, 16, 4, 8)), strict=True))
+    bp.attention(**tensors | usual, mesh=mesh)
+    with pytest.raises(BurstError):
+        bp.attention(**tensors | usual | wrong, mesh=mesh)
+    assert len(mesh._calls) == 1
+
+
+def test_equal_numbers_of_other_types_share_no_layout_and_no_strategy():
+    bp.make_layout("zigzag", 16, 2), bp.make_strategy("double_ring", inner=1)
+    for wrong in ((16.0, 2), (16, 2.0), (True, True)):
+        with pytest.raises(InputError, match="is no size"):
+            bp.make_layout("zigzag", *wrong)
+    for inner in (1.0, True, 0):
+        with pytest.raises(InputError, match="inner is no size"):
+            bp.make_strategy("double_ring", inner=inner)
+
+
+def test_numbers_in_tensors_are_read_and_not_remembered_by_identity():
+    mesh, (q, k, v), scale = bp.Mesh.single(), qkv(), torch.tensor(0.25)
+    for value in (0.25, 0.75):
+        scale.fill_(value)
+        out = bp.attention(q, k, v, mesh=mesh, scale=scale, softcap=10 * scale)
+        torch.testing.assert_close(out, bp.attention(q, k, v, scale=value, softcap=10 * value))
+    same = bp.attention(q, k, v, scale=np.float32(0.75), seq_len=np.int64(16))
+    torch.testing.assert_close(same, bp.attention(q, k, v, scale=0.75))
 
 
 def test_dtypes_that_disagree():
@@ -169,6 +234,74 @@ def test_a_batch_is_shifted_before_it_is_cut():
             assert batch["position_ids"][0, column] == (position if position < 4 else position - 4)
             last = position in (3, 9)
             assert batch["labels"][0, column] == (-100 if last else 101 + position)
+
+
+IDS = torch.arange(10).view(1, 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"documents": (0, 4, 8)}, MaskError, "do not fill the sequence; got documents up to 8, and 10 tokens"),
+        ({"documents": (0, 4, 12)}, MaskError, "do not fill the sequence"),
+        ({"documents": (0, 4.5, 10)}, MaskError, "takes whole numbers"),
+        ({"documents": ()}, MaskError, "cumulative lengths"),
+        ({"position_ids": torch.arange(9).view(1, 9)}, ShapeError, "position_ids differ from input_ids"),
+        ({"position_ids": torch.arange(10)}, ShapeError, "position_ids must be"),
+        ({"position_ids": torch.rand(1, 10)}, DtypeError, "position_ids are integers"),
+        ({"labels": IDS[:, :9]}, ShapeError, "labels differ"),
+        ({"labels": [1, 2]}, ShapeError, "labels is no tensor"),
+        ({"input_ids": IDS[0]}, ShapeError, "input_ids must be"),
+        ({"input_ids": IDS.float()}, DtypeError, "not embeddings"),
+        ({"input_ids": IDS[:, :0]}, ShapeError, "none 0"),
+        ({"input_ids": IDS.tolist()}, ShapeError, "no tensor"),
+        ({"ignore_index": 0.5}, InputError, "ignore_index"),
+        ({"layout": 3}, UnknownNameError, "unknown layout"),
+    ],
+)
+def test_batches_that_cannot_be(arguments, error, message):
+    with pytest.raises(error, match=message):
+        bp.shard_batch(**{"input_ids": IDS} | arguments)
+
+
+def test_documents_of_a_batch_may_be_a_tensor_and_positions_one_row_for_all():
+    ids, ends = IDS.repeat(2, 1), torch.tensor([0, 4, 10], dtype=torch.int32)
+
+    def work(mesh):
+        found = bp.shard_batch(ids, documents=ends, mesh=mesh, layout="document_zigzag")
+        same = bp.shard_batch(ids, documents=(0, 4, 10), mesh=mesh, layout="document_zigzag")
+        assert all(torch.equal(found[name], same[name]) for name in same)
+        placed = bp.shard_batch(ids, position_ids=IDS, mesh=mesh)["position_ids"]
+        assert torch.equal(placed, bp.positions(mesh, seq_len=10).expand(2, -1))
+        named = bp.positions(mesh, seq_len=10, layout="document_zigzag", mask="documents:0,4,10")
+        assert torch.equal(found["input_ids"], named.expand(2, -1))
+
+    bp.run_local(2, work)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seq_len": 16.0}, "seq_len is no size"),
+        ({"seq_len": "16"}, "seq_len is no size"),
+        ({"layout": bp.make_layout("zigzag", 16, 2)}, "another mesh"),
+        ({"layout": "document_zigzag"}, "needs a mask of documents"),
+        ({"mask": 7}, "mask is no mask"),
+        ({"mesh": 7}, "no mesh"),
+    ],
+)
+def test_positions_that_cannot_be(arguments, message):
+    with pytest.raises(InputError, match=message):
+        bp.positions(**{"seq_len": 16} | arguments)
+
+
+@pytest.mark.parametrize("cut", [bp.shard, lambda x, dim=1: bp.unshard(x, seq_len=4, dim=dim)], ids=["there", "back"])
+def test_dimensions_that_cannot_be_cut(cut):
+    for dim in (3, -4, "1", 1.0):
+        with pytest.raises(ShapeError, match="dim is no dimension of x"):
+            cut(torch.zeros(4, 4, 4), dim=dim)
+    with pytest.raises(ShapeError, match="x is no tensor"):
+        cut([1, 2, 3, 4])
 
 
 def test_ranks_with_other_lengths_than_the_layout_says():

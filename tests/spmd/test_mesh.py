@@ -1,0 +1,144 @@
+"""How a mesh is made, from what, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import burst_portable as bp
+from burst_portable.config import Config
+from burst_portable.errors import BackendUnavailableError, InputError, UnknownNameError, UnsupportedError
+from burst_portable.mesh import as_mesh
+
+
+@pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 2}, "no such rank; got 2; allowed: 0 to 1"),
+        ({"rank": "0"}, "no such rank"),
+        ({"rank": True}, "no such rank"),
+        ({"size": 0}, "size of a mesh"),
+        ({"size": 2.0}, "size of a mesh"),
+        ({"inner": 3}, "inner does not divide the ranks; got 3, 2 ranks; allowed: 1, 2"),
+        ({"inner": 1.0}, "inner is no size"),
+        ({"connect": None}, "connects by a function"),
+        ({"config": {"deadline": 3}}, "config is none"),
+        ({"backend": "cpo"}, "did you mean 'cpu'"),
+        ({"backend": None}, "unknown backend; got None"),
+        ({"backend": ["cpu"]}, "unknown backend"),
+    ],
+)
+def test_a_mesh_that_cannot_be(arguments, message):
+    with pytest.raises(InputError, match=message):
+        bp.Mesh(**{"rank": 0, "size": 2, "connect": lambda device_type: None} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 0}, "ranks is no size"),
+        ({"ranks": "2"}, "ranks is no size"),
+        ({"ranks": 2.0}, "ranks is no size"),
+        ({"ranks": True}, "ranks is no size"),
+        ({"ranks": 10**9}, "too many ranks for one process"),
+        ({"work": 3}, "no function of a mesh"),
+        ({"deadline": float("nan")}, "deadline is no number of seconds; got nan"),
+        ({"deadline": float("inf")}, "deadline"),
+        ({"deadline": None}, "deadline"),
+        ({"deadline": "5"}, "deadline"),
+        ({"deadline": 0}, "deadline"),
+        ({"deadline": -1.0}, "deadline"),
+        ({"inner": 4}, "does not divide"),
+        ({"backend": "gpu"}, "unknown backend"),
+    ],
+)
+def test_what_run_local_refuses(arguments, message):
+    threads = threading.active_count()
+    with pytest.raises(InputError, match=message):
+        bp.run_local(**{"ranks": 2, "work": lambda mesh: mesh.rank} | arguments)
+    assert threading.active_count() == threads
+
+
+def test_a_named_backend_serves_or_raises():
+    q, k, v = (torch.randn(1, 8, 2, 4) for _ in range(3))
+    out = bp.attention(q, k, v, mesh=bp.Mesh.single(backend="cpu"))
+    torch.testing.assert_close(out, bp.attention(q, k, v))
+    named = bp.Mesh.single(backend="cpu")
+    with pytest.raises(UnsupportedError, match="'cpu' was named, and it takes tensors on cpu; got tensors on 'meta'"):
+        bp.attention(*(x.to("meta") for x in (q, k, v)), mesh=named)
+    assert bp.run_local(2, lambda mesh: mesh.backend_for("cpu").name, backend="cpu") == ["cpu", "cpu"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a backend that cannot run here")
+def test_a_named_backend_that_cannot_run_here():
+    with pytest.raises(BackendUnavailableError, match=r"'cuda' cannot run here: .*; allowed: cpu"):
+        bp.Mesh.single(backend="cuda")
+
+
+def test_device_meshes_of_one_axis_and_of_two(one_process):
+    grid = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "sequence"))
+    for whole in (lambda: as_mesh(grid), lambda: bp.Mesh.from_device_mesh(grid)):
+        with pytest.raises(InputError, match=r"2 axes \(data, sequence\); pass one: mesh\['sequence'\]"):
+            whole()
+    for one in (as_mesh(grid["sequence"]), *(bp.Mesh.from_device_mesh(grid, axis) for axis in ("data", 0, -0, 1))):
+        assert (one.rank, one.size) == (0, 1)
+    with pytest.raises(UnknownNameError, match="did you mean 'sequence'"):
+        bp.Mesh.from_device_mesh(grid, "sequenze")
+    for axis in (2, -1, 1.0, True):
+        with pytest.raises(InputError, match="no such axis"):
+            bp.Mesh.from_device_mesh(grid, axis)
+    with pytest.raises(InputError, match="no DeviceMesh"):
+        bp.Mesh.from_device_mesh("grid")
+    assert as_mesh(init_device_mesh("cpu", (1,))).size == 1
+
+
+def test_process_groups_that_are_none(one_process):
+    with pytest.raises(InputError, match="no member of the group"):
+        as_mesh(dist.GroupMember.NON_GROUP_MEMBER)
+    for wrong in ("gloo", [0]):
+        with pytest.raises(InputError, match="no process group"):
+            bp.Mesh.from_group(wrong)
+    gone = dist.new_group([0])
+    assert as_mesh(gone).size == 1
+    dist.destroy_process_group(gone)
+    with pytest.raises(InputError, match="does not know this process group"):
+        bp.Mesh.from_group(gone)
+
+
+def test_the_least_recently_used_call_is_forgotten():
+    mesh = bp.Mesh.single()
+    for number in range(512):
+        mesh.remembered(number, lambda: object())
+    kept, lost = mesh.remembered(0, object), mesh.remembered(1, object)
+    mesh.remembered(0, object)
+    for number in range(512, 1023):
+        mesh.remembered(number, object)
+    assert mesh.remembered(0, object) is kept
+    assert mesh.remembered(1, object) is not lost
+
+
+def test_one_rank_can_be_pickled_and_several_cannot():
+    mesh = pickle.loads(pickle.dumps(bp.Mesh.single(Config(deadline=5.0), backend="cpu")))
+    assert (mesh.size, mesh.config.deadline, mesh.backend) == (1, 5.0, "cpu")
+
+    def work(mesh):
+        assert copy.deepcopy({"mesh": mesh})["mesh"] is mesh
+        with pytest.raises(UnsupportedError, match=r"state_dict\(\)"):
+            pickle.dumps(mesh)
+
+    bp.run_local(2, work)
