@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    FNetConfig,
+    FNetForMaskedLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
+    MobileBertConfig,
+    MobileBertForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_overlay
 
-from burst_portable import Mesh
+from burst_portable import Mesh, run_local
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.errors import BurstError, InputError, LayoutError, UnknownNameError, UnsupportedError
 from burst_portable.integrations.transformers import parallelize
-from burst_portable.integrations.transformers.masks import Band, read_mask
+from burst_portable.integrations.transformers.loss import ShardedLoss
+from burst_portable.integrations.transformers.masks import Band, Wanted, read_mask
+from burst_portable.integrations.transformers.router import with_router_loss
 from tests.integration.models import SIZES, make, tokens
+
+ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
 def one_of_two() -> Mesh:
@@ -88,8 +112,77 @@ def test_models_that_cannot_be_sharded():
     state_space = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=4))
     with pytest.raises(UnsupportedError, match="MambaForCausalLM cannot be sharded"):
         parallelize(state_space, Mesh.single())
+    for model, told in (
+        (LlamaForSequenceClassification(LlamaConfig(**SIZES)), "a head or a pooler"),
+        (BertModel(ENCODER), "a head or a pooler"),
+        (RobertaForMaskedLM(RobertaConfig(**ENCODER.to_diff_dict())), "padding token"),
+        (MobileBertForMaskedLM(MobileBertConfig(**SIZES, embedding_size=16)), "outside attention"),
+    ):
+        with pytest.raises(UnsupportedError, match=told):
+            parallelize(model, Mesh.single())
     with pytest.raises(UnknownNameError, match="rng"):
         parallelize(make("llama"), Mesh.single(), strategy="rng")
+
+
+def test_a_loss_that_takes_a_shard_for_all():
+    """Old models compute it by themselves; BERT's masked one passes nothing on."""
+    model = BertForMaskedLM(ENCODER)
+    ids = tokens(2, 47)
+
+    def work(mesh: Mesh) -> tuple[int, ...]:
+        mine = copy.deepcopy(model)
+        handle = parallelize(mine, mesh)
+        inputs = handle.shard(ids, ids)
+        assert "shift_labels" not in inputs
+        with pytest.raises(UnsupportedError, match="compute the loss from the logits"):
+            mine(**inputs)
+        return tuple(mine(**handle.shard(ids)).logits.shape)
+
+    assert [shape[1] for shape in run_local(2, work)] == [23, 24]
+
+
+def test_a_loss_that_is_told_too_little():
+    loss = ShardedLoss(ForCausalLMLoss)
+    logits, labels = torch.randn(1, 4, 8), torch.ones(1, 4, dtype=torch.int64)
+    for told in ({}, {"shift_labels": labels}, {"num_items_in_batch": 4}):
+        with pytest.raises(UnsupportedError, match="does not pass on"):
+            loss(logits, labels, 8, **told)
+
+
+def test_an_attention_that_is_not_transformers_own():
+    """FNet mixes tokens by a Fourier transform."""
+    model = FNetForMaskedLM(FNetConfig(**{**SIZES, "hidden_dropout_prob": 0.0, "tpu_short_seq_length": 64}))
+
+    def work(mesh: Mesh) -> None:
+        mine = copy.deepcopy(model)
+        with pytest.raises(UnsupportedError, match="did not attend"):
+            mine(**parallelize(mine, mesh).shard(tokens(1, 32)))
+
+    run_local(2, work)
+
+
+def test_temperature_by_row_number():
+    config = Llama4TextConfig(**SIZES, num_local_experts=2, floor_scale=40, attention_chunk_size=8, pad_token=0)
+    handle = parallelize(Llama4ForCausalLM(config), one_of_two())
+    with pytest.raises(UnsupportedError, match="temperature"):
+        handle.model(**handle.shard(tokens(1, 47)))
+
+
+def test_router_losses_that_we_cannot_compute():
+    logits = (torch.randn(6, 4),)
+    output = SimpleNamespace(aux_loss=torch.tensor(9.0), router_logits=logits, loss=None)
+    with pytest.raises(UnsupportedError, match="router loss"):
+        with_router_loss(SimpleNamespace(num_experts_per_tok=2), output, one_of_two())
+    model = make("mixtral")
+    with parallelize(model, one_of_two()) as handle, pytest.raises(UnsupportedError, match="return_dict"):
+        model(**handle.shard(tokens(1, 47)), output_router_logits=True, return_dict=False)
+
+
+def test_a_model_that_computes_with_its_mask():
+    wanted = Wanted(Band(lo=0))
+    assert not hasattr(wanted, "_dynamo_thing")
+    with pytest.raises(UnsupportedError, match=r"mask\.dtype"):
+        _ = wanted.dtype
 
 
 def test_a_config_that_two_models_share():

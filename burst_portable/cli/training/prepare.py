@@ -16,7 +16,7 @@ from burst_portable.cli.training.job import DTYPES, Job
 from burst_portable.cli.training.models import checkpoint_of, config_of, outline, quiet
 from burst_portable.cli.training.texts import check_tokens, tokens_of
 from burst_portable.errors import BackendUnavailableError, InputError, explain, unknown_name
-from burst_portable.integrations.transformers.checks import check_model, check_rope
+from burst_portable.integrations.transformers.checks import check_model, check_positions
 from burst_portable.mask import Mask
 from burst_portable.planning import plan as make_plan
 from burst_portable.plans import Plan
@@ -73,7 +73,7 @@ def prepare(
     check_tokens(tokens, seq_len, config.vocab_size)
     sketch = outline(config)
     check_model(sketch)
-    check_rope(config, seq_len)
+    check_positions(config, seq_len)
     _check_dropout(config, scoring)
     plan = _plan(config, seq_len, ranks, batch, strategy, layout, dtype, chosen)
     if steps is None:

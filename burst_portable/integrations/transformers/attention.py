@@ -45,6 +45,7 @@ class State(Protocol):
     strategy: Any
     kernel: str
     call: Sequence | None
+    attended: bool
 
 
 def attend(
@@ -78,6 +79,7 @@ def attend(
             "two models share one config object; give each its own copy"
         )
     sequence = _sequence(state, attention_mask)
+    state.attended = True
     _refuse(dropout, query, key, others)
     query, key, value = _as_autocast_would(query, key, value)
     # Autocast ends here: the kernels choose their own precision, which a cast in the middle would spoil.

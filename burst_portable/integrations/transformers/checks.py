@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from burst_portable.errors import InputError, UnsupportedError, explain
+from burst_portable.integrations.transformers.arguments import parameters_of
 
+HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -43,19 +45,49 @@ def _why_not(model: PreTrainedModel) -> str | None:
         return "an attention that does not go through transformers' AttentionInterface"
     if "position_ids" not in parameters_of(model):
         return "a forward without position_ids: a shard could not say where its tokens stand"
+    if getattr(config, "trigram_input", False) or any(_mixes_rows(m) for m in model.modules()):
+        return "tokens that meet outside attention, in a convolution or in embeddings of neighbours"
+    if any(m.padding_idx is not None for name, m in model.named_modules() if _is_table_of_positions(name, m)):
+        return "positions that are counted from its padding token, as in RoBERTa"
     if getattr(config, "output_attentions", False):
         return "output_attentions: the weights are never made"
-    if getattr(config, "output_router_logits", False):
-        return "a router loss, which is a mean over the tokens of one rank; set output_router_logits=False"
+    if not _rows_apart(model):
+        return "a head or a pooler that reads single tokens of the sequence, which lie on one rank"
     return None
 
 
-def parameters_of(module: Any) -> list[str]:
-    """The names that a module's forward takes, in order."""
-    return list(inspect.signature(module.forward).parameters)
+def _rows_apart(model: PreTrainedModel) -> bool:
+    """Whether what comes after attention works on each token alone."""
+    if model.base_model is model:
+        return getattr(model, "pooler", None) is None
+    return any(base.__name__.endswith(HEADS) for base in type(model).__mro__)
 
 
-def check_rope(config: Any, seq_len: int) -> None:
+def _mixes_rows(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
+
+
+def _is_table_of_positions(name: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) and "position" in name
+
+
+def check_positions(config: Any, seq_len: int) -> None:
+    """Refuse what depends on positions in a way that a shard would get wrong."""
+    _check_rope(config, seq_len)
+    scale = getattr(config, "floor_scale", None)
+    # Llama 4 scales queries by their row number where it knows no position; 1 until that number reaches the scale.
+    if scale is not None and getattr(config, "attn_temperature_tuning", False) and seq_len >= scale:
+        raise UnsupportedError(
+            explain(
+                "attention temperature by row number, which is another one on a shard",
+                got=f"{seq_len} tokens",
+                allowed=f"fewer than {scale}",
+                next_step="or attn_temperature_tuning=False in the config",
+            )
+        )
+
+
+def _check_rope(config: Any, seq_len: int) -> None:
     """Refuse RoPE whose frequencies depend on the longest position at hand, which differs from rank to rank."""
     for parameters in _rope_parameters(config):
         kind = parameters.get("rope_type", "default")

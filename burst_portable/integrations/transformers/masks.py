@@ -51,6 +51,12 @@ class Wanted:
     def __repr__(self) -> str:
         return f"Wanted({self.band})"
 
+    def __getattr__(self, name: str) -> Any:
+        """A model that computes with its mask, as with a tensor."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise UnsupportedError(explain("the model changes its mask, which is no tensor here", got=f"mask.{name}"))
+
 
 def wanted_mask(
     batch_size: int,
@@ -66,7 +72,7 @@ def wanted_mask(
 
     Raises `UnsupportedError` for padding, caches, cross attention and mask functions that our masks do not express.
     """
-    if attention_mask is not None:
+    if attention_mask is not None and not bool(attention_mask.all()):  # some models make one of ones
         raise UnsupportedError(
             explain(
                 "a padding mask reached a sharded attention",

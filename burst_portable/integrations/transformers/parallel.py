@@ -11,13 +11,16 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, explain
+from burst_portable.integrations.transformers.arguments import check_arguments, checked_positions, parameters_of, takes
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, Sequence, attend
-from burst_portable.integrations.transformers.checks import check_model, check_rope, parameters_of
+from burst_portable.integrations.transformers.checks import check_model, check_positions
+from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of, sharded_loss, shifts_labels
 from burst_portable.integrations.transformers.masks import wanted_mask
+from burst_portable.integrations.transformers.router import check_router, with_router_loss
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import as_mesh
-from burst_portable.sharding import positions, shard_batch
+from burst_portable.sharding import positions, shard, shard_batch
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
 
@@ -62,6 +65,7 @@ class Parallel:
         model, mesh, strategy, layout, kernel: as given.
         seq_len: tokens of the whole sequence, for calls that name none. May be set between calls.
         call: the sequence of the call that runs now.
+        attended: whether an attention of that call came to us.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Parallel:
         self.model, self.mesh, self.strategy, self.layout = model, as_mesh(mesh), strategy, layout
         self.seq_len, self.kernel = seq_len, kernel
         self.call: Sequence | None = None
+        self.attended = False
         self._caller: Any = None
         self._before = model.config._attn_implementation
         self._hooks: list[Any] = []
@@ -95,6 +100,8 @@ class Parallel:
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, wanted_mask)
         self.model.set_attn_implementation(NAME)
+        if self.mesh.size > 1 and self.model.base_model is not self.model:
+            self.model.loss_function = ShardedLoss(loss_of(self.model))
         for module in self.model.modules():
             setattr(module, ATTRIBUTE, self)
             # Inner models are called on their own as well, by those who compute a loss themselves.
@@ -112,7 +119,14 @@ class Parallel:
         for module in self.model.modules():
             if hasattr(module, ATTRIBUTE):
                 delattr(module, ATTRIBUTE)
+        if loss := sharded_loss(self.model):
+            self.model.loss_function = loss.function
         self.model.set_attn_implementation(self._before)
+
+    @property
+    def shifted(self) -> bool:
+        """Whether labels are shifted, so that a token is held to the next one: in all but encoders."""
+        return shifts_labels(loss_of(self.model))
 
     def __enter__(self) -> Parallel:
         return self
@@ -134,25 +148,32 @@ class Parallel:
 
         Args:
             input_ids: ``[B, N]``, the same on every rank.
-            labels: ``[B, N]``, not shifted, -100 where there is none; None takes `input_ids`.
+            labels: ``[B, N]``, as the model takes them on one device, -100 where there is none. None takes
+                `input_ids`, or no labels where the model does not shift them (encoders).
             documents: cumulative lengths of packed documents, the same for each row of the batch.
 
         Returns:
-            input_ids, position_ids, labels and shift_labels ``[B, S]``, num_items_in_batch, seq_len, documents.
+            input_ids, position_ids, labels and (where labels are shifted) shift_labels ``[B, S]``,
+            num_items_in_batch, seq_len, documents.
         """
         bounds = None if documents is None else tuple(int(b) for b in documents)
-        batch = shard_batch(input_ids, labels, documents=bounds, mesh=self.mesh, layout=self._cut(input_ids, bounds))
-        held = (input_ids if labels is None else labels) != -100
-        # The first token of a document is nobody's next one.
-        first = torch.tensor((bounds or (0, input_ids.shape[1]))[:-1], device=held.device)
-        return {
-            **batch,
-            "shift_labels": batch["labels"],
-            # Not fewer than one: a batch without any label has the loss 0, not 0 / 0.
-            "num_items_in_batch": (held.sum() - held[:, first].sum()).clamp(min=1),
-            "seq_len": input_ids.shape[1],
-            "documents": bounds,
-        }
+        where = self._cut(input_ids, bounds)
+        inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "documents": bounds}
+        batch = shard_batch(input_ids, labels, documents=bounds, mesh=self.mesh, layout=where)
+        if self.shifted:
+            held = (input_ids if labels is None else labels) != -100
+            # The first token of a document is nobody's next one.
+            first = torch.tensor((bounds or (0, input_ids.shape[1]))[:-1], device=held.device)
+            count = held.sum() - held[:, first].sum()
+            inputs["shift_labels"] = batch["labels"]
+        elif labels is not None:
+            batch["labels"] = shard(labels, self.mesh, layout=where)
+            count = (labels != -100).sum()
+        else:
+            del batch["labels"]
+            return batch | inputs
+        # Not fewer than one: a batch without any label has the loss 0, not 0 / 0.
+        return batch | inputs | {"num_items_in_batch": count.clamp(min=1)}
 
     def _cut(self, input_ids: Tensor, documents: tuple[int, ...] | None) -> Layout:
         if input_ids.dim() != 2:
@@ -178,20 +199,35 @@ class Parallel:
                 explain("a sharded model takes input_ids [batch, rows] or inputs_embeds", got=type(tokens))
             )
         sequence = self._sequence(tokens.shape[1], seq_len, documents)
-        check_rope(module.config, sequence.seq_len)
-        _check_arguments(kwargs, self.mesh.size)
-        kwargs["position_ids"] = _checked_positions(
+        check_positions(module.config, sequence.seq_len)
+        check_arguments(kwargs)
+        kwargs["position_ids"] = checked_positions(
             kwargs.get("position_ids"), self._positions(sequence, tokens.device), tokens
         )
         kwargs["attention_mask"] = None
-        kwargs["use_cache"] = False
-        self.call, self._caller = sequence, module
+        if takes(module, "use_cache"):
+            kwargs["use_cache"] = False
+        if self.mesh.size > 1:
+            check_router(module.config, kwargs)
+            if loss := sharded_loss(module):
+                loss.expect(kwargs)
+        self.call, self._caller, self.attended = sequence, module, False
         return (), kwargs
 
-    def _leave(self, module: Any, args: Any, output: Any) -> None:
-        """After a model's forward, also one that failed."""
-        if self._caller is module:
-            self.call = self._caller = None
+    def _leave(self, module: Any, args: Any, output: Any) -> Any:
+        """After a model's forward, also one that failed and has no output."""
+        if self._caller is not module:
+            return None
+        self.call = self._caller = None
+        if output is None or self.mesh.size == 1:
+            return None
+        if not self.attended:
+            raise UnsupportedError(
+                explain(f"{type(module).__name__} did not attend through transformers' AttentionInterface")
+            )
+        if loss := sharded_loss(module):
+            loss.check_called(module)
+        return with_router_loss(module, output, self.mesh)
 
     def _sequence(self, rows: int, seq_len: int | None, documents: Any) -> Sequence:
         seq_len = self.seq_len if seq_len is None else seq_len
@@ -228,53 +264,3 @@ def _layout(name: str, length: int, ranks: int, documents: tuple[int, ...] | Non
     # A sequence without documents is one document.
     whole = Mask.documents((0, length)) if mask is None else mask
     return make_layout(name, length, ranks, whole if name == "document_zigzag" else None)
-
-
-def _check_arguments(kwargs: dict[str, Any], ranks: int) -> None:
-    """Refuse what would be computed wrongly on a shard."""
-    mask = kwargs.get("attention_mask")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask != 0).all())):
-        raise UnsupportedError(
-            explain(
-                "this attention_mask cannot be expressed",
-                got="padding" if isinstance(mask, Tensor) and mask.dim() == 2 else type(mask).__name__,
-                allowed="none, or [batch, tokens] without a zero",
-                next_step="pass sequences without padding, or packed documents (see Parallel.shard)",
-            )
-        )
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-        raise UnsupportedError("a sharded model keeps no cache and does not generate; pass use_cache=False")
-    keep = kwargs.get("logits_to_keep", 0)
-    if isinstance(keep, Tensor) or keep:
-        raise UnsupportedError(
-            explain("logits_to_keep counts rows of a shard, not of the sequence", got=keep, allowed=0)
-        )
-    if kwargs.get("output_attentions"):
-        raise UnsupportedError("output_attentions: the weights are never made")
-    if ranks > 1 and kwargs.get("labels") is not None:
-        missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
-        if missing:
-            raise InputError(
-                explain(
-                    "labels of a shard need to be shifted before the cut, and divided by the tokens of all ranks",
-                    got=f"labels without {' and '.join(missing)}",
-                    next_step="call the model with handle.shard(input_ids, labels)",
-                )
-            )
-
-
-def _checked_positions(given: Tensor | None, expected: Tensor, tokens: Tensor) -> Tensor:
-    """The position ids ``[1 or B, S]``: those given, if they are this rank's."""
-    if given is None:
-        return expected.unsqueeze(0)
-    fits = given.dim() == 2 and given.shape[0] in (1, tokens.shape[0]) and given.shape[1] == expected.shape[0]
-    if not fits or not bool((given == expected).all()):
-        raise InputError(
-            explain(
-                "position_ids are not those of this rank's rows",
-                got=f"{tuple(given.shape)}, from {given.flatten()[0].item()}" if given.numel() else "none",
-                allowed=f"{expected.shape[0]} positions, from {expected[0].item()}",
-                next_step="leave them out; packed documents are named with documents=(0, end, ...)",
-            )
-        )
-    return given

@@ -1,0 +1,82 @@
+"""The loss of a sharded model: transformers' own function over this rank's tokens, divided by those of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+from burst_portable.errors import InputError, UnsupportedError, explain
+
+OWN_LOSS = "pass no labels and compute the loss from the logits; burst_portable.shard cuts the labels"
+
+
+def loss_of(model: PreTrainedModel) -> Any:
+    """The function that a model computes its loss with; transformers takes the causal one where a class names none."""
+    given = getattr(model, "_loss_function", None)
+    if isinstance(given, ShardedLoss):
+        given = given.function
+    return given or LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
+
+
+def shifts_labels(function: Any) -> bool:
+    """Whether a loss holds a token to the label of the next one."""
+    return function is ForCausalLMLoss
+
+
+def sharded_loss(model: Any) -> ShardedLoss | None:
+    """What `parallelize` put in the place of a model's loss function."""
+    found = getattr(model, "_loss_function", None)
+    return found if isinstance(found, ShardedLoss) else None
+
+
+class ShardedLoss:
+    """A model's `loss_function` on a shard: the same function, after checking that it can be right there.
+
+    A loss is a mean over tokens. On a shard it must be told how many tokens all ranks have and, where labels are
+    shifted, have that done before the cut. A model that computes its loss without transformers' `loss_function`, or
+    does not pass these on, is noticed and refused.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.needed = ("shift_labels", "num_items_in_batch") if shifts_labels(function) else ("num_items_in_batch",)
+        self.awaited = False
+
+    def expect(self, kwargs: dict[str, Any]) -> None:
+        """Before a forward pass. Raises `InputError` for labels that came alone."""
+        self.awaited = kwargs.get("labels") is not None
+        missing = [name for name in self.needed if kwargs.get(name) is None]
+        if self.awaited and missing:
+            raise InputError(
+                explain(
+                    "labels of a shard need to be shifted before the cut, and divided by the tokens of all ranks",
+                    got=f"labels without {' and '.join(missing)}",
+                    next_step="call the model with handle.shard(input_ids, labels)",
+                )
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What `function` gives."""
+        if missing := [name for name in self.needed if kwargs.get(name) is None]:
+            raise UnsupportedError(
+                explain(
+                    "the model does not pass on to its loss what a shard's loss needs",
+                    got=f"no {' and no '.join(missing)}",
+                    next_step=OWN_LOSS,
+                )
+            )
+        self.awaited = False
+        loss: Tensor = self.function(*args, **kwargs)
+        return loss
+
+    def check_called(self, model: Any) -> None:
+        """After a forward pass."""
+        if self.awaited:
+            raise UnsupportedError(
+                explain(
+                    f"{type(model).__name__} computes its loss as if its rows were all there are", next_step=OWN_LOSS
+                )
+            )

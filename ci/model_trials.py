@@ -1,0 +1,267 @@
+"""One architecture of transformers, tiny and with random weights, over two ranks and on one device.
+
+`try_model` says whether logits, loss and every gradient agree, or why the model is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from burst_portable import Mesh, run_local, shard, unshard
+from burst_portable.errors import UnsupportedError
+from burst_portable.integrations.transformers import check_model, parallelize, sum_gradients, sum_over_ranks
+from burst_portable.integrations.transformers.loss import OWN_LOSS
+
+T = TypeVar("T")
+LENGTH, BATCH, VOCABULARY, RANKS = 47, 2, 64, (2, 3)  # 47: neither shares it evenly
+
+# By the names that configs have for them; each config takes those that it knows.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "sliding_window": 9,
+    "attention_chunk_size": 11,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "embedding_size": 16,
+    "head_dim": 8,
+}
+# What some models want otherwise, tried in this order.
+VARIANTS: tuple[dict[str, Any], ...] = ({}, {"num_key_value_heads": 4})
+# What the default config of a model type leaves out.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cpmant": {"prompt_length": 4, "prompt_types": 4, "segment_types": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 9},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "llama4_text": {"no_rope_layers": [1, 0]},
+    "minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", "full_attention"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+LARGEST = 5_000_000  # parameters: more, and SIZES does not know the names of its sizes
+# transformers computes the loss in float32, and the gradient that enters the model; eager attention its softmax too.
+EXACT, ROUNDED, OF_FLOAT32 = 1e-10, 1e-6, 1e-5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of a model.
+
+    Attributes:
+        verdict: "equal", "different", "refused" or "not tried".
+        reason: for all but equal.
+        apart: largest difference, as a part of what it is compared with: logits by their largest, the loss, each
+            gradient by its norm.
+        compared_with: the attention of the one device, "sdpa" or "eager".
+        own_loss: the model's own loss is refused on a shard; compared with a loss of the logits.
+    """
+
+    verdict: str
+    reason: str = ""
+    apart: float = 0.0
+    compared_with: str = ""
+    own_loss: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    logits: Tensor
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def tiny_config(kind: str, **options: Any) -> Any:
+    """A small config of a model type, without dropout, with each kind of layer that its default has."""
+    config_class = CONFIG_MAPPING[kind]
+    usual = config_class()
+    known = set(usual.to_dict()) | set(config_class.attribute_map)
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    settable = not isinstance(
+        getattr(config_class, config_class.attribute_map.get("layer_types", "layer_types"), None), property
+    )
+    if settable and (kinds := list(dict.fromkeys(getattr(usual, "layer_types", None) or ()))):
+        sizes |= {"layer_types": kinds * (3 - min(2, len(kinds))), "num_hidden_layers": max(2, len(kinds))}
+    if (usual.to_dict().get("pad_token_id") or 0) >= VOCABULARY:
+        sizes["pad_token_id"] = 0
+    dropout = {name: 0.0 for name, value in usual.to_dict().items() if _is_dropout(name) and value}
+    return config_class(**{**sizes, **dropout, **OPTIONS.get(kind, {}), **options})
+
+
+def _is_dropout(name: str) -> bool:
+    return ("dropout" in name or name.endswith(("pdrop", "jitter_noise"))) and not name.startswith("classifier")
+
+
+def try_model(model_class: type[PreTrainedModel], kind: str, **options: Any) -> Trial:
+    """Build it, and compare. Only what transformers itself raises on one device is "not tried"."""
+    for variant in VARIANTS:
+        trial = _try_variant(model_class, kind, variant | options)
+        if trial.verdict != "not tried":
+            break
+    return trial
+
+
+def _try_variant(model_class: type[PreTrainedModel], kind: str, options: dict[str, Any]) -> Trial:
+    outline, error = _tried(lambda: _built(model_class, kind, options, "meta"))
+    if error is not None:
+        return Trial("not tried", f"no tiny model of it: {_told(error)}")
+    try:
+        check_model(outline)
+    except UnsupportedError as refusal:
+        return Trial("refused", str(refusal).partition("; got ")[2])
+    if (size := sum(p.numel() for p in outline.parameters())) > LARGEST:
+        return Trial("not tried", f"no tiny model of it: {size} parameters")
+    model = _built(model_class, kind, options, "cpu")
+    _randomize(model)
+    model = model.double().train()
+    trial = _compare(model)
+    if trial.verdict == "refused" and OWN_LOSS in trial.reason:
+        return replace(_compare(model, own_loss=True), own_loss=True)
+    return trial
+
+
+def _built(model_class: type[PreTrainedModel], kind: str, options: dict[str, Any], device: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = tiny_config(kind, **options)
+    config._experts_implementation = "eager"  # the others take no float64
+    with torch.device(device):
+        return model_class(config)
+
+
+def _compare(model: PreTrainedModel, own_loss: bool = False) -> Trial:
+    ids, labels = _tokens(seed=1), _tokens(seed=2)
+    labels[0, 5:20] = -100
+    plain = _plain_attention(model)
+    expected, error = _tried(lambda: _on_one_device(model, plain, ids, labels, own_loss))
+    if error is not None:
+        return Trial("not tried", f"on one device: {_told(error)}")
+    if not _attends(model, plain, ids, expected.logits):
+        return Trial("not tried", "its tiny model's logits do not depend on other tokens")
+    worst = 0.0
+    for ranks in RANKS:
+        answers, error = _tried(lambda: _on_ranks(ranks, model, ids, labels, own_loss))  # noqa: B023
+        if isinstance(error, UnsupportedError):
+            return Trial("refused", str(error))
+        if error is not None:
+            return Trial("different", f"raises {_told(error)}")
+        worst = max(worst, *(_apart(answer, expected) for answer in answers))
+    allowed = ROUNDED if plain == "sdpa" else OF_FLOAT32
+    return Trial("equal" if worst <= allowed else "different", "", worst, plain)
+
+
+def _on_ranks(ranks: int, model: PreTrainedModel, ids: Tensor, labels: Tensor, own_loss: bool) -> list[Answer]:
+    models = [copy.deepcopy(model) for _ in range(ranks)]
+    return run_local(ranks, lambda mesh: _on_a_rank(models[mesh.rank], mesh, ids, labels, own_loss))
+
+
+def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What `work` returns, or what it raises: a model may fail in any way, and the next one is tried all the same."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001
+        return None, error
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+def _plain_attention(model: PreTrainedModel) -> str:
+    """SDPA keeps float64; it knows neither softcap nor sinks, which transformers' eager attention has."""
+    softcap = getattr(model.config, "attn_logit_softcapping", None)
+    return "sdpa" if model._supports_sdpa and softcap is None else "eager"
+
+
+def _randomize(model: PreTrainedModel) -> None:
+    """Weights that make every part of a model count; many start at zero or one."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.1 * noise)
+
+
+def _tokens(seed: int) -> Tensor:
+    # Small token numbers are padding and other marks in some models.
+    return torch.randint(8, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def _on_one_device(model: PreTrainedModel, plain: str, ids: Tensor, labels: Tensor, own_loss: bool) -> Answer:
+    alone = copy.deepcopy(model)
+    alone.set_attn_implementation(plain)
+    out = alone(input_ids=ids) if own_loss else alone(input_ids=ids, labels=labels)
+    loss = _loss(out.logits, labels) if own_loss else out.loss
+    loss.backward()
+    return Answer(out.logits.detach(), loss.item(), _gradients(alone))
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """A loss that the ranks' parts add up to."""
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels.numel()
+
+
+def _attends(model: PreTrainedModel, plain: str, ids: Tensor, logits: Tensor) -> bool:
+    """Whether the last token's logits depend on one three before: without that, equal would say nothing."""
+    alone = copy.deepcopy(model)
+    alone.set_attn_implementation(plain)
+    other = ids.clone()
+    other[:, -4] = 8 + (ids[:, -4] - 7) % (VOCABULARY - 8)
+    with torch.no_grad():
+        return bool((alone(input_ids=other).logits[:, -1] - logits[:, -1]).abs().max() > 1e-6)
+
+
+def _on_a_rank(model: PreTrainedModel, mesh: Mesh, ids: Tensor, labels: Tensor, own_loss: bool) -> Answer:
+    handle = parallelize(model, mesh)
+    if own_loss:
+        out = model(input_ids=shard(ids, mesh, layout=handle.layout), seq_len=ids.shape[1])
+        loss = _loss(out.logits, shard(labels, mesh, layout=handle.layout)) * out.logits.shape[1] / ids.shape[1]
+    else:
+        out = model(**handle.shard(ids, labels))
+        loss = out.loss
+    loss.backward()
+    sum_gradients(model.parameters(), mesh)
+    whole = sum_over_ranks(loss.detach().reshape(1), mesh).item()
+    logits = unshard(out.logits.detach(), mesh, seq_len=ids.shape[1], layout=handle.layout)
+    return Answer(logits, whole, _gradients(model))
+
+
+def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _apart(answer: Answer, expected: Answer) -> float:
+    logits = (answer.logits - expected.logits).abs().max() / expected.logits.abs().max()
+    worst = max(logits.item(), abs(answer.loss - expected.loss) / abs(expected.loss))
+    whole = torch.cat([g.reshape(-1) for g in expected.gradients.values()]).norm()
+    for name in expected.gradients.keys() | answer.gradients.keys():
+        left, right = (a.gradients.get(name, torch.zeros(())) for a in (answer, expected))
+        # A gradient that is zero but for rounding is measured by all of them.
+        worst = max(worst, ((left - right).norm() / max(right.norm(), 1e-6 * whole)).item())
+    return worst if torch.isfinite(answer.logits).all() else float("inf")

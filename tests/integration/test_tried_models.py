@@ -1,0 +1,63 @@
+"""The page of models that were tried, and the script that makes it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers import LlamaForCausalLM
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tried_models.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "ci")
+    yield importlib.import_module("make_models")
+    for name in ("make_models", "model_trials"):
+        sys.modules.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "class_name", "verdict"),
+    [
+        ("llama", "LlamaForCausalLM", "equal"),
+        ("gpt_oss", "GptOssForCausalLM", "equal"),
+        ("llama4_text", "Llama4ForCausalLM", "equal"),
+        ("bert", "BertForMaskedLM", "equal"),
+        ("modernbert", "ModernBertForMaskedLM", "equal"),
+        ("roberta", "RobertaForMaskedLM", "refused"),
+        ("mamba", "MambaForCausalLM", "refused"),
+    ],
+)
+def test_rows_are_current(kind: str, class_name: str, verdict: str, script: Any):
+    trial = script.try_named(kind, class_name)
+    assert trial.verdict == verdict
+    assert script.row(kind, class_name, trial) in PAGE.splitlines()
+
+
+def test_the_page_is_of_this_transformers(script: Any):
+    assert f"transformers {transformers.__version__};" in PAGE
+    assert all(f"| {kind} | {name} |" in PAGE for kind, name in script.listed())
+    assert "## Different" not in PAGE
+
+
+class Neighbours(LlamaForCausalLM):
+    """Tokens meet outside attention."""
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids=input_ids.roll(1, dims=-1), position_ids=position_ids, **kwargs)
+
+
+def test_a_wrong_model_is_found(script: Any):
+    trial = script.try_model(Neighbours, "llama")
+    assert trial.verdict == "different"
+    assert trial.apart > 0.1
+    page = script.page({("llama", "Neighbours"): trial})
+    assert "## Different: 1" in page
+    assert f"**by {trial.apart:.1e}**" in page
