@@ -22,6 +22,7 @@ from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh
 from burst_portable.numerics import State, finished
+from burst_portable.packets import inbox_size
 from burst_portable.planning import plan as plan
 from burst_portable.plans import Plan
 from burst_portable.runtime import PlainRuntime
@@ -150,9 +151,11 @@ def _key(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, request: Request) -> Call:
     """Everything that can be refused is refused here, before a byte moves."""
     chosen = choose(q, k, v, sinks, mesh, request)
-    said = _statement(chosen.plan, chosen.backend, q, chosen.options, sinks)
-    runtime = PlainRuntime(chosen.kernel, mesh.transport(q.device.type))
-    return Call(chosen.plan, runtime, chosen.options, said.of_pass("forward"), said.of_pass("backward"))
+    plan, said = chosen.plan, _statement(chosen.plan, chosen.backend, q, chosen.options, sinks)
+    transport, _ = mesh.transport_for(q.device.type, direct=plan.direct)
+    inboxes = (inbox_size(plan, "forward"), inbox_size(plan, "backward")) if transport.direct else (0, 0)
+    runtime = PlainRuntime(chosen.kernel, transport)
+    return Call(plan, runtime, chosen.options, said.of_pass("forward"), said.of_pass("backward"), inboxes)
 
 
 def _statement(made: Plan, backend: Backend, q: Tensor, options: contract.Options, sinks: Tensor | None) -> Statement:

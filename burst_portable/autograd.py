@@ -28,6 +28,7 @@ class Call:
     options: Options
     forward: Statement
     backward: Statement
+    inboxes: tuple[int, int] = (0, 0)  # bytes that one rank may send another, forward and backward
 
     @property
     def rank(self) -> int:
@@ -59,6 +60,7 @@ class Attention(torch.autograd.Function):
             out = to_sequence(out, problem.q_layout, transport, problem.heads)
             rows = lse.transpose(1, 2).unsqueeze(-1).contiguous()
             lse = to_sequence(rows, problem.q_layout, transport, problem.heads).squeeze(-1).transpose(1, 2)
+        transport.end()
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -74,7 +76,7 @@ class Attention(torch.autograd.Function):
 def _backward(call: Call, number: int, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[Tensor | None, ...]:
     problem, transport = call.plan.problem, call.runtime.transport
     q, k, v, out, lse, sinks = saved
-    agree(transport, call.backward, forward=number)
+    _begin(call, forward=number)
     if dout is None:  # a rank whose result nobody used still takes part: others wait for it
         dout = torch.zeros_like(out) if not call.plan.reshard else None
     if call.plan.reshard:
@@ -91,8 +93,16 @@ def _backward(call: Call, number: int, saved: tuple[Any, ...], dout: Tensor | No
         dsinks = numerics.sinks_gradient(sinks, lse, delta)
     if call.plan.reshard:
         grads, dsinks = _home(grads, dsinks, call, q.dtype)
+    transport.end()
     dq, dk, dv = (g.to(q.dtype) for g in grads)
     return dq, dk, dv, dsinks, None
+
+
+def _begin(call: Call, *, forward: int = 0) -> None:
+    """All ranks make the same call, and a pass of it begins: backward if `forward` is the number of its forward."""
+    transport, said = call.runtime.transport, call.backward if forward else call.forward
+    agree(transport, said, forward=forward)
+    transport.begin(said.digest + forward.to_bytes(8, "little"), call.inboxes[forward > 0])
 
 
 def _home(
@@ -115,13 +125,15 @@ def apply(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> 
     """Attention with gradients where any are wanted, and nothing kept where none are."""
     if (wrap := installed.get()) is not None:
         call = replace(call, runtime=wrap(call.runtime, call.plan))
-    agree(call.runtime.transport, call.forward)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     with _own_precision(q.device.type):
+        _begin(call)
         if wanted or call.plan.reshard:
             result: tuple[Tensor, Tensor] = Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
             return result
-        return forward(call, q, k, v, sinks)
+        plain = forward(call, q, k, v, sinks)
+        call.runtime.transport.end()
+        return plain
 
 
 def _own_precision(device_type: str) -> AbstractContextManager[object]:

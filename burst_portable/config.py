@@ -16,10 +16,12 @@ class Config:
     Attributes:
         deadline: seconds that a hop may take before it is an error (``BURST_DEADLINE``).
         kernel: the local kernel, or "auto" (``BURST_KERNEL``).
+        transport: what moves blocks, or "auto" (``BURST_TRANSPORT``).
     """
 
     deadline: float = 600.0
     kernel: str = "auto"
+    transport: str = "auto"
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
@@ -35,7 +37,8 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         seconds = 0.0
     if not 0 < seconds < 1e9:
         raise InputError(explain("BURST_DEADLINE is no number of seconds", got=repr(deadline), allowed="above 0"))
-    return Config(deadline=seconds, kernel=environment.get("BURST_KERNEL", "auto"))
+    kernel, transport = (environment.get(name, "auto") for name in ("BURST_KERNEL", "BURST_TRANSPORT"))
+    return Config(deadline=seconds, kernel=kernel, transport=transport)
 
 
 @dataclass(frozen=True, slots=True)

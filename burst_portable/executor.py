@@ -126,7 +126,7 @@ class _Exchange:
         """Start moves."""
         if not sends and not receives:
             return
-        incoming = [(move, self.buffer(move)) for move in receives]
+        incoming = [(move, self._inbox(move)) for move in receives]
         label = f"{'backward' if self.backward else 'forward'} step {step}"
         leaving, arriving = self.runtime.post(sends, incoming, label)
         self._leaving[1] += [(handle, buffer) for handle, (_, buffer) in zip(leaving, sends, strict=True)]
@@ -143,6 +143,11 @@ class _Exchange:
         """An empty message for a move."""
         size = message_size(self.part.problem, move, backward=self.backward)
         return self.runtime.transport.buffer(size, self.device)
+
+    def _inbox(self, move: Move) -> Tensor:
+        """Where the message of a move will come."""
+        size = message_size(self.part.problem, move, backward=self.backward)
+        return self.runtime.transport.inbox(size, self.device, move.source)
 
     def views(self, move: Move, buffer: Tensor) -> Views:
         """The fields of a message as tensors."""

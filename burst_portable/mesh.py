@@ -56,6 +56,7 @@ class Mesh:
             raise InputError(explain("a mesh connects by a function of the device type", got=shown(connect)))
         self._connect = connect
         self._transports: dict[str, Transport] = {}
+        self._direct: dict[str, Transport | str] = {}
         self._calls: OrderedDict[Hashable, Any] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -139,6 +140,45 @@ class Mesh:
     def connected(self) -> Transport | None:
         """A transport that this mesh has been using, if any."""
         return next(iter(self._transports.values()), None)
+
+    def transport_for(self, device_type: str, *, direct: bool) -> tuple[Transport, str]:
+        """The transport of a plan, and why: the one that the settings name, or the fastest that serves it.
+
+        Args:
+            direct: whether all messages go straight to where they are used: see `Plan.direct`.
+
+        Raises `UnknownNameError`, or `UnsupportedError` with the reason why the one named cannot serve.
+        """
+        plain, named = self.transport(device_type), self.config.transport
+        if self.size == 1 or named == plain.name:
+            return plain, "one rank" if self.size == 1 else "named"
+        name = self.backend_for(device_type).capabilities.direct_transport
+        if named not in ("auto", name):
+            raise unknown_name("transport", named, filter(None, (plain.name, name)))
+        found = self._direct_transport(device_type, name) if direct and name else ""
+        if isinstance(found, Transport):
+            return found, "named" if named != "auto" else "straight from the owners"
+        reason = found if direct else "blocks are handed on from rank to rank"
+        if named != "auto":
+            raise UnsupportedError(
+                explain(
+                    f"the transport {name!r} cannot serve this call",
+                    got=reason,
+                    next_step="moves='fetch' or 'ulysses', or leave the transport to 'auto'",
+                )
+            )
+        return plain, f"not {name}: {reason}" if name else "the only one"
+
+    def _direct_transport(self, device_type: str, name: str) -> Transport | str:
+        """The backend's own transport, or why these ranks cannot have it; settled once, by all ranks together."""
+        if device_type not in self._direct:
+            backend: Any = self.backend_for(device_type)
+            plain = self.transport(device_type)
+            try:
+                self._direct[device_type] = backend.connect_direct(plain, self.group, self.config.deadline)
+            except UnsupportedError as error:
+                self._direct[device_type] = str(error)
+        return self._direct[device_type]
 
     def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` gave for this key before; the least recently used are forgotten.

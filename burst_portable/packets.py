@@ -10,10 +10,11 @@ q         Q, dO, LSE, delta             dQ in the accumulation dtype
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from burst_portable.moves import Move
-from burst_portable.plans import Problem
+from burst_portable.plans import PassName, PassPlan, Plan, Problem
 
 ALIGNMENT = 128
 """Every field starts at a multiple of it, so that a kernel can load straight from the message."""
@@ -54,3 +55,38 @@ def message_size(problem: Problem, move: Move, *, backward: bool) -> int:
     """Bytes of a move on the wire."""
     rows = move.rows[1] - move.rows[0]
     return sum(f.size(problem.batch, rows) for f in fields(problem, move.side, result=move.result, backward=backward))
+
+
+def inbox_size(plan: Plan, pass_name: PassName) -> int:
+    """Bytes that any one rank sends to any other in a pass, at most; every message begins at a multiple of 256."""
+    part = plan.forward if pass_name == "forward" else plan.backward
+    if plan.reshard:
+        return _reshard_inbox(plan.problem, pass_name)
+    return max(_pair_sizes(part, backward=pass_name == "backward").values(), default=0)
+
+
+def _pair_sizes(part: PassPlan, *, backward: bool) -> Counter[tuple[int, int]]:
+    """Bytes by (source, target)."""
+    sizes: Counter[tuple[int, int]] = Counter()
+    for rank in range(part.problem.ranks):
+        for step in part.rank(rank):
+            for move in (*step.receives, *step.result_receives):
+                sizes[move.source, rank] += _aligned(message_size(part.problem, move, backward=backward))
+    return sizes
+
+
+def _reshard_inbox(problem: Problem, pass_name: PassName) -> int:
+    """The same where heads are resharded: what `autograd` sends there and back."""
+    ranks, rows = problem.ranks, max(map(problem.q_layout.count, range(problem.ranks)))
+    q, kv = problem.heads // ranks, max(1, problem.kv_heads // ranks)
+    d, dv, data, wide = problem.head_dim, problem.value_dim, problem.itemsize, max(problem.itemsize, 4)
+    if pass_name == "forward":
+        sizes = [q * d * data, kv * d * data, kv * dv * data, q * dv * data, q * wide]
+    else:
+        gradients = wide if problem.kv_heads < ranks else data
+        sizes = [q * dv * data, q * d * data, kv * d * gradients, kv * dv * gradients]
+    return sum(_aligned(problem.batch * rows * size) for size in sizes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 256) * 256

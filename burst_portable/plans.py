@@ -207,6 +207,13 @@ class Plan:
     reshard: Literal["heads"] | None = None
     reason: str = ""
 
+    @property
+    def direct(self) -> bool:
+        """Whether every message goes straight from the rank that made it to the one that uses it."""
+        return self.reshard is not None or all(
+            part.route.trims and (part.results is None or part.results.trims) for _, part in self.passes()
+        )
+
     def passes(self) -> tuple[tuple[PassName, PassPlan], ...]:
         """Both, with their names."""
         return ("forward", self.forward), ("backward", self.backward)

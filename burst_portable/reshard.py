@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,8 @@ def to_heads(x: Tensor, layout: Layout, transport: Transport) -> Tensor:
     mine = heads_of(rank, ranks, heads)
     sends = [x[:, :, heads_of(r, ranks, heads)].contiguous() for r in range(ranks)]
     width = mine.stop - mine.start
-    receives = [x.new_empty(x.shape[0], layout.count(r), width, x.shape[3]) for r in range(ranks)]
+    shapes = [(x.shape[0], layout.count(r), width, x.shape[3]) for r in range(ranks)]
+    receives = [_inbox(sends[rank], transport, r, shape) for r, shape in enumerate(shapes)]
     transport.all_to_all([_bytes(s) for s in sends], [_bytes(r) for r in receives], "to heads")
     out = x.new_empty(x.shape[0], layout.length, width, x.shape[3])
     for r, part in enumerate(receives):
@@ -42,12 +45,25 @@ def to_sequence(x: Tensor, layout: Layout, transport: Transport, heads: int) -> 
     """``[B, S_all, H / ranks, D]`` -> ``[B, S_rank, H, D]``; what ranks hold of a shared head is added up."""
     ranks, rank = transport.size, transport.rank
     sends = [_gather_rows(x, layout, r) for r in range(ranks)]
-    receives = [x.new_empty(x.shape[0], layout.count(rank), x.shape[2], x.shape[3]) for _ in range(ranks)]
+    shape = x.shape[0], layout.count(rank), x.shape[2], x.shape[3]
+    receives = [_inbox(sends[rank], transport, r, shape) for r in range(ranks)]
     transport.all_to_all([_bytes(s) for s in sends], [_bytes(r) for r in receives], "to sequence")
-    out = x.new_zeros(x.shape[0], layout.count(rank), heads, x.shape[3])
+    shared = heads < ranks
+    out = (x.new_zeros if shared else x.new_empty)(x.shape[0], layout.count(rank), heads, x.shape[3])
     for r, part in enumerate(receives):
-        out[:, :, heads_of(r, ranks, heads)] += part
+        if shared:
+            out[:, :, heads_of(r, ranks, heads)] += part
+        else:
+            out[:, :, heads_of(r, ranks, heads)] = part
     return out
+
+
+def _inbox(mine: Tensor, transport: Transport, peer: int, shape: tuple[int, ...]) -> Tensor:
+    """Where a peer's part will come; this rank's own part is there already."""
+    if peer == transport.rank:
+        return mine
+    size = math.prod(shape) * mine.itemsize
+    return transport.inbox(size, mine.device, peer)[:size].view(mine.dtype).view(shape)
 
 
 def _gather_rows(x: Tensor, layout: Layout, rank: int) -> Tensor:

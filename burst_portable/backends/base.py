@@ -27,12 +27,15 @@ class Capabilities:
         process_group: the process-group backend that moves them.
         streams: whether work is asynchronous and ordered by streams.
         rates: what plans are predicted with where nothing was measured.
+        direct_transport: the name of a transport of its own for plans whose messages go straight to where they are
+            used (`Plan.direct`); empty where there is none.
     """
 
     device_type: str
     process_group: str
     streams: bool
     rates: Rates
+    direct_transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,13 @@ class Backend(Protocol):
 
     def transport(self, group: Any, deadline: float) -> Transport:
         """The transport of a torch process group (None: the default one)."""
+
+    # A backend whose capabilities name a direct_transport has this as well:
+    #
+    # def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
+    #     """It, for the ranks of `other`, which moves what goes on between passes. Collective.
+    #
+    #     Raises `UnsupportedError`, on every rank alike, where these ranks cannot have it."""
 
 
 def wrong_with(package: str, at_least: str, *, module: str | None = None, install: str | None = None) -> str:

@@ -48,7 +48,7 @@ def examine() -> Facts:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "settings": {"deadline": settings.deadline, "kernel": settings.kernel},
+        "settings": {"deadline": settings.deadline, "kernel": settings.kernel, "transport": settings.transport},
         "backends": _backends(),
     }
 

@@ -1,8 +1,11 @@
-"""Do all ranks make the same call? Asked before the first hop of every pass, and answered on every rank.
+"""Do all ranks make the same call? Asked before the first hop of a pass, and answered on every rank.
 
 Each rank states 16 bytes (a hash of everything that must be equal) and how many passes it has begun. Where those
-differ, the facts themselves are exchanged, and every rank raises naming both sides; no block is sent. Nothing here
-depends on what a rank has cached: all ranks ask in every pass.
+differ, the facts themselves are exchanged, and every rank raises naming both sides; no block is sent.
+
+Transports of host memory ask in every pass. Others would have to stop the host for it, so they ask when a call is
+new, through the store of their group. After that, a rank that makes another call than the rest leaves messages that
+nobody takes: peer copies tell by their flags, NCCL by its deadline.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from burst_portable.errors import BurstError, CommunicationError, MismatchError,
 
 _FACTS_SIZE = 4096
 _SHOWN = 300
+_REMEMBERED = 1 << 14  # statements that a transport need not ask again
 _TITLE = ("pass", "mask", "case")
 REFUSED = "refused"
 """The fact of a rank that refused its own call: others must not wait for it."""
@@ -74,13 +78,17 @@ def agree(transport: Transport, mine: Statement, *, forward: int = 0, deadline: 
 
     Raises `MismatchError` on every rank where they differ, `CommunicationError` where a rank does not answer.
     """
-    if transport.size == 1 or not transport.host:
+    if transport.size == 1:
         return
     transport.passes += 1
+    if mine.digest in transport.agreed:
+        return
     counts = transport.passes.to_bytes(8, "little") + forward.to_bytes(8, "little")
     label = f"asking whether ranks agree on pass {transport.passes} ({mine.title})"
     stated = transport.share(mine.digest + counts, label, deadline)
     if all(other == stated[0] for other in stated):
+        if not transport.host:
+            _remember(transport, mine.digest)
         return
     packed = json.dumps(mine.facts).encode()[:_FACTS_SIZE].ljust(_FACTS_SIZE)
     texts = [facts.decode(errors="ignore").strip() for facts in transport.share(packed, "telling each other", deadline)]
@@ -91,6 +99,12 @@ def agree(transport: Transport, mine: Statement, *, forward: int = 0, deadline: 
             next_step="all ranks of a mesh must make the same calls in the same order, backward too",
         )
     )
+
+
+def _remember(transport: Transport, digest: bytes) -> None:
+    if len(transport.agreed) >= _REMEMBERED:  # on all ranks at once: they have agreed on the same ones
+        transport.agreed.clear()
+    transport.agreed.add(digest)
 
 
 def tell_refusal(transport: Transport, error: Exception, deadline: float) -> None:

@@ -39,6 +39,8 @@ class Transport(ABC):
         rank, size: this rank among those of the group.
         host: whether buffers in host memory can be sent, and are there when a handle has been waited for.
         passes: how many passes this rank has begun on it; see `comm.agreement`.
+        agreed: digests of the calls that its ranks need not compare again; see `comm.agreement`.
+        direct: whether it serves only passes whose messages go straight to where they are used.
     """
 
     name: str
@@ -46,6 +48,24 @@ class Transport(ABC):
     size: int
     host: bool = True
     passes: int = 0
+    direct: bool = False
+
+    @property
+    def agreed(self) -> set[bytes]:
+        """See above; made when it is first asked for."""
+        found: set[bytes] = self.__dict__.setdefault("_agreed", set())
+        return found
+
+    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:  # noqa: B027  (most transports know no passes)
+        """A pass begins, on the current stream; every rank says so.
+
+        Args:
+            digest: what all ranks say of it alike.
+            inbox: bytes that come from any one rank in this pass, at most: see `packets.inbox_size`.
+        """
+
+    def end(self) -> None:  # noqa: B027
+        """The pass is over: all that came has been used, in the order of the current stream."""
 
     @abstractmethod
     def post(
@@ -61,9 +81,17 @@ class Transport(ABC):
         """A fresh message buffer of so many bytes, which this transport can send from and receive into."""
         return torch.empty(size, dtype=torch.uint8, device=device)
 
+    def inbox(self, size: int, device: torch.device, peer: int) -> Tensor:
+        """A buffer for the next message of a peer: where it will come, if the transport can tell, else a fresh one.
+
+        Asked for in the order in which the messages are posted. It may be used until the pass ends.
+        """
+        return self.buffer(size, device)
+
     def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
         """sends[r] goes to rank r, receives[r] comes from it; uint8, any sizes; returns when all have arrived."""
-        receives[self.rank].copy_(sends[self.rank])
+        if receives[self.rank].data_ptr() != sends[self.rank].data_ptr():
+            receives[self.rank].copy_(sends[self.rank])
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         handles = self.post(
             [Message(sends[r], r) for r in others if sends[r].numel()],
@@ -78,7 +106,7 @@ class Transport(ABC):
         self.all_to_all([send] * self.size, receives, label)
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
-        """A few bytes of every rank, in rank order; equally many on all. Only where `host` is true.
+        """A few bytes of every rank, in rank order; equally many on all. They need not be of one call's pass.
 
         Raises a `CommunicationError` when a rank does not take part within the deadline (seconds).
         """

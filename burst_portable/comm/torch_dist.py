@@ -15,7 +15,10 @@ import torch.distributed as dist
 
 from burst_portable.comm.accounts import compare_accounts
 from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.comm.store import Board
 from burst_portable.errors import CommunicationError, DeadlineError, PeerLostError, explain
+
+_SHARING = 600.0  # seconds for words through the store, where no deadline was given
 
 
 class _Transfer:
@@ -62,6 +65,7 @@ class TorchDistTransport(Transport):
         self.name, self._batched, self._deadline = name, batched, deadline
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.host = not batched
+        self._board: Board | None = None
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
@@ -69,6 +73,10 @@ class TorchDistTransport(Transport):
         return self._post(sends, receives, label, self._deadline)
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+        if not self.host:
+            self._board = self._board or Board.of_group(self.group)
+            seconds = deadline or self._deadline or _SHARING
+            return self._board.share(data, f"rank {self.rank}, {label}: hearing from all ranks", seconds)
         # To each and from each, and not as a collective, whose error would not name the rank that is missing.
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]

@@ -115,6 +115,10 @@ class _Silent(Transport):
     def passes(self, count: int) -> None:
         self._inner.passes = count
 
+    @property
+    def agreed(self) -> set[bytes]:
+        return self._inner.agreed
+
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:

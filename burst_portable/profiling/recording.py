@@ -292,13 +292,26 @@ class RecordingTransport(Transport):
     def passes(self, count: int) -> None:
         self._inner.passes = count
 
+    @property
+    def agreed(self) -> set[bytes]:
+        return self._inner.agreed
+
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
         return self._inner.post(sends, receives, label)
 
+    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
+        self._inner.begin(digest, inbox)
+
+    def end(self) -> None:
+        self._inner.end()
+
     def buffer(self, size: int, device: torch.device) -> Tensor:
         return self._inner.buffer(size, device)
+
+    def inbox(self, size: int, device: torch.device, peer: int) -> Tensor:
+        return self._inner.inbox(size, device, peer)
 
     def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
         if label == "to heads" and self._home >= 2:  # forward brings the output and the LSE home, and no more

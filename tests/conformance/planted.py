@@ -208,6 +208,10 @@ class Through(Transport):
         self.inner = inner
         self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
 
+    @property
+    def agreed(self) -> set[bytes]:
+        return self.inner.agreed
+
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:

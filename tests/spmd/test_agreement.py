@@ -131,7 +131,7 @@ def test_a_planted_silence_is_seen():
     """Without the question, the same disagreement gives a number: what the question is for."""
 
     def work(mesh):
-        mesh.transport("cpu").host = False  # the question is skipped
+        mesh.transport("cpu").share = lambda data, *_: [data] * mesh.size  # everybody is heard to say the same
         return told_by(mesh, "scale")
 
     assert not all(bp.run_local(3, work))

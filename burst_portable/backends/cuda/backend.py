@@ -11,6 +11,7 @@ from burst_portable.backends.accelerator import AcceleratorBackend, Facts
 from burst_portable.backends.base import Capabilities, Rates
 from burst_portable.backends.cuda.hopper import HopperKernel
 from burst_portable.backends.cuda.probe import libraries
+from burst_portable.comm.base import Transport
 from burst_portable.kernels.contract import Kernel
 from burst_portable.kernels.lazy import LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
@@ -23,7 +24,11 @@ class CudaBackend(AcceleratorBackend):
     wire = "nccl"
     # What plans are predicted with: bf16 attention on one H100 in this project's benchmarks, and NCCL on one node.
     capabilities = Capabilities(
-        device_type="cuda", process_group="nccl", streams=True, rates=Rates(tflops=500.0, gbps=150.0)
+        device_type="cuda",
+        process_group="nccl",
+        streams=True,
+        rates=Rates(tflops=500.0, gbps=150.0),
+        direct_transport="peer_copy",
     )
 
     def missing(self) -> str:
@@ -46,3 +51,9 @@ class CudaBackend(AcceleratorBackend):
 
     def libraries(self) -> Facts:
         return libraries()
+
+    def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
+        """Peer copies, where all ranks can have them."""
+        from burst_portable.backends.cuda.peers import connect
+
+        return connect(other, group, deadline)

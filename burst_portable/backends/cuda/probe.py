@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from burst_portable.backends.cuda.peers import unavailable
+
 
 def libraries() -> dict[str, Any]:
     """Libraries as torch sees them; driver and links where NVML can be asked."""
     return {
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
+        "peer_copy": unavailable() or "yes",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "absent",
         **_nvml_facts(),
     }

@@ -49,6 +49,10 @@ class Delayed(Transport):
         self._chance = random.Random(1000 * seed + inner.rank)
         self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
 
+    @property
+    def agreed(self) -> set[bytes]:
+        return self._inner.agreed
+
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
@@ -62,8 +66,17 @@ class Delayed(Transport):
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
         return self._inner.share(data, label, deadline)
 
+    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
+        self._inner.begin(digest, inbox)
+
+    def end(self) -> None:
+        self._inner.end()
+
     def buffer(self, size: int, device: torch.device) -> Tensor:
         return self._inner.buffer(size, device)
+
+    def inbox(self, size: int, device: torch.device, peer: int) -> Tensor:
+        return self._inner.inbox(size, device, peer)
 
 
 def _keep_busy(device: torch.device, rounds: int) -> None:

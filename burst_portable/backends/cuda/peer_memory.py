@@ -1,0 +1,188 @@
+"""Peer memory on NVIDIA GPUs of one host: torch's symmetric memory, copy engines, flags of the driver.
+
+A flag is waited for by the stream itself, with no kernel, so a message needs no multiprocessor while attention fills
+them all. Streams cannot give up; a thread watches over the deadline instead (see `peer_watch`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from burst_portable.backends.cuda.driver import driver
+from burst_portable.backends.cuda.peer_watch import Watch
+from burst_portable.comm.peer_copy import Watched, flags
+from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError, explain
+
+_PAGE = 4096
+_VIEWS = 4096  # kept at most
+
+Share = Callable[[bytes, str], list[bytes]]
+"""A few bytes of every rank, in rank order: `comm.base.Transport.share`."""
+
+
+class CudaPeerMemory:
+    """See `comm.peer_copy.PeerMemory`.
+
+    Args:
+        group: the process group of the ranks.
+        share: how they tell each other a few bytes.
+        deadline: seconds that no message may come while a pass waits for one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, share: Share, deadline: float) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._device, self._share = group, device, share
+        self._driver = driver(device.index)
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._copying = self._stream.cuda_stream
+        self._base = -(-4 * flags(self.size) // _PAGE) * _PAGE
+        self._heap: Tensor | None = None
+        self._handle: Any = None
+        self._starts: list[int] = []
+        self._views: dict[Hashable, Tensor] = {}
+        self._current = torch.cuda.current_stream(device)
+        self._compute = self._last = self._current.cuda_stream
+        self._forked, self._left = torch.cuda.Event(), torch.cuda.Event()
+        self.watch = Watch(device, deadline, self._read_flags, self._release)
+
+    def reserve(self, inbox: int) -> None:
+        torch.cuda.synchronize(self._device)  # nothing that uses the old memory is under way, on any rank:
+        self._agree({"inbox": inbox}, "giving up memory")
+        self._views.clear()
+        self._heap = self._handle = None
+        failed = ""
+        try:
+            self._heap = self._allocate(self._base + inbox)
+        except RuntimeError as error:  # torch's out-of-memory error is one, and so is what the driver says
+            failed = str(error).splitlines()[0]
+        self._all_well(failed, f"{inbox} bytes of peer memory")
+        assert self._heap is not None
+        self._handle = symmetric_memory.rendezvous(self._heap, self._group)
+        self._heap[: self._base].zero_()
+        torch.cuda.synchronize(self._device)
+        self._agree({"inbox": inbox}, "mapping memory")
+        self._starts = list(self._handle.buffer_ptrs)
+
+    def inbox(self, offset: int, size: int) -> Tensor:
+        found = self._views.get((offset, size))
+        if found is None:
+            assert self._heap is not None, "memory is reserved before it is used"
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            start = self._base + offset
+            found = self._views[offset, size] = self._heap[start : start + size]
+        return found
+
+    def enter(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                explain(
+                    "peer copies number their passes on the host, so a CUDA graph cannot hold them",
+                    next_step="set the transport to 'nccl' where graphs are captured",
+                )
+            )
+        self._current = torch.cuda.current_stream(self._device)
+        self._compute = self._current.cuda_stream
+        if self._compute != self._last:
+            self._current.wait_event(self._left)
+        self.watch.begin(self._current)
+
+    def leave(self) -> None:
+        self._left = self.watch.end(self._current)
+        self._last = self._compute
+
+    def fork(self) -> None:
+        self._forked.record(self._current)
+        self._stream.wait_event(self._forked)
+
+    def copy(self, source: Tensor, peer: int, offset: int) -> None:
+        target = self._starts[peer] + self._base + offset
+        self._driver.copy(self._copying, target, source.data_ptr(), source.numel())
+
+    def sent(self) -> _Sent:
+        return _Sent(self, self._stream)
+
+    def signal(self, peer: int, flag: int, mark: int, *, copying: bool) -> None:
+        self._driver.set_flag(self._copying if copying else self._compute, self._starts[peer] + 4 * flag, mark)
+
+    def wait(self, flag: int, mark: int, what: Watched, *, copying: bool) -> None:
+        self.watch.expect(flag, mark, what)
+        self._driver.wait_flag(self._copying if copying else self._compute, self._starts[self.rank] + 4 * flag, mark)
+
+    def check(self) -> None:
+        if self.watch.failed is not None:
+            raise self.watch.failed
+
+    def close(self) -> None:
+        """Let go of the memory; every rank does."""
+        if self._heap is not None and self.watch.failed is None:
+            torch.cuda.synchronize(self._device)
+            self._agree({"inbox": 0}, "giving up memory")
+        self.watch.stop()
+        self._views.clear()
+        self._heap = self._handle = None
+
+    # ------------------------------------------------------------------------------- memory, and the watch
+
+    def _allocate(self, size: int) -> Tensor:
+        # Not `symmetric_memory.empty`: that one keeps freed memory in a pool, and an inbox that grew never comes back.
+        allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
+        heap: Tensor = allocate((size,), (1,), torch.uint8, self._device)
+        return heap
+
+    def _agree(self, facts: dict[str, Any], what: str) -> None:
+        said = self._share(json.dumps(facts).encode(), what)
+        if any(one != said[0] for one in said):
+            told = ", ".join(f"{one[:200].decode(errors='replace')} on rank {r}" for r, one in enumerate(said))
+            raise MismatchError(
+                explain(
+                    f"rank {self.rank}, {what}: the ranks do not make the same call",
+                    got=told,
+                    next_step="all ranks of a mesh must make the same calls in the same order",
+                )
+            )
+
+    def _all_well(self, failed: str, what: str) -> None:
+        said = self._share(failed.encode(), f"allocating {what}")
+        if bad := [f"rank {r}: {one.decode(errors='replace')[:300]}" for r, one in enumerate(said) if one]:
+            raise CommunicationError(
+                explain(
+                    f"rank {self.rank}: not every rank has {what}",
+                    got="; ".join(bad),
+                    next_step="shorten the sequence, or set the transport to 'nccl'",
+                )
+            )
+
+    def _read_flags(self) -> list[int]:
+        """This rank's flags, as the watch reads them, on its own stream."""
+        assert self._heap is not None, "a pass has memory"
+        numbers: list[int] = self._heap[: 4 * flags(self.size)].view(torch.int32).tolist()
+        return numbers
+
+    def _release(self, missing: list[tuple[int, int]]) -> None:
+        """Let streams go on that wait for flags in vain; what they find in the inbox is NaN, in every dtype."""
+        assert self._heap is not None, "a pass has memory"
+        self._heap[self._base :].fill_(255)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        for flag, mark in missing:
+            self._driver.set_flag(stream, self._starts[self.rank] + 4 * flag, mark)
+
+
+class _Sent:
+    """What the copy stream had been given when this was made."""
+
+    __slots__ = ("_event", "_memory")
+
+    def __init__(self, memory: CudaPeerMemory, stream: torch.cuda.Stream) -> None:
+        self._memory, self._event = memory, torch.cuda.Event()
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._memory._current.wait_event(self._event)

@@ -1,0 +1,158 @@
+"""A thread that notices when messages stop coming, since a stream that waits for a flag cannot give up by itself.
+
+It counts from when the device has begun a pass, and anew whenever a message comes. When the deadline is over, it says
+which rank, step and peer on standard error, fills the inbox with NaN and lets the streams go on: nothing hangs,
+nothing looks right, and the next thing that this rank asks of the transport raises the error.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from burst_portable.backends.cuda.driver import driver
+from burst_portable.comm.peer_copy import Watched
+from burst_portable.errors import CommunicationError, DeadlineError, MismatchError, explain
+
+_EVERY = 0.2  # seconds between looks
+_QUIET = 1.0  # seconds that a pass may take before its flags are looked at
+_RUNNING_OUT = 5.0  # seconds for the streams of a pass to run out once its flags are set
+_NUMBER = 16  # bits of a mark below the number of its pass
+
+Missing = list[tuple[int, int]]
+"""(flag, mark) of messages that have not come."""
+
+
+@dataclass
+class _Pass:
+    """What one pass waits for."""
+
+    entered: torch.cuda.Event
+    left: torch.cuda.Event | None = None
+    expected: list[tuple[int, int, Watched]] = field(default_factory=list)
+
+    def over(self) -> bool:
+        """Whether the device has come to its end."""
+        return self.left is not None and self.left.query()
+
+
+class Watch:
+    """Watches over the passes of one rank.
+
+    Args:
+        deadline: seconds without a message.
+        read: this rank's flags as they are now; may wait for the current stream, which is the watch's own.
+        release: lets streams go on that wait for these flags.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        deadline: float,
+        read: Callable[[], list[int]],
+        release: Callable[[Missing], None],
+    ) -> None:
+        self.failed: CommunicationError | None = None
+        self._device, self.deadline, self._read, self._release = device, deadline, read, release
+        self._passes: deque[_Pass] = deque()
+        self._some = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def begin(self, stream: torch.cuda.Stream) -> None:
+        """A pass begins on a stream."""
+        entered = torch.cuda.Event()
+        entered.record(stream)
+        self._passes.append(_Pass(entered))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="burst_portable peer watch", daemon=True)
+            self._thread.start()
+        elif len(self._passes) == 1:
+            with self._some:
+                self._some.notify()
+
+    def expect(self, flag: int, mark: int, what: Watched) -> None:
+        """The pass waits for a flag."""
+        self._passes[-1].expected.append((flag, mark, what))
+
+    def end(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """All of the pass has been put on a stream; the event of its end."""
+        left = torch.cuda.Event()
+        left.record(stream)
+        self._passes[-1].left = left
+        return left
+
+    def stop(self) -> None:
+        """The memory goes away."""
+        self._stopped = True
+        with self._some:
+            self._some.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    # ------------------------------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device)
+        driver(self._device.index).leave_captures_alone()
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            while not self._stopped and self.failed is None:
+                with self._some:
+                    self._some.wait_for(lambda: self._passes or self._stopped)
+                time.sleep(_EVERY)
+                while self._passes and self._passes[0].over():
+                    self._passes.popleft()
+                if self._passes and self._passes[0].entered.query():
+                    self._stay_with(self._passes[0])
+
+    def _stay_with(self, one: _Pass) -> None:
+        """Until a pass that the device has begun is over, or nothing came for too long."""
+        since, seen = time.monotonic(), None
+        while not self._stopped and not one.over():
+            time.sleep(min(_EVERY, self.deadline / 4))
+            if time.monotonic() - since < min(_QUIET, self.deadline / 2):
+                continue
+            now = self._read()
+            if seen is not None and now != seen:
+                since = time.monotonic()
+            seen = now
+            missing = [(flag, mark, what) for flag, mark, what in tuple(one.expected) if now[flag] != mark]
+            other = [what for flag, mark, what in missing if now[flag] >> _NUMBER == mark >> _NUMBER]
+            if other or (missing and time.monotonic() - since >= self.deadline):
+                self._fail(_mismatch(other[0]) if other else self._late(missing[0][2]))
+                return
+
+    def _late(self, what: Watched) -> DeadlineError:
+        return DeadlineError(
+            explain(
+                f"{what()} in {self.deadline:g} s",
+                next_step="find out what that rank is doing, or raise the deadline",
+            )
+        )
+
+    def _fail(self, error: CommunicationError) -> None:
+        """Say so, and let the streams run out: of this pass, and of those that were put behind it."""
+        self.failed = error
+        print(f"burst_portable: {error}", file=sys.stderr, flush=True)
+        while self._passes:
+            one = self._passes.popleft()
+            self._release([(flag, mark) for flag, mark, _ in one.expected])
+            until = time.monotonic() + _RUNNING_OUT
+            while not one.over() and time.monotonic() < until:
+                time.sleep(_EVERY / 10)
+                self._release([(flag, mark) for flag, mark, _ in one.expected])  # the host may still be adding to it
+
+
+def _mismatch(what: Watched) -> MismatchError:
+    return MismatchError(
+        explain(
+            f"{what()}: what came instead is of another call",
+            next_step="all ranks of a mesh must make the same calls in the same order",
+        )
+    )

@@ -1,0 +1,123 @@
+"""Whether the ranks of a group can have peer copies, and the transport if they can. Settled by all ranks together."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burst_portable.backends.cuda.driver import driver
+from burst_portable.comm.base import Message, Transport
+from burst_portable.comm.peer_copy import PeerCopyTransport
+from burst_portable.errors import BurstError, CommunicationError, MismatchError, UnsupportedError, explain
+
+_PROOF = 1 << 20  # bytes that every rank sends every other, to see that they come
+_PROOF_SECONDS = 20.0
+
+
+def unavailable() -> str:
+    """Why this machine has no peer copies, as far as one process can tell; empty if nothing speaks against them."""
+    try:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+    except ImportError as error:
+        return f"this torch has no symmetric memory: {error}"
+    device = torch.device("cuda", torch.cuda.current_device())
+    kind = symmetric_memory.get_backend(device) if hasattr(symmetric_memory, "get_backend") else "CUDA"
+    if kind not in ("CUDA", None):  # None: nothing was chosen yet
+        return f"torch's symmetric memory is set to {kind}, not to CUDA"
+    try:
+        driver(device.index)
+    except BurstError as error:
+        return str(error)
+    count = torch.cuda.device_count()
+    apart = [(a, b) for a in range(count) for b in range(count) if a != b and not _reaches(a, b)]
+    return f"GPU {apart[0][0]} cannot address the memory of GPU {apart[0][1]}" if apart else ""
+
+
+def _reaches(a: int, b: int) -> bool:
+    return torch.cuda.can_device_access_peer(a, b)
+
+
+def connect(other: Transport, group: Any, deadline: float) -> Transport:
+    """Peer copies among the ranks of `other`, each on its current device. Collective.
+
+    Raises `UnsupportedError`, on all ranks alike, with the reasons of those that cannot.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    facts = {"reason": unavailable(), "host": _host(), "gpu": str(torch.cuda.get_device_properties(device).uuid)}
+    told = _told(other, facts, "asking for peer copies")
+    reasons = [f"rank {rank}: {one['reason']}" for rank, one in enumerate(told) if one["reason"]]
+    if len({one["host"] for one in told}) > 1:
+        reasons.append("the ranks are on several hosts")
+    if len({one["gpu"] for one in told}) < other.size:
+        reasons.append("two ranks share a GPU")
+    if reasons:
+        raise UnsupportedError("; ".join(reasons))
+    from burst_portable.backends.cuda.peer_memory import CudaPeerMemory
+
+    memory = CudaPeerMemory(group, device, other.share, min(deadline, _PROOF_SECONDS))
+    transport = PeerCopyTransport(memory, other)
+    told = _told(other, {"reason": _proof(transport, device)}, "trying peer copies")
+    memory.watch.deadline = deadline
+    if reasons := [f"rank {rank}: {one['reason']}" for rank, one in enumerate(told) if one["reason"]]:
+        raise UnsupportedError(f"peer copies were tried and failed: {'; '.join(reasons)}")
+    return transport
+
+
+def _told(other: Transport, facts: dict[str, str], what: str) -> list[dict[str, str]]:
+    said = other.share(json.dumps(facts).encode(), what)
+    try:
+        return [json.loads(one) for one in said]
+    except ValueError as error:  # another rank is in another conversation: it refused its call
+        raise MismatchError(
+            explain(
+                f"rank {other.rank}, {what}: the ranks do not make the same call",
+                got=", ".join(repr(one[:100]) for one in said),
+                next_step="look at the other ranks' errors",
+            )
+        ) from error
+
+
+def _host() -> str:
+    """This machine, and this boot of it."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _proof(transport: PeerCopyTransport, device: torch.device) -> str:
+    """What is wrong with what comes in two passes of messages between all ranks; empty if all is well."""
+    try:
+        for turn in (1, 2):
+            if wrong := _exchange(transport, device, turn):
+                return wrong
+    except (CommunicationError, RuntimeError) as error:  # whatever it is, NCCL can still be had
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
+
+
+def _exchange(transport: PeerCopyTransport, device: torch.device, turn: int) -> str:
+    size, rank = transport.size, transport.rank
+    others = [(rank + distance) % size for distance in range(1, size)]
+    transport.begin(b"proof", _PROOF)
+    mine = torch.full((_PROOF,), 16 * turn + rank % 16, dtype=torch.uint8, device=device)
+    places = [transport.inbox(_PROOF, device, peer) for peer in others]
+    sent, received = transport.post(
+        [Message(mine, peer) for peer in others],
+        [Message(place, peer) for place, peer in zip(places, others, strict=True)],
+        "trying peer copies",
+    )
+    for handle in (*received, *sent):
+        handle.wait()
+    found = torch.stack([place.min() for place in places] + [place.max() for place in places])
+    transport.end()
+    done = torch.cuda.Event()
+    done.record()
+    while not done.query():  # the watch sees to it that it ends
+        time.sleep(0.001)
+    transport.memory.check()
+    expected = [16 * turn + peer % 16 for peer in others] * 2
+    return "" if found.tolist() == expected else f"other bytes came than were sent: {found.tolist()}"

@@ -1,0 +1,276 @@
+"""Peer copies: a sender writes each message straight into the memory of the rank that it is for.
+
+::
+
+    sender                                   receiver
+                                             a pass begins: "my inbox is free"         -> every peer
+    copy stream: wait until it is free
+    copy the message into its place
+    "it has come"                        ->  compute stream: wait; use it where it lies
+
+Copy engines do the work, and no multiprocessor. An inbox has a region for each peer, where the messages of a pass
+lie one after the other, so both ends know every place without asking. A flag holds the mark of its pass, a number
+that grows and a piece of the call's fingerprint: what is left of an earlier pass, or comes from another call, is
+never taken for a message of this one. Each rank sends to the one after it first, so no link is asked twice at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Protocol
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.errors import CommunicationError, UnsupportedError, explain
+
+ALIGNMENT = 256
+"""Messages begin at multiples of it."""
+MESSAGES = 16
+"""From one rank to another in one pass, at most."""
+_MARKS = 1 << 15  # passes that are told apart
+
+
+class Watched(Protocol):
+    """A wait that a peer may never end: says what it is, should its deadline pass."""
+
+    def __call__(self) -> str: ...
+
+
+class PeerMemory(Protocol):
+    """Memory and flags that every rank of a group can write, and a copy stream.
+
+    Nothing here waits on the host but `reserve`. `copying` chooses the copy stream over the current one.
+    """
+
+    rank: int
+    size: int
+
+    def reserve(self, inbox: int) -> None:
+        """Give every rank an inbox of so many bytes, and flags that stand at 0. All ranks ask for the same."""
+
+    def inbox(self, offset: int, size: int) -> Tensor:
+        """Bytes of this rank's own inbox."""
+
+    def enter(self) -> None:
+        """The current stream goes on after all that this memory was used for before, on whatever stream."""
+
+    def leave(self) -> None:
+        """What the current stream has done so far comes before the next `enter`."""
+
+    def fork(self) -> None:
+        """The copy stream goes on after what the current stream has done so far."""
+
+    def copy(self, source: Tensor, peer: int, offset: int) -> None:
+        """Copy a message into the inbox of a peer, on the copy stream."""
+
+    def sent(self) -> Handle:
+        """A handle of what the copy stream has been given so far."""
+
+    def signal(self, peer: int, flag: int, mark: int, *, copying: bool) -> None:
+        """Set a flag of a peer once what the stream was given before is done."""
+
+    def wait(self, flag: int, mark: int, what: Watched, *, copying: bool) -> None:
+        """The stream goes on when this rank's flag shows the mark."""
+
+    def check(self) -> None:
+        """Raise what went wrong since, if anything did."""
+
+    def close(self) -> None:
+        """Let go of it. Collective."""
+
+
+class PeerCopyTransport(Transport):
+    """See `comm.base.Transport`. Messages go by peer copies inside a pass; all else goes through `other`.
+
+    Args:
+        memory: of the ranks of the group.
+        other: a transport of the same ranks, for what happens between passes.
+    """
+
+    name = "peer_copy"
+    host = False
+    direct = True
+
+    def __init__(self, memory: PeerMemory, other: Transport) -> None:
+        self.memory, self._other = memory, other
+        self.rank, self.size = memory.rank, memory.size
+        self._region = self._number = self._mark = 0
+        self._open = False
+        self._waited: set[int] = set()
+        self._sent_to = _Places(self.size)
+        self._coming = _Places(self.size)
+        self._handed: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+
+    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
+        memory = self.memory
+        memory.check()
+        if self._open:
+            raise CommunicationError(
+                explain(
+                    f"rank {self.rank}: the pass before ended in an error, so the ranks are out of step",
+                    next_step="end this process group, or make a new mesh on every rank",
+                )
+            )
+        need = -(-(inbox + MESSAGES * ALIGNMENT) // ALIGNMENT) * ALIGNMENT
+        if need > self._region:
+            memory.reserve(need * self.size)
+            self._region, self._number = need, 0
+        self._open = True
+        self._number = self._number % (_MARKS - 1) + 1
+        self._mark = self._number << 16 | crc32(digest) & 0xFFFF
+        for places in (self._sent_to, self._coming):
+            places.clear()
+        self._waited.clear()
+        self._handed.clear()
+        memory.enter()
+        for peer in self._others():
+            memory.signal(peer, self._free_flag(self.rank), self._mark, copying=False)
+
+    def end(self) -> None:
+        self.memory.leave()
+        self._open = False
+
+    def inbox(self, size: int, device: torch.device, peer: int) -> Tensor:
+        if not self._open or not size:
+            return self._other.inbox(size, device, peer)
+        place = self._take(self._coming, peer, size)
+        buffer = self.memory.inbox(peer * self._region + place[1], size)
+        self._handed[peer].append((place[0], buffer))
+        return buffer
+
+    def buffer(self, size: int, device: torch.device) -> Tensor:
+        return self._other.buffer(size, device)
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
+    ) -> tuple[list[Handle], list[Handle]]:
+        if not self._open:
+            return self._other.post(sends, receives, label)
+        self.memory.check()
+        incoming: list[Handle] = [self._expect(message, label) for message in receives]
+        if not sends:
+            return [], incoming
+        self.memory.fork()
+        for message in sorted(sends, key=lambda m: (m.peer - self.rank) % self.size):
+            self._send(message, label)
+        return [self.memory.sent()] * len(sends), incoming
+
+    def all_gather(self, send: Tensor, receives: Sequence[Tensor], label: str = "all_gather") -> None:
+        if self._open:
+            super().all_gather(send, receives, label)
+        else:
+            self._other.all_gather(send, receives, label)
+
+    def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
+        if self._open:
+            super().all_to_all(sends, receives, label)
+        else:
+            self._other.all_to_all(sends, receives, label)
+
+    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+        return self._other.share(data, label, deadline)
+
+    def close(self) -> None:
+        self.memory.close()
+        self._other.close()
+
+    # ----------------------------------------------------------------------------------------- one message
+
+    def _send(self, message: Message, label: str) -> None:
+        memory, peer = self.memory, message.peer
+        index, offset = self._take(self._sent_to, peer, message.buffer.numel())
+        if peer not in self._waited:
+            self._waited.add(peer)
+            what = _Wait(self.rank, label, peer, "has not made room for the message from here")
+            memory.wait(self._free_flag(peer), self._mark, what, copying=True)
+        memory.copy(message.buffer, peer, self.rank * self._region + offset)
+        memory.signal(peer, self._came_flag(self.rank, index), self._mark, copying=True)
+
+    def _expect(self, message: Message, label: str) -> Handle:
+        peer = message.peer
+        if not self._handed[peer]:
+            self.inbox(message.buffer.numel(), message.buffer.device, peer)
+        index, place = self._handed[peer].pop(0)
+        assert place.numel() == message.buffer.numel(), "buffers from `inbox` are posted in their order"
+        what = _Wait(self.rank, label, peer, "has not sent its message")
+        return _Arrival(self.memory, self._came_flag(peer, index), self._mark, what, place, message.buffer)
+
+    def _take(self, places: _Places, peer: int, size: int) -> tuple[int, int]:
+        """(index, offset) of the next message from or to a peer."""
+        index, offset = places.next(peer, size)
+        if index >= MESSAGES or offset + size > self._region:
+            raise UnsupportedError(
+                explain(
+                    f"peer copies: rank {self.rank} has no room for another message of rank {peer} in this pass",
+                    got=f"message {index + 1}, {offset + size} bytes in all",
+                    allowed=f"{MESSAGES} messages, {self._region} bytes",
+                    next_step="tell `begin` how many bytes come, or take another transport",
+                )
+            )
+        return index, offset
+
+    def _others(self) -> list[int]:
+        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
+
+    def _free_flag(self, peer: int) -> int:
+        """Where a peer says that its inbox is free."""
+        return self.size * MESSAGES + peer
+
+    def _came_flag(self, peer: int, index: int) -> int:
+        """Where a peer says that its message of that index has come."""
+        return peer * MESSAGES + index
+
+
+def flags(size: int) -> int:
+    """How many flags each of so many ranks has."""
+    return size * (MESSAGES + 1)
+
+
+class _Places:
+    """Where messages of a pass lie in a region: one after the other."""
+
+    def __init__(self, size: int) -> None:
+        self._count, self._offset = [0] * size, [0] * size
+
+    def clear(self) -> None:
+        for peer in range(len(self._count)):
+            self._count[peer] = self._offset[peer] = 0
+
+    def next(self, peer: int, size: int) -> tuple[int, int]:
+        """(index, offset) of the next message."""
+        found = self._count[peer], self._offset[peer]
+        self._count[peer] += 1
+        self._offset[peer] += -(-size // ALIGNMENT) * ALIGNMENT
+        return found
+
+
+class _Wait:
+    """What is being waited for; put into words only if it does not come."""
+
+    __slots__ = ("label", "missing", "peer", "rank")
+
+    def __init__(self, rank: int, label: str, peer: int, missing: str) -> None:
+        self.rank, self.label, self.peer, self.missing = rank, label, peer, missing
+
+    def __call__(self) -> str:
+        return f"rank {self.rank}, {self.label}: rank {self.peer} {self.missing}"
+
+
+class _Arrival:
+    """A message on its way into this rank's inbox."""
+
+    __slots__ = ("_buffer", "_flag", "_mark", "_place", "_what", "memory")
+
+    def __init__(self, memory: PeerMemory, flag: int, mark: int, what: _Wait, place: Tensor, buffer: Tensor) -> None:
+        self.memory, self._flag, self._mark, self._what = memory, flag, mark, what
+        self._place, self._buffer = place, buffer
+
+    def wait(self) -> None:
+        self.memory.check()
+        self.memory.wait(self._flag, self._mark, self._what, copying=False)
+        if self._buffer.data_ptr() != self._place.data_ptr():
+            self._buffer.copy_(self._place)

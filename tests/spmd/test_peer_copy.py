@@ -1,0 +1,189 @@
+"""Peer copies among threads: the same attention, whoever is late; and what must not pass is caught."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.comm.base import Message
+from burst_portable.comm.peer_copy import MESSAGES, PeerCopyTransport
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.exchanges import JOBS
+from burst_portable.conformance.tolerances import judge
+from burst_portable.cost import Rates, plan_cost
+from burst_portable.errors import CommunicationError, DeadlineError, UnsupportedError
+from burst_portable.packets import inbox_size
+from tests.spmd.attention import expected, make_inputs, on_one_rank
+from tests.spmd.thread_peers import ThreadPeers, World, run_peers
+
+CASES = [
+    Case(mask="causal", strategy="ring+fetch", ranks=3, batch=2),
+    Case(mask="documents", layout="document_zigzag", strategy="burst+fetch", ranks=4, heads="mha"),
+    Case(mask="window", layout="contiguous", strategy="ring+fetch", ranks=4, dtype=torch.bfloat16),
+    Case(mask="causal", strategy="ulysses", ranks=3, heads="gqa", sinks=True),
+    Case(mask="causal", strategy="ulysses", ranks=4, heads="mqa"),
+    Case(mask="custom", layout="striped", strategy="ring", ranks=3),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention(case):
+    inputs = make_inputs(case)
+    exact, plain = expected(case, inputs)
+    for answer in run_peers(World(case.ranks), lambda mesh: on_one_rank(mesh, case, inputs)):
+        assert judge(answer, exact, plain, case.dtype) == {}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_is_late(seed):
+    """Pass after pass, of changing sizes, with random delays: the bits of the first calm run."""
+    cases = [CASES[0], Case(mask="causal", strategy="burst+fetch", ranks=3), CASES[3], CASES[0]]
+
+    def work(mesh):
+        return [on_one_rank(mesh, case, make_inputs(case)).quantities() for case in cases]
+
+    calm = run_peers(World(3), work)
+    late = run_peers(World(3, delay=0.004, seed=seed), work)
+    for before, after in zip(calm, late, strict=True):
+        for one, other in zip(before, after, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_messages_between_passes_and_within(job):
+    """What every transport must do; within a pass everything goes through the inboxes."""
+
+    def work(mesh):
+        transport = mesh.transport("cpu")
+        between = JOBS[job](transport, torch.device("cpu"))
+        transport.begin(inbox=64 << 20)
+        within = "" if job in ("laps", "order") else JOBS[job](transport, torch.device("cpu"))
+        transport.end()
+        return between + within
+
+    assert run_peers(World(3), work) == ["", "", ""]
+
+
+def lap(mesh, transport, number: int, read_late: float) -> bool:
+    """One pass: each rank sends a block on, and looks at what came late. Whether it was this pass's."""
+    size, there, back = 4096, (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
+    transport.begin(b"lap", size)
+    came = transport.inbox(size, torch.device("cpu"), back)
+    block = torch.full((size,), 16 * mesh.rank + number, dtype=torch.uint8)
+    sent, received = transport.post([Message(block, there)], [Message(came, back)], f"lap {number}")
+    for handle in (*received, *sent):
+        handle.wait()
+    time.sleep(read_late)
+    right = bool((came == 16 * back + number).all())
+    transport.end()
+    return right
+
+
+def laps(mesh) -> bool:
+    transport = mesh.transport("cpu")
+    # Rank 1 reads late; rank 0, which sends to it, is in the next pass already.
+    right = [lap(mesh, transport, number, 0.05 * (mesh.rank == 1)) for number in range(4)]
+    return all(right)
+
+
+def test_an_inbox_is_not_overwritten_while_it_is_read():
+    assert all(run_peers(World(2), laps))
+
+
+class Eager(ThreadPeers):
+    """A planted bug: senders do not wait until the inbox is free."""
+
+    def wait(self, flag, mark, what, *, copying):
+        if not copying:
+            super().wait(flag, mark, what, copying=False)
+
+
+def test_without_waiting_for_room_it_would_be():
+    def work(mesh):
+        if mesh.rank:
+            return laps(mesh)
+        # Alone in a group of two, rank 0 would wait for rank 1's messages: it takes none here.
+        transport = mesh.transport("cpu")
+        for number in range(4):
+            transport.begin(b"lap", 4096)
+            block = torch.full((4096,), number, dtype=torch.uint8)
+            sent, _ = transport.post([Message(block, 1)], [], f"lap {number}")
+            sent[0].wait()
+            transport.end()
+        return True
+
+    with pytest.raises((AssertionError, CommunicationError)):
+        assert all(run_peers(World(2, deadline=1.0), work, Eager))
+
+
+def test_a_peer_that_sends_nothing_is_named():
+    def work(mesh):
+        transport = mesh.transport("cpu")
+        transport.begin(b"call", 512)
+        if mesh.rank == 0:
+            time.sleep(0.4)
+            return
+        came = transport.inbox(8, torch.device("cpu"), 0)
+        _, received = transport.post([], [Message(came, 0)], "forward step 3")
+        with pytest.raises(DeadlineError, match="rank 1, forward step 3: rank 0 has not sent"):
+            received[0].wait()
+        with pytest.raises(CommunicationError, match="out of step"):  # the pass was never ended
+            transport.begin(b"call", 512)
+
+    run_peers(World(2, deadline=0.2), work)
+
+
+def test_another_call_is_not_taken_for_this_one():
+    """Equal sizes and equally many passes, but other calls: the flags differ."""
+
+    def work(mesh):
+        transport = mesh.transport("cpu")
+        transport.begin(b"ab" if mesh.rank else b"cd", 512)
+        came = transport.inbox(8, torch.device("cpu"), 1 - mesh.rank)
+        block = torch.zeros(8, dtype=torch.uint8)
+        _, received = transport.post([Message(block, 1 - mesh.rank)], [Message(came, 1 - mesh.rank)], "forward step 0")
+        with pytest.raises(DeadlineError, match="forward step 0"):
+            received[0].wait()
+
+    run_peers(World(2, deadline=0.2), work)
+
+
+def test_more_than_was_announced_is_refused():
+    def work(mesh):
+        transport = mesh.transport("cpu")
+        transport.begin(b"call", 512)
+        for _ in range(MESSAGES):
+            transport.inbox(8, torch.device("cpu"), 1 - mesh.rank)
+        with pytest.raises(UnsupportedError, match="no room"):
+            transport.inbox(8, torch.device("cpu"), 1 - mesh.rank)
+
+    run_peers(World(2), work)
+
+
+@pytest.mark.parametrize("strategy", ["ring+fetch", "burst+fetch"])
+def test_bytes_are_those_of_the_plan(strategy):
+    case = Case(mask="window", layout="contiguous", strategy=strategy, ranks=4)
+    world = World(4)
+    run_peers(world, lambda mesh: on_one_rank(mesh, case, make_inputs(case)))
+    _, kv_heads, d, _ = case.sizes
+    plan = bp.plan(
+        seq_len=case.length, ranks=4, heads=case.sizes[0], kv_heads=kv_heads, head_dim=d, batch=case.batch,
+        mask=case.make_mask(), strategy=case.make_strategy(), layout=case.make_layout(), itemsize=case.dtype.itemsize,
+    )  # fmt: skip
+    cost = plan_cost(plan, Rates(1.0, 1.0))
+    assert world.copied == [sum(cost.per_rank[name][r].sent for name in ("forward", "backward")) for r in range(4)]
+    # With a window as long as a block or shorter, a rank sends all that it sends forward to the next one.
+    assert inbox_size(plan, "forward") == max(c.sent for c in cost.per_rank["forward"])
+
+
+def test_the_transport_can_be_named():
+    def work(mesh):
+        assert isinstance(mesh.transport_for("cpu", direct=True)[0], PeerCopyTransport)
+        mesh.config = bp.config.Config(transport="nccl")
+        with pytest.raises(ValueError, match="transport"):
+            mesh.transport_for("cpu", direct=True)
+
+    run_peers(World(2), work)

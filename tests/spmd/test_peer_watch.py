@@ -1,0 +1,87 @@
+"""The watch over peer copies, with stand-ins for the device: what it takes for late, and what it does then."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from burst_portable.backends.cuda.peer_watch import Watch, _Pass
+from burst_portable.errors import DeadlineError, MismatchError
+
+ENTERED, PASS, CALL = 0, 7 << 16, 0xAB
+
+
+class Device:
+    """Flags, and the event of a pass's end: over when all its flags are set."""
+
+    def __init__(self, flags):
+        self.flags, self.released = flags, []
+
+    def read(self):
+        return list(self.flags)
+
+    def release(self, missing):
+        self.released.append(missing)
+        for flag, mark in missing:
+            self.flags[flag] = mark
+
+    def ended(self, expected):
+        return Event(lambda: all(self.flags[flag] == mark for flag, mark, _ in expected))
+
+
+class Event:
+    def __init__(self, happened):
+        self.query = happened
+
+
+def watched(device, deadline, marks):
+    """A watch with one pass that waits for these flags."""
+    watch = Watch(None, deadline, device.read, device.release)
+    expected = [
+        (flag, mark, lambda flag=flag: f"rank 0, step {flag}: rank {flag} has not sent") for flag, mark in marks
+    ]
+    one = _Pass(Event(lambda: True), device.ended(expected), expected)
+    watch._passes.append(one)
+    return watch, one
+
+
+def test_a_message_that_never_comes(capsys):
+    device = Device([PASS | CALL, 0, 0])
+    watch, one = watched(device, 0.1, [(0, PASS | CALL), (2, PASS | CALL)])
+    later = _Pass(Event(lambda: True), device.ended([(1, 8 << 16, None)]), [(1, 8 << 16, None)])
+    watch._passes.append(later)  # put behind it before anybody noticed
+    watch._stay_with(one)
+    assert isinstance(watch.failed, DeadlineError)
+    assert "rank 0, step 2: rank 2 has not sent in 0.1 s" in str(watch.failed)
+    assert "rank 2 has not sent" in capsys.readouterr().err
+    assert one.over()
+    assert later.over(), "streams that wait behind it run out as well"
+
+
+def test_a_message_of_another_call_needs_no_deadline(capsys):
+    device = Device([PASS | 0xCD])
+    watch, one = watched(device, 600.0, [(0, PASS | CALL)])
+    watch._stay_with(one)
+    assert isinstance(watch.failed, MismatchError)
+    assert "another call" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("left_over", [0, 6 << 16 | CALL])
+def test_slow_is_not_late_while_messages_come(left_over):
+    """Each comes just within the deadline of the one before; flags of an earlier pass are no mismatch."""
+    device = Device([left_over] * 4)
+    watch, one = watched(device, 0.4, [(flag, PASS | CALL) for flag in range(4)])
+
+    def peers():
+        for flag in range(4):
+            time.sleep(0.2)
+            device.flags[flag] = PASS | CALL
+
+    thread = threading.Thread(target=peers)
+    thread.start()
+    watch._stay_with(one)
+    thread.join()
+    assert watch.failed is None
+    assert device.released == []

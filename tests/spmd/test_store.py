@@ -1,0 +1,76 @@
+"""What ranks say to each other through a store, and calls that are compared when they are new."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from burst_portable.comm.agreement import agree, state
+from burst_portable.comm.base import Transport
+from burst_portable.comm.local import run_threads
+from burst_portable.comm.store import Board
+from burst_portable.errors import DeadlineError, MismatchError
+
+
+class ByStore(Transport):
+    """A transport that cannot send host memory: NCCL's way to agree, without NCCL."""
+
+    host = False
+
+    def __init__(self, rank: int, size: int, store: dist.Store, deadline: float = 5.0) -> None:
+        self.rank, self.size, self.asked = rank, size, 0
+        self._board, self._deadline = Board(store, rank, size), deadline
+
+    def post(self, sends, receives, label=""):
+        raise AssertionError("no message is sent here")
+
+    def share(self, data, label="share", deadline=None):
+        self.asked += 1
+        return self._board.share(data, f"rank {self.rank}, {label}", deadline or self._deadline)
+
+
+def over_store(size, work, **options):
+    store = dist.HashStore()
+    return run_threads(size, lambda local: work(ByStore(local.rank, size, store, **options)))
+
+
+def test_everybody_hears_everybody_and_keys_are_cleared_away():
+    store = dist.HashStore()
+
+    def work(local):
+        board = Board(store, local.rank, 3)
+        return [board.share(bytes([turn, local.rank]), "sharing", 5.0) for turn in range(50)]
+
+    for heard in run_threads(3, work):
+        assert heard == [[bytes([turn, rank]) for rank in range(3)] for turn in range(50)]
+    assert store.num_keys() <= 3 * 3
+
+
+def test_a_silent_rank_is_named():
+    def work(transport):
+        if transport.rank == 1:
+            return
+        with pytest.raises(DeadlineError, match=r"rank 1 said nothing in 0\.2 s"):
+            agree(transport, state({"a": "b"}))
+
+    over_store(3, work, deadline=0.2)
+
+
+def test_a_call_is_compared_once():
+    def work(transport):
+        for _ in range(5):
+            for fact in ("b", "c"):
+                agree(transport, state({"a": fact}))
+        return transport.asked, transport.passes
+
+    assert over_store(3, work) == [(2, 10)] * 3
+
+
+def test_calls_that_differ_are_told_and_not_remembered():
+    def work(transport):
+        agree(transport, state({"dtype": "float32"}))
+        for _ in range(2):
+            with pytest.raises(MismatchError, match=r"float32 on rank 0.*float16 on rank 1"):
+                agree(transport, state({"dtype": "float16" if transport.rank else "float32", "more": "yes"}))
+
+    over_store(2, work)

@@ -1,0 +1,136 @@
+"""Peer memory among threads: real inboxes and flags, a copy stream that is a thread, and delays by chance.
+
+The current stream is the rank's own thread: what is put on it is done at once.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import burst_portable as bp
+from burst_portable.comm.local import run_threads
+from burst_portable.comm.peer_copy import PeerCopyTransport, flags
+from burst_portable.config import Config
+from burst_portable.errors import DeadlineError
+
+
+class World:
+    """What the ranks share."""
+
+    def __init__(self, size: int, *, deadline: float = 20.0, delay: float = 0.0, seed: int = 0) -> None:
+        self.size, self.deadline, self.delay, self.seed = size, deadline, delay, seed
+        self.changed = threading.Condition()
+        self.inboxes: list[Tensor] = [torch.empty(0)] * size
+        self.flags = [[0] * flags(size) for _ in range(size)]
+        self.met = threading.Barrier(size)
+        self.copied = [0] * size
+
+
+class ThreadPeers:
+    """See `comm.peer_copy.PeerMemory`."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.size = world, rank, world.size
+        self._chance = random.Random(1000 * world.seed + rank)
+        self._failed: BaseException | None = None
+        self._work: queue.Queue[Callable[[], None]] = queue.Queue()
+        threading.Thread(target=self._copy_stream, daemon=True).start()
+
+    def _copy_stream(self) -> None:
+        while True:
+            work = self._work.get()
+            try:
+                time.sleep(self._chance.random() * self.world.delay)
+                work()
+            except BaseException as error:  # noqa: BLE001  (raised by `check`)
+                self._failed = error
+
+    def _do(self, work: Callable[[], None], copying: bool) -> None:
+        self._work.put(work) if copying else work()
+
+    def reserve(self, inbox: int) -> None:
+        self.world.met.wait(self.world.deadline)
+        self.world.inboxes[self.rank] = torch.full((inbox,), 255, dtype=torch.uint8)
+        self.world.flags[self.rank] = [0] * flags(self.size)
+        self.world.met.wait(self.world.deadline)
+
+    def inbox(self, offset: int, size: int) -> Tensor:
+        return self.world.inboxes[self.rank][offset : offset + size]
+
+    def enter(self) -> None:
+        time.sleep(self._chance.random() * self.world.delay)
+
+    def leave(self) -> None:
+        """One thread: in order already."""
+
+    def fork(self) -> None:
+        """What the thread has done so far is done."""
+
+    def copy(self, source: Tensor, peer: int, offset: int) -> None:
+        def work() -> None:
+            self.world.inboxes[peer][offset : offset + source.numel()] = source
+            self.world.copied[self.rank] += source.numel()
+
+        self._do(work, True)
+
+    def sent(self) -> Done:
+        done = Done(self)
+        self._do(done.event.set, True)
+        return done
+
+    def signal(self, peer: int, flag: int, mark: int, *, copying: bool) -> None:
+        def work() -> None:
+            with self.world.changed:
+                self.world.flags[peer][flag] = mark
+                self.world.changed.notify_all()
+
+        self._do(work, copying)
+
+    def wait(self, flag: int, mark: int, what: Callable[[], str], *, copying: bool) -> None:
+        def work() -> None:
+            with self.world.changed:
+                if not self.world.changed.wait_for(
+                    lambda: self.world.flags[self.rank][flag] == mark, self.world.deadline
+                ):
+                    raise DeadlineError(what())
+
+        self._do(work, copying)
+
+    def check(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Done:
+    """A handle of what the copy stream had been given."""
+
+    def __init__(self, memory: ThreadPeers) -> None:
+        self._memory, self.event = memory, threading.Event()
+
+    def wait(self) -> None:
+        until = time.monotonic() + self._memory.world.deadline + 1
+        while not self.event.wait(0.02):
+            self._memory.check()
+            assert time.monotonic() < until, "the copy stream is stuck"
+
+
+def run_peers(world: World, work: Callable, peers: type[ThreadPeers] = ThreadPeers) -> list:
+    """Run `work(mesh)` on ranks that have peer copies; the results in rank order."""
+
+    def body(local):
+        transport = PeerCopyTransport(peers(world, local.rank), local)
+        return work(
+            bp.Mesh(local.rank, world.size, lambda device_type: transport, config=Config(deadline=world.deadline))
+        )
+
+    return run_threads(world.size, body, deadline=world.deadline)
