@@ -6,43 +6,74 @@ mask, is taken from the layout, so the same model runs on one rank and on many.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from burst_portable.api import attention
-from burst_portable.errors import InputError, ShapeError, explain
+from burst_portable.checks import check_tensor
+from burst_portable.errors import DtypeError, InputError, ShapeError, explain, shown, unknown_name
+from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import as_mesh
+from burst_portable.planning import strategy_of
 from burst_portable.sharding import positions
 from burst_portable.strategies.base import Strategy
+from burst_portable.values import as_float, size
 
 
 def rotate(x: Tensor, where: Tensor, theta: float = 10000.0) -> Tensor:
     """Rotary position embedding (RoFormer, arXiv 2104.09864), halves paired as in Llama.
 
     Args:
-        x: ``[B, S, H, D]``, D even.
-        where: the rows' positions in the whole sequence, ``[S]`` or ``[B, S]``.
-        theta: base of the frequencies.
+        x: ``[B, S, H, D]``, D even, floating.
+        where: the rows' positions in the whole sequence, ``[S]``, ``[1, S]`` or ``[B, S]``.
+        theta: base of the frequencies, above 0.
 
     Returns:
-        As x; angles are computed in float32.
+        As x; angles and products are computed in float32, for float64 in float64.
+
+    Raises:
+        InputError: shapes that do not go together, a base that is none.
+        DtypeError: x is not floating, or positions are complex or booleans.
     """
-    half = x.shape[-1] // 2
-    if x.shape[-1] % 2:
-        raise ShapeError(explain("rotary positions need an even head size", got=x.shape[-1]))
-    frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = where.to(device=x.device, dtype=torch.float32).unsqueeze(-1) * frequency  # [S, D / 2]
+    check_tensor("x", x)
+    check_tensor("where", where)
+    if not x.is_floating_point() or where.is_complex() or where.dtype is torch.bool:
+        raise DtypeError(explain("rotary positions turn floats by numbers", got=f"{x.dtype} by {where.dtype}"))
+    _check_head_size(x.shape[-1] if x.dim() == 4 else 0, tuple(x.shape))
+    if where.shape not in ((x.shape[1],), (1, x.shape[1]), tuple(x.shape[:2])):
+        allowed = f"({x.shape[1]},) or {tuple(x.shape[:2])}"
+        raise ShapeError(explain("positions do not fit the rows", got=tuple(where.shape), allowed=allowed))
+    half, dtype = x.shape[-1] // 2, torch.float64 if x.dtype is torch.float64 else torch.float32
+    frequency = _checked_theta(theta) ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
+    angle = where.to(device=x.device, dtype=dtype).unsqueeze(-1) * frequency  # [S, D / 2]
     cos, sin = angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)  # one for all heads
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = x.to(dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _checked_theta(theta: float) -> float:
+    number = as_float(theta)
+    if number is None or not (math.isfinite(number) and number > 0):
+        raise InputError(explain("theta is no base of frequencies", got=shown(theta), allowed="above 0"))
+    return number
+
+
+def _check_head_size(head_dim: int, got: object) -> None:
+    if head_dim < 2 or head_dim % 2:
+        allowed = "[batch, rows, heads, head size], the last even"
+        raise ShapeError(explain("rotary positions need an even head size", got=got, allowed=allowed))
 
 
 class SelfAttention(nn.Module):
     """Self-attention with grouped K/V heads and rotary positions, over a sequence that is spread over a mesh.
+
+    Its weights do not depend on the mesh: a `state_dict` fits the same module on any other. A deep copy stands on the
+    same mesh; the whole module can be pickled where its mesh is one rank.
 
     Args:
         dim: size of a row of the input and the output.
@@ -51,7 +82,8 @@ class SelfAttention(nn.Module):
         theta: base of the rotary frequencies; None leaves queries and keys as they are.
 
     Raises:
-        InputError: heads that do not divide `dim`, or K/V heads that do not divide heads.
+        InputError: heads that do not divide `dim`, K/V heads that do not divide heads, an odd head size with rotary
+            positions, and a mesh, mask, strategy or layout that is none.
     """
 
     def __init__(
@@ -67,8 +99,9 @@ class SelfAttention(nn.Module):
         theta: float | None = 10000.0,
     ) -> None:
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        if min(dim, heads, kv_heads) < 1 or dim % heads or heads % kv_heads:
+        dim, heads = size("dim", dim), size("heads", heads)
+        kv_heads = heads if kv_heads is None else size("kv_heads", kv_heads)
+        if dim % heads or heads % kv_heads:
             raise InputError(
                 explain(
                     "these heads do not go together",
@@ -76,7 +109,11 @@ class SelfAttention(nn.Module):
                     allowed="heads divide dim, K/V heads divide heads",
                 )
             )
+        _check_names(mask, strategy, layout)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
+        if theta is not None:
+            theta = _checked_theta(theta)
+            _check_head_size(self.head_dim, f"{dim} / {heads} = {self.head_dim}; theta=None turns nothing")
         self.mesh, self.mask, self.strategy, self.layout, self.theta = as_mesh(mesh), mask, strategy, layout, theta
         self.q = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.kv = nn.Linear(dim, 2 * kv_heads * self.head_dim, bias=False)
@@ -89,15 +126,29 @@ class SelfAttention(nn.Module):
             seq_len: tokens of the whole sequence; None means that all ranks hold equally many.
             position_ids: ``[S]`` or ``[B, S]``, for rotary positions that count otherwise (packed documents).
         """
-        length = x.shape[1] * self.mesh.size if seq_len is None else seq_len
+        check_tensor("x", x)
+        if x.dim() != 3 or x.shape[-1] != self.q.in_features:
+            allowed = f"[batch, rows, {self.q.in_features}]"
+            raise ShapeError(explain("x is no input of this module", got=tuple(x.shape), allowed=allowed))
+        length = x.shape[1] * self.mesh.size if seq_len is None else size("seq_len", seq_len)
         q = self.q(x).unflatten(-1, (self.heads, self.head_dim))
         k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
         if self.theta is not None:
             if position_ids is None:
-                documents = self.mask if isinstance(self.mask, Mask) else None
-                position_ids = positions(self.mesh, seq_len=length, layout=self.layout, mask=documents, device=x.device)
+                position_ids = positions(self.mesh, seq_len=length, layout=self.layout, mask=self.mask, device=x.device)
             q, k = rotate(q, position_ids, self.theta), rotate(k, position_ids, self.theta)
         out = attention(
             q, k, v, mask=self.mask, mesh=self.mesh, strategy=self.strategy, layout=self.layout, seq_len=length
         )
         return self.out(out.flatten(-2))
+
+
+def _check_names(mask: object, strategy: Any, layout: object) -> None:
+    """What can be refused before there is a sequence: short forms are read once for nothing."""
+    if isinstance(mask, str):
+        Mask.parse(mask, 1)
+    elif not isinstance(mask, Mask):
+        raise InputError(explain("mask is no mask", got=shown(mask), allowed="a Mask, or its short form"))
+    strategy_of(strategy)
+    if not isinstance(layout, Layout) and not (isinstance(layout, str) and layout in LAYOUTS):
+        raise unknown_name("layout", layout, LAYOUTS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import runpy
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.errors import InputError, ShapeError
+from burst_portable.errors import DtypeError, InputError, ShapeError, UnsupportedError
 from burst_portable.integrations.gradients import sum_gradients
 from burst_portable.nn import SelfAttention, rotate
 
@@ -60,13 +62,108 @@ def test_rotary_positions_are_llama_s():
     torch.testing.assert_close(rotate(x, where), expected)
 
 
-def test_heads_that_do_not_go_together():
-    with pytest.raises(InputError, match="do not go together"):
-        SelfAttention(16, 3)
-    with pytest.raises(InputError, match="do not go together"):
-        SelfAttention(16, 4, 3)
-    with pytest.raises(ShapeError, match="even"):
-        rotate(torch.zeros(1, 1, 1, 3), torch.zeros(1))
+def test_rotary_positions_of_float64_are_of_float64():
+    x, where = torch.randn(1, 5, 2, 8, dtype=torch.float64), torch.arange(5) * 100_003
+    angle = where[:, None].double() * 10000.0 ** (-torch.arange(4).double() / 4)
+    turned = torch.polar(torch.ones_like(angle), angle)
+    expected = torch.view_as_real(torch.complex(x[..., :4], x[..., 4:]) * turned[:, None])
+    found = rotate(x, where)
+    torch.testing.assert_close(found, torch.cat(expected.unbind(-1), dim=-1), rtol=1e-9, atol=1e-9)
+
+
+X = torch.zeros(2, 3, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.zeros(1, 1, 1, 3), torch.zeros(1)), ShapeError, "even head size"),
+        ((torch.zeros(1, 1, 1, 0), torch.zeros(1)), ShapeError, "even head size"),
+        ((torch.zeros(3, 4), torch.zeros(3)), ShapeError, "head size"),
+        ((X, torch.zeros(4)), ShapeError, r"do not fit the rows; got \(4,\); allowed: \(3,\) or \(2, 3\)"),
+        ((X, torch.zeros(3, 3)), ShapeError, "do not fit the rows"),
+        ((X.int(), torch.zeros(3)), DtypeError, "turn floats"),
+        ((X, torch.zeros(3, dtype=torch.bool)), DtypeError, "turn floats"),
+        ((X, [0, 1, 2]), ShapeError, "where is no tensor"),
+        (("x", torch.zeros(3)), ShapeError, "x is no tensor"),
+        *(
+            ((X, torch.zeros(3), theta), InputError, "theta")
+            for theta in (0, -1.0, float("nan"), float("inf"), "1", True)
+        ),
+    ],
+)
+def test_what_cannot_be_rotated(arguments, error, message):
+    with pytest.raises(error, match=message):
+        rotate(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"heads": 3}, "do not go together"),
+        ({"heads": 4, "kv_heads": 3}, "do not go together"),
+        ({"heads": 0}, "heads is no size"),
+        ({"heads": 4.0}, "heads is no size"),
+        ({"dim": "16"}, "dim is no size"),
+        ({"kv_heads": True}, "kv_heads is no size"),
+        ({"heads": 16}, "even head size; got 16 / 16 = 1"),
+        ({"theta": 0}, "theta"),
+        ({"mask": "causl"}, "did you mean 'causal'"),
+        ({"mask": None}, "mask is no mask"),
+        ({"strategy": "rng"}, "did you mean 'ring'"),
+        ({"strategy": None}, "unknown strategy"),
+        ({"layout": "zag"}, "did you mean 'zigzag'"),
+        ({"layout": ["zigzag"]}, "unknown layout"),
+        ({"mesh": "all"}, "no mesh"),
+    ],
+)
+def test_modules_that_cannot_be(arguments, message):
+    with pytest.raises(InputError, match=message):
+        SelfAttention(**{"dim": 16, "heads": 4} | arguments)
+
+
+def test_inputs_that_are_none_of_the_module():
+    module = SelfAttention(16, 16, theta=None)  # heads of one number: nothing to turn
+    assert module(torch.randn(1, 5, 16)).shape == (1, 5, 16)
+    for wrong in (torch.randn(5, 16), torch.randn(1, 5, 8), [1.0]):
+        with pytest.raises(ShapeError, match="x is no"):
+            module(wrong)
+
+
+@pytest.mark.parametrize("mask", ["documents:0,5,12", "block_causal:4", bp.Mask.documents((0, 5, 12))], ids=str)
+def test_masks_by_name_in_a_layout_that_reads_them(mask):
+    x = torch.randn(1, 12, 16)
+    weights = SelfAttention(16, 4).state_dict()
+    layout = "zigzag" if mask == "block_causal:4" else "document_zigzag"
+
+    def work(mesh):
+        module = SelfAttention(16, 4, mesh=mesh, mask=mask, layout=layout)
+        module.load_state_dict(weights)
+        whole = bp.Mask.parse(mask, 12) if isinstance(mask, str) else mask
+        cut = {"layout": layout, "mask": whole}
+        with torch.no_grad():
+            return bp.unshard(module(bp.shard(x, mesh, **cut)), mesh, seq_len=12, **cut)
+
+    (alone,), two = bp.run_local(1, work), bp.run_local(2, work)
+    for found in two:
+        torch.testing.assert_close(found, alone)
+
+
+def test_copies_and_pickles_of_a_module_compute_alike():
+    def work(mesh):
+        module = SelfAttention(16, 4, 2, mesh=mesh, mask="window:3")
+        x = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(mesh.rank))
+        before, copied = module(x), copy.deepcopy(module)
+        torch.testing.assert_close(copied(x), before)
+        assert copied.q.weight is not module.q.weight
+        if mesh.size > 1:
+            with pytest.raises(UnsupportedError, match="state_dict"):
+                pickle.dumps(module)
+        else:
+            torch.testing.assert_close(pickle.loads(pickle.dumps(module))(x), before)
+
+    for ranks in (1, 2):
+        bp.run_local(ranks, work)
 
 
 def test_the_example_gives_the_same_losses_on_any_number_of_ranks():
