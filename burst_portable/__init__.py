@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "attention": "api",
+    "explain": "explanation",
     "partial_attention": "api",
     "plan": "planning",
     "profile": "profiling.session",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from burst_portable.api import attention as attention
     from burst_portable.api import partial_attention as partial_attention
     from burst_portable.errors import BurstError as BurstError
+    from burst_portable.explanation import explain as explain
     from burst_portable.layout import Layout as Layout
     from burst_portable.layout import Segment as Segment
     from burst_portable.layout import make_layout as make_layout

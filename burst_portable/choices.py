@@ -115,7 +115,9 @@ def choose(
         options.positive_scale,
     )
     by_setting = request.kernel == "auto" and mesh.config.kernel != "auto"
-    kernel, why = choose_kernel(backend, problem, mesh.config.kernel if by_setting else request.kernel)
+    named = mesh.config.kernel if by_setting else request.kernel
+    kernel, _ = choose_kernel(backend, problem, named)
+    why = "the first of the backend's that serves it" if named == "auto" else "named"
     return Choices(plan, backend, problem, kernel, "named by BURST_KERNEL" if by_setting else why, options)
 
 

@@ -230,9 +230,15 @@ def run_local(
 ) -> list[T]:
     """Run `work(mesh)` on so many ranks, as threads of this process; the results in rank order.
 
-    All ranks share what a process shares: torch's global random numbers above all, so that `torch.manual_seed` in
-    `work` says nothing about who draws what. Give each rank a `torch.Generator` of its own. On one accelerator
-    gradients need processes: torch's autograd has one worker a device.
+    They share all that a process shares, torch's global random numbers too: who draws which is left to chance, and
+    `torch.manual_seed` in one sets them for all. Give each rank a generator of its own::
+
+        def work(mesh):
+            generator = torch.Generator().manual_seed(mesh.rank)
+            q, k, v = (torch.randn(1, 16, 2, 8, generator=generator) for _ in range(3))
+            return attention(q, k, v, mesh=mesh)
+
+    On one accelerator gradients need processes: torch's autograd has one worker a device.
 
     Args:
         ranks: how many, up to 1024.

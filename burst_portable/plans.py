@@ -25,6 +25,14 @@ from burst_portable.tiles import Tiles, find_tiles
 
 PassName = Literal["forward", "backward"]
 PASSES: tuple[PassName, ...] = ("forward", "backward")
+TRAVELS: dict[tuple[str, str], str] = {
+    ("forward", "kv"): "K and V travel",
+    ("backward", "kv"): "K and V travel, dK and dV after them",
+    ("backward", "q"): "Q, dO, LSE and delta travel, dQ after them",
+    ("forward", "heads"): "all rows of some heads come before, out goes back after",
+    ("backward", "heads"): "all rows of some heads of dO come before, gradients go back after",
+}
+"""What moves in a pass: a side of the plan, or heads where they are resharded."""
 _RANKS_KEPT = 64
 
 

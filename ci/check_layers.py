@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("autograd", "checks", "choices"),
     ("sharding",),
-    ("api",),
+    ("api", "explanation"),
     ("profiling", ""),  # "" is burst_portable/__init__.py, which hands out the names of api, and profile
     ("nn", "conformance"),
     ("cli", "integrations", "__main__"),

@@ -126,8 +126,7 @@ def _first_for(device_type: str) -> Backend:
         reasons.append(f"not {name}: {reason}")
     raise UnsupportedError(
         explain(
-            f"no backend for tensors on {device_type!r}",
-            got="; ".join(reasons),
+            f"no backend for tensors on {device_type!r}: {'; '.join(reasons)}",
             next_step="run `burst-portable doctor`",
         )
     )

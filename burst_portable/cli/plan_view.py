@@ -11,7 +11,7 @@ from rich.text import Text
 from burst_portable.cli.drawing import LABELS, SEVERAL, Cell, owners, score_matrix, several
 from burst_portable.cli.plan_facts import Facts
 from burst_portable.cli.units import bytes_text, flops_text, seconds_text
-from burst_portable.plans import Plan
+from burst_portable.plans import TRAVELS, Plan
 
 _COLOURS = ("blue", "dark_orange", "green", "magenta", "cyan", "red", "yellow", "purple")
 _PASSES = ("forward", "backward")
@@ -95,20 +95,11 @@ def _colour(rank: int | None) -> str:
 # --------------------------------------------------------------------------------------------------- steps
 
 
-_TRAVELS = {
-    ("forward", "kv"): "K and V travel",
-    ("backward", "kv"): "K and V travel, dK and dV after them",
-    ("backward", "q"): "Q, dO, LSE and delta travel, dQ after them",
-    ("forward", "heads"): "all rows of some heads come before, out goes back after",
-    ("backward", "heads"): "all rows of some heads of dO come before, gradients go back after",
-}
-
-
 def _steps_table(facts: Facts, name: str, limit: int) -> Table:
     steps = facts["steps"][name]
     rank = facts["steps"]["rank"]
     part = facts["passes"][name]
-    title = f"{name} on rank {rank}: {_TRAVELS[name, part['travels']]} ({part['moves']})"
+    title = f"{name} on rank {rank}: {TRAVELS[name, part['travels']]} ({part['moves']})"
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in ("step", "arrives", "computes", "tiles", "pairs", "sends", "bytes sent"):
         table.add_column(column, justify="right" if column in ("step", "pairs", "bytes sent") else "left")

@@ -19,6 +19,7 @@ PUBLIC = [
     "Segment",
     "__version__",
     "attention",
+    "explain",
     "make_layout",
     "make_strategy",
     "merge",

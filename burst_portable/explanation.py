@@ -1,0 +1,153 @@
+"""What a call would run, and why: the choices of `attention`, told instead of run. Nothing is sent or computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_portable.backends.registry import known, refusal
+from burst_portable.choices import Choices, choose, requested
+from burst_portable.errors import InputError, shown
+from burst_portable.errors import explain as told
+from burst_portable.layout import Layout
+from burst_portable.mask import Mask
+from burst_portable.mesh import Mesh, as_mesh
+from burst_portable.plans import TRAVELS, PassName, PassPlan, Plan
+from burst_portable.strategies.base import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is taken and why; for each of the others, why not."""
+
+    name: str
+    why: str
+    others: Mapping[str, str]
+
+    def lines(self) -> list[str]:
+        """For people."""
+        return [f"{self.name}: {self.why}", *(f"not {name}: {reason}" for name, reason in self.others.items())]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What `attention` runs for a call; as text, a line or more for each.
+
+    Attributes:
+        backend, strategy, kernel: what is taken, and why.
+        layout: its name, and what this rank holds.
+        mask: its name, how many pairs a head it lets through, how many tokens see nothing.
+        moves: what travels in "forward" and "backward", and along which route.
+    """
+
+    backend: Choice
+    strategy: Choice
+    layout: str
+    mask: str
+    moves: Mapping[str, str]
+    kernel: Choice
+
+    def __str__(self) -> str:
+        parts = {
+            "backend": self.backend.lines(),
+            "strategy": self.strategy.lines(),
+            "layout": [self.layout],
+            "mask": [self.mask],
+            "moves": [f"{name}: {what}" for name, what in self.moves.items()],
+            "kernel": self.kernel.lines(),
+        }
+        return "\n".join(
+            f"{'' if i else name:<9} {line}" for name, lines in parts.items() for i, line in enumerate(lines)
+        )
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | str = "causal",
+    mesh: Any = None,
+    strategy: Strategy | str = "auto",
+    layout: Layout | str = "zigzag",
+    seq_len: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kernel: str = "auto",
+    deterministic: bool | None = None,
+    device: str | torch.device | None = None,
+) -> Explanation:
+    """Which backend, strategy, layout, moves and kernel `attention` takes for these arguments, and why no others.
+
+    One rank may ask alone: nothing is sent, and of the tensors only shapes and dtypes are read, so they may be on the
+    "meta" device where `device` says which device is meant.
+
+    Raises what `attention` raises before a byte moves: what is named and cannot serve is told with its reason.
+    """
+    mesh = as_mesh(mesh)
+    request = requested(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)
+    chosen = choose(q, k, v, sinks, mesh, request, None if device is None else _device_type(device))
+    automatic = "auto" in (strategy, getattr(strategy, "name", ""))
+    why = [*([] if automatic else ["named"]), *([chosen.plan.reason] if chosen.plan.reason else [])]
+    return Explanation(
+        backend=_backend(chosen, mesh),
+        strategy=Choice(chosen.plan.strategy, "; ".join(why), {}),
+        layout=_layout(chosen.plan, mesh),
+        mask=_mask(chosen.plan),
+        moves=_moves(chosen.plan),
+        kernel=_kernel(chosen),
+    )
+
+
+def _device_type(device: str | torch.device) -> str:
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise InputError(told("this is no device", got=shown(device), allowed="such as 'cpu' or 'cuda'")) from error
+
+
+def _backend(chosen: Choices, mesh: Mesh) -> Choice:
+    device = chosen.problem.device
+    why = f"the first for tensors on {device} that can run here" if mesh.backend == "auto" else "named by the mesh"
+    others = {
+        name: refusal(name, device) or "it can serve too, and comes later"
+        for name in known()
+        if name != chosen.backend.name
+    }
+    return Choice(chosen.backend.name, why, others)
+
+
+def _layout(plan: Plan, mesh: Mesh) -> str:
+    layout = plan.problem.q_layout
+    return (
+        f"{layout.name}: rank {mesh.rank} of {layout.ranks} holds {layout.count(mesh.rank)} of {layout.length} tokens"
+    )
+
+
+def _mask(plan: Plan) -> str:
+    mask, length = plan.problem.mask, plan.problem.q_layout.length
+    blind = mask.blind_rows(length)
+    return f"{mask}: {plan.problem.area} pairs a head" + (f"; {blind} tokens see nothing" if blind else "")
+
+
+def _moves(plan: Plan) -> dict[str, str]:
+    def what(name: PassName, part: PassPlan) -> str:
+        if plan.problem.ranks == 1:
+            return "nothing, one rank holds all"
+        return f"{TRAVELS[name, plan.reshard or part.side]} ({'all_to_all' if plan.reshard else part.route.name})"
+
+    return {name: what(name, part) for name, part in plan.passes()}
+
+
+def _kernel(chosen: Choices) -> Choice:
+    others = {}
+    for kernel in chosen.backend.kernels():
+        if kernel.name != chosen.kernel.name:
+            support = kernel.supports(chosen.problem)
+            others[kernel.name] = "it can serve too, and comes later" if support.ok else support.reason
+    return Choice(chosen.kernel.name, chosen.why_kernel, others)

@@ -1,0 +1,77 @@
+"""What `explain` tells is what `attention` does, for the same arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.config import Config
+from burst_portable.errors import InputError, UnknownNameError, UnsupportedError
+
+
+def qkv(rows=16, heads=4, kv_heads=2):
+    return [torch.randn(1, rows, h, 8) for h in (heads, kv_heads, kv_heads)]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ring", "burst", "ulysses", bp.make_strategy("ring", moves="fetch")])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "layout": "striped"}, {"kernel": "reference"}])
+def test_what_is_told_is_what_runs(strategy, options):
+    def work(mesh):
+        told = bp.explain(*qkv(), mesh=mesh, strategy=strategy, **options)
+        assert not mesh._calls
+        bp.attention(*qkv(), mesh=mesh, strategy=strategy, **options)
+        (call,) = mesh._calls.values()
+        assert told.strategy.name == call.plan.strategy
+        assert told.kernel.name == call.runtime.kernel.name
+        assert told.layout.startswith(f"{call.plan.problem.q_layout.name}: rank {mesh.rank} of 2 holds 16 of 32")
+        assert told.strategy.why.startswith("chose" if strategy == "auto" else "named")
+        if not call.plan.reshard:
+            assert f"({call.plan.forward.route.name})" in told.moves["forward"]
+        return told
+
+    bp.run_local(2, work)
+
+
+def test_one_rank_may_ask_alone_and_with_shapes_alone():
+    def work(mesh):
+        if mesh.rank == 1:
+            tensors = [x.to("meta") for x in qkv(rows=1 << 20)]
+            return bp.explain(*tensors, mesh=mesh, device="cpu", kernel="reference", strategy="burst")
+        return None
+
+    _, told = bp.run_local(2, work)
+    assert (told.backend.name, told.kernel.name, told.kernel.why) == ("cpu", "reference", "named")
+    assert told.moves["backward"] == "Q, dO, LSE and delta travel, dQ after them (ring)"
+
+
+def test_every_reason_is_told():
+    told = bp.explain(*qkv(), softcap=2.0, mask="documents:0,5,12", mesh=bp.Mesh.single(backend="cpu"))
+    assert (told.backend.name, told.backend.why) == ("cpu", "named by the mesh")
+    assert told.backend.others["cuda"] == "it takes tensors on cuda"
+    assert told.kernel.others == {"cpu_flash": "it has no softcap"}
+    assert told.moves == {"forward": "nothing, one rank holds all", "backward": "nothing, one rank holds all"}
+    assert told.mask == "documents(2): 43 pairs a head; 4 tokens see nothing"
+    text = str(told).splitlines()
+    assert "kernel    reference: the first of the backend's that serves it" in text
+    assert "          not cpu_flash: it has no softcap" in text
+    assert "not ulysses" in bp.explain(*qkv(heads=3, kv_heads=3), mesh=bp.Mesh(0, 2, lambda device: None)).strategy.why
+    by_setting = bp.explain(*qkv(), mesh=bp.Mesh.single(Config(kernel="reference")))
+    assert (by_setting.kernel.name, by_setting.kernel.why) == ("reference", "named by BURST_KERNEL")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kernel": "cpu_flash", "softcap": 2.0}, UnsupportedError, "no softcap; allowed: reference"),
+        ({"kernel": "cpu_flsh"}, UnknownNameError, "did you mean 'cpu_flash'"),
+        ({"mask": "window:x"}, InputError, "cannot be read"),
+        ({"sinks": torch.zeros(3)}, InputError, "one logit a query head"),
+        ({"device": "meta"}, UnsupportedError, "no backend for tensors on 'meta': not cpu: it takes tensors on cpu"),
+        ({"device": "fast"}, InputError, "no device; got 'fast'"),
+        ({"device": 1.5}, InputError, "no device"),
+    ],
+)
+def test_what_cannot_be_is_refused_as_attention_would(options, error, message):
+    with pytest.raises(error, match=message):
+        bp.explain(*qkv(), **options)
