@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.checks import check_rows, check_tensor
+from burst_portable.checks import check_rows, check_tensor, tell_the_others
+from burst_portable.comm.agreement import Statement, agree, named, state
 from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError, explain, shown
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask, cumulative_lengths
@@ -63,20 +64,27 @@ def unshard(
     layout: Layout | str = "zigzag",
     mask: Mask | str | None = None,
 ) -> Tensor:
-    """The whole tensor on every rank, from the ranks' shards along `dim`.
+    """The whole tensor on every rank, from the ranks' shards along `dim`; every rank must call it.
 
-    Raises `InputError` for a tensor that wants gradients: what they would mean depends on the loss.
+    Raises `InputError` for a tensor that wants gradients: what they would mean depends on the loss. `MismatchError`
+    on every rank, where the transport can tell, if they differ in dtype, shape, dim or layout.
     """
-    dim, seq_len = _dimension(x, dim), size("seq_len", seq_len)
-    if x.requires_grad and torch.is_grad_enabled():
-        raise InputError("unshard has no gradient: detach the tensor first, or compute the loss on shards")
     mesh = as_mesh(mesh)
-    where = _layout(layout, seq_len, mesh, mask)
-    check_rows(where, x.shape[dim], mesh)
+    try:
+        dim, seq_len = _dimension(x, dim), size("seq_len", seq_len)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise InputError("unshard has no gradient: detach the tensor first, or compute the loss on shards")
+        where = _layout(layout, seq_len, mesh, mask)
+        check_rows(where, x.shape[dim], mesh)
+        transport = mesh.transport(x.device.type)
+    except Exception as refusal:
+        tell_the_others(mesh, refusal, x)
+        raise
     mine = x.movedim(dim, 0).contiguous()
+    agree(transport, _statement(mine, dim % x.dim(), where))
     parts = [mine.new_empty(where.count(r), *mine.shape[1:]) for r in range(mesh.size)]
     flat = [part.view(-1).view(torch.uint8) for part in parts]
-    mesh.transport(x.device.type).all_gather(mine.view(-1).view(torch.uint8), flat, "unshard")
+    transport.all_gather(mine.view(-1).view(torch.uint8), flat, "unshard")
     whole = mine.new_empty(seq_len, *mine.shape[1:])
     for part, segments in zip(parts, where.shards, strict=True):
         row = 0
@@ -84,6 +92,20 @@ def unshard(
             whole[s.start : s.last + 1 : s.step] = part[row : row + s.count]
             row += s.count
     return whole.movedim(0, dim)
+
+
+def _statement(mine: Tensor, dim: int, where: Layout) -> Statement:
+    """What ranks must say alike before they unshard: a tensor with its rows first, and where they come from."""
+    return state(
+        {
+            "pass": "unshard",
+            "dtype": str(mine.dtype).removeprefix("torch."),
+            "shape of a row": str(tuple(mine.shape[1:])),
+            "dim": str(dim),
+            "tokens": str(where.length),
+            "layout": named(where.name, where.shards),
+        }
+    )
 
 
 def shard_batch(

@@ -222,6 +222,30 @@ def test_unshard_refuses_to_guess_a_gradient():
         bp.unshard(torch.randn(1, 8, requires_grad=True), seq_len=8)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"dtype": torch.int32}, "dtype: float32 on rank 0 but int32 on rank 1"),
+        ({"heads": 3}, "shape of a row: .* on rank 0"),
+        ({"layout": "striped"}, "layout: zigzag on rank 0 but striped on rank 1"),
+        ({"rows": 5}, "rank 1 holds another number of rows"),
+        ({"dim": 9}, "no dimension"),
+        ({"grad": True}, "unshard has no gradient"),
+    ],
+)
+def test_ranks_that_unshard_different_things_are_told(change, told):
+    """Equal sizes in bytes above all: those made a tensor of nonsense, and others left the ranks waiting."""
+
+    def work(mesh):
+        mine = change if mesh.rank == 1 else {}
+        x = torch.ones(1, mine.get("rows", 4), mine.get("heads", 2), dtype=mine.get("dtype", torch.float32))
+        x.requires_grad_("grad" in mine)
+        with pytest.raises((MismatchError, InputError), match=told):
+            bp.unshard(x, mesh, seq_len=8, dim=mine.get("dim", 1), layout=mine.get("layout", "zigzag"))
+
+    bp.run_local(2, work)
+
+
 def test_a_batch_is_shifted_before_it_is_cut():
     ids = torch.arange(100, 110).view(1, 10)
 
