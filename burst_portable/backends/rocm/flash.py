@@ -10,12 +10,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from burst_portable.backends.rocm.probe import architecture
-from burst_portable.kernels.contract import Gradients, Problem, Support
-from burst_portable.kernels.pieces import TriangleKernel
-from burst_portable.numerics import State
+from burst_portable.kernels.aten_flash import AtenFlashKernel
+from burst_portable.kernels.contract import Problem, Support
 
 ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
 LARGEST_HEAD = 256
@@ -48,10 +46,8 @@ def _device_reason(device: str) -> str:
     return f"it is known to be built for {', '.join(ARCHITECTURES)}, not for {', '.join(others)}" if others else ""
 
 
-class RocmFlashKernel(TriangleKernel):
+class RocmFlashKernel(AtenFlashKernel):
     """See `kernels.contract.Kernel`."""
-
-    name = "flash"
 
     def supports(self, problem: Problem) -> Support:
         if reason := declined(problem):
@@ -59,19 +55,3 @@ class RocmFlashKernel(TriangleKernel):
         if not torch.backends.cuda.is_flash_attention_available():
             return Support(False, "this torch is built without flash attention")
         return Support(True)
-
-    def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
-        operator = torch.ops.aten._flash_attention_forward
-        # No lengths of several sequences, no dropout, no probabilities.
-        out, lse, *_ = operator(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale)
-        return out, lse
-
-    def operate_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> Gradients:
-        operator = torch.ops.aten._flash_attention_backward
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which there is not
-        dq, dk, dv = operator(
-            dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, seed, seed, scale=scale
-        )
-        return dq, dk, dv

@@ -1,0 +1,138 @@
+"""Attention of others on NVIDIA GPUs: torch's flash and cuDNN operators, and flash-attn-4 where it is installed.
+
+All three know boxes and causal masks. They are asked for boxes and causal squares alone (`kernels.pieces`), so it does
+not matter that flash aligns a causal rectangle bottom-right and cuDNN top-left, nor that flash answers +inf for a row
+that sees nothing. What they give and take in 16 bits, out and gradients, is added up in float32.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_portable.kernels.aten_flash import AtenFlashKernel
+from burst_portable.kernels.contract import Gradients, Problem, Support
+from burst_portable.kernels.pieces import TriangleKernel
+from burst_portable.numerics import State
+
+_CUDNN_FROM = 90000
+_FLASH_4 = ((9, 0), (10, 0), (10, 3), (11, 0))
+"""Where flash-attn-4 has a forward and a backward with heads of 128."""
+
+
+def declined(problem: Problem, largest: int) -> str:
+    """Why none of them can serve a problem; "" if one may."""
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {problem.dtype}"
+    if problem.value_dim != problem.head_dim:
+        return f"values of size {problem.value_dim} differ from heads of size {problem.head_dim}"
+    if problem.head_dim % 8 or problem.head_dim > largest:
+        return f"it takes head sizes that are multiples of 8 up to {largest}, not {problem.head_dim}"
+    if problem.heads % problem.kv_heads:
+        return f"{problem.heads} heads are no multiple of {problem.kv_heads} K/V heads"
+    if problem.softcap:
+        return "it is not asked for a softcap"
+    if not problem.positive_scale:
+        return "it is not asked for scales that are not positive"
+    if problem.deterministic:
+        return "its backward adds dq in any order; it serves deterministic=False only"
+    if torch.version.hip is not None or problem.device != "cuda":
+        return f"it runs on NVIDIA GPUs, not on {problem.device}"
+    return ""
+
+
+@lru_cache(maxsize=1)
+def capabilities() -> tuple[tuple[int, int], ...]:
+    """Of every GPU that is visible."""
+    return tuple(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+
+
+def _older_than(first: tuple[int, int]) -> str:
+    old = [f"sm_{major}{minor}" for major, minor in capabilities() if (major, minor) < first]
+    return f"it needs sm_{first[0]}{first[1]} or later, not {old[0]}" if old else ""
+
+
+class CudaFlashKernel(AtenFlashKernel):
+    """torch's flash attention (FlashAttention-2)."""
+
+    def supports(self, problem: Problem) -> Support:
+        reason = declined(problem, 256) or _older_than((8, 0))
+        if not reason and not torch.backends.cuda.is_flash_attention_available():
+            reason = "this torch is built without flash attention"
+        return Support(not reason, reason)
+
+
+class CudnnKernel(CudaFlashKernel):
+    """cuDNN's attention, as torch calls it. It knows no sequence of one row: those pieces go to flash attention."""
+
+    name = "cudnn"
+
+    def supports(self, problem: Problem) -> Support:
+        version = torch.backends.cudnn.version() or 0
+        if version < _CUDNN_FROM:
+            return Support(False, f"it needs cuDNN 9 or later, not {version}")
+        if reason := declined(problem, 128):
+            return Support(False, reason)
+        return super().supports(problem)
+
+    def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
+        if _one_row(q, k):
+            return super().operate(q, k, v, causal, scale)
+        operator = torch.ops.aten._scaled_dot_product_cudnn_attention
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = operator(*heads_first, None, True, 0.0, causal, False, scale=scale)
+        return out.transpose(1, 2), lse.view(lse.shape[:3])  # [B, H, S, 1]
+
+    def operate_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        if _one_row(q, k):
+            return super().operate_backward(dout, q, k, v, out, lse, causal, scale)
+        operator = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which there is not
+        heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        sizes = (None, None, q.shape[1], k.shape[1])  # no bias, and lengths of one sequence
+        dq, dk, dv = operator(
+            *heads_first, lse.unsqueeze(-1), seed, seed, None, *sizes, 0.0, causal, scale=scale
+        )  # fmt: skip
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _one_row(q: Tensor, k: Tensor) -> bool:
+    return q.shape[1] == 1 or k.shape[1] == 1
+
+
+class Flash4Kernel(TriangleKernel):
+    """flash-attn-4 (CuTe). Made through `kernels.lazy`: the package is imported when it is first asked."""
+
+    name = "flash-attn-4"
+
+    def __init__(self) -> None:
+        # FlashAttention-2 has a package of the same name, without this module.
+        found = find_spec("flash_attn.cute") is not None
+        self._interface: Any = import_module("flash_attn.cute.interface") if found else None
+
+    def supports(self, problem: Problem) -> Support:
+        if self._interface is None:
+            return Support(False, "the package flash_attn that is installed is not flash-attn-4")
+        reason = declined(problem, 128)
+        if not reason and (others := sorted(set(capabilities()).difference(_FLASH_4))):
+            reason = f"it has no backward for sm_{others[0][0]}{others[0][1]}"
+        return Support(not reason, reason)
+
+    def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
+        forward = self._interface._flash_attn_fwd
+        out, lse, *_ = forward(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+        return out, lse
+
+    def operate_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        backward = self._interface._flash_attn_bwd
+        dq, dk, dv = backward(q, k, v, out, dout, lse, scale, causal)
+        return dq, dk, dv

@@ -1,0 +1,173 @@
+"""cuDNN, torch's flash attention and flash-attn-4, with operators emulated on the CPU: the calls, cuts and merges.
+
+What the real operators compute is not shown by this; see tests/backends/emulated.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+
+from burst_portable.backends.cpu.backend import CpuBackend
+from burst_portable.backends.cuda import vendors
+from burst_portable.conformance import check_backend
+from burst_portable.kernels.contract import Problem
+from burst_portable.kernels.reference import ReferenceKernel
+from tests.backends import emulated
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """As on an H100, but for the operators."""
+    real = vendors.declined
+    monkeypatch.setattr(vendors, "declined", lambda p, largest: real(p, largest).replace(f"{NOT_HERE}, not on cpu", ""))
+    monkeypatch.setattr(vendors, "capabilities", lambda: ((9, 0),))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+
+
+NOT_HERE = "it runs on NVIDIA GPUs"
+
+
+@pytest.fixture
+def aten():
+    """The real schemas of torch's operators, with the emulation under them. cuDNN's causal mask is top-left."""
+    called = []
+
+    def forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale, **more):
+        called.append("flash")
+        assert (cum_q, cum_k, dropout, debug, more) == (None, None, 0.0, False, {})
+        out, lse = emulated.attend(q, k, v, causal, scale)
+        nothing = torch.zeros((), dtype=torch.int64)
+        return out, lse, nothing, nothing, q.new_empty(0)
+
+    def backward(dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, seed, offset, *, scale, **more):
+        called.append("flash backward")
+        return emulated.attend_backward(dout, q, k, v, out, lse, causal, scale)
+
+    def cudnn_forward(q, k, v, bias, with_lse, dropout=0.0, causal=False, debug=False, *, scale=None):
+        called.append("cudnn")
+        assert (bias, with_lse, dropout, debug) == (None, True, 0.0, False)
+        assert min(q.shape[2], k.shape[2]) > 1, "cuDNN knows no sequence of one row"
+        assert not causal or q.shape[2] == k.shape[2]
+        out, lse = emulated.attend(*(x.transpose(1, 2) for x in (q, k, v)), causal, scale)
+        nothing = torch.zeros((), dtype=torch.int64)
+        return out.transpose(1, 2), lse.unsqueeze(-1), nothing, nothing, 0, 0, nothing, nothing, nothing
+
+    def cudnn_backward(
+        dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale=None
+    ):
+        called.append("cudnn backward")
+        assert lse.shape == (*q.shape[:3], 1)
+        assert (max_q, max_k, dropout) == (q.shape[2], k.shape[2], 0.0)
+        rows = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        parts = emulated.attend_backward(*rows, lse[..., 0].contiguous(), causal, scale)
+        return tuple(x.transpose(1, 2) for x in parts)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention", cudnn_forward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward, "CPU")
+    yield called
+    library._destroy()
+
+
+@pytest.fixture
+def flash_4(monkeypatch):
+    """A package of that name: what `flash_attn.cute.interface` of 4.0.0b36 takes, by name and by place."""
+
+    def forward(q, k, v, *, softmax_scale, causal, return_lse):
+        assert return_lse
+        return *emulated.attend(q, k, v, causal, softmax_scale), None, None, None
+
+    def backward(q, k, v, out, dout, lse, softmax_scale, causal):
+        return emulated.attend_backward(dout, q, k, v, out, lse, causal, softmax_scale)
+
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name, module)
+    module._flash_attn_fwd, module._flash_attn_bwd = forward, backward
+    return vendors.Flash4Kernel()
+
+
+class Subject(CpuBackend):
+    """The CPU with the kernel under test."""
+
+    def __init__(self, kernel):
+        super().__init__(_kernels=(kernel, ReferenceKernel()))
+
+
+CASES = [
+    *(f"mask={mask},heads=gqa,memory=padded" for mask in ("full", "causal", "window", "documents", "prefix")),
+    "layout=striped,mask=window,ranks=3,heads=mqa,dtype=float16",
+    "layout=contiguous,mask=causal,ranks=1,length=129,heads=6x2x64x64",
+]
+
+
+def examined(kernel):
+    named = [f"kernels:{kernel.name}:dtype=bfloat16,deterministic=False,{case}" for case in CASES]
+    report = check_backend(Subject(kernel), ranks=3, cases=named, kernel=kernel.name)
+    assert not report.failures, report.failures[0]
+    assert len([r for r in report.results if not r.skipped]) >= len(CASES)
+
+
+@pytest.mark.parametrize("kernel", [vendors.CudaFlashKernel(), vendors.CudnnKernel()], ids=lambda k: k.name)
+def test_torch_operators_against_float64(on_hopper, aten, kernel):
+    examined(kernel)
+    assert kernel.name in aten
+    assert f"{kernel.name} backward" in aten
+
+
+def test_flash_attn_4_against_float64(on_hopper, flash_4):
+    examined(flash_4)
+
+
+def problem(**changes):
+    usual = {"dtype": torch.bfloat16, "device": "cuda", "heads": 4, "kv_heads": 2, "head_dim": 64, "value_dim": 64}
+    return Problem(**{**usual, "deterministic": False, **changes})
+
+
+REASONS = [
+    ({"dtype": torch.float32}, "float32"),
+    ({"value_dim": 32}, "differ from heads"),
+    ({"head_dim": 68, "value_dim": 68}, "multiples of 8"),
+    ({"head_dim": 264, "value_dim": 264}, "up to"),
+    ({"heads": 3}, "no multiple"),
+    ({"softcap": True}, "softcap"),
+    ({"positive_scale": False}, "not positive"),
+    ({"deterministic": True}, "any order"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), REASONS)
+def test_declines_with_a_reason(on_hopper, flash_4, change, reason):
+    for kernel in (vendors.CudaFlashKernel(), vendors.CudnnKernel(), flash_4):
+        assert kernel.supports(problem()).ok
+        support = kernel.supports(problem(**change))
+        assert not support.ok
+        assert reason in support.reason
+
+
+def test_declines_old_gpus_and_libraries(on_hopper, flash_4, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 8907)
+    assert "cuDNN 9 or later, not 8907" in vendors.CudnnKernel().supports(problem()).reason
+    monkeypatch.setattr(vendors, "capabilities", lambda: ((9, 0), (8, 0)))
+    assert vendors.CudaFlashKernel().supports(problem()).ok
+    assert "no backward for sm_80" in flash_4.supports(problem()).reason
+    monkeypatch.setattr(vendors, "capabilities", lambda: ((7, 5),))
+    assert "sm_80 or later, not sm_75" in vendors.CudaFlashKernel().supports(problem()).reason
+
+
+def test_a_package_of_that_name_that_is_another(on_hopper, monkeypatch):
+    """FlashAttention-2 is imported as flash_attn, too."""
+    module = ModuleType("flash_attn")
+    module.__path__, module.__spec__ = [], ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    assert "not flash-attn-4" in vendors.Flash4Kernel().supports(problem()).reason
