@@ -32,7 +32,7 @@ class AcceleratorBackend(ABC):
 
     @abstractmethod
     def missing(self) -> str:
-        """Why it cannot run on this machine, and what to do about it; "" if it can. Does not raise."""
+        """Why it cannot run on this machine; after a semicolon, what to do about it. "" if it can. Does not raise."""
 
     @abstractmethod
     def make_kernels(self) -> Iterable[Kernel]:

@@ -46,7 +46,7 @@ def test_torch_without_rocm_is_told_what_to_install():
 def test_each_refuses_the_build_of_the_other(hip_build):
     refused = registry.load("cuda").probe()
     assert not refused.ok
-    assert "built for ROCm: use the backend 'rocm'" in refused.reason
+    assert "built for ROCm; use the backend 'rocm'" in refused.reason
     assert registry.for_device("cuda").name == "rocm"
 
 

@@ -34,11 +34,11 @@ class CudaBackend(AcceleratorBackend):
 
     def missing(self) -> str:
         if torch.version.hip is not None:
-            return "this torch is built for ROCm: use the backend 'rocm', or install a CUDA build of torch"
+            return "this torch is built for ROCm; use the backend 'rocm', or install a CUDA build of torch"
         if not torch.backends.cuda.is_built():
-            return "this torch is built without CUDA: install a CUDA build of torch"
+            return "this torch is built without CUDA; install a CUDA build of torch"
         if not torch.cuda.is_available():
-            return "no NVIDIA GPU is visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+            return "no NVIDIA GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
         return ""
 
     def make_kernels(self) -> Iterable[Kernel]:

@@ -33,12 +33,12 @@ class RocmBackend(AcceleratorBackend):
     def missing(self) -> str:
         if torch.version.hip is None:
             return (
-                f"this torch ({torch.__version__}) is not built for ROCm: install one of PyTorch's ROCm wheels, which "
+                f"this torch ({torch.__version__}) is not built for ROCm; install one of PyTorch's ROCm wheels, which "
                 "are in its own index (https://download.pytorch.org/whl/rocmVERSION) and not on PyPI"
             )
         if not torch.cuda.is_available():
             return (
-                "no AMD GPU is visible: look at rocminfo, at HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and whether "
+                "no AMD GPU is visible; look at rocminfo, at HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and whether "
                 "/dev/kfd and /dev/dri may be opened (groups video and render)"
             )
         return ""

@@ -124,13 +124,20 @@ def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
         try:
             backends.append(load(one))
         except BackendUnavailableError as error:  # nobody named it: a reason, like a probe's
-            reasons.append(f"not {one}: {error}")
+            reasons.append(_briefly(one, str(error)))
     for backend in sorted(backends, key=lambda b: not b.capabilities.streams):
         if reason := _missing(backend, ranks):
-            reasons.append(f"not {backend.name}: {reason}")
+            reasons.append(_briefly(backend.name, reason))
             continue
         return backend, "; ".join([f"chose {backend.name}", *reasons])
-    raise BackendUnavailableError(explain("no backend can run here", got="; ".join(reasons)))
+    raise BackendUnavailableError(
+        explain("no backend can run here", got="; ".join(reasons), next_step="run `burst-portable doctor`")
+    )
+
+
+def _briefly(name: str, reason: str) -> str:
+    """Why not this one, without what to do about it: nobody asked for it, and `burst-portable doctor` tells all."""
+    return f"not {name}: {reason.partition(';')[0]}"
 
 
 def _missing(backend: Backend, ranks: int) -> str | None:

@@ -37,16 +37,16 @@ class Chip:
     target: GPUTarget
     matrix: str  # a pattern of the instructions that make it fast
     shared: int  # bytes of shared memory that a program may have
-    shared_of_unit: int = 0  # bytes of a multiprocessor; 0 where the compiler reports occupancy itself
+    shared_of_unit: int  # and that a multiprocessor has
 
 
 TARGETS = {
     "sm_80": Chip(GPUTarget("cuda", 80, 32), r"mma\.sync[.\w]*", 163 * KIB, 164 * KIB),
     "sm_90": Chip(GPUTarget("cuda", 90, 32), r"wgmma\.mma_async[.\w]*", 227 * KIB, 228 * KIB),
     "sm_100": Chip(GPUTarget("cuda", 100, 32), r"tcgen05\.mma[.\w]*", 227 * KIB, 228 * KIB),
-    "gfx90a": Chip(GPUTarget("hip", "gfx90a", 64), r"v_mfma\w*", 64 * KIB),
-    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), r"v_mfma\w*", 64 * KIB),
-    "gfx950": Chip(GPUTarget("hip", "gfx950", 64), r"v_mfma\w*", 160 * KIB),
+    "gfx90a": Chip(GPUTarget("hip", "gfx90a", 64), r"v_mfma\w*", 64 * KIB, 64 * KIB),
+    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), r"v_mfma\w*", 64 * KIB, 64 * KIB),
+    "gfx950": Chip(GPUTarget("hip", "gfx950", 64), r"v_mfma\w*", 160 * KIB, 160 * KIB),
 }
 HEADS = (64, 128)
 KERNELS = {
@@ -57,6 +57,7 @@ KERNELS = {
 }
 _OWN_ROWS = {"forward": ("q",), "resumed": ("q",), "keys": ("k", "v"), "queries": ("q", "dout")}
 _REGISTERS = 65536  # of an NVIDIA multiprocessor
+_SIMDS = 4  # of an AMD one
 # ptxas: a wgmma pipeline that was serialised, or registers that could not be moved between warps.
 _SERIALISED = re.compile(r"C751[0-7][^\n]*")
 
@@ -129,21 +130,27 @@ def compile_one(target: str, kernel: str, head: int, blocks: Blocks | None = Non
     chosen = getattr(tuning, kernel) or tuning.forward
     blocks = blocks or chosen[0]
     named = f"{blocks.rows}x{blocks.columns} warps {blocks.warps} stages {blocks.stages}" + " tma" * blocks.tma
-    options = {"num_warps": blocks.warps, "num_stages": blocks.stages, **dict(blocks.extra)}
+    named += "".join(f" {name} {value}" for name, value in blocks.extra)
     started = time.perf_counter()
     try:
-        with triton.knobs.compilation.scope():
-            triton.knobs.compilation.always_compile = True  # a hit in the cache would say nothing of the time
-            compiled = triton_compile(_source(kernel, head, blocks), target=TARGETS[target].target, options=options)
+        compiled = compiled_kernel(target, kernel, head, blocks)
     except Exception as error:  # noqa: BLE001 - whatever a compiler throws is the finding
         while error.__cause__ is not None:
             error = error.__cause__
         message = explain(f"{kernel} for {target}, head size {head}", got=f"{named}: {str(error)[-300:]}")
         return Record(target, kernel, head, named, error=message)
     seconds = round(time.perf_counter() - started, 2)
-    # Where the compiler tells the occupancy itself, its listing tells the rest too.
-    read = _read_nvidia if TARGETS[target].shared_of_unit else _read_amd
-    return Record(target, kernel, head, named, seconds, shared=compiled.metadata.shared, **read(compiled, target))
+    listing = compiled.asm.get("amdgcn")
+    facts = read_amd(listing, compiled.metadata, target) if listing else _read_nvidia(compiled, target)
+    return Record(target, kernel, head, named, seconds, shared=compiled.metadata.shared, **facts)
+
+
+def compiled_kernel(target: str, kernel: str, head: int, blocks: Blocks) -> Any:
+    """Triton's compiled kernel, made anew: a hit in the cache would say nothing of the time."""
+    options = {"num_warps": blocks.warps, "num_stages": blocks.stages, **dict(blocks.extra)}
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = True
+        return triton_compile(_source(kernel, head, blocks), target=TARGETS[target].target, options=options)
 
 
 # --------------------------------------------------------------------------------------------- sources
@@ -207,13 +214,15 @@ def _instruction(target: str, text: str) -> str:
     return found.group(0) if found else ""
 
 
-def _read_amd(compiled: Any, target: str) -> dict[str, Any]:
-    text = compiled.asm["amdgcn"]
+def read_amd(text: str, metadata: Any, target: str) -> dict[str, Any]:
+    """What an amdgcn listing says, for a `Record`; `metadata` is Triton's, of the same kernel."""
+    # The compiler does not know the shared memory, which is asked for at the launch.
+    by_shared = TARGETS[target].shared_of_unit // max(1, metadata.shared) * metadata.num_warps // _SIMDS
     return {
         "registers": _first(r"\.vgpr_count:\s*(\d+)", text),
         "accumulators": _first(r"\.agpr_count:\s*(\d+)", text),
         "scratch": _first(r"\.private_segment_fixed_size:\s*(\d+)", text),
-        "occupancy": _first(r"Occupancy:\s*(\d+)", text),
+        "occupancy": min(_first(r"Occupancy:\s*(\d+)", text), by_shared),
         "instruction": _instruction(target, text),
     }
 

@@ -1,0 +1,110 @@
+"""The evidence that needs no AMD GPU: the portable kernels as machine code for three chips, and their launching code.
+
+    python backends/rocm/machine_code.py [--json backends/rocm/evidence/machine-code.json] [--chip gfx942] [--quick]
+
+`compile`: each kernel with the tuning tables' blocks, ahead of time: matrix instructions are there, nothing spills to
+memory, the LDS suffices. `launch`: the same code as a call runs it, on a fake driver (`launches.py`), for more dtypes,
+head sizes and masks: what was compiled fits what is handed over. Neither shows a number, a time or a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import triton
+
+from burst_portable import __version__
+from burst_portable.conformance.report import Report, Result
+from burst_portable.kernels.triton.compile import TARGETS, Record, kernel_table, problems
+
+CHIPS = ("gfx90a", "gfx942", "gfx950")
+HEADS = (64, 128, 256)
+LAUNCHES = Path(__file__).parent / "launches.py"
+
+
+def compiled(chips: list[str], heads: tuple[int, ...]) -> Iterator[Result]:
+    """A result for each chip, head size and kernel."""
+    for record in kernel_table(chips, heads):
+        name = f"{record.target} D={record.head_dim} {record.kernel}, {record.blocks}"
+        yield _result("compile", name, record, problems(record), record.seconds)
+
+
+def launched(chip: str, *options: str) -> Iterator[Result]:
+    """A result for each launch, from a process of the chip's own with a compile cache of its own."""
+    with tempfile.TemporaryDirectory() as cache:
+        root = Path(__file__).parents[2]
+        path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        environment = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": cache}
+        command = [sys.executable, str(LAUNCHES), chip, *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    for number, line in enumerate(done.stdout.splitlines()):
+        facts = json.loads(line)
+        name, wrong, _ = f"{facts.pop('name')} #{number}", facts.pop("wrong"), facts.pop("programs")
+        yield _result("launch", name, Record(**facts), wrong, 0.0)
+    if done.returncode:
+        yield Result("launch", f"{chip} to the end", False, message=done.stderr[-500:])
+
+
+def _result(check: str, name: str, record: Record, wrong: list[str], seconds: float) -> Result:
+    """With what the code takes and may take: bytes of LDS and of spilled memory."""
+    takes = {"LDS": (record.shared, TARGETS[record.target].shared), "scratch": (record.scratch, 0)}
+    return Result(check, name, not wrong, seconds, {} if record.error else takes, "; ".join(wrong))
+
+
+def report(chips: list[str], quick: bool) -> Report:
+    """Both, for some chips."""
+    started = time.monotonic()
+    results = list(compiled(chips, HEADS[:1] if quick else HEADS))
+    for chip in chips:
+        results += launched(chip, *["--quick"] * quick)
+    return Report(
+        backend="rocm",
+        tier="machine code",
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=time.monotonic() - started,
+        ranks=1,
+        effort="quick" if quick else "usual",
+        kernel="triton",
+        only=("compile", "launch"),
+        kernels=("triton",),
+        device={"type": "none", "name": f"{', '.join(chips)}: compiled for, not there"},
+        versions={
+            "burst_portable": __version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+        },
+        results=tuple(results),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--chip", action="append", choices=CHIPS)
+    parser.add_argument("--quick", action="store_true", help="one head size, one case")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    made = report(chosen.chip or list(CHIPS), chosen.quick)
+    for failure in made.failures:
+        print(f"FAILED {failure.check}: {failure.name}: {failure.message}")
+    print(f"{made.backend}, {made.tier}: {made.counts()}, {made.seconds:.0f} s")
+    if chosen.json:
+        chosen.json.parent.mkdir(parents=True, exist_ok=True)
+        chosen.json.write_text(made.to_json(), encoding="utf-8")
+    return 0 if made.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

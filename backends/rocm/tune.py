@@ -1,0 +1,133 @@
+"""Ranks ways to cut and launch the portable kernels for a chip that is not here, by their machine code.
+
+    python backends/rocm/tune.py gfx942 [gfx90a ...] [--json tuning.json] [--kernel keys] [--head 128]
+
+The time of one step of the unmasked loop is estimated as that of the busiest unit, from a count of its instructions:
+matrix products at the chip's published rate, 4 cycles a vector instruction (16 for exp and log), 128 bytes a cycle
+between the four SIMDs and their LDS (256 on gfx950). With fewer than two waves a SIMD nothing hides anything, and
+matrix and vector time add up. What spills to memory or does not fit the LDS is left out. The tables in
+`burst_portable/kernels/triton/tuning.py` were written from this ranking: of what comes within some percent of the
+first, more waves, and more columns a step. It knows nothing of memory latency, and nothing was ever timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from burst_portable.kernels.triton.compile import TARGETS, compiled_kernel, read_amd
+from burst_portable.kernels.triton.tuning import Blocks
+
+MATRIX = {"gfx90a": 256, "gfx942": 512, "gfx950": 1024}
+"""16-bit FLOPs a cycle of one SIMD."""
+LDS_BYTES = {"gfx90a": 128, "gfx942": 128, "gfx950": 256}
+"""Bytes a cycle of one compute unit."""
+WAVE, SIMDS = 64, 4
+KERNELS = ("forward", "resumed", "keys", "queries")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One way, and what its code says. `cycles` are a SIMD's for a pair of one row and one column."""
+
+    chip: str
+    kernel: str
+    head: int
+    blocks: str
+    cycles: float
+    waves: int
+    registers: int
+    shared: int
+    sgpr_spills: int
+    matrix: int
+    vector: int
+    lds: int
+
+
+def ways(head: int) -> Iterator[Blocks]:
+    """What is tried: a wave has at least 16 rows."""
+    rows, columns = ((64, 128), (16, 32, 64)) if head < 256 else ((32, 64, 128), (16, 32))
+    for r, c, warps, small in itertools.product(rows, columns, (4, 8), (False, True)):
+        if r // warps >= 16 and (small or c >= 32):
+            yield Blocks(r, c, warps, 1, extra=(("matrix_instr_nonkdim", 16),) * small)
+
+
+def estimate(chip: str, kernel: str, head: int, blocks: Blocks) -> Estimate | None:
+    """None for what spills to memory, does not fit or does not compile."""
+    try:
+        compiled = compiled_kernel(chip, kernel, head, blocks)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler throws: it is no way then
+        print(f"{chip} {kernel} {head} {blocks}: {str(error)[:80]}", file=sys.stderr)
+        return None
+    text, metadata = compiled.asm["amdgcn"], compiled.metadata
+    facts = read_amd(text, metadata, chip)
+    loops = [count for body in innermost(text) if (count := units(body, chip))[0]]
+    if facts["scratch"] or metadata.shared > TARGETS[chip].shared or not loops:
+        return None
+    matrix, vector, lds = min(loops, key=sum)  # the masked loop does more
+    waves = max(1, facts["occupancy"])
+    busiest = max(matrix, vector, lds) if waves > 1 else max(matrix + vector, lds)
+    spills = re.search(r"\.sgpr_spill_count:\s*(\d+)", text)
+    extra = "".join(f" {name} {value}" for name, value in blocks.extra)
+    return Estimate(
+        chip, kernel, head, f"{blocks.rows}x{blocks.columns} warps {blocks.warps}{extra}",
+        round(busiest * blocks.warps / (blocks.rows * blocks.columns), 3), waves, facts["registers"],
+        metadata.shared, int(spills.group(1)) if spills else 0, round(matrix), vector, round(lds),
+    )  # fmt: skip
+
+
+def innermost(text: str) -> Iterator[list[str]]:
+    """The instructions of each loop that holds no other."""
+    lines = [line.strip() for line in text.splitlines()]
+    labels = {line.partition(":")[0]: i for i, line in enumerate(lines) if re.match(r"\.LBB\w+:", line)}
+    jumps = [(labels[m.group(1)], i) for i, line in enumerate(lines) if (m := re.match(r"s_c?branch\w*\s+(\S+)", line))]
+    loops = [(start, end) for start, end in jumps if start <= end]
+    for start, end in loops:
+        if not any((a, b) != (start, end) and start <= a and b <= end for a, b in loops):
+            yield [line for line in lines[start : end + 1] if re.match(r"[a-z]\w+", line)]
+
+
+def units(body: list[str], chip: str) -> tuple[float, int, float]:
+    """Cycles of the matrix unit, of the vector unit, of the LDS, that one wave's pass through a loop takes."""
+    matrix, vector, lds = 0.0, 0, 0.0
+    for name in (line.split()[0] for line in body):
+        if shape := re.match(r"v_mfma_\w+?_(\d+)x(\d+)x(\d+)", name):
+            m, n, k = map(int, shape.groups())
+            matrix += 2 * m * n * k / MATRIX[chip]
+        elif name.startswith("v_"):
+            vector += 16 if re.match(r"v_(exp|log|rcp|rsq|sqrt)_", name) else 4
+        elif name.startswith("ds_"):
+            bits = int(found.group(1)) if (found := re.search(r"_b(\d+)", name)) else 32
+            pairs = 2 if re.match(r"ds_(read|write|load|store)_?2", name) else 1
+            lds += bits / 8 * pairs * WAVE / LDS_BYTES[chip] * SIMDS
+    return matrix, vector, lds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("chips", nargs="+", choices=sorted(MATRIX))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--kernel", action="append", choices=KERNELS)
+    parser.add_argument("--head", action="append", type=int, choices=(64, 128, 256))
+    chosen = parser.parse_args()
+    best = []
+    for chip, head, kernel in itertools.product(chosen.chips, chosen.head or (64, 128, 256), chosen.kernel or KERNELS):
+        found = [one for blocks in ways(head) if (one := estimate(chip, kernel, head, blocks))]
+        ranked = sorted(found, key=lambda one: (one.cycles, -one.waves))[:8]
+        best += ranked
+        for one in ranked:
+            print(*asdict(one).values(), sep="  ", flush=True)
+        if chosen.json:
+            rows = ",\n ".join(json.dumps(asdict(one)) for one in best)
+            chosen.json.write_text(f"[\n {rows}\n]\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

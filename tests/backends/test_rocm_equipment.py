@@ -1,0 +1,105 @@
+"""What stands in backends/rocm: launches on a fake driver, evidence from machine code, the script for real devices."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from burst_portable.config import environment_of_children
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "backends" / "rocm"
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def equipment(monkeypatch):
+    """The folder's modules by name."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    names = ("fake_driver", "launches", "machine_code", "tune")
+    yield lambda name: importlib.import_module(name)
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.slow
+def test_launches_of_one_chip_on_the_fake_driver(equipment):
+    """The real launching code, compiled for the chip: forward, merging, delta and both halves of backward, twice."""
+    results = list(equipment("machine_code").launched("gfx942", "--quick"))
+    assert {r.message for r in results} == {""}
+    names = [r.name for r in results]
+    for use in ("forward", "resumed", "delta", "keys", "queries"):
+        assert sum(use in name for name in names) >= 2, names
+    assert all(r.ok for r in results)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("chip", ["gfx90a", "gfx942", "gfx950"])
+def test_every_launch_and_kernel_of(equipment, chip):
+    report = equipment("machine_code").report([chip], quick=False)
+    assert report.failures == ()
+    assert len(report.results) > 50
+
+
+def launched(equipment, **given):
+    """A launch of a kernel that was compiled for a multiple of 16, a stride of 1 and a pointer to bfloat16."""
+    source = SimpleNamespace(
+        fn=SimpleNamespace(__name__="some_kernel", arg_names=["q", "rows", "stride", "scale"]),
+        signature={"q": "*bf16", "rows": "i32", "stride": "constexpr", "scale": "fp32"},
+        constants={(2,): 1},
+        attrs={(0,): [["tt.divisibility", 16]], (1,): [["tt.divisibility", 16]]},
+    )
+    usual = {"q": torch.zeros(64, dtype=torch.bfloat16), "rows": 32, "stride": 1, "scale": 0.5}
+    fake = equipment("fake_driver")
+    return fake.Launched(fake.Launcher(source, None), (1, 1, 1), tuple({**usual, **given}.values()))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"q": torch.zeros(64)}, r"compiled as \*bf16"),
+        ({"q": torch.zeros(64, dtype=torch.bfloat16)[1:]}, "q is no multiple of 16"),
+        ({"rows": 33}, "rows is no multiple of 16"),
+        ({"rows": 1 << 31}, "compiled as i32"),
+        ({"stride": 2}, "stride is 2, and was compiled as 1"),
+        ({"scale": 1}, "compiled as fp32"),
+    ],
+)
+def test_the_fake_driver_sees_what_does_not_fit(equipment, given, says):
+    assert launched(equipment).wrong() == []
+    (found,) = launched(equipment, **given).wrong()
+    assert re.search(says, found)
+
+
+def test_a_step_is_read_from_machine_code(equipment):
+    """The estimate that tuning tables were ranked by, on a loop written by hand."""
+    tune = equipment("tune")
+    outer = [".LBB0_1:", "v_add_u32 v0, v0, v1"]
+    inner = [
+        ".LBB0_2:",
+        "ds_read_b128 v[0:3], v9",
+        "v_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], a[0:15]",
+        "v_exp_f32_e32 v4, v4 ; comment",
+        "v_mul_f32_e32 v4, v4, v5",
+        "s_cbranch_scc1 .LBB0_2",
+    ]
+    (body,) = tune.innermost("\n".join([*outer, *inner, "s_cbranch_scc0 .LBB0_1"]))
+    assert len(body) == 5
+    assert tune.units(body, "gfx942") == (32.0, 20, 32.0)
+    assert tune.units(body, "gfx90a") == (64.0, 20, 32.0)
+
+
+def test_without_a_device_the_script_says_why_and_stops():
+    environment = environment_of_children(PYTHON=sys.executable, PYTHONPATH=str(ROOT))
+    command = ["sh", str(FOLDER / "conform.sh")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert "is not built for ROCm" in done.stderr
+    assert not done.stdout
