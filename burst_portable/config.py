@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -73,3 +74,13 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
 def environment_of_children(**changes: str) -> dict[str, str]:
     """This process's environment with a few changes, for processes that it starts."""
     return {**os.environ, **changes}
+
+
+def listen_on_loopback(process_group: str) -> None:
+    """Let the process groups that this process makes be reached from this machine alone; "gloo", "nccl" ...
+
+    For processes that exist to be ranks of one machine: unless told otherwise, a group listens on an address that
+    the network can reach. Those of torch each have a variable of this name.
+    """
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]  # "lo", or "lo0" where BSD named it
+    os.environ[f"{process_group.upper()}_SOCKET_IFNAME"] = min(names, key=len, default="lo")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import known, load
 from burst_portable.comm.base import Transport
+from burst_portable.config import listen_on_loopback
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.exchanges import JOBS
 from burst_portable.conformance.inputs import make_inputs
@@ -110,6 +111,7 @@ def _run(subject: Subject, rank: int, ranks: int, store: str, work: Work) -> Any
     if capabilities.streams:
         device = torch.device(capabilities.device_type, rank)
         torch.get_device_module(device).set_device(device)
+    listen_on_loopback(capabilities.process_group)
     dist.init_process_group(
         capabilities.process_group,
         init_method=f"file://{store}",

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from burst_portable.cli.training.job import Job
 from burst_portable.cli.training.loop import OnStep
@@ -17,6 +18,7 @@ from burst_portable.config import Launched, from_environment
 from burst_portable.mesh import Mesh
 
 
+@record  # torchrun's last lines are then this rank's error
 def run_joined(job: Job, place: Launched, on_step: OnStep) -> tuple[list[Outcome], Gradients]:
     """This rank's part of a job, among the ranks that the launcher started.
 

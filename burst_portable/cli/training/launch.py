@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import queue
-import socket
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NoReturn
 
 from burst_portable.cli.training.job import Job
 from burst_portable.config import environment_of_children
@@ -38,20 +39,37 @@ def run_processes(job: Job, folder: Path, on_step: Callable[[Event], None]) -> l
     """
     path = folder / "job.json"
     job.save(path)
-    ranks = _Ranks(path, job.ranks, folder)
+    with _signals_end_it():
+        ranks = _Ranks(path, job.ranks)
+        try:
+            return ranks.listen(on_step)
+        finally:
+            ranks.end()
+
+
+@contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """What batch systems and closed terminals send ends the ranks too, as Ctrl-C does: exit code 128 and its number."""
+
+    def leave(number: int, frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
-        return ranks.listen(on_step)
+        yield
     finally:
-        ranks.end()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Ranks:
-    def __init__(self, job: Path, count: int, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, job: Path, count: int) -> None:
+        self._folder = folder = job.parent
         self._said: queue.SimpleQueue[tuple[int, Event | None]] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._listeners: list[threading.Thread] = []
-        environment = environment_of_children(GLOO_SOCKET_IFNAME=_loopback(), PYTHONUNBUFFERED="1")
+        environment = environment_of_children(PYTHONUNBUFFERED="1")
         for rank in range(count):
             with (folder / f"rank{rank}.log").open("wb") as log:
                 process = subprocess.Popen(
@@ -109,20 +127,27 @@ class _Ranks:
                 break
             if said is None or said.get("event") == "error":
                 heard.setdefault(other, said)
-        # Its own mistake first, then a death without a word, then a peer lost.
-        order = {"input": 0, None: 1, "communication": 2}
-        rank, event = min(heard.items(), key=lambda one: order[one[1].get("kind") if one[1] else None])
+        rank, event = min(heard.items(), key=lambda one: self._order(*one))
+        for other, said in heard.items():
+            if other != rank and said is not None:
+                print(said["message"], file=sys.stderr)
         if event is None:
             return PeerLostError(self._last_words(rank))
         kind = InputError if event["kind"] == "input" else CommunicationError
         return kind(event["message"])
+
+    def _order(self, rank: int, event: Event | None) -> int:
+        """What explains most comes first: its own mistake, a death by a signal or of another kind, a peer lost."""
+        if event is not None:
+            return {"input": 0, "communication": 3}[event["kind"]]
+        return 1 if self._processes[rank].wait() < 0 else 2
 
     def _last_words(self, rank: int) -> str:
         lines = (self._folder / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace").splitlines()
         for line in lines[-_LAST_LINES:]:
             print(f"rank {rank}: {line}", file=sys.stderr)
         code = self._processes[rank].wait()
-        what = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return explain(f"rank {rank} {what}", got=lines[-1].strip() if lines else "no word on stderr")
 
     def end(self) -> None:
@@ -141,9 +166,3 @@ class _Ranks:
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
-
-
-def _loopback() -> str:
-    """The loopback interface's name: "lo", or "lo0" where BSD named it."""
-    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    return min(names, key=len, default="lo")

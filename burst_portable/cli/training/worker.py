@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from burst_portable.errors import BurstError, CommunicationError
 def main(arguments: list[str]) -> int:
     """Runs the rank; exit code 0, or 1 with an "error" event or a traceback on stderr."""
     path, rank = Path(arguments[0]), int(arguments[1])
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(path.parent,), daemon=True).start()
     try:
         _run(path, rank)
     except CommunicationError as error:
@@ -38,8 +39,10 @@ def tell(**event: Any) -> None:
     print(json.dumps(event), flush=True)
 
 
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+def _end_with_parent(folder: Path) -> None:
+    """A parent that was killed cannot remove its folder."""
+    os.read(0, 1)  # not through sys.stdin, whose lock would make an end of this process by an exception an abort
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -49,13 +52,14 @@ def _run(path: Path, rank: int) -> None:
 
     from burst_portable.cli.training.job import Job
     from burst_portable.cli.training.rank import run_rank, save_gradients
-    from burst_portable.config import from_environment
+    from burst_portable.config import from_environment, listen_on_loopback
     from burst_portable.mesh import Mesh
 
     job = Job.load(path)
     torch.set_num_threads(job.threads)
     device = device_of(job.device_type, rank)
     folder = path.parent
+    listen_on_loopback(job.process_group)
     dist.init_process_group(
         job.process_group,
         init_method=f"file://{folder / 'rendezvous'}",
