@@ -21,6 +21,9 @@ from burst_portable.errors import LayoutError, explain, shown, unknown_name
 from burst_portable.mask import Mask
 from burst_portable.values import as_int, size
 
+MOST_RANKS = 1 << 14
+"""Planning one rank looks at every other; above so many it takes minutes, see docs/plans.md."""
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -171,6 +174,7 @@ def make_layout(name: str, length: int, ranks: int, mask: Mask | None = None) ->
 
 @lru_cache(maxsize=256)
 def _made(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
+    _check_ranks(name, ranks)
     if length < ranks:
         raise LayoutError(
             explain(
@@ -236,6 +240,13 @@ def _listed(shards: Iterable[Iterable[Segment]]) -> tuple[tuple[Segment, ...], .
     return tuple(tuple(s for s in shard if s.count) for shard in listed)
 
 
+def _check_ranks(name: str, ranks: int) -> None:
+    if ranks > MOST_RANKS:
+        raise LayoutError(
+            explain(f"the layout {name!r} has too many ranks", got=ranks, allowed=f"at most {MOST_RANKS}")
+        )
+
+
 def _check_partition(layout: Layout) -> None:
     """Every position on one rank, every rank with some. Segments are counted and compared, positions never listed."""
     what = f"the layout {layout.name!r}"
@@ -243,6 +254,7 @@ def _check_partition(layout: Layout) -> None:
         raise LayoutError(
             explain(f"{what} needs ranks and tokens", got=f"{layout.ranks} ranks, {layout.length} tokens")
         )
+    _check_ranks(layout.name, layout.ranks)
     if empty := [rank for rank, shard in enumerate(layout.shards) if not shard]:
         raise LayoutError(
             explain(

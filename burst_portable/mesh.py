@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -206,11 +207,11 @@ def as_mesh(mesh: Any) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     if mesh is None:
-        return Mesh.from_group() if dist.is_available() and dist.is_initialized() else Mesh.single()
+        return _of_group(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else Mesh.single()
     if isinstance(mesh, dist.ProcessGroup) or mesh is dist.GroupMember.NON_GROUP_MEMBER:
-        return Mesh.from_group(mesh)
+        return _of_group(mesh)
     if hasattr(mesh, "get_group"):
-        return Mesh.from_device_mesh(mesh)
+        return _of_group(_axis_group(mesh, None))
     raise InputError(
         explain(
             "this is no mesh",
@@ -218,6 +219,12 @@ def as_mesh(mesh: Any) -> Mesh:
             allowed="Mesh, torch DeviceMesh with one axis, process group, or None",
         )
     )
+
+
+@lru_cache(maxsize=8)
+def _of_group(group: Any) -> Mesh:
+    """The mesh of a group that is passed as such: the same one each time, for its transport counts the passes."""
+    return Mesh.from_group(group)
 
 
 def run_local(

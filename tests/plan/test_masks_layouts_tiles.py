@@ -221,6 +221,14 @@ def test_bad_layouts_are_refused(length, shards, message):
         Layout("mine", length, shards)
 
 
+def test_more_ranks_than_plans_are_made_for():
+    """Refused before anything is listed."""
+    with pytest.raises(LayoutError, match="too many ranks; got 1073741824; allowed: at most 16384"):
+        make_layout("zigzag", 1 << 40, 1 << 30)
+    with pytest.raises(LayoutError, match="too many ranks"):
+        Layout("mine", 16385, [[Segment(i, 1)] for i in range(16385)])
+
+
 @pytest.mark.parametrize("numbers", [(0, 4, 0), (0, 4, -1), (-1, 4), (0, -1), (0, 4.0), (0, True)])
 def test_bad_segments_are_refused(numbers):
     with pytest.raises(LayoutError, match="segment"):

@@ -54,6 +54,10 @@ def test_processes_that_disagree(over_gloo, name):
     check(name, [found["cached"][name] for found in over_gloo])
 
 
+def test_processes_that_go_backward_in_another_order(over_gloo):
+    assert all("backward of the pass: 1 on rank 0, 2 but 2 on rank 1" in found["swapped"] for found in over_gloo)
+
+
 def test_a_right_call_works_after_all_of_them(over_gloo):
     assert [found["afterwards"] for found in over_gloo] == ["right"] * 3
 
