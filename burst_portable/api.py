@@ -17,6 +17,7 @@ from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.checks import check_tensor, check_tensors, checked_scale, checked_softcap, tell_the_others
 from burst_portable.choices import Request, choose, requested
 from burst_portable.comm.agreement import Statement, named, state
+from burst_portable.errors import InputError, explain, shown
 from burst_portable.kernels import contract
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
@@ -120,6 +121,8 @@ def attention(
     """
     mesh = as_mesh(mesh)
     try:
+        if not isinstance(return_lse, bool):
+            raise InputError(explain("return_lse is no choice", got=shown(return_lse), allowed="True or False"))
         request = requested(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)
         key = _key(request, q, k, v, sinks)
         call = mesh.remembered(key, lambda: _prepare(q, k, v, sinks, mesh, request))

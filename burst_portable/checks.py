@@ -60,6 +60,14 @@ def check_tensor(name: str, x: object) -> None:
         raise InputError(explain(f"{name} is no dense tensor", got=f"{type(x).__name__}, {x.layout}"))
 
 
+def checked_device(device: Any) -> torch.device | None:
+    """A device as torch takes it; None for torch's default."""
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InputError(explain("this is no device", got=shown(device), allowed="such as 'cpu' or 'cuda'")) from error
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)

@@ -7,7 +7,10 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from burst_portable.errors import InputError, explain
+from burst_portable.errors import InputError, explain, shown
+from burst_portable.values import as_float
+
+_LONGEST, _SECONDS = 1e9, "above 0, below 1e9"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,15 @@ class Config:
     kernel: str = "auto"
     transport: str = "auto"
 
+    def __post_init__(self) -> None:
+        seconds = as_float(self.deadline)
+        if seconds is None or not 0 < seconds < _LONGEST:
+            raise InputError(explain("deadline is no number of seconds", got=shown(self.deadline), allowed=_SECONDS))
+        object.__setattr__(self, "deadline", seconds)
+        for name in ("kernel", "transport"):
+            if not isinstance(getattr(self, name), str):
+                raise InputError(explain(f"{name} is no name", got=shown(getattr(self, name)), allowed="a string"))
+
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
     """The settings that the environment asks for; `environment` stands in for it in tests.
@@ -36,8 +48,8 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         seconds = float(deadline)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise InputError(explain("BURST_DEADLINE is no number of seconds", got=repr(deadline), allowed="above 0"))
+    if not 0 < seconds < _LONGEST:
+        raise InputError(explain("BURST_DEADLINE is no number of seconds", got=repr(deadline), allowed=_SECONDS))
     kernel, transport = (environment.get(name, "auto") for name in ("BURST_KERNEL", "BURST_TRANSPORT"))
     return Config(deadline=seconds, kernel=kernel, transport=transport)
 

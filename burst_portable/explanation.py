@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.registry import known, refusal
+from burst_portable.checks import checked_device
 from burst_portable.choices import Choices, choose, requested
-from burst_portable.errors import InputError, shown
-from burst_portable.errors import explain as told
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh
@@ -91,7 +90,8 @@ def explain(
     """
     mesh = as_mesh(mesh)
     request = requested(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)
-    chosen = choose(q, k, v, sinks, mesh, request, None if device is None else _device_type(device))
+    meant = checked_device(device)
+    chosen = choose(q, k, v, sinks, mesh, request, None if meant is None else meant.type)
     automatic = "auto" in (strategy, getattr(strategy, "name", ""))
     why = [*([] if automatic else ["named"]), *([chosen.plan.reason] if chosen.plan.reason else [])]
     return Explanation(
@@ -102,13 +102,6 @@ def explain(
         moves=_moves(chosen.plan),
         kernel=_kernel(chosen),
     )
-
-
-def _device_type(device: str | torch.device) -> str:
-    try:
-        return torch.device(device).type
-    except (RuntimeError, TypeError) as error:
-        raise InputError(told("this is no device", got=shown(device), allowed="such as 'cpu' or 'cuda'")) from error
 
 
 def _backend(chosen: Choices, mesh: Mesh) -> Choice:

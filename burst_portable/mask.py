@@ -20,9 +20,10 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 from burst_portable.errors import MaskError, explain, shown, unknown_name
-from burst_portable.values import as_int
+from burst_portable.values import as_int, size
 
 UNBOUNDED = 1 << 60
 """Stands for "as far as the sequence goes": in ranges, and (negated too) in bands."""
@@ -110,7 +111,10 @@ class Mask:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise MaskError(explain("the name of a mask must be a string", got=shown(self.name)))
-        regions = tuple(self.regions) if isinstance(self.regions, Iterable) else (None,)
+        try:
+            regions: tuple[Any, ...] = tuple(self.regions)
+        except TypeError:
+            regions = (None,)
         if not all(isinstance(r, Region) for r in regions):
             raise MaskError(explain("a mask is made of regions", got=shown(self.regions), allowed="a list of Region"))
         object.__setattr__(self, "regions", tuple(sorted(regions, key=lambda r: (r.q_start, r.k_start, r.lo))))
@@ -160,10 +164,13 @@ class Mask:
 
     def area(self, q_length: int, k_length: int | None = None) -> int:
         """How many (q, k) pairs it lets through: what FLOPs are counted from."""
-        return sum(r.area(q_length, q_length if k_length is None else k_length) for r in self.regions)
+        rows = size("q_length", q_length)
+        columns = rows if k_length is None else size("k_length", k_length)
+        return sum(r.area(rows, columns) for r in self.regions)
 
     def blind_rows(self, length: int) -> int:
         """How many tokens of a sequence see nothing: attention gives 0 for them."""
+        length = size("length", length)
         seen = reached = 0
         for start, stop in sorted(r.rows(length) for r in self.regions):
             seen += max(0, stop - max(start, reached))
@@ -196,6 +203,8 @@ class Mask:
         `window` limits each token to so many tokens back within its document.
         """
         bounds = cumulative_lengths("documents", cumulative)
+        if not isinstance(causal, bool):
+            raise MaskError(explain("causal is no choice", got=shown(causal), allowed="True or False"))
         lo, hi = 0 if causal else -UNBOUNDED, UNBOUNDED
         if window is not None:
             (window,) = _at_least(0, window=window)
@@ -271,6 +280,7 @@ class Mask:
         """
         if not isinstance(text, str):
             raise MaskError(explain("this is no short form of a mask", got=shown(text), allowed="a string"))
+        length = length if length is None else size("length", length)
         name, _, rest = text.partition(":")
         if name not in _PARSERS:
             raise unknown_name("mask", name, _PARSERS)
@@ -285,11 +295,11 @@ class Mask:
 
 
 def _uniform_blocks(numbers: list[int], length: int | None) -> Mask:
-    (size,) = numbers
-    _at_least(1, size=size)
+    (blocks,) = numbers
+    _at_least(1, size=blocks)
     if length is None:
         raise MaskError("block_causal:SIZE needs the length of the sequence")
-    return Mask.block_causal([*range(0, length, size), length])
+    return Mask.block_causal([*range(0, length, blocks), length])
 
 
 _PARSERS: dict[str, tuple[str, Callable[[list[int], int | None], Mask]]] = {
@@ -350,11 +360,14 @@ def cumulative_lengths(what: str, bounds: object) -> list[int]:
     return listed
 
 
-def _listed(what: str, values: object) -> list[int]:
+def _listed(what: str, values: Any) -> list[int]:
     """Ints from a sequence of them, an array or a tensor."""
-    many = values.tolist() if hasattr(values, "tolist") else values
-    listed = [as_int(value) for value in many] if isinstance(many, Iterable) else [None]
+    try:
+        many = values.tolist() if hasattr(values, "tolist") else values
+        listed = [as_int(value) for value in many]
+    except (TypeError, RuntimeError):  # nothing that can be gone through, or a tensor that holds no list of numbers
+        listed = [None]
     numbers = [value for value in listed if value is not None]
-    if len(numbers) < len(listed):
+    if len(numbers) < len(listed) or isinstance(values, str | bytes):
         raise MaskError(explain(f"{what} takes whole numbers", got=shown(values), allowed="ints, one after the other"))
     return numbers

@@ -15,7 +15,7 @@ from burst_portable.comm.base import Transport
 from burst_portable.comm.local import Fabric, LocalTransport, run_threads
 from burst_portable.config import Config, from_environment
 from burst_portable.errors import InputError, UnsupportedError, explain, shown, unknown_name
-from burst_portable.values import as_float, as_int, size
+from burst_portable.values import as_int, size
 
 T = TypeVar("T")
 _CALLS_KEPT = 512
@@ -53,6 +53,8 @@ class Mesh:
         self.rank, self.size = _checked_rank(rank, size)
         self.group, self.inner, self.backend = group, _checked_inner(inner, self.size), _checked_backend(backend)
         self.config = _checked_config(config)
+        if not isinstance(group, dist.ProcessGroup | None):
+            raise InputError(explain("this is no process group", got=shown(group)))
         if not callable(connect):
             raise InputError(explain("a mesh connects by a function of the device type", got=shown(connect)))
         self._connect = connect
@@ -261,9 +263,7 @@ def run_local(
         raise InputError(explain("too many ranks for one process", got=ranks, allowed=most))
     if not callable(work):
         raise InputError(explain("work is no function of a mesh", got=shown(work)))
-    seconds = as_float(deadline)
-    if seconds is None or not 0 < seconds < float("inf"):
-        raise InputError(explain("deadline is no number of seconds", got=shown(deadline), allowed="above 0"))
+    seconds = Config(deadline=deadline).deadline
     _checked_inner(inner, ranks)
     _checked_backend(backend)
     config = from_environment()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.checks import check_rows, check_tensor, tell_the_others
+from burst_portable.checks import check_rows, check_tensor, checked_device, tell_the_others
 from burst_portable.comm.agreement import Statement, agree, named, state
 from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError, explain, shown
 from burst_portable.layout import Layout
@@ -29,7 +29,7 @@ def positions(
 ) -> Tensor:
     """The global positions of this rank's rows, in order: int64 ``[S]``. `mask` is for `document_zigzag`."""
     mesh = as_mesh(mesh)
-    where = _layout(layout, size("seq_len", seq_len), mesh, mask)
+    where, device = _layout(layout, size("seq_len", seq_len), mesh, mask), checked_device(device)
     return torch.cat([torch.arange(s.start, s.last + 1, s.step, device=device) for s in where.shards[mesh.rank]])
 
 
@@ -148,8 +148,10 @@ def shard_batch(
             )
         )
     missing = as_int(ignore_index)
-    if missing is None:
-        raise InputError(explain("ignore_index is no label", got=shown(ignore_index), allowed="an int"))
+    held = torch.iinfo(labels.dtype)
+    if missing is None or not held.min <= missing <= held.max:
+        allowed = f"an int that {labels.dtype} holds"
+        raise InputError(explain("ignore_index is no label", got=shown(ignore_index), allowed=allowed))
     shifted = torch.full_like(labels, missing)
     shifted[:, :-1] = labels[:, 1:]
     count = torch.arange(length, device=input_ids.device)

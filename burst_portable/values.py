@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from burst_portable.errors import InputError, explain, shown
 
+_TOO_LARGE = 1 << 48  # no sequence, and no product of two sizes past what 64 bits and masks take
+
 
 def as_int(value: object) -> int | None:
     """The whole number that a value is; None for a float, a bool, a string and all else."""
@@ -28,12 +30,19 @@ def as_float(value: object) -> float | None:
 
 def _scalar(value: object) -> object:
     """The Python number inside a NumPy scalar or a tensor without dimensions."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+    if not hasattr(value, "item") or getattr(value, "ndim", None) != 0:
+        return value
+    try:
+        return value.item()
+    except RuntimeError:  # a tensor that holds no data
+        return value
 
 
 def size(name: str, value: object) -> int:
-    """A whole number of at least 1, or an `InputError` that says what `name` may be."""
+    """A whole number of at least 1 and below 2**48, or an `InputError` that says what `name` may be."""
     number = as_int(value)
     if number is None or number < 1:
         raise InputError(explain(f"{name} is no size", got=shown(value), allowed="an int of at least 1"))
+    if number >= _TOO_LARGE:
+        raise InputError(explain(f"{name} is no size", got=shown(value), allowed="an int below 2**48"))
     return number

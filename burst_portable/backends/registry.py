@@ -138,8 +138,10 @@ def choose_kernel(backend: Backend, problem: Problem, named: str = "auto") -> tu
     Raises `UnknownNameError`, or `UnsupportedError` with every reason.
     """
     kernels = {kernel.name: kernel for kernel in backend.kernels()}
+    if not isinstance(named, str):
+        raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
     if named != "auto":
-        if not isinstance(named, str) or named not in kernels:
+        if named not in kernels:
             raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
         return _named_kernel(kernels, problem, named), "named"
     reasons = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -43,6 +44,17 @@ class Strategy(Protocol):
         """
 
 
+def check_name(kind: str, name: object, known: Sequence[str]) -> None:
+    """Refuse a name that is none of a few."""
+    if not isinstance(name, str) or name not in known:
+        raise unknown_name(kind, name, known)
+
+
+def check_moves(moves: object) -> None:
+    """Refuse what is no way of moving."""
+    check_name("way of moving", moves, ("neighbour", "fetch"))
+
+
 def check_inner(inner: object) -> None:
     """Refuse what is no number of ranks a node: 2.0 and True would find the plans of 2 and 1."""
     if inner is not None and (type(inner) is not int or inner < 1):
@@ -51,8 +63,6 @@ def check_inner(inner: object) -> None:
 
 def route(ranks: int, moves: Moves, inner: int | None = None) -> Route:
     """The route for a way of moving; two levels where `inner` is given."""
-    if moves not in ("neighbour", "fetch"):
-        raise unknown_name("way of moving", moves, ("neighbour", "fetch"))
     if moves == "fetch":
         return Fetch(ranks)
     if inner is None:

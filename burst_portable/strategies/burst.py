@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import Moves, Traits, ring_plan, route
+from burst_portable.strategies.base import Moves, Traits, check_moves, ring_plan, route
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,9 @@ class BurstStrategy:
     moves: Moves = "neighbour"
     name: str = "burst"
     traits: ClassVar[Traits] = Traits()
+
+    def __post_init__(self) -> None:
+        check_moves(self.moves)
 
     def plan(self, problem: Problem) -> Plan:
         return ring_plan(problem, self.name, side="q", path=route(problem.ranks, self.moves))

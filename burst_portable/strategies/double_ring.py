@@ -16,10 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from burst_portable.errors import unknown_name
 from burst_portable.moves import Side
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import Traits, check_inner, ring_plan, route
+from burst_portable.strategies.base import Traits, check_inner, check_name, ring_plan, route
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,9 @@ class DoubleRingStrategy:
 
     def __post_init__(self) -> None:
         check_inner(self.inner)
+        check_name("travelling side", self.travels, ("kv", "q"))
 
     def plan(self, problem: Problem) -> Plan:
-        if self.travels not in ("kv", "q"):
-            raise unknown_name("travelling side", self.travels, ("kv", "q"))
         inner, note = self.inner, ""
         if inner is None:
             inner = _node_size(problem.ranks)

@@ -1,0 +1,100 @@
+"""Whatever is passed for an argument of a public function: it serves, or this library refuses it in one line."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.config import Config
+from burst_portable.errors import BurstError
+from burst_portable.nn import SelfAttention, rotate
+
+
+class Unhashable:
+    __hash__ = None
+
+
+VALUES = [
+    *(None, True, False, 0, -1, 2, 3.0, 0.5, 10**30, float("nan"), float("inf"), "", "auto", "no such", b"ab"),
+    *([], [1], [[1]], (), (0, 16), {"a": 1}, {16}, range(3), object(), object, Unhashable(), ..., 1j),
+    *(Decimal("0.5"), Fraction(1, 2), np.int64(3), np.float32(0.5), np.bool_(True), np.arange(2), np.array(3)),
+    *(torch.tensor(3), torch.tensor(0.5), torch.tensor(True), torch.arange(2), torch.ones(2, 2), torch.zeros(0)),
+    *(torch.ones((), device="meta"), torch.ones(1, 16, 4, 8, device="meta"), torch.ones(4).to_sparse()),
+    *(torch.ones(4, requires_grad=True), torch.float32, torch.device("cpu"), Config(), ValueError("x")),
+    *(bp.Mask.causal(), bp.make_layout("zigzag", 16, 1), bp.make_strategy("ring"), bp.Mesh.single()),
+]
+MESH = bp.Mesh.single()
+Q, KV, IDS = torch.ones(1, 16, 4, 8), torch.ones(1, 16, 2, 8), torch.arange(16).view(1, 16)
+CHOICES = {"mask": "causal", "mesh": MESH, "strategy": "ring", "layout": "zigzag"}
+OPTIONS = {"seq_len": 16, "scale": 1.0, "softcap": 2.0, "kernel": "auto", "deterministic": True}
+CALL = {"q": Q, "k": KV, "v": KV, "sinks": torch.zeros(4)} | CHOICES | OPTIONS
+PLANNED = {"seq_len": 16, "ranks": 2, "heads": 2}
+
+FUNCTIONS = {
+    "attention": (bp.attention, CALL | {"return_lse": False}),
+    "explain": (lambda **a: str(bp.explain(**a)), CALL | {"device": "cpu"}),
+    "plan": (
+        bp.plan,
+        PLANNED | {"kv_heads": 1, "head_dim": 8, "value_dim": 8, "batch": 1, "itemsize": 2, "mask": "full"},
+    ),
+    "positions": (bp.positions, {"mesh": MESH, "seq_len": 16, "layout": "zigzag", "mask": None, "device": None}),
+    "shard": (bp.shard, {"x": Q, "mesh": MESH, "dim": 1, "layout": "zigzag", "mask": None}),
+    "unshard": (bp.unshard, {"x": Q, "mesh": MESH, "dim": 1, "seq_len": 16, "layout": "zigzag", "mask": None}),
+    "shard_batch": (
+        bp.shard_batch,
+        {"input_ids": IDS, "labels": IDS, "position_ids": IDS, "documents": (0, 16), "mesh": MESH, "ignore_index": -1},
+    ),
+    "Mask": (bp.Mask, {"regions": (bp.Region(0, 4, 0, 4),), "name": "mine"}),
+    "Region": (bp.Region, {"q_start": 0, "q_stop": 4, "k_start": 0, "k_stop": 4, "lo": 0, "hi": 3}),
+    "documents": (bp.Mask.documents, {"cumulative": (0, 16), "causal": True, "window": 3}),
+    "window": (bp.Mask.window, {"left": 1, "right": 1}),
+    "prefix_lm": (bp.Mask.prefix_lm, {"prefix": 1}),
+    "sink_window": (bp.Mask.sink_window, {"sink": 1, "left": 1}),
+    "global_window": (bp.Mask.global_window, {"tokens": 1, "left": 1, "right": 1}),
+    "block_causal": (bp.Mask.block_causal, {"cumulative": (0, 16)}),
+    "share_question": (bp.Mask.share_question, {"lengths": (4, 4)}),
+    "parse": (bp.Mask.parse, {"text": "block_causal:4", "length": 16}),
+    "blind_rows": (bp.Mask.causal().blind_rows, {"length": 16}),
+    "area": (bp.Mask.causal().area, {"q_length": 16, "k_length": 16}),
+    "Mesh": (
+        bp.Mesh,
+        {"rank": 0, "size": 2, "connect": len, "group": None, "inner": 1, "backend": "cpu", "config": None},
+    ),
+    "single": (bp.Mesh.single, {"backend": "cpu", "config": None}),
+    "Config": (Config, {"deadline": 5.0, "kernel": "auto", "transport": "auto"}),
+    "run_local": (
+        lambda **a: bp.run_local(work=lambda mesh: mesh.rank, **a),
+        {"ranks": 2, "deadline": 5.0, "inner": 1, "backend": "cpu"},
+    ),
+    "make_layout": (bp.make_layout, {"name": "zigzag", "length": 16, "ranks": 2, "mask": None}),
+    "ring": (lambda **a: bp.plan(strategy=bp.make_strategy("ring", **a), **PLANNED), {"moves": "fetch"}),
+    "double_ring": (
+        lambda **a: bp.plan(strategy=bp.make_strategy(**a), **PLANNED),
+        {"name": "double_ring", "inner": 1, "travels": "q"},
+    ),
+    "auto": (lambda **a: bp.plan(strategy=bp.make_strategy("auto", **a), **PLANNED), {"inner": 1, "rates": None}),
+    "rotate": (rotate, {"x": Q, "where": IDS[0], "theta": 1e4}),
+    "SelfAttention": (SelfAttention, {"dim": 8, "heads": 2, "kv_heads": 1, "theta": 1e4} | CHOICES),
+    "forward": (SelfAttention(8, 2), {"x": torch.ones(1, 16, 8), "seq_len": 16, "position_ids": IDS[0]}),
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "argument"), [(name, argument) for name, (_, usual) in FUNCTIONS.items() for argument in usual]
+)
+def test_a_value_serves_or_is_refused_in_one_line(function, argument):
+    call, usual = FUNCTIONS[function]
+    call(**usual)
+    refusals = []
+    for value in VALUES:
+        try:
+            call(**usual | {argument: value})
+        except BurstError as error:
+            refusals.append(str(error))
+    assert len(refusals) > len(VALUES) // 3
+    assert not [text for text in refusals if "\n" in text or len(text) > 800]
