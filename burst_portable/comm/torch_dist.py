@@ -7,8 +7,9 @@ of sends and receives can lock), one by one where it has threads of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -94,35 +95,42 @@ class TorchDistTransport(Transport):
     def _post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str, deadline: float | None
     ) -> tuple[list[Handle], list[Handle]]:
-        try:
-            if self._batched:
-                return self._batch(sends, receives, label)
-            return self._each(sends, receives, label, deadline)
-        except RuntimeError as error:
-            raise _named(error, f"rank {self.rank}, {label}: starting a transfer", self.group) from error
+        if self._batched:
+            return self._batch(sends, receives, label)
+        return self._each(sends, receives, label, deadline)
 
     def _batch(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str
     ) -> tuple[list[Handle], list[Handle]]:
         ops = [dist.P2POp(dist.isend, m.buffer, group=self.group, group_peer=m.peer) for m in sends]
         ops += [dist.P2POp(dist.irecv, m.buffer, group=self.group, group_peer=m.peer) for m in receives]
-        works = dist.batch_isend_irecv(ops) if ops else []
-        peers = sorted({m.peer for m in (*sends, *receives)})
-        transfer = _Transfer(works, f"rank {self.rank}, {label}: exchange with ranks {peers}", None, self.group)
+        told = f"rank {self.rank}, {label}: exchange with ranks {sorted({m.peer for m in (*sends, *receives)})}"
+        try:
+            works = dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:
+            raise _named(error, told, self.group) from error
+        transfer = _Transfer(works, told, None, self.group)
         return [transfer] * len(sends), [transfer] * len(receives)
 
     def _each(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str, deadline: float | None
     ) -> tuple[list[Handle], list[Handle]]:
-        def handle(work: dist.Work | None, what: str) -> Handle:
+        def start(what: str, operation: Callable[[], dist.Work | None]) -> Handle:
+            told = f"rank {self.rank}, {label}: {what}"
+            try:
+                work = operation()
+            except RuntimeError as error:
+                raise _named(error, told, self.group) from error
             assert work is not None, "this rank is a member of its group"
-            return _Transfer([work], f"rank {self.rank}, {label}: {what}", deadline, self.group)
+            return _Transfer([work], told, deadline, self.group)
 
+        group = self.group
         incoming = [
-            handle(dist.irecv(m.buffer, group=self.group, group_src=m.peer), f"receiving from rank {m.peer}")
+            start(f"receiving from rank {m.peer}", partial(dist.irecv, m.buffer, group=group, group_src=m.peer))
             for m in receives
         ]
         outgoing = [
-            handle(dist.isend(m.buffer, group=self.group, group_dst=m.peer), f"sending to rank {m.peer}") for m in sends
+            start(f"sending to rank {m.peer}", partial(dist.isend, m.buffer, group=group, group_dst=m.peer))
+            for m in sends
         ]
         return outgoing, incoming

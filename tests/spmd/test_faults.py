@@ -45,7 +45,7 @@ def play():
     yield one
     server.stdin.close()
     server.stdout.close()
-    assert server.wait(10) == 0
+    assert server.wait(60) == 0
 
 
 def check(scenario: Scenario, outcome: dict) -> None:
