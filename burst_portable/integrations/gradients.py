@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from burst_portable.errors import InputError, explain
 from burst_portable.mesh import Mesh
 from burst_portable.numerics import accumulation_dtype
 
@@ -39,19 +42,39 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
     """Add up every parameter's gradient over the ranks, in place; one exchange a dtype and device.
 
     A parameter without a gradient counts as zeros where another rank has one; all ranks pass the same parameters.
+    Of a parameter that is sharded over other ranks (FSDP2 over data alone), this rank's part is summed.
+
+    Raises `InputError` for parameters that are sharded over these ranks: FSDP has reduced their gradients already.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
-            groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+            _check_whole(parameter, mesh)
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradient = _local(parameter.grad)
+            groups.setdefault((gradient.dtype, gradient.device), []).append(gradient)
     for members in groups.values():
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in members])
-        start = 0
-        total = sum_over_ranks(flat, mesh)
-        for p in members:
-            part = total[start : start + p.numel()].view(p.shape)
-            start += p.numel()
-            p.grad = part.clone() if p.grad is None else p.grad.copy_(part)
+        total = sum_over_ranks(torch.cat([g.reshape(-1) for g in members]), mesh)
+        for gradient, part in zip(members, total.split([g.numel() for g in members]), strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _check_whole(parameter: Tensor, mesh: Mesh) -> None:
+    if mesh.group is None or not isinstance(parameter, DTensor):
+        return
+    holders = set(parameter.device_mesh.mesh.flatten().tolist())
+    if len(holders.intersection(dist.get_process_group_ranks(mesh.group))) > 1:
+        raise InputError(
+            explain(
+                "gradients are summed already over the ranks that share the sequence",
+                got=f"a parameter that FSDP shards over ranks {sorted(holders)}",
+                next_step="leave sum_gradients out",
+            )
+        )
 
 
 def _pieces(x: Tensor, count: int) -> list[Tensor]:

@@ -1,0 +1,136 @@
+"""transformers' `Trainer` for a model whose sequence lies on several ranks.
+
+Three of Trainer's own hooks are enough. The data collator cuts each batch, so that Trainer, which counts the labels
+of all processes and averages over them, arrives at one device's loss and gradients by itself. The data loaders give
+the ranks of one sequence the same examples. The evaluation step returns the loss of all ranks.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import BatchSamplerShard
+from torch import Tensor
+from transformers import Trainer
+
+from burst_portable.errors import InputError, UnsupportedError, explain
+from burst_portable.integrations.transformers.arguments import check_arguments
+from burst_portable.integrations.transformers.parallel import Parallel
+
+
+class ShardingCollator:
+    """Cuts what another collator made: this rank's rows, labels shifted before the cut.
+
+    Position ids that start again are packed documents, as `DataCollatorWithFlattening` makes them. Padding is refused.
+    """
+
+    def __init__(self, handle: Parallel, collator: Any) -> None:
+        self.handle, self.collator = handle, collator
+
+    def __call__(self, examples: list[Any]) -> dict[str, Any]:
+        batch = dict(self.collator(examples))
+        check_arguments(batch)
+        documents = documents_of(batch.pop("position_ids", None))
+        ids, labels = batch.pop("input_ids"), batch.pop("labels", None)
+        batch.pop("attention_mask", None)
+        if batch:
+            raise UnsupportedError(
+                explain("the collator makes what we do not know how to cut", got=", ".join(sorted(batch)))
+            )
+        if labels is None:
+            raise InputError("the collator makes no labels; DataCollatorForLanguageModeling(mlm=False) does")
+        inputs = self.handle.shard(ids, labels, documents=documents)
+        del inputs["num_items_in_batch"]  # Trainer counts over all ranks and all batches of a step
+        return {name: x for name, x in inputs.items() if x is not None}
+
+
+def documents_of(position_ids: Tensor | None) -> tuple[int, ...] | None:
+    """Cumulative lengths of packed documents, from position ids ``[1, N]`` that count up from 0 in each.
+
+    Raises `UnsupportedError` for position ids that do something else.
+    """
+    if position_ids is None:
+        return None
+    starts = (position_ids[0] == 0).nonzero().flatten().tolist()
+    bounds = (*starts, position_ids.shape[1])
+    counted = torch.cat([torch.arange(b - a) for a, b in pairwise(bounds)]) if starts else None
+    if counted is None or not torch.equal(position_ids.cpu(), counted.expand(position_ids.shape)):
+        raise UnsupportedError("position_ids that do not count up from 0 in each document, alike in each row")
+    return bounds if len(starts) > 1 else None
+
+
+class SequenceTrainer(Trainer):
+    """`Trainer`, whose ranks share sequences.
+
+    Args:
+        handle: of `parallelize`; its mesh is the ranks of one sequence. Where there are more processes than that,
+            each group of ranks has examples of its own.
+        arguments: Trainer's other ones.
+
+    Raises:
+        InputError: processes that are no multiple of the mesh; average_tokens_across_devices off.
+        UnsupportedError: a dataset without a length; metrics of logits, which no rank has whole.
+    """
+
+    def __init__(self, handle: Parallel, **arguments: Any) -> None:
+        super().__init__(model=handle.model, **arguments)
+        ranks, processes = handle.mesh.size, self.args.world_size
+        if processes % ranks or (ranks > 1 and processes != dist.get_world_size()):
+            raise InputError(explain("Trainer sees other processes", got=processes, allowed=f"a multiple of {ranks}"))
+        if not self.args.average_tokens_across_devices:
+            raise InputError("a loss over ranks is divided by their tokens; set average_tokens_across_devices=True")
+        self.handle = handle
+        self.data_collator = ShardingCollator(handle, self.data_collator)
+        self._sequences, self._sequence = _numbered(handle)
+
+    def get_train_dataloader(self) -> Any:
+        return self._same_for_a_sequence(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self._same_for_a_sequence(super().get_eval_dataloader(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        return self._same_for_a_sequence(super().get_test_dataloader(test_dataset))
+
+    def _same_for_a_sequence(self, loader: Any) -> Any:
+        if self.args.world_size == 1:
+            return loader
+        sampler = loader.batch_sampler
+        if not isinstance(sampler, BatchSamplerShard):
+            raise UnsupportedError("a dataset without a length, whose examples are dealt out to all ranks")
+        sampler.num_processes, sampler.process_index = self._sequences, self._sequence
+        if self._sequences == 1:
+            sampler.even_batches = False  # as on one device: nothing is filled up
+        return loader
+
+    def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
+        self.gather_function = self._of_all_examples
+        return super().evaluation_loop(*arguments, **named)
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor | None, None, None]:
+        """The loss of all ranks, the same on each."""
+        if not prediction_loss_only:
+            raise UnsupportedError("logits lie on several ranks; evaluate with prediction_loss_only=True")
+        loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        return self.accelerator.reduce(loss, "mean"), None, None
+
+    def _of_all_examples(self, losses: Tensor) -> Tensor:
+        """In the place of gathering: a batch's loss once for each of its examples; the last batch may be smaller."""
+        every, state = losses.repeat(self._sequences), self.accelerator.gradient_state
+        return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
+
+
+def _numbered(handle: Parallel) -> tuple[int, int]:
+    """How many sequences there are at a time, and which of them is this rank's."""
+    if not dist.is_initialized():
+        return 1, 0
+    group = handle.mesh.group
+    first: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(first, dist.get_rank() if group is None else min(dist.get_process_group_ranks(group)))
+    sequences = sorted(set(first))
+    return len(sequences), sequences.index(first[dist.get_rank()])

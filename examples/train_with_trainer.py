@@ -1,0 +1,71 @@
+"""Trains a small Llama with transformers' Trainer, each sequence over all ranks. Any number gives the same losses.
+
+python examples/train_with_trainer.py
+torchrun --nproc-per-node 2 examples/train_with_trainer.py
+"""
+
+import os
+import pydoc_data.topics
+import tempfile
+
+import torch.distributed as dist
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
+
+import burst_portable as bp
+from burst_portable.integrations.transformers import parallelize
+from burst_portable.integrations.transformers.trainer import SequenceTrainer
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def documents(count: int, length: int) -> list[dict[str, list[int]]]:
+    """Texts of several lengths, as bytes; the collator packs a batch of them into one row."""
+    texts = [text.encode() for text in sorted(pydoc_data.topics.topics.values())]
+    return [{"input_ids": list(text[: length + 7 * i])} for i, text in enumerate(texts[:count])]
+
+
+def settings(folder: str, batch: int) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=folder,
+        max_steps=3,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        gradient_accumulation_steps=2,
+        learning_rate=3e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        ddp_find_unused_parameters=False,
+    )
+
+
+def train(
+    trainer_class=SequenceTrainer, mesh: bp.Mesh | None = None, batch: int = 3, held_out: int = 11
+) -> list[float]:
+    """The losses of three steps, and of the evaluation."""
+    set_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=2, **SIZES))
+    mine = {"model": model} if mesh is None else {"handle": parallelize(model, mesh)}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_class(
+            **mine,
+            args=settings(folder, batch),
+            data_collator=DataCollatorWithFlattening(),
+            train_dataset=documents(24, 64),
+            eval_dataset=documents(held_out, 50),
+        )
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return [*losses, trainer.evaluate()["eval_loss"]]
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    losses = train(mesh=bp.Mesh.from_group() if dist.is_initialized() else bp.Mesh.single())
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print("losses:", *(f"{loss:.6f}" for loss in losses))
+    if dist.is_initialized():
+        dist.destroy_process_group()

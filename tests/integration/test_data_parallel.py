@@ -1,0 +1,50 @@
+"""Sequences over ranks below torch's own data parallelism: one start of four processes for all cases."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Trainer
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "train_with_trainer.py"
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found, by case."""
+    folder = tmp_path_factory.mktemp("data_parallel")
+    command = [sys.executable, "-m", "tests.integration.data_parallel_rank", str(folder)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT, **pipes) for rank in range(RANKS)]
+    try:
+        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(outputs)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.mark.parametrize("case", ["under_ddp", "under_fsdp", "under_fsdp_over_data"])
+def test_gradients_are_one_device_s(case: str, answers: list[dict[str, Any]]):
+    assert max(found[case] for found in answers) < 1e-7
+
+
+@pytest.mark.parametrize(("case", "batch", "held_out"), [("one_sequence", 3, 11), ("two_sequences", 6, 12)])
+def test_trainer_s_losses_are_one_device_s(case: str, batch: int, held_out: int, answers: list[dict[str, Any]]):
+    """Three steps of two batches, and an evaluation whose last batch is smaller."""
+    alone = runpy.run_path(str(EXAMPLE))["train"](Trainer, batch=batch, held_out=held_out)
+    assert len(alone) == 4
+    for found in answers:
+        assert found[case] == pytest.approx(alone, rel=2e-6)
