@@ -16,6 +16,7 @@ from tests.kernels.triton_cases import CHECKS, Case, check
 
 
 def main() -> None:
+    from burst_portable.backends.ascend.triton_launch import AscendTritonKernel, Cut
     from burst_portable.kernels.triton import TritonKernel
     from burst_portable.kernels.triton.tuning import HALF, Blocks, Tuning
 
@@ -26,6 +27,8 @@ def main() -> None:
     blocks = (Blocks(32, 16, 1, 1, tma=True),)
     tables = {**HALF, "interpreter": {256: Tuning(blocks, blocks, blocks)}}
     kernels = {"pointers": kernel, "descriptors": TritonKernel(tables, tables)}
+    small = {256: (Cut(32, 16), Cut(16, 32))}
+    kernels["ascend"] = AscendTritonKernel(small, small, programs=3)
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -1,6 +1,6 @@
 """The fused attention of Ascend's CANN put to work on tiles, with the operator emulated from its documentation.
 
-The emulation (backends/ascend/standin/operator.py) builds its masks from the document's words and shares no code with
+The emulation (backends/ascend/standin/fusion.py) builds its masks from the document's words and shares no code with
 what is tested. No torch_npu is needed; `make conform-ascend` does the same on the real one, on an imitation of CANN.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backends.ascend.standin import operator
+from backends.ascend.standin import fusion
 from burst_portable.backends.ascend import masks
 from burst_portable.backends.ascend.attention import FusionKernel
 from burst_portable.conformance.blocks import run_kernel
@@ -38,8 +38,8 @@ def shown(call: masks.Call, rows: int, columns: int, batch: int = 1) -> torch.Te
     q_rows, k_rows = (torch.cat([torch.arange(*r) for r in ranges]) for ranges in (call.rows, call.columns))
     for (q_start, k_start), q_stop, k_stop in zip(starts, q_lengths, k_lengths, strict=False):
         q, k = torch.empty(1, q_stop - q_start, 1), torch.empty(1, k_stop - k_start, 1)
-        s = operator.Sequence(q, k, k, 0, slice(0, 0), slice(0, 0))
-        hidden = operator._hidden(s, compressed, mode, pre, after, layout)
+        s = fusion.Sequence(q, k, k, 0, slice(0, 0), slice(0, 0))
+        hidden = fusion._hidden(s, compressed, mode, pre, after, layout)
         row, i = divmod(q_start, len(q_rows))
         j = k_start % len(k_rows)
         where = q_rows[i : i + q.shape[1]].unsqueeze(1), k_rows[j : j + k.shape[1]]
@@ -132,7 +132,7 @@ CASES = [
 def test_numbers(case: Case, by_out: bool) -> None:
     """Forward into a running state, backward with the global LSE, gradients added twice: as a ring would."""
     x = make_inputs(case)
-    outcome = judged(case, x, run_kernel(FusionKernel(operator), case, x, CPU, by_out=by_out, times=2))
+    outcome = judged(case, x, run_kernel(FusionKernel(fusion), case, x, CPU, by_out=by_out, times=2))
     assert outcome.ok, outcome.text()
 
 
@@ -141,12 +141,12 @@ def test_lse_is_natural_and_global_in_the_gradient() -> None:
     handed = {}
 
     class Watched:
-        npu_fusion_attention = staticmethod(operator.npu_fusion_attention)
+        npu_fusion_attention = staticmethod(fusion.npu_fusion_attention)
 
         @staticmethod
         def npu_fusion_attention_grad(*tensors: object, **how: object) -> object:
             handed.update(how)
-            return operator.npu_fusion_attention_grad(*tensors, **how)
+            return fusion.npu_fusion_attention_grad(*tensors, **how)
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 6, heads, 8) for heads in (4, 2, 2))

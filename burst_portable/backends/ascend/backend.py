@@ -11,6 +11,7 @@ from burst_portable.backends.base import Capabilities, Probe, Rates
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.kernels.contract import Kernel
+from burst_portable.kernels.lazy import LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
 
 # Half of what Huawei states for an Ascend 910B, in 16 bits and for one HCCS link. Nothing was measured.
@@ -20,7 +21,8 @@ _CAPABILITIES = Capabilities(
 
 
 def _kernels() -> tuple[Kernel, ...]:
-    return FusionKernel(), ReferenceKernel()
+    home = "burst_portable.backends.ascend.triton_launch"
+    return FusionKernel(), LazyKernel("triton", home, "AscendTritonKernel", needs="triton"), ReferenceKernel()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,225 @@
+"""`AscendTritonKernel`: the second provider, for what CANN's operator declines (softcap). Compiled by triton-ascend.
+
+num_warps and num_stages mean nothing there; what counts is that a program's tiles fit the unified buffer. The block
+sizes are chosen by `buffer_bytes` and were never timed. See `triton_kernels` for the other limits.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import log2
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends import backends as targets
+from triton.runtime.interpreter import InterpretedFunction
+
+from burst_portable.backends.ascend import triton_kernels
+from burst_portable.errors import UnsupportedError, explain
+from burst_portable.kernels.contract import Gradients, Options, Problem, Support
+from burst_portable.kernels.triton.blocks import block_table, transposed
+from burst_portable.numerics import State, row_delta
+from burst_portable.tiles import Tile, Tiles
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST_HEAD = 256
+LONGEST = 1 << 24  # rows or columns of a block that float32 can still tell apart
+PROGRAMS = 24  # of a launch: the cube cores of an Atlas A2; more or fewer cores change the speed alone
+BUFFER = 192 * 1024  # bytes of a core's unified buffer
+MARGIN = 0.85  # how much of it may be planned for: the compiler needs some itself
+_LOG2_E = log2(2.718281828459045)
+_KEPT = 256
+
+
+class Cut(NamedTuple):
+    """Own rows of a piece of work, and columns of one step."""
+
+    rows: int
+    columns: int
+
+
+# Padded head size -> cut; the keys' pass holds two sums and is cut smaller.
+HALF: Mapping[int, tuple[Cut, Cut]] = {
+    64: (Cut(64, 64), Cut(64, 64)),
+    128: (Cut(64, 64), Cut(32, 64)),
+    256: (Cut(32, 32), Cut(32, 16)),
+}
+SINGLE: Mapping[int, tuple[Cut, Cut]] = {
+    64: (Cut(64, 64), Cut(64, 32)),
+    128: (Cut(32, 32), Cut(32, 32)),
+    256: (Cut(16, 16), Cut(16, 16)),
+}
+
+
+def buffer_bytes(cut: Cut, head: int, itemsize: int, *, sums: int) -> int:
+    """What is alive at once in a step: own tiles, `sums` float32 sums, a step's two tiles twice, scores thrice."""
+    own, step, scores = cut.rows * head, cut.columns * head, cut.rows * cut.columns
+    return own * (sums * itemsize + sums * 4) + 2 * 2 * step * itemsize + scores * (4 + 4 + itemsize)
+
+
+def padded(size: int) -> int:
+    """A head size as the kernels hold it."""
+    return max(16, triton.next_power_of_2(size))
+
+
+@lru_cache(maxsize=1)
+def interpreted() -> bool:
+    """Whether Triton's interpreter was switched on before the kernels were imported."""
+    return isinstance(triton_kernels.attend_kernel, InterpretedFunction)
+
+
+class AscendTritonKernel:
+    """See `kernels.contract.Kernel`.
+
+    Args:
+        half, single: cuts for 16-bit and for float32 tensors.
+        programs: of a launch.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        half: Mapping[int, tuple[Cut, Cut]] = HALF,
+        single: Mapping[int, tuple[Cut, Cut]] = SINGLE,
+        programs: int = PROGRAMS,
+    ) -> None:
+        self._half, self._single, self._programs = half, single, programs
+        self._tables: OrderedDict[object, tuple[Tensor, int]] = OrderedDict()
+
+    def supports(self, problem: Problem) -> Support:
+        if problem.dtype not in DTYPES:
+            return Support(False, f"{problem.dtype} is not among float16, bfloat16 and float32")
+        if max(problem.head_dim, problem.value_dim) > LARGEST_HEAD:
+            return Support(False, f"head sizes {problem.head_dim}, {problem.value_dim}: at most {LARGEST_HEAD}")
+        if interpreted():
+            return Support(True)
+        if problem.device != "npu":
+            return Support(False, f"it takes NPU tensors, not {problem.device}, and Triton's interpreter is off")
+        if "ascend" not in targets:
+            return Support(False, "the triton that is installed has no code for NPUs: pip install triton-ascend")
+        if shutil.which("bishengir-compile") is None:
+            return Support(False, "CANN's compiler bishengir-compile is not on the path: source its set_env.sh")
+        return Support(True)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
+    ) -> State:
+        merge = state is not None
+        if state is None:
+            batch, rows, heads, _ = q.shape
+            out = torch.empty(batch, rows, heads, v.shape[-1], dtype=torch.float32, device=q.device)
+            state = out, torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
+        cut = self._cut(q, v)[0]
+        table, blocks = self._table(tiles, q.shape[1], k.shape[1], cut, q.device, every_row=not merge)
+        strides = (*_strides(q, k, v, state[0]), *state[1].stride())
+        arguments = (q, k, v, *state, table, *_numbers(options), *strides, q.shape[1])
+        self._run(triton_kernels.attend_kernel, arguments, blocks, q.shape[2], q, k, v, cut, options, MERGE=merge)
+        return state
+
+    def attend_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+        *,
+        delta: Tensor | None = None,
+        out: Tensor | None = None,
+        into: Gradients,
+    ) -> None:
+        assert (delta is None) != (out is None), "exactly one of delta and out"
+        dout = dout.to(q.dtype) if dout.stride(-1) == 1 else dout.to(q.dtype).contiguous()
+        if delta is None:
+            assert out is not None
+            delta = row_delta(dout, out)
+        lse, delta, (dq, dk, dv) = lse.float(), delta.float(), into
+        shared = (*_strides(q, k, v, dout), *lse.stride(), *delta.stride())
+        numbers = (*_numbers(options), float(options.scale))
+        queries_cut, keys_cut = self._cut(q, v)
+        turned = Tiles(transposed(tile) for tile in tiles)
+        table, blocks = self._table(turned, k.shape[1], q.shape[1], keys_cut, q.device)
+        arguments = (q, k, v, dout, lse, delta, dk, dv, table, *numbers, *shared, *_strides(dk, dv), k.shape[1])
+        self._run(triton_kernels.keys_kernel, arguments, blocks, k.shape[2], q, k, v, keys_cut, options)
+        table, blocks = self._table(tiles, q.shape[1], k.shape[1], queries_cut, q.device)
+        arguments = (q, k, v, dout, lse, delta, dq, table, *numbers, *shared, *_strides(dq), q.shape[1])
+        self._run(triton_kernels.queries_kernel, arguments, blocks, q.shape[2], q, k, v, queries_cut, options)
+
+    # ------------------------------------------------------------------------------------- launching
+
+    def _cut(self, q: Tensor, v: Tensor) -> tuple[Cut, Cut]:
+        head = max(padded(q.shape[-1]), padded(v.shape[-1]))
+        sizes = self._single if q.dtype == torch.float32 else self._half
+        return sizes[min(size for size in sizes if size >= head)]
+
+    def _table(
+        self,
+        tiles: Sequence[Tile],
+        rows: int,
+        columns: int,
+        cut: Cut,
+        device: torch.device,
+        *,
+        every_row: bool = False,
+    ) -> tuple[Tensor, int]:
+        """The table of kernels/triton/blocks, on the device, and how many blocks it has; made once."""
+        if max(rows, columns) >= LONGEST:
+            got = f"{rows} rows, {columns} columns"
+            raise UnsupportedError(explain("blocks that are too long", got=got, allowed=f"less than {LONGEST}"))
+        key = tiles, rows, columns, cut, device, every_row
+        found = self._tables.get(key)
+        if found is None:
+            if len(self._tables) >= _KEPT:
+                self._tables.popitem(last=False)
+            made = block_table(tiles, rows, columns, *cut, every_row=every_row)
+            found = self._tables[key] = torch.from_numpy(made.data).to(device), made.blocks
+        return found
+
+    def _run(
+        self,
+        kernel: Any,
+        arguments: tuple[Any, ...],
+        blocks: int,
+        heads: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cut: Cut,
+        options: Options,
+        **flags: bool,
+    ) -> None:
+        work = blocks * heads * q.shape[0]
+        if not work:
+            return
+        constants = {
+            "R": cut.rows,
+            "C": cut.columns,
+            "D": q.shape[-1],
+            "DV": v.shape[-1],
+            "PADDED_D": padded(q.shape[-1]),
+            "PADDED_DV": padded(v.shape[-1]),
+            "CAP": options.softcap is not None,
+            "PRECISION": "ieee",
+            **flags,
+        }
+        kernel[(min(work, self._programs),)](*arguments, blocks, heads, q.shape[2] // k.shape[2], work, **constants)
+
+
+def _numbers(options: Options) -> tuple[float, float, float]:
+    """scale, inner, outer of the kernels: everything in base 2."""
+    if options.softcap is None:
+        return options.scale * _LOG2_E, 0.0, 0.0
+    return 1.0, 2.0 * options.scale / options.softcap * _LOG2_E, options.softcap * _LOG2_E
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """batch, row and head stride of each [B, S, H, D]."""
+    return tuple(s for x in tensors for s in x.stride()[:3])
