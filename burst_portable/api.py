@@ -101,7 +101,7 @@ def attention(
             default group or, without one, this process alone.
         strategy: "auto" or one of the registry's names, or a strategy object with its options.
         layout: which rows a rank holds: a name (see `layout`) or a `Layout`.
-        seq_len: tokens of the whole sequence. None means that all ranks hold equally many.
+        seq_len: tokens of the whole sequence. None means those of a `Layout`, or that all ranks hold equally many.
         scale: of the scores; 1/sqrt(D) unless given.
         softcap: scores become softcap·tanh(scores / softcap).
         sinks: one logit a query head, ``[Hq]``, that takes part in every row's softmax and has no value.

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from burst_portable.api import attention
-from burst_portable.checks import check_tensor
-from burst_portable.errors import DtypeError, InputError, ShapeError, explain, shown, unknown_name
+from burst_portable.checks import check_rows, check_tensor, tell_the_others, whole_length
+from burst_portable.errors import BurstError, DtypeError, InputError, ShapeError, explain, shown, unknown_name
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import as_mesh
-from burst_portable.planning import strategy_of
+from burst_portable.planning import layout_of, mask_of, strategy_of
 from burst_portable.sharding import positions
 from burst_portable.strategies.base import Strategy
 from burst_portable.values import as_float, size
@@ -123,24 +123,41 @@ class SelfAttention(nn.Module):
         """``[B, S, dim]`` -> ``[B, S, dim]``, S the rows of this rank.
 
         Args:
-            seq_len: tokens of the whole sequence; None means that all ranks hold equally many.
+            seq_len: tokens of the whole sequence; None means those of a `Layout`, or that all ranks hold equally many.
             position_ids: ``[S]`` or ``[B, S]``, for rotary positions that count otherwise (packed documents).
         """
-        check_tensor("x", x)
-        if x.dim() != 3 or x.shape[-1] != self.q.in_features:
-            allowed = f"[batch, rows, {self.q.in_features}]"
-            raise ShapeError(explain("x is no input of this module", got=tuple(x.shape), allowed=allowed))
-        length = x.shape[1] * self.mesh.size if seq_len is None else size("seq_len", seq_len)
-        q = self.q(x).unflatten(-1, (self.heads, self.head_dim))
-        k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
-        if self.theta is not None:
-            if position_ids is None:
-                position_ids = positions(self.mesh, seq_len=length, layout=self.layout, mask=self.mask, device=x.device)
-            q, k = rotate(q, position_ids, self.theta), rotate(k, position_ids, self.theta)
+        try:
+            length = self._whole_length(x, seq_len)
+            q, k, v = self._projected(x, length, position_ids)
+        except BurstError as refusal:
+            tell_the_others(self.mesh, refusal, x)
+            raise
         out = attention(
             q, k, v, mask=self.mask, mesh=self.mesh, strategy=self.strategy, layout=self.layout, seq_len=length
         )
         return self.out(out.flatten(-2))
+
+    def _whole_length(self, x: Tensor, seq_len: int | None) -> int:
+        """Tokens of the whole sequence, of which x holds as many as the layout gives to this rank."""
+        check_tensor("x", x)
+        if x.dim() != 3 or x.shape[-1] != self.q.in_features:
+            allowed = f"[batch, rows, {self.q.in_features}]"
+            raise ShapeError(explain("x is no input of this module", got=tuple(x.shape), allowed=allowed))
+        said = None if seq_len is None else size("seq_len", seq_len)
+        length = whole_length(self.layout, said, x.shape[1], self.mesh)
+        check_rows(layout_of(self.layout, length, self.mesh.size, mask_of(self.mask, length)), x.shape[1], self.mesh)
+        return length
+
+    def _projected(self, x: Tensor, length: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V, with their positions in Q and K."""
+        q = self.q(x).unflatten(-1, (self.heads, self.head_dim))
+        k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
+        if self.theta is None:
+            return q, k, v
+        where = position_ids
+        if where is None:
+            where = positions(self.mesh, seq_len=length, layout=self.layout, mask=self.mask, device=x.device)
+        return rotate(q, where, self.theta), rotate(k, where, self.theta), v
 
 
 def _check_names(mask: object, strategy: Any, layout: object) -> None:

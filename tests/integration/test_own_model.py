@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.errors import DtypeError, InputError, ShapeError, UnsupportedError
+from burst_portable.errors import DtypeError, InputError, LayoutError, MismatchError, ShapeError, UnsupportedError
 from burst_portable.integrations.gradients import sum_gradients
 from burst_portable.nn import SelfAttention, rotate
 
@@ -128,6 +128,26 @@ def test_inputs_that_are_none_of_the_module():
     for wrong in (torch.randn(5, 16), torch.randn(1, 5, 8), [1.0]):
         with pytest.raises(ShapeError, match="x is no"):
             module(wrong)
+
+
+def test_a_rank_that_refuses_its_input_lets_no_other_wait():
+    def work(mesh):
+        module = SelfAttention(16, 4, mesh=mesh)
+        x = torch.zeros(1, 5 if mesh.rank else 6, 16)
+        error, message = (LayoutError, "5 rows; allowed: 6 of 12") if mesh.rank else (MismatchError, "rank 1 refused")
+        with pytest.raises(error, match=message):
+            module(x, seq_len=12)
+
+    bp.run_local(2, work, deadline=20)
+
+
+def test_a_layout_says_how_long_the_sequence_is():
+    def work(mesh):
+        layout = bp.make_layout("contiguous", 11, 2)
+        module = SelfAttention(16, 4, mesh=mesh, layout=layout)
+        assert module(bp.shard(torch.randn(1, 11, 16), mesh, layout=layout)).shape[1] == (5 if mesh.rank else 6)
+
+    bp.run_local(2, work)
 
 
 @pytest.mark.parametrize("mask", ["documents:0,5,12", "block_causal:4", bp.Mask.documents((0, 5, 12))], ids=str)
