@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import cache
 
 import torch.distributed as dist
 
 from burst_portable.errors import CommunicationError, DeadlineError, PeerLostError, explain
+
+
+@cache
+def board_of(group: dist.ProcessGroup) -> Board:
+    """The board of a group, on the store that the group was made with. One a group, since turns are counted."""
+    store = dist.PrefixStore(f"burst_portable/{group.group_name}", group.get_group_store())
+    return Board(store, dist.get_rank(group), dist.get_world_size(group))
 
 
 class Board:
@@ -20,12 +28,6 @@ class Board:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._turn = 0
-
-    @classmethod
-    def of_group(cls, group: dist.ProcessGroup) -> Board:
-        """On the store that a group was made with."""
-        store = dist.PrefixStore(f"burst_portable/{group.group_name}", group.get_group_store())
-        return cls(store, dist.get_rank(group), dist.get_world_size(group))
 
     def share(self, data: bytes, what: str, deadline: float) -> list[bytes]:
         """What every rank said at this turn, in rank order.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from burst_portable.comm.accounts import compare_accounts
 from burst_portable.comm.base import Handle, Message, Transport
-from burst_portable.comm.store import Board
+from burst_portable.comm.store import board_of
 from burst_portable.errors import CommunicationError, DeadlineError, PeerLostError, explain
 
 _SHARING = 600.0  # seconds for words through the store, where no deadline was given
@@ -66,7 +66,6 @@ class TorchDistTransport(Transport):
         self.name, self._batched, self._deadline = name, batched, deadline
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.host = not batched
-        self._board: Board | None = None
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
@@ -75,9 +74,8 @@ class TorchDistTransport(Transport):
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
         if not self.host:
-            self._board = self._board or Board.of_group(self.group)
             seconds = deadline or self._deadline or _SHARING
-            return self._board.share(data, f"rank {self.rank}, {label}: hearing from all ranks", seconds)
+            return board_of(self.group).share(data, f"rank {self.rank}, {label}: hearing from all ranks", seconds)
         # To each and from each, and not as a collective, whose error would not name the rank that is missing.
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]

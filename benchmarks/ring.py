@@ -1,0 +1,417 @@
+"""One attention over all GPUs of a node: our strategies, torch's context_parallel, ring-flash-attn's zigzag, Ulysses.
+
+    torchrun --nproc-per-node 8 benchmarks/ring.py                                  the rows and contestants of --quick
+    torchrun --nproc-per-node 8 benchmarks/ring.py --rows 32k,128k-gqa --kernels hopper,cudnn --contestants all
+
+Every contestant gets the same local kernel. Correctness first: a wrong result has no speed. Then all in random order,
+ten calls back to back and single ones; the slowest rank counts. TFLOP/s are those of a GPU by exact mask area, forward
+4·area·H·D, backward 2.5 times that. "Nothing sent" has the same tiles and merges, and its blocks are there already;
+"plain call" is one call of the kernel on one rank's share of the area. The table comes last; JSON and a picture are
+written after every row, so that a run that ends early keeps what it has. On CPUs it runs with --rows tiny.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if not __package__:  # started as a script by torchrun
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import burst_portable as bp
+from benchmarks.providers import Absent
+from benchmarks.ring_report import Measured, print_tables, write
+from benchmarks.rings import OTHERS, Calls, Contestant, Links, Task, ours
+from burst_portable.backends.registry import choose_kernel, for_device
+from burst_portable.errors import BurstError
+from burst_portable.kernels.contract import Options, Problem
+from burst_portable.layout import Segment
+from burst_portable.tiles import find_tiles
+
+ERROR_LIMIT = 1.2e-2  # relative, against attention of one device; both lose 2e-3 to 4e-3 in bf16
+CALLS = 10
+LINK_SIZES = (8 << 20, 64 << 20, 256 << 20)
+
+
+@dataclass(frozen=True)
+class Row:
+    """length, (heads, K/V heads), head size, mask, layout of our strategies."""
+
+    length: int
+    heads: tuple[int, int]
+    head: int = 128
+    mask: str = "causal"
+    layout: str = "zigzag"
+
+
+def _pile_like(length: int) -> str:
+    """Documents as long as web text's: half of them under 500 tokens, a few of tens of thousands."""
+    chance, cuts = random.Random(0), [0]
+    while cuts[-1] < length:
+        cuts.append(min(length, cuts[-1] + max(16, int(chance.lognormvariate(6.2, 1.4)))))
+    return "documents:" + ",".join(map(str, cuts))
+
+
+ROWS: dict[str, Row] = {
+    "32k": Row(32768, (32, 32)),
+    "32k-gqa": Row(32768, (32, 8)),
+    "128k": Row(131072, (32, 32)),
+    "128k-gqa": Row(131072, (32, 8)),
+    "512k-gqa": Row(524288, (32, 8)),
+    "128k-few": Row(131072, (32, 4)),
+    "128k-documents": Row(131072, (32, 8), mask=_pile_like(131072), layout="document_zigzag"),
+    "128k-window": Row(131072, (32, 8), mask="window:4096", layout="contiguous"),
+    "32k-full": Row(32768, (32, 8), mask="full", layout="contiguous"),
+    "tiny": Row(256, (4, 4), 16),
+    "tiny-window": Row(255, (4, 2), 16, mask="window:64", layout="contiguous"),
+}
+QUICK_ROWS = ("32k-gqa", "128k-gqa")
+STRATEGIES = ("auto", "ring", "burst", "ring+fetch", "burst+fetch", "ulysses", "double_ring")
+QUICK_STRATEGIES = ("auto", "ring+fetch", "ulysses", "ring")
+
+
+# -------------------------------------------------------------------------------------------- the ranks
+
+
+def join(deadline: float) -> Links:
+    """Meet the other ranks, each on a device of its own where there are devices."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    kind = torch.accelerator.current_accelerator()
+    if kind is not None:
+        torch.accelerator.set_device_index(local)
+        device = torch.device(kind.type, local)
+        backend = for_device(kind.type).capabilities.process_group
+    else:
+        torch.set_num_threads(1)
+        device, backend = torch.device("cpu"), "gloo"
+    options = {"device_id": device} if kind is not None else {}
+    dist.init_process_group(backend, timeout=timedelta(seconds=deadline), **options)
+    return Links(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device, deadline)
+
+
+def connect(links: Links, wanted: list[str]) -> None:
+    """The transports that were asked for, or why they are not there."""
+    backend = for_device(links.device.type)
+    plain = backend.transport(links.group, links.deadline)
+    for name in wanted:
+        if name == plain.name:
+            links.transports[name] = plain
+        elif name != backend.capabilities.direct_transport:
+            links.transports[name] = f"the backend {backend.name} has none of that name"
+        else:
+            try:
+                links.transports[name] = backend.connect_direct(plain, links.group, links.deadline)  # type: ignore[attr-defined]
+            except BurstError as error:
+                links.transports[name] = str(error)
+
+
+class Clock:
+    """Seconds of work on this rank's device, the slowest rank's on all ranks."""
+
+    def __init__(self, links: Links) -> None:
+        self._device, self._streams = links.device, for_device(links.device.type).capabilities.streams
+
+    def time(self, call: Callable[[], object], calls: int) -> float:
+        """Seconds a call, of so many back to back, after all ranks have met."""
+        self.settle()
+        dist.barrier()
+        self.settle()
+        if not self._streams:
+            started = time.perf_counter()
+            for _ in range(calls):
+                call()
+            return self.slowest((time.perf_counter() - started) / calls)
+        before, after = torch.Event(enable_timing=True), torch.Event(enable_timing=True)
+        before.record()
+        for _ in range(calls):
+            call()
+        after.record()
+        self.settle()
+        return self.slowest(before.elapsed_time(after) / 1e3 / calls)
+
+    def slowest(self, value: float) -> float:
+        """The largest of all ranks."""
+        largest = torch.tensor([value], dtype=torch.float64, device=self._device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest)
+
+    def settle(self) -> None:
+        """Nothing is under way any more."""
+        if self._streams:
+            torch.accelerator.synchronize()
+
+
+class Guard:
+    """Ends the process when a part of the run takes too long: a rank that hangs must not eat the whole session."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def watch(self, seconds: float, what: str) -> threading.Timer:
+        timer = threading.Timer(seconds, self._end, (seconds, what))
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _end(self, seconds: float, what: str) -> None:
+        print(f"rank {self._rank}: {what} took more than {seconds:g} s; giving up", file=sys.stderr, flush=True)
+        os._exit(7)
+
+
+# ----------------------------------------------------------------------------------------- correctness
+
+
+@dataclass
+class Expected:
+    """What one device makes of the first K/V head and the query heads that read it, by name; whole rows."""
+
+    parts: dict[str, Tensor]
+    by: str
+
+
+def expected(row: Row, mask: bp.Mask, whole: list[Tensor]) -> Expected:
+    """Short sequences in float32 with a dense mask; long ones by a kernel that attention.py checks, in one call."""
+    group = row.heads[0] // row.heads[1]
+    q, k, v, dout = (x[:, :, :n] for x, n in zip(whole, (group, 1, 1, group), strict=True))
+    if row.length <= 4096:
+        return Expected(_dense(mask, q, k, v, dout), "float32")
+    problem = Problem(q.dtype, q.device.type, group, 1, row.head, row.head, deterministic=False)
+    kernel, _ = choose_kernel(for_device(q.device.type), problem, "triton")
+    segment = (Segment(0, row.length),)
+    tiles, options = find_tiles(mask, segment, segment), Options(row.head**-0.5, deterministic=False)
+    q, k, v, dout = (x.contiguous() for x in (q, k, v, dout))
+    out, lse = kernel.attend(q, k, v, tiles, options)
+    into = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    kernel.attend_backward(dout, q, k, v, lse, tiles, options, out=out, into=into)
+    return Expected(dict(zip(("out", "dq", "dk", "dv"), (out, *into), strict=True)), kernel.name)
+
+
+def _dense(mask: bp.Mask, *tensors: Tensor) -> dict[str, Tensor]:
+    q, k, v, dout = (x.float() for x in tensors)
+    leaves = tuple(x.clone().requires_grad_() for x in (q, k, v))
+    length = q.shape[1]
+    i, j = torch.arange(length, device=q.device).unsqueeze(1), torch.arange(length, device=q.device).unsqueeze(0)
+    seen = torch.zeros(length, length, dtype=torch.bool, device=q.device)
+    for r in mask.regions:
+        box = (i >= r.q_start) & (i < r.q_stop) & (j >= r.k_start) & (j < r.k_stop)
+        seen |= box & (i - j >= r.lo) & (i - j <= r.hi)
+    scores = torch.einsum("bqhd,bkd->bhqk", leaves[0], leaves[1][:, :, 0]) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    out = torch.einsum("bhqk,bkd->bqhd", weights, leaves[2][:, :, 0])
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True))
+
+
+def errors(found: tuple[Tensor, ...], task: Task, right: Expected, clock: Clock, mesh: bp.Mesh) -> dict[str, float]:
+    """Relative errors of (out, dq, dk, dv) on the worst rank."""
+    worst = {}
+    for (name, target), result in zip(right.parts.items(), found, strict=True):
+        mine = bp.shard(target, mesh, layout=task.layout).float()
+        gap = (result.detach()[:, :, : mine.shape[2]].float() - mine).norm() / mine.norm()
+        worst[name] = clock.slowest(float(gap) if torch.isfinite(gap) else float("inf"))
+    return worst
+
+
+# -------------------------------------------------------------------------------------------- measuring
+
+
+@dataclass
+class Entry:
+    """A contestant on a row, ready to be measured."""
+
+    calls: Calls
+    result: Measured
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+
+class Run:
+    """All rows of one run."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.started = arguments, time.monotonic()
+        self.links = join(arguments.deadline)
+        self.clock, self.guard = Clock(self.links), Guard(self.links.rank)
+        connect(self.links, arguments.transports)
+        for name, found in self.links.transports.items():
+            if isinstance(found, str):
+                self.say(f"no {name}: {found}")
+        self.results: list[Measured] = []
+        self.links_measured: list[dict[str, object]] = []
+
+    def main(self) -> None:
+        for row in self.arguments.rows:
+            for kernel in self.arguments.kernels:
+                if not self.left():
+                    break
+                timer = self.guard.watch(self.arguments.row_limit, f"{row} with {kernel}")
+                self.row(row, kernel)
+                timer.cancel()
+                self.say(f"{row} with {kernel} done, {time.monotonic() - self.started:.0f} s")
+                self.save()
+        if self.arguments.links and self.left():
+            self.measure_links()
+            self.save()
+        if self.links.rank == 0:
+            print_tables(self.results, self.links_measured)
+
+    def left(self) -> bool:
+        """Whether there is time for another row, the same answer on all ranks."""
+        return self.clock.slowest(time.monotonic() - self.started) < self.arguments.budget
+
+    def say(self, text: str) -> None:
+        if self.links.rank == 0:
+            print(text, flush=True)
+
+    def save(self) -> None:
+        if self.links.rank == 0:
+            write(self.results, self.links_measured, self.arguments.out, f"ring-{self.arguments.label}")
+
+    def contestants(self) -> list[Contestant]:
+        """Those that were asked for; each of ours also with nothing sent."""
+        asked, made = self.arguments.contestants, []
+        for strategy in STRATEGIES:
+            if strategy in asked:
+                for transport in (n for n, found in self.links.transports.items() if not isinstance(found, str)):
+                    made.append(ours(strategy, transport))
+                    if not self.arguments.all_sent:
+                        made.append(ours(strategy, transport, sent=False))
+        return made + [one for name, one in OTHERS.items() if name in asked]
+
+    def row(self, name: str, kernel: str) -> None:
+        row = ROWS[name]
+        mask, mesh = bp.Mask.parse(row.mask, row.length), bp.Mesh.from_group(self.links.group)
+        generator = torch.Generator(self.links.device).manual_seed(0)
+        counts = (row.heads[0], row.heads[1], row.heads[1], row.heads[0])
+        whole = [
+            torch.randn(1, row.length, n, row.head, device=self.links.device, generator=generator).bfloat16()
+            for n in counts
+        ]
+        right = expected(row, mask, whole)
+        entries = []
+        for contestant in self.contestants():
+            layout = bp.make_layout(contestant.layout or row.layout, row.length, self.links.size, mask)
+            shards = [bp.shard(x, mesh, layout=layout).contiguous() for x in whole]
+            task = Task(self.links, row.length, mask, layout, *shards, kernel=kernel)
+            timer = self.guard.watch(self.arguments.contestant_limit, f"preparing {contestant.name} on {name}")
+            entries += self.prepare(name, kernel, contestant, task, right, mesh)
+            timer.cancel()
+        del whole, right
+        self.measure(entries, mask.area(row.length, row.length), row)
+
+    def prepare(
+        self, row: str, kernel: str, contestant: Contestant, task: Task, right: Expected, mesh: bp.Mesh
+    ) -> list[Entry]:
+        result = Measured(row, contestant.name, kernel)
+        self.results.append(result)
+        started = time.monotonic()
+        try:
+            calls = contestant.prepare(task)
+            found = calls[0](), *calls[1]()
+            self.clock.settle()
+        except Absent as reason:
+            result.reason = str(reason)
+        except (BurstError, RuntimeError, ImportError, AttributeError, AssertionError, TypeError) as error:
+            # A row without this contestant is worth more than no rows.
+            result.reason = f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        failed = self.clock.slowest(float(bool(result.reason)))
+        if failed and not result.reason:
+            result.reason = "FAILED on another rank"
+        elif not failed and contestant.name != "plain call" and "nothing sent" not in contestant.name:
+            result.errors = errors(found, task, right, self.clock, mesh)
+            if not all(error < ERROR_LIMIT for error in result.errors.values()):
+                result.reason = f"WRONG: {result.errors}"
+        result.seconds_to_start = round(time.monotonic() - started, 1)
+        if result.reason:
+            self.say(f"  {row}: {contestant.name}: {result.reason[:160]}")
+            return []
+        return [Entry(calls, result)]
+
+    def measure(self, entries: list[Entry], area: int, row: Row) -> None:
+        """All in random order, round after round."""
+        chance, started, rounds = random.Random(0), time.monotonic(), 0
+        kinds = [(which, calls) for which in ("forward", "backward") for calls in (CALLS, 1)]
+        while rounds < 2 or self.clock.slowest(time.monotonic() - started) < self.arguments.seconds:
+            order = [(entry, which, calls) for entry in entries for which, calls in kinds]
+            chance.shuffle(order)
+            for entry, which, calls in order:
+                seconds = self.clock.time(entry.calls[which == "backward"], calls)
+                entry.seconds.setdefault(which if calls > 1 else f"{which}, cold", []).append(seconds)
+            rounds += 1
+        flops = 4 * area * row.heads[0] * row.head / self.links.size
+        for entry in entries:
+            for which, times in entry.seconds.items():
+                seconds = statistics.median(times[1:])
+                entry.result.milliseconds[which] = round(seconds * 1e3, 4)
+                entry.result.tflops[which] = round(flops * (2.5 if "backward" in which else 1) / seconds / 1e12, 4)
+
+    def measure_links(self) -> None:
+        """GB/s a rank, each sending to the next, ten messages back to back."""
+        from burst_portable.comm.base import Message
+
+        device, size, rank = self.links.device, self.links.size, self.links.rank
+        sizes = LINK_SIZES if self.clock._streams else (1 << 16,)
+        there, back = (rank + 1) % size, (rank - 1) % size
+        for name, transport in self.links.transports.items():
+            for count in sizes if not isinstance(transport, str) else ():
+                block = torch.ones(count, dtype=torch.uint8, device=device)
+
+                def lap(transport=transport, count=count, block=block) -> None:
+                    transport.begin(b"links", CALLS * count)
+                    handles = []
+                    for _ in range(CALLS):
+                        came = transport.inbox(count, device, back)
+                        handles += transport.post([Message(block, there)], [Message(came, back)], "links")
+                    for handle in (handle for group in handles for handle in group):
+                        handle.wait()
+                    transport.end()
+
+                lap()
+                seconds = statistics.median(self.clock.time(lap, 1) for _ in range(5))
+                self.links_measured.append(
+                    {"transport": name, "bytes": count, "gbps": round(CALLS * count / seconds / 1e9, 1)}
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = (*STRATEGIES, *OTHERS)
+    parser.add_argument("--rows", default=",".join(QUICK_ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--kernels", default="hopper,cudnn", help="local kernels, each a turn of its own")
+    parser.add_argument("--transports", default="nccl,peer_copy", help="what moves the blocks of our strategies")
+    parser.add_argument("--contestants", default="quick", help=f"quick, all, or of: {', '.join(names)}")
+    parser.add_argument("--all-sent", action="store_true", help="leave out 'nothing sent'")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of measuring a row with one kernel, at least")
+    parser.add_argument("--budget", type=float, default=400.0, help="seconds after which no row is begun")
+    parser.add_argument("--row-limit", type=float, default=240.0, help="seconds after which a row is taken for stuck")
+    parser.add_argument("--contestant-limit", type=float, default=90.0, help="the same of preparing a contestant")
+    parser.add_argument("--deadline", type=float, default=30.0, help="seconds of a hop")
+    parser.add_argument("--no-links", dest="links", action="store_false", help="do not measure the links")
+    parser.add_argument("--label", default="run", help="the files are ring-LABEL.json and .svg")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    for name in ("rows", "kernels", "transports"):
+        setattr(arguments, name, getattr(arguments, name).split(","))
+    chosen = {"all": names, "quick": (*QUICK_STRATEGIES, *OTHERS)}
+    arguments.contestants = chosen.get(arguments.contestants) or arguments.contestants.split(",")
+    if unknown := set(arguments.rows) - set(ROWS) | set(arguments.contestants) - set(names):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    run = Run(arguments)
+    run.main()
+    run.links.closing.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What the ring benchmark prints and writes: a table, JSON, and bars as SVG."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+
+import torch.distributed as dist
+
+from benchmarks.report import setting
+
+KINDS = ("forward", "backward", "forward, cold", "backward, cold")
+
+
+@dataclass
+class Measured:
+    """One contestant on one row with one local kernel."""
+
+    row: str
+    contestant: str
+    kernel: str
+    reason: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    tflops: dict[str, float] = field(default_factory=dict)
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    seconds_to_start: float = 0.0
+
+
+def print_tables(results: list[Measured], links: list[dict[str, object]]) -> None:
+    """Rows in order; of each of ours, what is kept of the same with nothing sent."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    print(f"{ranks} ranks; " + " ".join(f"{name} {value};" for name, value in setting().items()))
+    print("TFLOP/s a GPU: forward, backward, back to back; in brackets single calls; kept of nothing sent")
+    for row, kernel in dict.fromkeys((r.row, r.kernel) for r in results):
+        print(f"-- {row}, {kernel}")
+        here = {r.contestant: r for r in results if (r.row, r.kernel) == (row, kernel)}
+        for name, result in here.items():
+            if result.reason:
+                print(f"  {name:38} - {result.reason[:100]}")
+                continue
+            forward, backward, cold_forward, cold_backward = (result.tflops[kind] for kind in KINDS)
+            line = f"  {name:38} {forward:7.4g} {backward:7.4g}  ({cold_forward:.4g} {cold_backward:.4g})"
+            still = here.get(f"{name}, nothing sent")
+            if still and still.milliseconds:
+                kept = (still.milliseconds[kind] / result.milliseconds[kind] for kind in KINDS[:2])
+                line += "  kept " + " / ".join(f"{x:.2f}" for x in kept)
+            print(line)
+    for link in links:
+        print(f"links, {link['transport']}: {link['bytes']} bytes to the next rank, {link['gbps']} GB/s")
+
+
+def write(results: list[Measured], links: list[dict[str, object]], folder: Path, label: str) -> None:
+    """All that was measured so far."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    data = {"setting": {**setting(), "ranks": ranks}, "links": links, "results": [asdict(r) for r in results]}
+    (folder / f"{label}.json").write_text(json.dumps(data, indent=1) + "\n")
+    (folder / f"{label}.svg").write_text(picture(results, ranks))
+
+
+def picture(results: list[Measured], ranks: int) -> str:
+    """Bars of TFLOP/s by row, kernel and contestant, forward left and backward right."""
+    measured = [r for r in results if r.tflops]
+    most = max((max(r.tflops.values()) for r in measured), default=1.0) or 1.0
+    bar, gap, width, y = 13, 10, 270, 40
+    parts: list[str] = []
+    for row, kernel in dict.fromkeys((r.row, r.kernel) for r in measured):
+        parts.append(f'<text x="6" y="{y + 10}" font-weight="bold">{escape(row)}, {escape(kernel)}</text>')
+        for result in (r for r in measured if (r.row, r.kernel) == (row, kernel)):
+            still, other = "nothing sent" in result.contestant, " by the book" in result.contestant
+            color = "#c9c9c9" if still else "#a06cb5" if other or "-" in result.contestant else "#1f9d73"
+            parts.append(f'<text x="170" y="{y + 10}">{escape(result.contestant)}</text>')
+            for left, which in ((420, "forward"), (740, "backward")):
+                length = width * result.tflops[which] / most
+                parts.append(f'<rect x="{left}" y="{y}" width="{length:.0f}" height="{bar - 2}" fill="{color}"/>')
+                parts.append(f'<text x="{left + length + 4:.0f}" y="{y + 10}">{result.tflops[which]:.0f}</text>')
+            y += bar
+        y += gap
+    where = setting()
+    size = f'width="1080" height="{y + 10}" font-family="sans-serif" font-size="11"'
+    title = f"{ranks} x {where['device']}, torch {where['torch']}, {where['date']}; TFLOP/s a GPU"
+    titles = f'<text x="6" y="16">{escape(title)}</text><text x="420" y="32">forward</text>'
+    titles += '<text x="740" y="32">backward</text>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', titles, *parts, "</svg>"]) + "\n"

@@ -1,0 +1,38 @@
+"""The ring benchmark runs, on CPUs and tiny sizes: who can be here is right, and files are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_on_cpus(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    told = ["--rows", "tiny", "--kernels", "auto", "--transports", "gloo,peer_copy", "--seconds", "0.01"]
+    chosen = "auto,ring+fetch,ulysses by the book,context_parallel"
+    told += ["--contestants", chosen, "--out", str(tmp_path), "--label", "test"]
+    found = subprocess.run(
+        [*command, str(ROOT / "benchmarks" / "ring.py"), *told],
+        cwd=tmp_path, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert "no peer_copy: the backend cpu has none of that name" in found.stdout
+    assert "links, gloo: 65536 bytes" in found.stdout
+    written = json.loads((tmp_path / "ring-test.json").read_text())["results"]
+    by_name = {one["contestant"]: one for one in written}
+    for name in ("auto gloo", "ring+fetch gloo", "ulysses by the book"):
+        assert by_name[name]["reason"] == ""
+        assert max(by_name[name]["errors"].values()) < 1e-2
+        assert by_name[name]["milliseconds"].keys() == {"forward", "backward", "forward, cold", "backward, cold"}
+    assert "cudnn or flash" in by_name["context_parallel"]["reason"]
+    assert by_name["ring+fetch gloo, nothing sent"]["milliseconds"]
+    assert (tmp_path / "ring-test.svg").read_text().startswith("<svg")
