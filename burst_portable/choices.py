@@ -118,7 +118,9 @@ def choose(
     named = mesh.config.kernel if by_setting else request.kernel
     kernel, _ = choose_kernel(backend, problem, named)
     why = "the first of the backend's that serves it" if named == "auto" else "named"
-    return Choices(plan, backend, problem, kernel, "named by BURST_KERNEL" if by_setting else why, options)
+    return Choices(
+        plan, backend, problem, kernel, "named by the settings (BURST_KERNEL)" if by_setting else why, options
+    )
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, request: Request, backend: Backend) -> Plan:

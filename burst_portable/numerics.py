@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from burst_portable.errors import DtypeError, InputError, ShapeError, explain
+from burst_portable.errors import DtypeError, InputError, ShapeError, explain, shown
 
 State = tuple[Tensor, Tensor]
 """A partial result (out, LSE). While it is merged into, its dtypes are its kernel's business; see `finished`."""
@@ -109,8 +109,8 @@ def _seen(out: Tensor, lse: Tensor) -> Tensor:
 
 def _check_parts(parts: Sequence[State]) -> None:
     """Refuse parts that are none, or that differ."""
-    if not parts:
-        raise InputError("merge needs at least one partial result (out, LSE)")
+    if not isinstance(parts, list | tuple) or not parts:
+        raise InputError(explain("merge needs a list of at least one partial result (out, LSE)", got=shown(parts)))
     for part in parts:
         if not (isinstance(part, tuple | list) and len(part) == 2 and all(isinstance(x, Tensor) for x in part)):
             raise InputError(explain("merge takes pairs (out, LSE)", got=type(part).__name__))

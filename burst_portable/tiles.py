@@ -126,7 +126,11 @@ def checked_tiles(tiles: Iterable[Tile], rows: int, columns: int) -> Tiles:
     """
     allowed = f"ints; starts below stops, within {rows} rows and {columns} columns; lo <= hi"
     made: list[Tile] = []
-    for tile in tiles if isinstance(tiles, Iterable) else (tiles,):
+    try:
+        listed: list[object] = list(tiles)
+    except TypeError:
+        listed = [tiles]
+    for tile in listed:
         numbers = [as_int(getattr(tile, name)) for name in Tile.__slots__] if isinstance(tile, Tile) else [None]
         if None in numbers:
             raise ShapeError(explain("this is no tile", got=shown(tile), allowed=allowed))

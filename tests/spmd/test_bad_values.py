@@ -13,6 +13,7 @@ import burst_portable as bp
 from burst_portable.config import Config
 from burst_portable.errors import BurstError
 from burst_portable.nn import SelfAttention, rotate
+from burst_portable.tiles import Tile
 
 
 class Unhashable:
@@ -38,6 +39,19 @@ PLANNED = {"seq_len": 16, "ranks": 2, "heads": 2}
 FUNCTIONS = {
     "attention": (bp.attention, CALL | {"return_lse": False}),
     "explain": (lambda **a: str(bp.explain(**a)), CALL | {"device": "cpu"}),
+    "partial_attention": (
+        bp.partial_attention,
+        {
+            "q": Q,
+            "k": KV,
+            "v": KV,
+            "tiles": [Tile(0, 16, 0, 16, 0, 15)],
+            "scale": 1.0,
+            "softcap": None,
+            "kernel": "auto",
+        },
+    ),
+    "merge": (bp.merge, {"parts": [(Q, torch.zeros(1, 4, 16))]}),
     "plan": (
         bp.plan,
         PLANNED | {"kv_heads": 1, "head_dim": 8, "value_dim": 8, "batch": 1, "itemsize": 2, "mask": "full"},
