@@ -56,31 +56,52 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a launcher such as torchrun tells a process: its rank, how many there are, and its number on this host."""
+    """What a launcher such as torchrun tells a process.
+
+    Attributes:
+        rank, world_size: this rank, and how many there are.
+        local_rank: its number on this host.
+        meeting: where the ranks meet, ``host:port``.
+    """
 
     rank: int
     world_size: int
     local_rank: int
+    meeting: str
 
 
 def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
-    """What a launcher has set (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``), or None in a process of its own.
+    """What a launcher has set, or None in a process of its own: one without ``RANK`` and ``WORLD_SIZE``.
 
-    Raises `InputError` for values that are no ranks.
+    Raises `InputError` where variables are missing, or are no ranks and no port.
     """
     environment = os.environ if environment is None else environment
-    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
-    rank, size = environment["RANK"], environment["WORLD_SIZE"]
-    local = environment.get("LOCAL_RANK", rank)
-    try:
-        made = Launched(int(rank), int(size), int(local))
-    except ValueError:
-        made = Launched(0, 0, 0)
-    if not (0 <= made.rank < made.world_size and made.local_rank >= 0):
-        got = f"RANK={rank!r}, WORLD_SIZE={size!r}, LOCAL_RANK={local!r}"
-        raise InputError(explain("the launcher's variables are no ranks", got=got, next_step="start with torchrun"))
-    return made
+    found = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    if "LOCAL_RANK" in environment:
+        found["LOCAL_RANK"] = environment["LOCAL_RANK"]
+    next_step = "start with torchrun, or unset RANK and WORLD_SIZE to run without a launcher"
+    if missing := [name for name, value in found.items() if not value]:
+        what = f"a launcher has set {_listed(found)}, but not {', '.join(missing)}"
+        raise InputError(explain(what, next_step=next_step))
+    rank, size = _count(found["RANK"]), _count(found["WORLD_SIZE"])
+    local, port = _count(found.get("LOCAL_RANK", found["RANK"])), _count(found["MASTER_PORT"])
+    if not (0 <= rank < size and local >= 0 and 0 < port < 1 << 16):
+        allowed = "0 <= RANK < WORLD_SIZE, LOCAL_RANK at least 0, MASTER_PORT 1 to 65535"
+        raise InputError(
+            explain("the launcher's variables make no sense", got=_listed(found), allowed=allowed, next_step=next_step)
+        )
+    return Launched(rank, size, local, f"{found['MASTER_ADDR']}:{port}")
+
+
+def _count(text: str) -> int:
+    """A number that is not negative, or -1."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+
+
+def _listed(found: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in found.items() if value) or "nothing"
 
 
 def environment_of_children(**changes: str) -> dict[str, str]:

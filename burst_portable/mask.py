@@ -299,7 +299,13 @@ def _uniform_blocks(numbers: list[int], length: int | None) -> Mask:
     _at_least(1, size=blocks)
     if length is None:
         raise MaskError("block_causal:SIZE needs the length of the sequence")
+    if length > blocks * _MOST_BLOCKS:
+        got = f"{-(-length // blocks):,} blocks of {blocks}"
+        raise MaskError(explain("block_causal:SIZE cuts the sequence too small", got=got, allowed=f"{_MOST_BLOCKS:,}"))
     return Mask.block_causal([*range(0, length, blocks), length])
+
+
+_MOST_BLOCKS = 1 << 20  # of a short form: each is a region, and held in memory
 
 
 _PARSERS: dict[str, tuple[str, Callable[[list[int], int | None], Mask]]] = {

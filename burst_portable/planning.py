@@ -14,6 +14,8 @@ from burst_portable.strategies.registry import NAMES as STRATEGIES
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.values import size
 
+_LARGEST_HEAD = 1024  # no device's kernels take heads near that size
+
 
 def plan(
     *,
@@ -38,6 +40,9 @@ def plan(
     head_dim = size("head_dim", head_dim)
     value_dim = head_dim if value_dim is None else size("value_dim", value_dim)
     batch, itemsize = size("batch", batch), size("itemsize", itemsize)
+    for name, given in (("head_dim", head_dim), ("value_dim", value_dim)):
+        if given > _LARGEST_HEAD:
+            raise InputError(explain(f"{name} is too large", got=given, allowed=f"at most {_LARGEST_HEAD}"))
     check_heads(heads, kv_heads)
     mask = mask_of(mask, seq_len)
     where = layout_of(layout, seq_len, ranks, mask)
@@ -96,6 +101,7 @@ def strategy_of(strategy: Strategy | str) -> Strategy:
 def check_heads(heads: int, kv_heads: int) -> None:
     """Refuse query heads that K/V heads cannot be shared among evenly."""
     if heads % kv_heads:
+        next_step = "each K/V head serves the same number of query heads (GQA): take a divisor of the query heads"
         raise ShapeError(
-            explain("query heads are no multiple of K/V heads", got=f"{heads} and {kv_heads}", next_step="see GQA")
+            explain("query heads are no multiple of K/V heads", got=f"{heads} and {kv_heads}", next_step=next_step)
         )

@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
 
-from burst_portable.backends.base import Backend
 from burst_portable.errors import BackendUnavailableError, UnsupportedError, explain, unknown_name
-from burst_portable.kernels.contract import Kernel, Problem
+
+if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
+    from burst_portable.backends.base import Backend
+    from burst_portable.kernels.contract import Kernel, Problem
 
 GROUP = "burst_portable.backends"
 _PARTS = ("name", "capabilities", "probe", "kernels")  # without a transport, one rank can still be served

@@ -1,42 +1,103 @@
 """The command `burst-portable`, also `python -m burst_portable`: one file a command, listed in `cli.app`.
 
-Exit codes: 0 all is well; 1 a check failed, or ranks lost each other; 2 something that was typed cannot be used
-(one line on stderr says what, no traceback); 130 interrupted. An exception that nobody foresaw keeps its traceback.
+Exit codes: 0 all is well; 1 a check failed, ranks lost each other, or output could not be written; 2 something that was
+typed cannot be used (one line on stderr says what, no traceback); 130 and 143 interrupted and terminated; 141 nobody
+reads the output any more. An exception that nobody foresaw keeps its traceback.
 """
 
 from __future__ import annotations
 
+import errno
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 from burst_portable.errors import BurstError, CommunicationError
 
 PROGRAM = "burst-portable"
+EXIT_CODES = (
+    "Exit codes: 0 all is well, 1 a check failed or ranks lost each other, 2 something that was typed cannot be used "
+    "(one line says what)."
+)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line, `sys.argv` unless given; returns the exit code."""
     if missing := [name for name in ("typer", "rich") if find_spec(name) is None]:
         return _fail(f"the command line needs {' and '.join(missing)}; run: pip install '{PROGRAM}[cli]'", 2)
+    from burst_portable.cli.output import silence, tolerate_encodings
+
+    tolerate_encodings()
+    try:
+        with _ended_by_signals():
+            code = _run(list(sys.argv[1:] if arguments is None else arguments))
+            if sys.stdout is not None:
+                sys.stdout.flush()  # while what goes wrong can still be told
+            return code
+    except _Ended as ended:
+        return 128 + ended.number
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        silence(sys.stdout)
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        silence(sys.stdout)
+        return _fail(f"the output cannot be written: {error.strerror}", 1)
+
+
+def _run(arguments: list[str]) -> int:
     import typer
 
-    from burst_portable.cli.app import command_line
+    from burst_portable.cli.app import command_line, with_json_value
 
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        arguments = with_json_value(arguments)
         return command_line(arguments).main(args=arguments, prog_name=PROGRAM, standalone_mode=False) or 0
     except CommunicationError as error:
         return _fail(str(error), 1)
     except BurstError as error:
         return _fail(str(error), 2)
-    except (KeyboardInterrupt, typer.Abort):
+    except typer.Abort:
         return 130
     except Exception as error:
         # A mistyped option. Its class has moved between releases of typer; what it can do has not.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
             return _fail(error.format_message(), 2)
         raise
+
+
+class _Ended(BaseException):
+    """A signal asked this process to end; what it has begun is taken back on the way out."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """What batch systems and closed terminals send ends as Ctrl-C does: ranks are ended, temporary folders removed."""
+    if threading.current_thread() is not threading.main_thread():  # the only one that may ask for signals
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise _Ended(number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _fail(message: str, code: int) -> int:

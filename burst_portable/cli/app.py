@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
 from typer.main import get_command
 
 from burst_portable import __version__
-from burst_portable.cli import PROGRAM
+from burst_portable.cli import EXIT_CODES, PROGRAM
 
 # A command's module is imported when that command runs, or when help lists it; what is heavy it imports inside its
 # function, so that planning does not wait for torch. A command returns its exit code, or None for 0.
@@ -24,22 +25,48 @@ COMMANDS = {
     "conform": "burst_portable.cli.conform:conform",
     "kernels": "burst_portable.cli.kernels:kernels",
 }
+_READERS = ("profile", "compare", "trace")
+"""Commands whose arguments are files to read: none of them may be taken for the file that --json writes."""
 
 
 def command_line(arguments: list[str]) -> Any:
     """The application with the one command that is asked for, or with all of them for help and for typos."""
     app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, add_completion=False)
-    app.callback(invoke_without_command=True)(_options)
-    asked = next((a for a in arguments if not a.startswith("-")), None)
+    app.callback(invoke_without_command=True, epilog=EXIT_CODES)(_options)
+    asked = _asked(arguments)
     for name in [asked] if asked in COMMANDS else COMMANDS:
-        app.command(name)(_load(COMMANDS[name]))
+        function = _load(COMMANDS[name])
+        app.command(name, help=_paragraphs(function.__doc__ or ""), epilog=EXIT_CODES)(function)
     return get_command(app)
+
+
+def with_json_value(arguments: list[str]) -> list[str]:
+    """`--json` with the value that it may go without: - for standard output. Commands that read files take none."""
+    readers = _asked(arguments) in _READERS
+    made: list[str] = []
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
+        if readers and argument == "-" and made[-1:] == ["--json"]:
+            continue
+        made.append(argument)
+        if argument == "--json" and not readers and following.startswith("-") and following != "-":
+            made.append("-")
+    return made
+
+
+def _asked(arguments: list[str]) -> str | None:
+    return next((a for a in arguments if not a.startswith("-")), None)
 
 
 def _load(target: str) -> Callable[..., int | None]:
     module, _, name = target.partition(":")
     function: Callable[..., int | None] = getattr(import_module(module), name)
     return function
+
+
+def _paragraphs(text: str) -> str:
+    """A docstring without the line breaks inside its paragraphs, but for examples."""
+    parts = cleandoc(text).split("\n\n")
+    return "\n\n".join(part if part.startswith(PROGRAM) else " ".join(part.split()) for part in parts)
 
 
 def _options(

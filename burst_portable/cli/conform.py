@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from burst_portable.cli.output import JSON_HELP, JsonOption, check_file
 from burst_portable.errors import InputError, explain
-
-if TYPE_CHECKING:
-    from burst_portable.conformance.report import Report
 
 RANKS = 8
 
@@ -37,9 +35,11 @@ def conform(
         str | None,
         typer.Option(help="What kind of evidence: reference, interpreter, machine code, stand-in or device."),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.")] = None,
-    junit_file: Annotated[Path | None, typer.Option("--junit", help="Write it as JUnit XML.")] = None,
-    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write it as Markdown.")] = None,
+    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
+    junit_file: Annotated[
+        Path | None, typer.Option("--junit", help="Write the report as JUnit XML to this file.")
+    ] = None,
+    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write it as Markdown to this file.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the groups of checks and stop.")] = False,
 ) -> int:
     """Try everything that a backend must fulfil, against attention in float64.
@@ -49,16 +49,17 @@ def conform(
     """
     from burst_portable.cli.conform_view import bar, show, show_groups
 
+    json_option = JsonOption(json_name)
     if listed:
-        show_groups()
+        show_groups(json_option)
         return 0
     if quick and full:
         raise InputError("--quick and --full exclude each other")
     if only and case:
         raise InputError(explain("--only and --case exclude each other", next_step="a case names its group itself"))
-    files = {json_file: "to_json", junit_file: "junit", markdown_file: "markdown"}
-    for file in files:
-        _check_file(file)
+    for option, file in (("--junit", junit_file), ("--markdown", markdown_file)):
+        if file is not None:
+            check_file(file, option)
 
     from burst_portable.conformance.suite import check_backend
 
@@ -76,10 +77,12 @@ def conform(
             tier=tier,
             progress=progress,
         )
-    show(report)
-    for file, method in files.items():
-        if file is not None:
-            _write(file, report, method)
+    show(report, stderr=json_option.stdout)
+    json_option.write_text(report.to_json())
+    if junit_file is not None:
+        junit_file.write_text(report.junit(), encoding="utf-8")
+    if markdown_file is not None:
+        markdown_file.write_text(report.markdown(), encoding="utf-8")
     return 0 if report.ok else 1
 
 
@@ -90,18 +93,3 @@ def _of_this_machine() -> str:
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return for_device(accelerator.type if accelerator else torch.empty(0).device.type).name
-
-
-def _check_file(file: Path | None) -> None:
-    """Before the work is done, not after."""
-    if file is not None and (file.is_dir() or not file.parent.is_dir()):
-        raise InputError(
-            explain("a report cannot be written there", got=str(file), allowed="a file in a folder that is")
-        )
-
-
-def _write(file: Path, report: Report, method: str) -> None:
-    try:
-        file.write_text(getattr(report, method)(), encoding="utf-8")
-    except OSError as error:
-        raise InputError(explain("a report cannot be written", got=error)) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from burst_portable.cli.output import JsonOption, console
 from burst_portable.conformance.report import TIERS, Report, closest
 from burst_portable.conformance.suite import Progress as Told
 from burst_portable.conformance.trial import Outcome, Trial
@@ -22,7 +22,7 @@ _SHOWN = 12  # failures; the files have all
 def bar() -> Iterator[Told]:
     """A progress bar on stderr, gone when the work is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=None)
         failed = 0
 
@@ -35,9 +35,9 @@ def bar() -> Iterator[Told]:
         yield told
 
 
-def show(report: Report) -> None:
+def show(report: Report, *, stderr: bool = False) -> None:
     """The table, what failed, the verdict."""
-    console = _console()
+    say = console(stderr=stderr)
     table = Table(title=f"{report.backend}, {report.effort}, up to {report.ranks} ranks")
     table.add_column("checks")
     for name in ("passed", "failed", "skipped"):
@@ -48,44 +48,42 @@ def show(report: Report) -> None:
         failed = f"[bold red]{line.failed}[/]" if line.failed else "0"
         row = (str(line.passed), failed, str(line.skipped), closest(line), f"{line.seconds:.1f}")
         table.add_row(line.check, *row)
-    console.print(table)
-    _show_failures(console, report)
-    _show_skipped(console, report)
+    say.print(table)
+    _show_failures(say, report)
+    _show_skipped(say, report)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
     verdict = "[bold green]conforms[/]" if report.ok else "[bold red]does not conform[/]"
-    console.print(f"{report.backend} {verdict}: {counts}, in {report.seconds:.0f} s", soft_wrap=True)
-    console.print(f"evidence: {report.tier} ({TIERS[report.tier]})", soft_wrap=True)
+    say.print(f"{report.backend} {verdict}: {counts}, in {report.seconds:.0f} s", soft_wrap=True)
+    say.print(f"evidence: {report.tier} ({TIERS[report.tier]})", soft_wrap=True)
 
 
-def _show_failures(console: Console, report: Report) -> None:
+def _show_failures(say: Console, report: Report) -> None:
     for result in report.failures[:_SHOWN]:
-        console.print(f"\n[bold red]failed[/] {escape(result.check)}:{escape(result.name)}", soft_wrap=True)
-        console.print(f"  {escape(result.message)}", soft_wrap=True)
+        say.print(f"\n[bold red]failed[/] {escape(result.check)}:{escape(result.name)}", soft_wrap=True)
+        say.print(f"  {escape(result.message)}", soft_wrap=True)
         if result.smallest != f"{result.check}:{result.name}":
-            console.print(f"  smallest: {escape(result.smallest)}", soft_wrap=True)
-        console.print(f"  again:    {escape(result.command)}", soft_wrap=True)
+            say.print(f"  smallest: {escape(result.smallest)}", soft_wrap=True)
+        say.print(f"  again:    {escape(result.command)}", soft_wrap=True)
     if len(report.failures) > _SHOWN:
-        console.print(f"\nand {len(report.failures) - _SHOWN} more: --json, --junit or --markdown hold them all")
+        say.print(f"\nand {len(report.failures) - _SHOWN} more: --json, --junit or --markdown hold them all")
 
 
-def _show_skipped(console: Console, report: Report) -> None:
+def _show_skipped(say: Console, report: Report) -> None:
     for reason in dict.fromkeys(result.skipped for result in report.skipped):
         count = sum(result.skipped == reason for result in report.skipped)
-        console.print(f"skipped {count}: {escape(reason)}", soft_wrap=True)
+        say.print(f"skipped {count}: {escape(reason)}", soft_wrap=True)
 
 
-def show_groups() -> None:
+def show_groups(json_option: JsonOption) -> None:
     """The groups by name, and what they try."""
     from burst_portable.conformance.checks import CHECKS
 
+    json_option.write({check.name: check.title for check in CHECKS.values()})
+    if json_option.stdout:
+        return
     table = Table()
     table.add_column("--only")
     table.add_column("what is tried")
     for check in CHECKS.values():
         table.add_row(check.name, check.title)
-    _console().print(table)
-
-
-def _console() -> Console:
-    # Tables in a pipe or a log would be squeezed into 80 columns.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console().print(table)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from burst_portable import __version__
+from burst_portable.backends.registry import known, load
+from burst_portable.cli.output import JSON_HELP, JsonOption
 from burst_portable.config import from_environment
+from burst_portable.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
     from burst_portable.backends.base import Backend
@@ -24,18 +26,18 @@ PACKAGES = ("torch", "numpy", "triton", "transformers", "typer", "rich", "jinja2
 Facts = dict[str, Any]
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write JSON to standard output.")] = False) -> int:
-    """What is installed here, which backends can run, and with which kernels.
+def doctor(json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None) -> int:
+    """What is installed here, which backends can run or why not, and with which kernels.
 
     Exit code 1 when no backend can run.
     """
+    json_option = JsonOption(json_name)
     facts = examine()
-    if as_json:
-        print(json.dumps(facts, indent=2, default=str))
-    else:
+    if not json_option.stdout:
         from burst_portable.cli.doctor_view import show
 
         show(facts)
+    json_option.write(facts)
     return 0 if any(backend["ok"] for backend in facts["backends"].values()) else 1
 
 
@@ -61,17 +63,10 @@ def _version(package: str) -> str | None:
 
 
 def _backends() -> dict[str, Facts]:
-    try:
-        from burst_portable.backends.registry import known
-    except ImportError as error:  # without torch there is no backend at all
-        return {"any": _refused("burst_portable.backends", f"fails to import: {error}")}
     return {name: _backend(name, home) for name, home in sorted(known().items())}
 
 
 def _backend(name: str, home: str) -> Facts:
-    from burst_portable.backends.registry import load
-    from burst_portable.errors import BackendUnavailableError
-
     try:
         backend = load(name)
         probe = backend.probe()

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from burst_portable.cli.output import console
 
 Facts = dict[str, Any]
 
 
 def show(facts: Facts) -> None:
     """Versions, then a row a backend, then the kernels of those that run."""
-    # Tables in a pipe or a log would be squeezed into 80 columns.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    console.print(f"[bold]burst_portable {facts['version']}[/] on Python {facts['python']}, {facts['platform']}")
+    say = console()
+    say.print(f"[bold]burst_portable {facts['version']}[/] on Python {facts['python']}, {facts['platform']}")
     found = [f"{name} {version or 'is not installed'}" for name, version in facts["packages"].items()]
-    console.print(", ".join(found))
-    console.print("hop deadline {deadline:g} s, local kernel {kernel}".format(**facts["settings"]))
-    console.print(_backends(facts["backends"]))
+    say.print(", ".join(found))
+    say.print("hop deadline {deadline:g} s, local kernel {kernel}".format(**facts["settings"]))
+    say.print(_backends(facts["backends"]))
     for name, backend in facts["backends"].items():
         for line in _details(name, backend):
-            console.print(line)
+            say.print(line)
 
 
 def _backends(backends: dict[str, Facts]) -> Table:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from burst_portable.cli.output import JSON_HELP, JsonOption, console
 from burst_portable.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ SCHEMA = "burst_portable.kernels/1"
 def kernels(
     target: Annotated[list[str] | None, typer.Option(help="A chip, such as sm_90 or gfx942; repeatable.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="A head size; repeatable.", min=16, max=256)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON to standard output.")] = False,
+    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
 ) -> int:
     """Compile the portable Triton kernels ahead of time (bf16) and read what the compiler says of them.
 
@@ -27,6 +27,7 @@ def kernels(
     no device. Exit code 1 when a kernel breaks a limit: no matrix instruction, too much shared memory, spills that
     nobody has justified, or a warning of ptxas that a pipeline was serialised.
     """
+    json_option = JsonOption(json_name)
     try:
         from burst_portable.kernels.triton import compile as ahead
     except ModuleNotFoundError as error:
@@ -34,13 +35,12 @@ def kernels(
     chosen = target or list(ahead.TARGETS)
     heads = head_dim or list(ahead.HEADS)
     total = len(chosen) * len(heads) * len(ahead.KERNELS)
-    records = _compiled(ahead.kernel_table(chosen, heads), total, quiet=as_json)
+    records = _compiled(ahead.kernel_table(chosen, heads), total, quiet=json_option.stdout)
     wrong = {index: found for index, record in enumerate(records) if (found := ahead.problems(record))}
-    if as_json:
-        rows = [{**asdict(r), "problems": wrong.get(i, [])} for i, r in enumerate(records)]
-        print(json.dumps({"schema": SCHEMA, "triton": _triton_version(), "kernels": rows}, indent=2))
-    else:
+    if not json_option.stdout:
         _show(records, wrong, ahead.JUSTIFIED)
+    rows = [{**asdict(r), "problems": wrong.get(i, [])} for i, r in enumerate(records)]
+    json_option.write({"schema": SCHEMA, "triton": _triton_version(), "kernels": rows})
     return 1 if wrong else 0
 
 
@@ -52,15 +52,13 @@ def _triton_version() -> str:
 
 def _compiled(table: Any, total: int, *, quiet: bool) -> list[Record]:
     """All records, with a progress bar: one takes seconds."""
-    from rich.console import Console
     from rich.progress import track
 
-    console = Console(stderr=True, quiet=quiet)
-    return list(track(table, "compiling", total=total, console=console, transient=True))
+    bar = console(stderr=True, quiet=quiet)
+    return list(track(table, "compiling", total=total, console=bar, transient=True))
 
 
 def _show(records: list[Record], wrong: dict[int, list[str]], justified: dict[tuple[str, str, int], str]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"portable kernels, bf16, triton {_triton_version()}", title_justify="left")
@@ -70,11 +68,11 @@ def _show(records: list[Record], wrong: dict[int, list[str]], justified: dict[tu
         registers = f"{r.registers}+{r.accumulators}" if r.accumulators else str(r.registers)
         told = (r.blocks, registers, str(r.scratch), str(r.shared), str(r.occupancy), r.instruction, f"{r.seconds:.1f}")
         table.add_row(r.target, r.kernel, str(r.head_dim), *told, "[red]no" if index in wrong else "[green]ok")
-    console = Console()
-    console.print(table)
+    say = console()
+    say.print(table)
     for r in records:
         if r.scratch and (why := justified.get((r.target, r.kernel, r.head_dim))):
-            console.print(f"{r.target} {r.kernel} D={r.head_dim}: {r.scratch} bytes of scratch, {why}", highlight=False)
+            say.print(f"{r.target} {r.kernel} D={r.head_dim}: {r.scratch} bytes of scratch, {why}")
     for index, found in wrong.items():
         r = records[index]
-        console.print(f"[red]{r.target} {r.kernel} D={r.head_dim}: {'; '.join(found)}", highlight=False)
+        say.print(f"[red]{r.target} {r.kernel} D={r.head_dim}: {'; '.join(found)}")

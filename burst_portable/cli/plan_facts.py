@@ -15,7 +15,7 @@ passes              by "forward" and "backward": what travels how, and
   seconds           of the slowest rank; `compute_seconds`: its FLOPs at the given rate and nothing else
   efficiency        mean FLOPs of a rank at the given rate, over `seconds`
 steps               of one rank: what arrives, what is computed, what leaves
-check               whether every pair is computed exactly once, and what is wrong if not
+check               whether every pair is computed exactly once, what is wrong if not, how many `ranks` were checked
 ==================  ==========================================================================================
 """
 
@@ -34,6 +34,10 @@ from burst_portable.verify import verify
 SCHEMA = "burst_portable.plan/1"
 ALL_RANKS = 64
 """Up to so many ranks are costed one by one; above, a sample: every rank's cost is that of ranks² blocks."""
+
+CHECKED_RANKS = 128
+"""Up to so many ranks are checked one by one; above, a sample that takes as long."""
+_NEIGHBOURS = 4
 
 Facts = dict[str, Any]
 
@@ -66,15 +70,19 @@ def plan_facts(plan: Plan, rates: Rates, rank: int) -> Facts:
     }
 
 
-def check(plan: Plan, progress: Callable[[int], None]) -> Facts:
-    """The check's outcome; `progress` hears how many of `walks` are done."""
-    wrong = verify(plan, progress)
-    return {"done": True, "ok": not wrong, "wrong": wrong}
+def check(plan: Plan, ranks: Sequence[int], progress: Callable[[int], None]) -> Facts:
+    """The check's outcome over these ranks; `progress` hears how many of both passes are done."""
+    wrong = verify(plan, progress, ranks if len(ranks) < plan.problem.ranks else None)
+    return {"done": True, "ok": not wrong, "wrong": wrong, "ranks": len(ranks)}
 
 
-def walks(plan: Plan) -> int:
-    """How many rank plans the check walks."""
-    return sum(part.problem.ranks for _, part in plan.passes())
+def checked_ranks(ranks: int, everyone: bool) -> Sequence[int]:
+    """All ranks where they are few or `everyone` is to be checked; else neighbours, in runs spread over all."""
+    if everyone or ranks <= CHECKED_RANKS:
+        return range(ranks)
+    runs = max(2, CHECKED_RANKS**2 // ranks // _NEIGHBOURS)
+    starts = (i * (ranks - _NEIGHBOURS) // (runs - 1) for i in range(runs))
+    return sorted({start + i for start in starts for i in range(_NEIGHBOURS)})
 
 
 def costed_ranks(ranks: int, shown: int) -> tuple[int, ...]:

@@ -33,10 +33,14 @@ def show_check(console: Console, facts: Facts) -> None:
     if not outcome["done"]:
         console.print("[yellow]check   skipped[/]: --no-check was given, so nothing says that the plan is right")
     elif outcome["ok"]:
-        console.print(
-            "[green]check   ok[/]: each pair is computed exactly once, each send meets its receive, "
-            f"each gradient gets home ({facts['problem']['ranks']:,} ranks)"
-        )
+        ranks, walked = facts["problem"]["ranks"], outcome["ranks"]
+        if walked == ranks:
+            told = "each pair is computed exactly once, each send meets its receive, each gradient gets home"
+            which = f"all {ranks:,} ranks" if ranks > 1 else "one rank"
+        else:
+            told = "each pair is computed exactly once, each send between them meets its receive"
+            which = f"a sample, {walked} of {ranks:,} ranks; --check-all takes all"
+        console.print(f"[green]check   ok[/]: {told} ({which})")
     else:
         console.print("[red]check   FAILED[/]:")
         for problem in outcome["wrong"]:

@@ -7,19 +7,24 @@ from typing import Annotated
 
 import typer
 
+from burst_portable.cli.output import PRINT_JSON_HELP, JsonOption, check_file, console
+
+COMPARE_SCHEMA = "burst_portable.compare/1"
+
 
 def profile(
     report: Annotated[Path, typer.Argument(help="A report: profile.json of `run --profile`, or Report.write_json's.")],
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page.")] = None,
     chrome: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write Markdown for a pull request.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict and the ranks as JSON, no table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=PRINT_JSON_HELP)] = False,
 ) -> None:
     """Say where the time went: verdict, ranks, steps; other forms of the report with options."""
-    import json
-
     from burst_portable.profiling.report import Report
 
+    for option, file in (("--html", html), ("--chrome", chrome), ("--markdown", markdown)):
+        if file is not None:
+            check_file(file, option)
     read = Report.load(report)
     if html is not None:
         read.write_html(html)
@@ -28,18 +33,18 @@ def profile(
     if markdown is not None:
         markdown.write_text(read.markdown(), encoding="utf-8")
     if as_json:
-        print(json.dumps({name: read.data[name] for name in ("schema", "verdict", "losses", "ranks")}, indent=2))
+        JsonOption("-").write({name: read.data[name] for name in ("schema", "verdict", "losses", "ranks")})
     else:
-        read.print()
+        read.print(console())
 
 
 def compare(
     before: Annotated[Path, typer.Argument(help="The report to hold against.")],
     after: Annotated[Path, typer.Argument(help="The newer report.")],
     threshold: Annotated[float, typer.Option(help="What may become slower: 0.1 is a tenth.")] = 0.1,
+    as_json: Annotated[bool, typer.Option("--json", help=PRINT_JSON_HELP)] = False,
 ) -> int:
     """Compare two reports, a training step; exit code 1 where a part became slower by more than the threshold."""
-    from rich.console import Console
     from rich.table import Table
 
     from burst_portable.profiling.report import Report
@@ -49,11 +54,15 @@ def compare(
 
     changes = changes_of(Report.load(before).data, Report.load(after).data, threshold)
     worse = [NAMES.get(c.name, c.name) for c in changes if c.worse]
-    console = Console(highlight=False)
+    if as_json:
+        parts = [{"name": c.name, "before_ns": c.before, "after_ns": c.after, "worse": c.worse} for c in changes]
+        JsonOption("-").write({"schema": COMPARE_SCHEMA, "threshold": threshold, "ok": not worse, "parts": parts})
+        return 1 if worse else 0
+    say = console()
     if worse:
-        console.print(f"[bold red]SLOWER[/]  {', '.join(worse)}: by more than {100 * threshold:g} %")
+        say.print(f"[bold red]SLOWER[/]  {', '.join(worse)}: by more than {100 * threshold:g} %")
     else:
-        console.print(f"[bold green]OK[/]  nothing became slower by more than {100 * threshold:g} %")
+        say.print(f"[bold green]OK[/]  nothing became slower by more than {100 * threshold:g} %")
     table = Table(header_style="bold")
     for name in ("a training step, slowest rank", "before", "after", "after / before"):
         table.add_column(name, justify="left" if name.startswith("a ") else "right")
@@ -61,18 +70,15 @@ def compare(
         style = "red" if c.worse else ""
         ratio = f"{c.ratio:.3g}" if c.before else "-"
         table.add_row(NAMES.get(c.name, c.name), time_text(c.before), time_text(c.after), ratio, style=style)
-    console.print(table)
+    say.print(table)
     return 1 if worse else 0
 
 
 def trace(
     files: Annotated[list[Path], typer.Argument(help="Traces of torch.profiler, one a rank (JSON or .gz).")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=PRINT_JSON_HELP)] = False,
 ) -> None:
     """The same partition, of traces that torch.profiler wrote on a GPU: overlap without opening them."""
-    import json
-
-    from rich.console import Console
     from rich.table import Table
 
     from burst_portable.profiling.partition import FIELDS
@@ -82,7 +88,7 @@ def trace(
 
     found = [read_trace(file) for file in files]
     if as_json:
-        print(json.dumps([{"file": str(file), **one} for file, one in zip(files, found, strict=True)], indent=2))
+        JsonOption("-").write([{"file": str(file), **one} for file, one in zip(files, found, strict=True)])
         return
     table = Table(header_style="bold")
     table.add_column("")
@@ -92,4 +98,4 @@ def trace(
         table.add_row(NAMES.get(name, name), *(time_text(one[name]) for one in found))
     hidden = (percent(one["overlap"] / one["comm"]) if one["comm"] else "-" for one in found)
     table.add_row("communication hidden", *hidden)
-    Console(highlight=False).print(table)
+    console().print(table)

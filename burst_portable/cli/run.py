@@ -2,41 +2,59 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from burst_portable.backends.registry import known
+from burst_portable.cli import PROGRAM
+from burst_portable.cli.output import JSON_HELP, JsonOption, check_folder, json_text
+from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVELS
+from burst_portable.errors import BurstError, InputError, explain
 
 if TYPE_CHECKING:
     from burst_portable.cli.run_view import View
     from burst_portable.cli.training.prepare import Prepared
     from burst_portable.config import Launched
 
-from burst_portable.errors import BurstError, InputError, explain
-
 
 def run(
     model: Annotated[
-        str, typer.Option(help="tiny, a config's JSON, or a checkpoint's folder (config.json and *.safetensors).")
+        str,
+        typer.Option(
+            help="tiny (3 million random weights over bytes), a config's JSON file, or a checkpoint's folder "
+            "(config.json and *.safetensors)."
+        ),
     ] = "tiny",
     text: Annotated[
-        str | None, typer.Option(help="A file of any kind; English that comes with Python unless given.")
+        str | None, typer.Option(help="A file of any kind; unless given, English that comes with Python.")
     ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens of a whole sequence.")] = 4096,
     ranks: Annotated[
-        int | None, typer.Option(help="Start so many local processes (2 unless given); torchrun's are joined.")
+        int | None,
+        typer.Option(help="Start so many local processes, 2 unless given; torchrun's are joined."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Training steps (10 unless given); with --eval, sequences (all unless given).")
+        int | None,
+        typer.Option(help="Training steps, or with --eval, batches to score; unless given, 10, or all of the text."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 1,
     lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Decides random weights.")] = 0,
     scoring: Annotated[bool, typer.Option("--eval", help="Perplexity of the text instead of training.")] = False,
-    backend: Annotated[str, typer.Option(help="auto, cpu, cuda, rocm or ascend.")] = "auto",
-    strategy: Annotated[str, typer.Option(help="auto, ring, burst, double_ring or ulysses.")] = "auto",
-    layout: Annotated[str, typer.Option(help="contiguous, zigzag or striped.")] = "zigzag",
+    backend: Annotated[
+        str,
+        typer.Option(help=f"auto, {', '.join(known())}; `{PROGRAM} doctor` says which can run here, and why not."),
+    ] = "auto",
+    strategy: Annotated[str, typer.Option(help=STRATEGY)] = "auto",
+    layout: Annotated[
+        str,
+        typer.Option(help=LAYOUT),
+    ] = "zigzag",
+    inner: Annotated[int | None, typer.Option(help=INNER)] = None,
+    travels: Annotated[str | None, typer.Option(help=TRAVELS)] = None,
+    moves: Annotated[str | None, typer.Option(help=MOVES)] = None,
     dtype: Annotated[
         str, typer.Option(help="float32, float64; bfloat16 and float16 are autocast's, over float32 weights.")
     ] = "float32",
@@ -46,21 +64,31 @@ def run(
     profiled: Annotated[
         bool, typer.Option("--profile", help="Say where the time of attention went; profile.html in the report folder.")
     ] = False,
-    report: Annotated[Path | None, typer.Option(help="A folder for report.html and report.json.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="A file for the numbers.")] = None,
+    report: Annotated[
+        str | None, typer.Option(help="A folder for report.html and report.json; made if absent.")
+    ] = None,
+    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
 ) -> int:
     """Train a model, or score a text, with each sequence spread over ranks; nobody edits the model.
 
-    Exit code 1 when a check fails, 2 when something that was typed cannot be used.
+    Local ranks are processes of this machine; under torchrun it joins the ranks that are there.
+
+    Examples:
+
+    burst-portable run --ranks 2 --check
+    burst-portable run --model CHECKPOINT_DIR --text FILE --eval
+    torchrun --nproc-per-node 8 -m burst_portable run --model CONFIG.json --seq-len 131072
     """
     from burst_portable.cli.run_view import View
-    from burst_portable.cli.training.prepare import check_writable, prepare
+    from burst_portable.cli.training.prepare import prepare
     from burst_portable.config import launched
 
     place = launched()
-    view = View(quiet=place is not None and place.rank != 0)
+    first = place is None or place.rank == 0
     try:
-        check_writable(report, json_file)
+        json_option = JsonOption(json_name, writes=first)
+        folder = _folder(report, writes=first)
+        view = View(quiet=not first, stderr=json_option.stdout)
         prepared = prepare(
             model=model,
             text=text,
@@ -73,24 +101,41 @@ def run(
             scoring=scoring,
             backend=backend,
             strategy=strategy,
+            inner=inner,
+            travels=travels,
+            moves=moves,
             layout=layout,
             dtype=dtype,
             profiled=profiled,
             local=place is None,
         )
-    except BurstError:
-        if view.quiet:
-            return 2  # all ranks refuse the same; the first one says why
-        raise
-    view.heading(prepared, checked)
-    facts, profile = _facts(prepared, place, checked, view)
+        view.heading(prepared, checked)
+        facts, profile = _facts(prepared, place, checked, view)
+    except BurstError as error:
+        if place is None:
+            raise
+        # What is wrong may be wrong on one host alone: each rank says it, and which one it is.
+        raise type(error)(f"rank {place.rank}: {error}") from error
     if facts is None:
         return 0
-    _write(facts, profile, prepared, report, json_file)
-    view.verdict(facts, report)
+    view.verdict(facts)
+    json_option.write(facts)
+    if folder is not None:
+        _write_report(facts, profile, prepared, folder)
+        view.report(folder)
     if profile is not None:
-        view.profile(profile, report)
+        view.profile(profile, folder)
     return 1 if facts["failures"] else 0
+
+
+def _folder(report: str | None, *, writes: bool) -> Path | None:
+    if report is None:
+        return None
+    if not report:
+        raise InputError(explain("--report names no folder", got="''", allowed="a folder, made if absent"))
+    if writes:
+        check_folder(Path(report), "--report")
+    return Path(report)
 
 
 def _ranks(asked: int | None, place: Launched | None) -> int:
@@ -112,8 +157,8 @@ def _facts(
     """
     import torch
 
+    from burst_portable.cli.training.limits import cores
     from burst_portable.cli.training.outcome import facts_of, gradient_differences
-    from burst_portable.cli.training.prepare import cores
     from burst_portable.cli.training.rank import run_reference
     from burst_portable.cli.training.worker import device_of
 
@@ -157,25 +202,13 @@ def _distributed(
             return [Outcome(**event["outcome"]) for event in done], gradients
 
 
-def _write(
-    facts: dict[str, Any],
-    profile: dict[str, Any] | None,
-    prepared: Prepared,
-    report: Path | None,
-    json_file: Path | None,
-) -> None:
-    from burst_portable.cli.training.outcome import finite
+def _write_report(facts: dict[str, Any], profile: dict[str, Any] | None, prepared: Prepared, folder: Path) -> None:
+    from burst_portable.cli.report import write_html
 
-    text = json.dumps(finite(facts), indent=2, allow_nan=False) + "\n"
-    if json_file is not None:
-        json_file.write_text(text, encoding="utf-8")
-    if report is not None:
-        from burst_portable.cli.report import write_html
+    (folder / "report.json").write_text(json_text(facts), encoding="utf-8")
+    write_html(facts, prepared.plan, folder / "report.html")
+    if profile is not None:
+        from burst_portable.profiling.report import Report
 
-        (report / "report.json").write_text(text, encoding="utf-8")
-        write_html(facts, prepared.plan, report / "report.html")
-        if profile is not None:
-            from burst_portable.profiling.report import Report
-
-            Report(profile).write_json(report / "profile.json")
-            Report(profile).write_html(report / "profile.html")
+        Report(profile).write_json(folder / "profile.json")
+        Report(profile).write_html(folder / "profile.html")

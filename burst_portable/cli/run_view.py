@@ -7,41 +7,46 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from burst_portable.cli.output import console
 from burst_portable.cli.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from burst_portable.cli.training.prepare import Prepared
+    from burst_portable.plans import Plan
 
 _MARKS = {"ok": "[bold green]PASSED[/]", "failed": "[bold red]FAILED[/]", "unchecked": "[bold yellow]NOT CHECKED[/]"}
 
 
-class View:
-    """A console; `quiet` on ranks that leave the talking to the first."""
+_SIDES = {"kv": "K and V", "q": "Q, dO"}
+_PATHS = {"ring": "from neighbour to neighbour", "fetch": "from their owners", "double_ring": "round two rings"}
 
-    def __init__(self, *, quiet: bool = False) -> None:
+
+class View:
+    """A console; `quiet` on ranks that leave the talking to the first, `stderr` where stdout is for JSON."""
+
+    def __init__(self, *, quiet: bool = False, stderr: bool = False) -> None:
         self.quiet = quiet
-        self._console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self._console = console(stderr=stderr, quiet=quiet, soft_wrap=True)
 
     def heading(self, prepared: Prepared, checked: bool) -> None:
         """What is about to happen."""
         job, model, plan = prepared.job, prepared.model, prepared.plan
-        work = f"score {job.steps} sequences" if job.scoring else f"train {job.steps} steps"
+        work = f"{'score' if job.scoring else 'train'} {_count(job.steps, _unit(job.scoring))}"
         say = self._console.print
-        say(
-            f"[bold]{work}[/] of {job.seq_len:,} tokens over {job.ranks} rank{'s' if job.ranks > 1 else ''} "
-            f"on {job.backend} ({prepared.backend_reason}), {job.dtype}, batch {job.batch}"
-        )
+        where = f"over {_count(job.ranks, 'rank')} on {job.backend}"
+        say(f"[bold]{work}[/] of {job.batch} x {job.seq_len:,} tokens {where}, {job.dtype}")
+        if prepared.backend_reason:
+            say(f"          {prepared.backend_reason}", markup=False, style="dim")
         say(
             f"  model   {model['name']}: {model['type']}, {model['parameters'] / 1e6:.1f} M parameters, "
             f"{model['layers']} layers, {model['heads']} heads, {model['kv_heads']} K/V heads",
             markup=False,
         )
         say(f"  text    {prepared.text}", markup=False)
-        say(f"  plan    {plan.strategy}, layout {job.layout}, mask {plan.problem.mask}", markup=False)
+        say(f"  plan    {plan.strategy}: {_travels(plan)}; layout {job.layout}, mask {plan.problem.mask}", markup=False)
         if plan.reason:
             say(f"          {plan.reason}", markup=False, style="dim")
         then = "then the same on one device with plain SDPA" if checked else "nothing is checked (--check would)"
@@ -61,18 +66,23 @@ class View:
             task = bar.add_task(what, total=steps, loss="starting")
             yield lambda loss: bar.update(task, advance=1, loss=f"loss {loss:.4f}")
 
-    def verdict(self, facts: dict[str, Any], report: Path | None) -> None:
-        """One line that says it, a table, and where the report lies."""
+    def verdict(self, facts: dict[str, Any]) -> None:
+        """One line that says it, and a table."""
         self._console.print(f"\n{_MARKS[facts['verdict']]} {verdict_text(facts)}")
         table = Table(show_header=True, header_style="bold")
         table.add_column("")
-        table.add_column(f"{facts['world_size']} ranks" if facts["world_size"] > 1 else "1 rank", justify="right")
+        table.add_column(_count(facts["world_size"], "rank"), justify="right")
         table.add_column("one device", justify="right")
         for row in summary(facts):
             table.add_row(*row)
         self._console.print(table)
-        if report is not None:
-            self._console.print(f"report  {report / 'report.html'}", markup=False)
+        self._console.print(f"times   {timing_text(facts)}", markup=False, style="dim")
+        for note in facts["notes"]:
+            self._console.print(f"note    {note}", markup=False)
+
+    def report(self, folder: Path) -> None:
+        """Where it lies."""
+        self._console.print(f"report  {folder / 'report.html'}", markup=False)
 
     def profile(self, profile: dict[str, Any], report: Path | None) -> None:
         """Where the time of attention went, in a sentence, or in full where no file has it."""
@@ -89,13 +99,38 @@ def verdict_text(facts: dict[str, Any]) -> str:
     """The verdict as a sentence."""
     if facts["failures"]:
         return "; ".join(facts["failures"])
-    what = f"{facts['steps']} {'sequences' if facts['mode'] == 'perplexity' else 'steps'}"
+    what = _count(facts["steps"], _unit(facts["mode"] == "perplexity"))
     if facts["verdict"] == "unchecked":
         return f"{what} done; nothing was compared with one device"
-    told = f"{what} equal one device's: losses within {facts['max_relative_difference']:.1e}"
+    equal = "equals" if facts["steps"] == 1 else "equal"
+    told = f"{what} {equal} one device's: losses within {facts['max_relative_difference']:.1e}"
     if (gradient := facts["gradient_relative_difference"]) is not None:
         told += f", final gradients within {gradient:.1e}"
     return f"{told} (relative, {facts['dtype']})"
+
+
+def timing_text(facts: dict[str, Any]) -> str:
+    """What times and rates are means of: one definition for all of them."""
+    unit = _unit(facts["mode"] == "perplexity")
+    steady = f"means over every {unit} but the first, which also warms up"
+    which = f"those of the only {unit}, which also warms up" if facts["steps"] == 1 else steady
+    return f"{which}; a {unit} is {facts['batch'] * facts['seq_len']:,} tokens, and takes what its slowest rank takes"
+
+
+def _unit(scoring: bool) -> str:
+    return "batch" if scoring else "step"
+
+
+def _count(number: int, unit: str) -> str:
+    plural = "es" if unit == "batch" else "s"
+    return f"{number:,} {unit}{'' if number == 1 else plural}"
+
+
+def _travels(plan: Plan) -> str:
+    """What goes where in each pass, in a few words."""
+    if plan.reshard:
+        return "rows for heads, all to all"
+    return ", ".join(f"{name} {_SIDES[part.side]} {_PATHS[part.route.name]}" for name, part in plan.passes())
 
 
 def summary(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -120,8 +155,7 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
             rows.append(("the worst of them by", f"{worst:.2e}", f"allowed {allowed['parameter']:.0e}"))
     rate = f"{facts['tokens_per_second']:,.0f}"
     rows.append(both("tokens a second", rate, "reference_tokens_per_second", lambda x: f"{x:,.0f}"))
-    seconds = seconds_text(sum(facts["step_seconds"]) / len(facts["step_seconds"]))
-    mean = facts["reference_step_seconds"]
-    rows.append(("seconds a step", seconds, seconds_text(sum(mean) / len(mean)) if mean else "-"))
+    seconds = seconds_text(facts["seconds_per_step"])
+    rows.append(both("seconds a step", seconds, "reference_seconds_per_step", seconds_text))
     rows.append(("peak memory a rank", bytes_text(max(facts["peak_memory_bytes"])), "-"))
     return rows

@@ -11,7 +11,7 @@ from burst_portable.errors import UnknownNameError
 
 
 def test_json_of_one_chip(capsys):
-    assert kernels(["gfx942"], [64], True) == 0
+    assert kernels(["gfx942"], [64], "-") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["schema"] == "burst_portable.kernels/1"
     assert {row["kernel"] for row in told["kernels"]} == {"forward", "resumed", "keys", "queries"}
@@ -23,4 +23,4 @@ def test_json_of_one_chip(capsys):
 
 def test_an_unknown_chip():
     with pytest.raises(UnknownNameError, match="sm_90"):
-        kernels(["sm_91"], [64], True)
+        kernels(["sm_91"], [64], "-")

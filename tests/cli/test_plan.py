@@ -10,6 +10,7 @@ import pytest
 
 from burst_portable.cli import main
 from burst_portable.cli.drawing import score_matrix
+from burst_portable.cli.plan_facts import checked_ranks
 from burst_portable.layout import make_layout
 from burst_portable.mask import Mask
 from burst_portable.verify import verify
@@ -124,15 +125,15 @@ def test_ulysses_has_no_hops(capsys):
 
 
 def test_the_check_passes_or_is_skipped_aloud(capsys):
-    assert plan(capsys, *TINY)["check"] == {"done": True, "ok": True, "wrong": []}
+    assert plan(capsys, *TINY)["check"] == {"done": True, "ok": True, "wrong": [], "ranks": 2}
     assert plan(capsys, *TINY, "--no-check")["check"] == {"done": False}
     assert "check   ok" in text(capsys, *TINY)
     assert "check   skipped" in text(capsys, *TINY, "--no-check")
 
 
 def test_a_wrong_plan_exits_with_1(capsys, monkeypatch):
-    def wrong(plan, progress):
-        return [*verify(plan, progress), "forward: block pairs computed more than once: [(0, 1)]"]
+    def wrong(plan, progress, ranks):
+        return [*verify(plan, progress, ranks), "forward: block pairs computed more than once: [(0, 1)]"]
 
     monkeypatch.setattr("burst_portable.cli.plan_facts.verify", wrong)
     assert main(["plan", *TINY]) == 1
@@ -149,6 +150,17 @@ def test_many_ranks_are_sampled_and_the_shown_one_is_among_them(capsys):
     out = text(capsys, "--seq-len", "1000", "--ranks", "100", "--strategy", "ring", "--no-check", "--rank", "7")
     assert "9 of 100 ranks: 0, 7, 14" in out
     assert "84 more" in out
+
+
+def test_a_thousand_ranks_are_checked_by_sample_and_it_says_so(capsys, monkeypatch):
+    assert [len(checked_ranks(ranks, False)) for ranks in (128, 129, 1024, 16384)] == [128, 124, 16, 8]
+    assert len(checked_ranks(1024, True)) == 1024
+    monkeypatch.setattr("burst_portable.cli.plan_facts.CHECKED_RANKS", 8)
+    many = ("--seq-len", "96", "--ranks", "48", "--strategy", "ring")
+    facts = plan(capsys, *many)
+    assert facts["check"] == {"done": True, "ok": True, "wrong": [], "ranks": 8}
+    assert "(a sample, 8 of 48 ranks; --check-all takes all)" in " ".join(text(capsys, *many).split())
+    assert "(all 48 ranks)" in text(capsys, *many, "--check-all")
 
 
 def test_many_ranks_are_checked_with_a_bar_on_stderr(capsys):

@@ -37,6 +37,7 @@ def test_every_plan_is_complete(strategy, layout):
             assert layout == "document_zigzag"
             continue
         assert verify(plan) == [], (str(mask), ranks)
+        assert verify(plan, ranks=sorted({0, ranks // 2})) == [], (str(mask), ranks)
 
 
 @pytest.mark.parametrize("inner", [1, 2, 3, 4, 6, 12])
@@ -50,16 +51,24 @@ def test_double_rings_of_every_shape(inner, travels):
 class TestPlantedMistakes:
     """What `verify` is for: each of these must be found."""
 
-    def broken(self, change, rank=1, side="kv"):
+    def broken(self, change, rank=1, side="kv", ranks=None):
         plan = make_plan(Mask.full(), strategy="ring" if side == "kv" else "burst")
         for _, part in plan.passes():
             steps = list(part.rank(rank))
             part._ranks[rank] = tuple(change(steps))  # kept: so few ranks never push it out
-        return verify(plan)
+        return verify(plan, ranks=ranks)
 
     def test_a_dropped_last_hop(self):
         wrong = self.broken(lambda steps: steps[:-1])
         assert any("pairs computed, but the mask has" in w for w in wrong)
+
+    def test_a_sample_shows_mistakes_of_its_ranks(self):
+        def deaf(steps: list[Step]):
+            return [dataclasses.replace(s, receives=()) for s in steps]
+
+        for change, told in ((lambda steps: steps[:-1], "pairs computed, but the mask has"), (deaf, "one end alone")):
+            assert any(told in w for w in self.broken(change, ranks=[0, 1]))
+            assert self.broken(change, ranks=[2]) == []
 
     def test_a_step_done_twice(self):
         def twice(steps: list[Step]):

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from burst_portable.cli.drawing import score_matrix
 from burst_portable.cli.report import charts
 from burst_portable.cli.report.charts import Part, Series
-from burst_portable.cli.run_view import verdict_text
+from burst_portable.cli.run_view import timing_text, verdict_text
 from burst_portable.cli.units import bytes_text, flops_text, seconds_text
 from burst_portable.plans import Plan
 
@@ -54,6 +54,7 @@ def write_html(facts: dict[str, Any], plan: Plan, path: Path) -> None:
         p=facts["plan"],
         style=Markup((Path(__file__).parent / "style.css").read_text(encoding="utf-8")),
         verdict=verdict_text(facts),
+        timing=timing_text(facts),
         losses=_losses(facts),
         differences=_differences(facts),
         matrix=charts.matrix(score_matrix(plan.problem.mask, plan.problem.q_layout)),
@@ -84,13 +85,11 @@ def _losses(facts: dict[str, Any]) -> Markup:
     alone = facts["reference_losses"]
     # The wide line lies below the narrow one, so that two equal courses are both seen.
     series = [Series("alone", "one device", alone), ranks] if alone else [ranks]
-    return charts.lines(series, "sequence" if facts["mode"] == "perplexity" else "step", "loss")
+    return charts.lines(series, "batch" if facts["mode"] == "perplexity" else "step", "loss")
 
 
 def _differences(facts: dict[str, Any]) -> Markup | None:
     values = facts["relative_differences"]
     if values is None:
         return None
-    return charts.differences(
-        values, facts["tolerances"]["loss"], "sequence" if facts["mode"] == "perplexity" else "step"
-    )
+    return charts.differences(values, facts["tolerances"]["loss"], "batch" if facts["mode"] == "perplexity" else "step")

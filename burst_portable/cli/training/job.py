@@ -20,9 +20,9 @@ class Job:
         batch: sequences a step.
         scoring: perplexity instead of training.
         backend, device_type, process_group: the backend by name, and its capabilities of these names.
+        strategy, inner, travels, moves: see `cli.strategies`.
         profile: whether every kernel and message is recorded.
         threads: of torch's CPU operators, a rank.
-        folder: where ranks leave what is too large for a pipe; None where nobody collects it.
     """
 
     model: str
@@ -41,7 +41,9 @@ class Job:
     layout: str
     dtype: str
     threads: int
-    folder: str | None = None
+    inner: int | None = None
+    travels: str | None = None
+    moves: str | None = None
     profile: bool = False
 
     def save(self, path: Path) -> None:

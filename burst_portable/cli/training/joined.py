@@ -15,6 +15,7 @@ from burst_portable.cli.training.loop import OnStep
 from burst_portable.cli.training.rank import Gradients, Outcome, run_rank
 from burst_portable.cli.training.worker import device_of
 from burst_portable.config import Launched, from_environment
+from burst_portable.errors import DeadlineError, explain
 from burst_portable.mesh import Mesh
 
 
@@ -26,7 +27,16 @@ def run_joined(job: Job, place: Launched, on_step: OnStep) -> tuple[list[Outcome
         Every rank's outcome, in rank order, on every rank; and the gradients.
     """
     device = device_of(job.device_type, place.local_rank)
-    dist.init_process_group(job.process_group, timeout=timedelta(seconds=from_environment().deadline))
+    deadline = from_environment().deadline
+    try:
+        dist.init_process_group(job.process_group, timeout=timedelta(seconds=deadline))
+    # Names that do not resolve, ports that are taken, ranks that do not come: torch has an error for each.
+    except (RuntimeError, ValueError) as error:
+        got = " ".join(str(error).split())[:300]
+        next_step = f"see that all {place.world_size} ranks start, and reach {place.meeting} (MASTER_ADDR, MASTER_PORT)"
+        raise DeadlineError(
+            explain(f"the ranks did not meet at {place.meeting} within {deadline:g} s", got=got, next_step=next_step)
+        ) from error
     try:
         mesh = Mesh.from_group()
         outcome, gradients = run_rank(job, mesh, device, on_step)

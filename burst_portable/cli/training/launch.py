@@ -11,11 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any
 
 from burst_portable.cli.training.job import Job
 from burst_portable.config import environment_of_children
@@ -39,28 +38,11 @@ def run_processes(job: Job, folder: Path, on_step: Callable[[Event], None]) -> l
     """
     path = folder / "job.json"
     job.save(path)
-    with _signals_end_it():
-        ranks = _Ranks(path, job.ranks)
-        try:
-            return ranks.listen(on_step)
-        finally:
-            ranks.end()
-
-
-@contextmanager
-def _signals_end_it() -> Iterator[None]:
-    """What batch systems and closed terminals send ends the ranks too, as Ctrl-C does: exit code 128 and its number."""
-
-    def leave(number: int, frame: object) -> NoReturn:
-        sys.exit(128 + number)
-
-    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, leave) for number in numbers}
+    ranks = _Ranks(path, job.ranks)
     try:
-        yield
+        return ranks.listen(on_step)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        ranks.end()
 
 
 class _Ranks:
@@ -143,12 +125,18 @@ class _Ranks:
         return 1 if self._processes[rank].wait() < 0 else 2
 
     def _last_words(self, rank: int) -> str:
-        lines = (self._folder / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+        text = (self._folder / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
         for line in lines[-_LAST_LINES:]:
             print(f"rank {rank}: {line}", file=sys.stderr)
         code = self._processes[rank].wait()
         what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return explain(f"rank {rank} {what}", got=lines[-1].strip() if lines else "no word on stderr")
+        memory = "the system ends processes so when memory runs out; take fewer tokens or ranks"
+        return explain(
+            f"rank {rank} {what}",
+            got=lines[-1].strip() if lines else "no word on stderr",
+            next_step=memory if -code == signal.SIGKILL else None,
+        )
 
     def end(self) -> None:
         """End what still runs, and wait for it."""

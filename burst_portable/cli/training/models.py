@@ -13,11 +13,18 @@ from burst_portable.errors import InputError, explain
 
 TINY = "tiny"
 _LARGEST_CONFIG = 1 << 20
+_SIZES = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), (1, 1 << 40)),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), (1, 1 << 14)),
+    "sliding_window": (0, 1 << 40),
+}
+"""Fields of a config that we or its model compute with: the least and the most that makes sense."""
+_LONGEST = 300  # characters of what another library says
 
 
 def checkpoint_of(name: str) -> Path | None:
     """The folder, where a model's name is one."""
-    return Path(name) if name != TINY and Path(name).is_dir() else None
+    return Path(name) if name not in ("", TINY) and Path(name).is_dir() else None
 
 
 def config_of(name: str, seq_len: int) -> Any:
@@ -26,6 +33,7 @@ def config_of(name: str, seq_len: int) -> Any:
     Raises `InputError` for what is no causal language model that transformers knows, or one for shorter sequences.
     """
     config = _tiny(seq_len) if name == TINY else _from_file(name)
+    _check_sizes(config)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:
         raise InputError(
@@ -34,23 +42,54 @@ def config_of(name: str, seq_len: int) -> Any:
     return config
 
 
-def build(name: str, config: Any, dtype: torch.dtype, seed: int) -> Any:
-    """The model with its weights, on the CPU: those of the checkpoint, or random ones that the seed decides."""
+def build(name: str, config: Any, dtype: torch.dtype, seed: int) -> tuple[Any, list[str]]:
+    """The model with its weights, on the CPU, and what there is to say about them.
+
+    The weights are those of the checkpoint, or random ones that the seed decides; never a mixture. Raises `InputError`
+    for a checkpoint that cannot be loaded, or lacks some.
+    """
     from transformers import AutoModelForCausalLM
 
     checkpoint = checkpoint_of(name)
     if checkpoint is None:
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
-    return AutoModelForCausalLM.from_pretrained(
-        checkpoint,
-        config=config,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        attn_implementation="sdpa",
-        dtype=dtype,
-    )
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype), []
+    try:
+        model, told = AutoModelForCausalLM.from_pretrained(
+            checkpoint,
+            config=config,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation="sdpa",
+            dtype=dtype,
+            output_loading_info=True,
+        )
+    # Files that are cut off, weights of other shapes: each library on the way raises its own.
+    except Exception as error:
+        got = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
+        raise InputError(explain(f"the checkpoint {name} cannot be loaded", got=got)) from error
+    return model, _check_weights(name, told)
+
+
+def _check_weights(name: str, told: dict[str, Any]) -> list[str]:
+    """Refuse a checkpoint without some of the model's weights, which transformers would draw at random; tell of those
+    that no part of the model takes."""
+    missing, unused = sorted(told["missing_keys"]), sorted(told["unexpected_keys"])
+    extra = f"{len(unused)} of its weights belong to no part of the model: {_few(unused)}" if unused else ""
+    if missing:
+        raise InputError(
+            explain(
+                f"the checkpoint {name} lacks weights of the model",
+                got=f"{len(missing)} missing: {_few(missing)}" + (f"; {extra}" if extra else ""),
+                next_step="check that config.json and the weights belong together",
+            )
+        )
+    return [f"the checkpoint {name} was loaded, but {extra}"] if extra else []
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def outline(config: Any) -> Any:
@@ -62,7 +101,7 @@ def outline(config: Any) -> Any:
             return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     # Whatever a config's numbers break in a model that is built from them.
     except Exception as error:
-        told = " ".join(str(error).split())[:300]
+        told = " ".join(str(error).split())[:_LONGEST]
         raise InputError(explain(f"no {config.model_type} model can be built from its config", got=told)) from error
 
 
@@ -93,7 +132,7 @@ def _tiny(seq_len: int) -> Any:
 
 def _from_file(name: str) -> Any:
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         if not any(path.glob("*.safetensors")):
             raise InputError(
                 explain(
@@ -106,29 +145,47 @@ def _from_file(name: str) -> Any:
     fields = _json(path, name)
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
+    if fields.get("quantization_config"):
+        raise InputError(
+            explain(
+                f"the model of {path} is quantized, and would be trained or scored as if it were not",
+                got="quantization_config",
+                next_step="take the checkpoint that was not quantized, or remove the entry if the weights are plain",
+            )
+        )
     kind = fields.pop("model_type", None)
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING))
         raise InputError(
             explain(
                 f"{path} names no model of transformers",
-                got=f"model_type {kind!r}",
-                next_step=f"did you mean {' or '.join(near)}?" if near else None,
+                got=f"model_type {kind!r}"[:60],
+                next_step=f"did you mean {' or '.join(near)}?" if near else 'such as "model_type": "llama"',
             )
         )
     try:
         config = AutoConfig.for_model(kind, **fields)
     # transformers checks configs with several libraries, and each raises its own.
     except Exception as error:
-        told = " ".join(str(error).split())[:300]
+        told = " ".join(str(error).split())[:_LONGEST]
         raise InputError(explain(f"transformers cannot read the config {path}", got=told)) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(explain("the model is no causal language model of transformers", got=kind))
     return config
 
 
+def _check_sizes(config: Any) -> None:
+    """transformers takes numbers of any kind, and breaks on them later in ways of its own."""
+    for name, (least, most) in _SIZES.items():
+        size = getattr(config, name, None)
+        whole = isinstance(size, int) and not isinstance(size, bool)
+        if size is not None and not (whole and least <= size <= most):
+            allowed = f"an int from {least} to {most:,}"
+            raise InputError(explain(f"{name} of the config is no size", got=repr(size)[:40], allowed=allowed))
+
+
 def _json(path: Path, name: str) -> dict[str, Any]:
-    if not path.is_file():
+    if not name or not path.is_file():
         raise InputError(
             explain(
                 "no such model",

@@ -100,6 +100,7 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
         "world_size": job.ranks,
         "strategy": plan.strategy,
         "strategy_requested": job.strategy,
+        "moves": {name: part.route.name for name, part in plan.passes()} if not plan.reshard else None,
         "layout": job.layout,
         "seq_len": job.seq_len,
         "steps": job.steps,
@@ -118,11 +119,14 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
         "worst_gradient_relative_difference": gradients.parameter if gradients else None,
         "worst_gradient": gradients.name if gradients else None,
         "tolerances": TOLERANCES[job.dtype],
+        "notes": outcomes[0].notes,
         "ranks_agree": len({o.fingerprint for o in outcomes}) == 1 and all(c.losses == losses for c in courses),
         "perplexity": _perplexity(courses[0]) if job.scoring else None,
         "reference_perplexity": _perplexity(alone) if alone and job.scoring else None,
-        "tokens_per_second": _rate(job.seq_len * job.batch, seconds),
-        "reference_tokens_per_second": _rate(job.seq_len * job.batch, alone.seconds) if alone else None,
+        "tokens_per_second": job.seq_len * job.batch / _mean(seconds),
+        "reference_tokens_per_second": job.seq_len * job.batch / _mean(alone.seconds) if alone else None,
+        "seconds_per_step": _mean(seconds),
+        "reference_seconds_per_step": _mean(alone.seconds) if alone else None,
         "step_seconds": seconds,
         "reference_step_seconds": alone.seconds if alone else None,
         "phases": [_phases(o, c) for o, c in zip(outcomes, courses, strict=True)],
@@ -161,22 +165,14 @@ def failures(facts: Facts) -> list[str]:
     return wrong
 
 
-def finite(value: Any) -> Any:
-    """The same data with None for numbers that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    return [finite(v) for v in value] if isinstance(value, list | tuple) else value
-
-
 def steady(values: Sequence[float]) -> Sequence[float]:
     """Without the first step, which also warms up, where there are others."""
     return values[1:] if len(values) > 1 else values
 
 
-def _rate(tokens: int, seconds: Sequence[float]) -> float:
-    return tokens * len(steady(seconds)) / sum(steady(seconds))
+def _mean(seconds: Sequence[float]) -> float:
+    """Of the steps that rates and times are told for."""
+    return sum(steady(seconds)) / len(steady(seconds))
 
 
 def _perplexity(course: Course) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,18 @@ import torch
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import known, load
+from burst_portable.cli.strategies import asked_strategy
 from burst_portable.cli.training.job import DTYPES, Job
+from burst_portable.cli.training.limits import check_memory, check_numbers, check_processes, cores
 from burst_portable.cli.training.models import checkpoint_of, config_of, outline, quiet
 from burst_portable.cli.training.texts import check_tokens, tokens_of
+from burst_portable.config import from_environment
 from burst_portable.errors import BackendUnavailableError, InputError, explain, unknown_name
 from burst_portable.integrations.transformers.checks import check_model, check_positions
 from burst_portable.mask import Mask
 from burst_portable.planning import plan as make_plan
 from burst_portable.plans import Plan
-from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.strategies.base import Strategy
 
 STEPS = 10
 
@@ -33,7 +35,7 @@ class Prepared:
         plan: of the layers whose attention is the most work.
         text: what the tokens are.
         model: facts about the model, for reports.
-        backend_reason: why this backend, where it was chosen.
+        backend_reason: why this backend, where it was chosen; empty where it was named.
     """
 
     job: Job
@@ -56,6 +58,9 @@ def prepare(
     scoring: bool,
     backend: str,
     strategy: str,
+    inner: int | None,
+    travels: str | None,
+    moves: str | None,
     layout: str,
     dtype: str,
     profiled: bool,
@@ -63,19 +68,36 @@ def prepare(
 ) -> Prepared:
     """A job from what was typed. `local`: all ranks run on this machine. Raises `BurstError`."""
     quiet()
-    _check_numbers(seq_len, ranks, steps, batch, learning_rate, seed)
+    settings = from_environment()
+    check_numbers(seq_len, ranks, steps, batch, learning_rate, seed)
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     chosen, reason = choose_backend(backend, ranks if local else 1)
+    if local and not chosen.capabilities.streams:
+        check_processes(ranks)
+    kernels = [kernel.name for kernel in chosen.kernels()]
+    if settings.kernel not in ("auto", *kernels):
+        raise unknown_name("kernel in BURST_KERNEL", settings.kernel, ("auto", *kernels))
+    planner = asked_strategy(strategy, inner, travels, moves, chosen.capabilities.rates)
     config = config_of(model, seq_len)
     checkpoint = checkpoint_of(model)
-    tokens, name = tokens_of(text, checkpoint)
-    check_tokens(tokens, seq_len, config.vocab_size)
     sketch = outline(config)
     check_model(sketch)
     check_positions(config, seq_len)
     _check_dropout(config, scoring)
-    plan = _plan(config, seq_len, ranks, batch, strategy, layout, dtype, chosen)
+    tokens, name = tokens_of(text, checkpoint)
+    check_tokens(tokens, seq_len, config.vocab_size)
+    plan = _plan(config, seq_len, ranks, batch, planner, layout, dtype)
+    about = _about(model, config, sketch)
+    if local and not chosen.capabilities.streams:
+        check_memory(
+            about["parameters"],
+            about["vocabulary"],
+            tokens=seq_len * batch,
+            copies=ranks,
+            itemsize=torch.promote_types(getattr(torch, dtype), torch.float32).itemsize,
+            training=not scoring,
+        )
     if steps is None:
         steps = math.ceil(tokens.numel() // seq_len / batch) if scoring else STEPS
     job = Job(
@@ -92,19 +114,15 @@ def prepare(
         device_type=chosen.capabilities.device_type,
         process_group=chosen.capabilities.process_group,
         strategy=strategy,
+        inner=inner,
+        travels=travels,
+        moves=moves,
         layout=layout,
         dtype=dtype,
         threads=max(1, cores() // ranks) if local else torch.get_num_threads(),
         profile=profiled,
     )
-    return Prepared(job, plan, name, _about(model, config, sketch), reason)
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return Prepared(job, plan, name, about, reason)
 
 
 def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
@@ -118,7 +136,7 @@ def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
         backend = load(name)
         if reason := _missing(backend, ranks):
             raise BackendUnavailableError(explain(f"the backend {name!r} cannot run here", got=reason))
-        return backend, "named"
+        return backend, ""
     backends, reasons = [], []
     for one in known():
         try:
@@ -152,19 +170,6 @@ def _missing(backend: Backend, ranks: int) -> str | None:
     return None
 
 
-def _check_numbers(seq_len: int, ranks: int, steps: int | None, batch: int, rate: float, seed: int) -> None:
-    least = {"--seq-len": (seq_len, 2), "--ranks": (ranks, 1), "--batch": (batch, 1), "--seed": (seed, 0)}
-    if steps is not None:
-        least["--steps"] = (steps, 1)
-    for name, (value, at_least) in least.items():
-        if value < at_least:
-            raise InputError(explain(f"{name} is too small", got=value, allowed=f"at least {at_least}"))
-    if not (math.isfinite(rate) and rate > 0):
-        raise InputError(explain("--lr is no learning rate", got=rate, allowed="above 0"))
-    if ranks > seq_len:
-        raise InputError(explain("more ranks than tokens", got=f"--ranks {ranks}, --seq-len {seq_len}"))
-
-
 def _check_dropout(config: Any, scoring: bool) -> None:
     """Attention refuses dropout while training; other dropout would differ from the reference, draw by draw."""
     heads_of_other_tasks = ("classifier", "summary")
@@ -179,9 +184,7 @@ def _check_dropout(config: Any, scoring: bool) -> None:
         )
 
 
-def _plan(
-    config: Any, seq_len: int, ranks: int, batch: int, strategy: str, layout: str, dtype: str, backend: Backend
-) -> Plan:
+def _plan(config: Any, seq_len: int, ranks: int, batch: int, strategy: Strategy, layout: str, dtype: str) -> Plan:
     """The plan of the layers with the most work; plans of the others are made too, so that they can refuse."""
     heads = config.num_attention_heads
     plans = [
@@ -192,7 +195,7 @@ def _plan(
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             mask=mask,
-            strategy=AutoStrategy(rates=backend.capabilities.rates) if strategy == "auto" else strategy,
+            strategy=strategy,
             layout=layout,
             batch=batch,
             itemsize=getattr(torch, dtype).itemsize,
@@ -223,14 +226,3 @@ def _about(name: str, config: Any, sketch: Any) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "vocabulary": config.vocab_size,
     }
-
-
-def check_writable(report: Path | None, json_file: Path | None) -> None:
-    """Refuse places that nothing can be written to, before the work is done. The report's folder is made."""
-    try:
-        if report is not None:
-            report.mkdir(parents=True, exist_ok=True)
-        if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-            raise InputError(explain("--json names no file in a folder that is there", got=str(json_file)))
-    except OSError as error:
-        raise InputError(explain(f"the report cannot be written to {report}", got=error.strerror)) from error

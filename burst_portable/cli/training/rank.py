@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from burst_portable.backends.registry import load
+from burst_portable.cli.strategies import asked_strategy
 from burst_portable.cli.training.job import Job
 from burst_portable.cli.training.loop import Course, OnStep, Sharded, Where, score, train
 from burst_portable.cli.training.models import build, checkpoint_of, config_of, quiet
@@ -36,6 +37,7 @@ class Outcome:
         peak_memory_bytes: of the device, or of the process where the device is the CPU.
         fingerprint: of the parameters after the last step; equal on all ranks, or something is wrong.
         timed: whether kernels and waiting were told apart.
+        notes: what there is to say about the model's weights.
         profile: the profiler's report, on rank 0 where it was asked for.
     """
 
@@ -43,17 +45,19 @@ class Outcome:
     peak_memory_bytes: int
     fingerprint: str
     timed: bool
+    notes: list[str]
     profile: dict[str, Any] | None = None
 
 
 def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tuple[Outcome, Gradients]:
     """Train or score this rank's shard; the outcome, and the gradients of the last step, summed over the ranks."""
-    streams = load(job.backend).capabilities.streams
+    capabilities = load(job.backend).capabilities
+    strategy = asked_strategy(job.strategy, job.inner, job.travels, job.moves, capabilities.rates)
     with profile("session" if job.profile else "light", mesh=mesh) as session:
 
         def prepare(model: Any) -> Sharded:
-            handle = parallelize(model, mesh, strategy=job.strategy, layout=job.layout)
-            return Sharded(handle, mesh, session, timed=not streams)
+            handle = parallelize(model, mesh, strategy=strategy, layout=job.layout)
+            return Sharded(handle, mesh, session, timed=not capabilities.streams)
 
         def done(course: Course) -> None:
             session.mark()
@@ -77,13 +81,15 @@ def _run(
     tokens, _ = tokens_of(job.text, checkpoint_of(job.model))
     data = batches(tokens, job.seq_len, job.batch, job.steps)
     where = Where(device, getattr(torch, job.dtype))
-    model = build(job.model, config_of(job.model, job.seq_len), where.parameters, job.seed).to(device)
+    model, notes = build(job.model, config_of(job.model, job.seq_len), where.parameters, job.seed)
+    model = model.to(device)
     sharded = prepare(model)
     if job.scoring:
         course = score(model, data, where, sharded, on_step)
     else:
         course = train(model, data, job.learning_rate, where, sharded, on_step)
-    outcome = Outcome(asdict(course), peak_memory(device), _fingerprint(model), bool(sharded and sharded.timed))
+    timed = bool(sharded and sharded.timed)
+    outcome = Outcome(asdict(course), peak_memory(device), _fingerprint(model), timed, notes)
     return outcome, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -38,10 +38,13 @@ def _content(text: str | None) -> tuple[bytes, str]:
         return "\n".join(topics[name] for name in sorted(topics)).encode(), "the help texts that come with Python"
     path = Path(text)
     try:
+        if not text or not path.exists():
+            raise InputError(explain("the text is not there", got=repr(text), next_step="--text takes a file's path"))
         size = path.stat().st_size
-        if not path.is_file() or size == 0 or size > _LARGEST:
-            got = "no file" if not path.is_file() else f"{size} bytes"
-            raise InputError(explain(f"the text {text} cannot be used", got=got, allowed=f"a file of 1 to {_LARGEST}"))
+        if not path.is_file() or not 1 <= size <= _LARGEST:
+            kind = "a folder" if path.is_dir() else f"{size:,} bytes" if path.is_file() else "no regular file"
+            allowed = f"a file of 1 to {_LARGEST:,} bytes"
+            raise InputError(explain(f"the text {text} cannot be used", got=kind, allowed=allowed))
         return path.read_bytes(), path.name
     except OSError as error:
         raise InputError(explain(f"the text {text} cannot be read", got=error.strerror)) from error

@@ -47,15 +47,16 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def _run(path: Path, rank: int) -> None:
+    from burst_portable.cli.training.job import Job
+
+    job = Job.load(path)
     import torch
     import torch.distributed as dist
 
-    from burst_portable.cli.training.job import Job
     from burst_portable.cli.training.rank import run_rank, save_gradients
     from burst_portable.config import from_environment, listen_on_loopback
     from burst_portable.mesh import Mesh
 
-    job = Job.load(path)
     torch.set_num_threads(job.threads)
     device = device_of(job.device_type, rank)
     folder = path.parent

@@ -1,0 +1,141 @@
+"""Where a command's output goes: tables for people, JSON to a file or to standard output, and streams that fail.
+
+`--json` writes JSON and nothing else to standard output; `--json FILE` writes a file beside the tables.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import math
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from burst_portable.errors import InputError, explain
+
+JSON_HELP = "Write JSON to FILE beside the tables; without FILE, or as -, to standard output and nothing else there."
+PRINT_JSON_HELP = "Print JSON to standard output instead of tables."
+_PIPE_WIDTH = 120
+_PLAIN = {"→": ">", "←": "<", "·": ".", "…": "~", "µ": "u", "≤": "<", "²": "2", "━": "-", "╸": "-", "╺": "-"}
+
+
+class _Console(Console):
+    """rich ends the process with 1, which says that a check failed, where whoever read its output has gone."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
+    """For tables, or what else people read. In a pipe or a log it is wide: tables would be squeezed into 80 columns."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream is not None and stream.isatty() else _PIPE_WIDTH
+    return _Console(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=soft_wrap, width=width)
+
+
+class JsonOption:
+    """What follows `--json`: a file, - for standard output, or None where it was not given.
+
+    Raises `InputError` for a file that cannot be written.
+    """
+
+    def __init__(self, name: str | None, *, writes: bool = True) -> None:
+        self.stdout = name == "-"
+        self.file = None if name is None or self.stdout else Path(name)
+        if self.stdout and sys.stdout is None:
+            raise InputError(explain("--json has nowhere to write to", got="a closed standard output"))
+        if name == "":
+            raise InputError(explain("--json names no file", got="''", allowed="a file, or - for standard output"))
+        if self.file is not None and writes:
+            check_file(self.file, "--json")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to write."""
+        return self.stdout or self.file is not None
+
+    def write(self, data: Any) -> None:
+        """Write it where it was asked for, if it was."""
+        if self.wanted:
+            self.write_text(json_text(data))
+
+    def write_text(self, text: str) -> None:
+        """The same for what is JSON already."""
+        if self.stdout:
+            sys.stdout.write(text)
+        elif self.file is not None:
+            self.file.write_text(text, encoding="utf-8")
+
+
+def json_text(data: Any) -> str:
+    """Data as JSON, with null for numbers that JSON does not have."""
+    return json.dumps(_finite(data), indent=2, default=str, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def check_file(path: Path, option: str) -> None:
+    """Refuse a place that cannot be written to, before the work is done. What is there stays as it is."""
+    try:
+        there = path.exists()
+        if path.is_dir():
+            raise InputError(explain(f"{option} names a folder", got=str(path), allowed="a file"))
+        if path.is_fifo():  # its reader would take a close for the end
+            return
+        with path.open("ab", buffering=0) as file:
+            if path.is_char_device():
+                file.write(b"\n")  # a full device says so no sooner; before JSON, a line's end means nothing
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise InputError(explain(f"{option} cannot be written", got=f"{str(path)!r}: {error.strerror}")) from error
+
+
+def check_folder(path: Path, option: str) -> None:
+    """Refuse a folder that nothing can be written into; it is made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise InputError(
+            explain(f"{option} names a file", got=str(path), allowed="a folder, made if absent")
+        ) from error
+    except OSError as error:
+        got = f"{str(path)!r}: {error.strerror}"
+        raise InputError(explain(f"{option} cannot be made", got=got, allowed="a folder, made if absent")) from error
+    check_file(path / ".writable", option)
+
+
+# ------------------------------------------------------------------------------------------------ streams that fail
+
+
+def tolerate_encodings() -> None:
+    """What a terminal's encoding lacks is shown as something near, or as a question mark."""
+    codecs.register_error("burst_portable.plain", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="burst_portable.plain")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_PLAIN.get(c, "?") for c in error.object[error.start : error.end]), error.end
+
+
+def silence(stream: Any) -> None:
+    """Send what is left in a stream that failed to nowhere: the interpreter would complain of it when it ends."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

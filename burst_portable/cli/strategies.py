@@ -1,0 +1,21 @@
+"""A strategy from what was typed: `plan` and `run` take the same options."""
+
+from __future__ import annotations
+
+from burst_portable.cost import Rates
+from burst_portable.strategies.base import Strategy
+from burst_portable.strategies.registry import make_strategy
+
+STRATEGY = "auto (the least predicted time), ring, burst, double_ring or ulysses."
+LAYOUT = "contiguous, zigzag, striped, or document_zigzag where the mask is of documents."
+MOVES = "For ring and burst: neighbour (from rank to rank) or fetch (straight from the owner); neighbour unless given."
+TRAVELS = "For double_ring: kv or q, what goes round in the backward pass; q unless given."
+INNER = "For double_ring and auto: ranks a node; unless given, auto leaves double_ring out."
+
+
+def asked_strategy(name: str, inner: int | None, travels: str | None, moves: str | None, rates: Rates) -> Strategy:
+    """The strategy of that name with what was given; `rates` are what auto predicts times with.
+
+    Raises `UnknownNameError`, or `InputError` for an option that the strategy does not have.
+    """
+    return make_strategy(name, inner=inner, travels=travels, moves=moves, rates=rates if name == "auto" else None)

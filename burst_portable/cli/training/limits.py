@@ -1,0 +1,81 @@
+"""What a job may ask of this machine: numbers in range, processes, memory."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from burst_portable.cli.units import bytes_text
+from burst_portable.errors import InputError, explain
+
+_LARGEST = 1 << 62  # what fits the integers of the libraries below, seeds included
+_RANKS_A_CORE = 8
+_RANKS_ANYWHERE = 16
+
+
+def check_numbers(seq_len: int, ranks: int, steps: int | None, batch: int, rate: float, seed: int) -> None:
+    """Refuse numbers that mean nothing."""
+    least = {"--seq-len": (seq_len, 2), "--ranks": (ranks, 1), "--batch": (batch, 1), "--seed": (seed, 0)}
+    if steps is not None:
+        least["--steps"] = (steps, 1)
+    for name, (value, at_least) in least.items():
+        if not at_least <= value <= _LARGEST:
+            what = "small" if value < at_least else "large"
+            raise InputError(explain(f"{name} is too {what}", got=value, allowed=f"{at_least} to 2**62"))
+    if not (math.isfinite(rate) and rate > 0):
+        raise InputError(explain("--lr is no learning rate", got=rate, allowed="above 0"))
+    if ranks > seq_len:
+        raise InputError(explain("more ranks than tokens", got=f"--ranks {ranks}, --seq-len {seq_len}"))
+
+
+def check_processes(ranks: int) -> None:
+    """Refuse more processes than the cores of this machine can serve in turns."""
+    most = max(_RANKS_ANYWHERE, _RANKS_A_CORE * cores())
+    if ranks > most:
+        raise InputError(
+            explain(
+                "more ranks than this machine's cores can serve, and each is a process with a copy of the model",
+                got=f"--ranks {ranks}, {cores()} cores",
+                allowed=f"at most {most} ({_RANKS_A_CORE} a core, {_RANKS_ANYWHERE} anywhere)",
+                next_step="`burst-portable plan` takes any number of ranks and needs no device",
+            )
+        )
+
+
+def check_memory(parameters: int, vocabulary: int, *, tokens: int, copies: int, itemsize: int, training: bool) -> None:
+    """Refuse what cannot fit this machine's memory: a lower bound, from weights and logits alone.
+
+    Args:
+        parameters, vocabulary: of the model.
+        tokens: of a step.
+        copies: processes that hold the model.
+        itemsize: bytes of a weight.
+        training: gradients, AdamW's two moments and the gradient of the logits come on top.
+    """
+    weights = copies * parameters * itemsize * (4 if training else 1)
+    logits = tokens * vocabulary * 4 * (2 if training else 1)
+    if weights + logits > (there := _memory()):
+        raise InputError(
+            explain(
+                "the run does not fit this machine's memory",
+                got=f"{bytes_text(weights)} of weights{', gradients and moments' if training else ''} over all ranks "
+                f"and {bytes_text(logits)} of logits",
+                allowed=f"{bytes_text(there)} together",
+                next_step="take a smaller model, --seq-len, --batch or --ranks",
+            )
+        )
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory() -> float:
+    """Bytes of this machine; infinite where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return math.inf

@@ -1,0 +1,131 @@
+"""Where output goes: JSON alone on standard output, streams that fail, and what is left when a signal ends it all."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from burst_portable.cli import app, main
+from burst_portable.cli.app import with_json_value
+from burst_portable.cli.output import JsonOption, check_file, check_folder
+from burst_portable.errors import InputError
+
+PLAN = ("plan", "--seq-len", "64", "--ranks", "2", "--heads", "2")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("plan --json", "plan --json -"),
+        ("plan --json - --rank 1", "plan --json - --rank 1"),
+        ("plan --json --rank 1", "plan --json - --rank 1"),
+        ("plan --json plan.json --rank 1", "plan --json plan.json --rank 1"),
+        ("run --json=out.json", "run --json=out.json"),
+        ("trace --json a.json b.json", "trace --json a.json b.json"),  # files to read, never one to write
+        ("trace --json - a.json", "trace --json a.json"),
+        ("profile a.json --json -", "profile a.json --json"),
+        ("", ""),
+    ],
+)
+def test_json_may_go_without_its_value(typed, meant):
+    assert with_json_value(typed.split()) == meant.split()
+
+
+@pytest.mark.parametrize("value", [("--json",), ("--json", "-"), ("--json=-",)])
+def test_json_is_alone_on_standard_output(capsys, value):
+    assert main([*PLAN, *value]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["schema"] == "burst_portable.plan/1"
+    assert captured.err == ""
+
+
+def test_every_command_has_json_and_tells_its_exit_codes(capsys):
+    for name in app.COMMANDS:
+        assert main([name, "--help"]) == 0
+        said = capsys.readouterr().out
+        assert "--json" in said, name
+        assert "Exit codes: 0 all is well" in said, name
+
+
+def test_a_check_of_a_file_leaves_what_is_there(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("as it was")
+    for file in (old, new, Path("/dev/null")):
+        check_file(file, "--json")
+    assert old.read_text() == "as it was"
+    assert not new.exists()
+    for file in (tmp_path, tmp_path / "no" / "folder", old / "below", Path("/dev/full"), Path("/proc/new")):
+        with pytest.raises(InputError, match="--html"):
+            check_file(file, "--html")
+
+
+def test_a_check_of_a_folder_makes_it(tmp_path):
+    check_folder(tmp_path / "a" / "b", "--report")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc"), Path("/proc/new")):
+        with pytest.raises(InputError, match="--report"):
+            check_folder(folder, "--report")
+
+
+def test_numbers_that_json_does_not_have_are_null(tmp_path):
+    JsonOption(str(tmp_path / "x.json")).write({"a": float("nan"), "b": [1.5, float("inf")]})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"a": None, "b": [1.5, None]}
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_any_encoding(monkeypatch, encoding):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    assert main(PLAN) == 0
+    said = written.getvalue().decode(encoding)
+    assert ("kv0 → 1" if encoding == "utf-8" else "kv0 > 1") in said
+    assert "check   ok" in said
+
+
+@pytest.mark.parametrize("arguments", [PLAN, (*PLAN, "--json")], ids=["tables", "json"])
+def test_nobody_reads_any_more(monkeypatch, capsys, arguments):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(arguments) == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("arguments", [PLAN, (*PLAN, "--json")], ids=["tables", "json"])
+def test_standard_output_is_full(monkeypatch, capsys, arguments):
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(arguments) == 1
+    assert capsys.readouterr().err == "burst-portable: the output cannot be written: No space left on device\n"
+
+
+def test_a_closed_standard_output(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(PLAN) == 0
+    assert main([*PLAN, "--json"]) == 2
+    assert "closed standard output" in capsys.readouterr().err
+
+
+def test_terminated_cleans_up(monkeypatch, capsys, tmp_path):
+    def work() -> None:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setitem(app.COMMANDS, "work", "nowhere:work")
+    monkeypatch.setattr(app, "_load", lambda target: work)
+    assert main(["work"]) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+    captured = capsys.readouterr()
+    assert captured.out + captured.err == ""
