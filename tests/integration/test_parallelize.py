@@ -95,7 +95,7 @@ def test_packed_documents_see_only_themselves():
     def work(mesh: Mesh) -> float:
         mine = copy.deepcopy(model)
         handle = parallelize(mine, mesh, layout="document_zigzag")
-        inputs = handle.shard(ids, documents=ends)
+        inputs = handle.shard(ids, documents=torch.tensor(ends))
         assert inputs["num_items_in_batch"] == 2 * (47 - 4)
         whole = mine(**inputs).logits
         where = handle._layout_of(47, ends).positions(mesh.rank)

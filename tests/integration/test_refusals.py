@@ -63,6 +63,7 @@ def one_of_two() -> Mesh:
         ({"input_ids": tokens(1, 20)}, LayoutError, "another number"),
         ({"seq_len": None, "input_ids": tokens(1, 20)}, InputError, "position_ids"),
         ({"documents": (0, 12)}, InputError, "documents"),
+        ({"documents": (0, 12.5, 47)}, InputError, "takes whole numbers"),
         ({"cu_seq_lens_q": torch.tensor([0, 24])}, UnsupportedError, "cu_seq_lens_q"),
     ],
 )

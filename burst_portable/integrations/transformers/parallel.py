@@ -18,7 +18,7 @@ from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of, 
 from burst_portable.integrations.transformers.masks import wanted_mask
 from burst_portable.integrations.transformers.router import check_router, with_router_loss
 from burst_portable.layout import Layout, make_layout
-from burst_portable.mask import Mask
+from burst_portable.mask import Mask, cumulative_lengths
 from burst_portable.mesh import as_mesh
 from burst_portable.sharding import positions, shard, shard_batch
 from burst_portable.strategies.base import Strategy
@@ -138,9 +138,7 @@ class Parallel:
 
     # ------------------------------------------------------------------------------------------ inputs of a call
 
-    def shard(
-        self, input_ids: Tensor, labels: Tensor | None = None, *, documents: tuple[int, ...] | list[int] | None = None
-    ) -> dict[str, Any]:
+    def shard(self, input_ids: Tensor, labels: Tensor | None = None, *, documents: Any = None) -> dict[str, Any]:
         """This rank's arguments for the model, from a batch that every rank has whole.
 
         The loss of a rank is its part of the mean over all tokens: summed over ranks, the losses are one device's
@@ -150,13 +148,14 @@ class Parallel:
             input_ids: ``[B, N]``, the same on every rank.
             labels: ``[B, N]``, as the model takes them on one device, -100 where there is none. None takes
                 `input_ids`, or no labels where the model does not shift them (encoders).
-            documents: cumulative lengths of packed documents, the same for each row of the batch.
+            documents: cumulative lengths of packed documents, the same for each row of the batch: a sequence of ints,
+                an array or a tensor.
 
         Returns:
             input_ids, position_ids, labels and (where labels are shifted) shift_labels ``[B, S]``,
             num_items_in_batch, seq_len, documents.
         """
-        bounds = None if documents is None else tuple(int(b) for b in documents)
+        bounds = None if documents is None else tuple(cumulative_lengths("documents", documents))
         where = self._cut(input_ids, bounds)
         inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "documents": bounds}
         batch = shard_batch(input_ids, labels, documents=bounds, mesh=self.mesh, layout=where)
@@ -232,7 +231,7 @@ class Parallel:
     def _sequence(self, rows: int, seq_len: int | None, documents: Any) -> Sequence:
         seq_len = self.seq_len if seq_len is None else seq_len
         length = rows * self.mesh.size if seq_len is None else int(seq_len)
-        bounds = None if documents is None else tuple(int(b) for b in documents)
+        bounds = None if documents is None else tuple(cumulative_lengths("documents", documents))
         layout = self._layout_of(length, bounds)
         if layout.count(self.mesh.rank) != rows:
             raise LayoutError(
