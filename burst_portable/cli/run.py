@@ -64,6 +64,9 @@ def run(
     profiled: Annotated[
         bool, typer.Option("--profile", help="Say where the time of attention went; profile.html in the report folder.")
     ] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="--profile with torch's tracer beside it: which kernels ran at which step.")
+    ] = False,
     report: Annotated[
         str | None, typer.Option(help="A folder for report.html and report.json; made if absent.")
     ] = None,
@@ -106,7 +109,7 @@ def run(
             moves=moves,
             layout=layout,
             dtype=dtype,
-            profiled=profiled,
+            profiled="deep" if deep else "session" if profiled else "",
             local=place is None,
         )
         view.heading(prepared, checked)

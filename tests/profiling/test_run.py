@@ -11,7 +11,7 @@ from burst_portable.profiling.report import Report
 @pytest.mark.slow
 def test_a_run_leaves_its_profile(tmp_path, capsys):
     folder = tmp_path / "report"
-    asked = ["run", "--seq-len", "128", "--ranks", "2", "--steps", "3", "--profile", "--report", str(folder)]
+    asked = ["run", "--seq-len", "128", "--ranks", "2", "--steps", "3", "--deep", "--report", str(folder)]
     assert main(asked) == 0
     printed = capsys.readouterr().out
     data = Report.load(folder / "profile.json").data
@@ -21,6 +21,8 @@ def test_a_run_leaves_its_profile(tmp_path, capsys):
     assert [rank["rank"] for rank in data["ranks"]] == [0, 1]
     assert [one["iteration"] for one in data["iterations"]] == [1, 2], "the first step warms up, and is left out"
     assert {(one["call"], one["backward"]) for one in data["layers"]} == {(c, b) for c in range(4) for b in (0, 1)}
+    kernels = [k["name"] for one in data["traced"] for k in one["kernels"]]
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in kernels
     for rank in data["ranks"]:
         assert rank["span"] == rank["compute"] + rank["exposed_comm"] + rank["exposed_copy"] + rank["idle"]
         assert rank["idle_outside_attention"] > 0, "the rest of the model"

@@ -21,7 +21,7 @@ class Job:
         scoring: perplexity instead of training.
         backend, device_type, process_group: the backend by name, and its capabilities of these names.
         strategy, inner, travels, moves: see `cli.strategies`.
-        profile: whether every kernel and message is recorded.
+        profile: the level of profiling, "session" or "deep"; "" for none.
         threads: of torch's CPU operators, a rank.
     """
 
@@ -44,7 +44,7 @@ class Job:
     inner: int | None = None
     travels: str | None = None
     moves: str | None = None
-    profile: bool = False
+    profile: str = ""
 
     def save(self, path: Path) -> None:
         """Write it where `load` finds it."""

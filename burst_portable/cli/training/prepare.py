@@ -63,7 +63,7 @@ def prepare(
     moves: str | None,
     layout: str,
     dtype: str,
-    profiled: bool,
+    profiled: str,
     local: bool,
 ) -> Prepared:
     """A job from what was typed. `local`: all ranks run on this machine. Raises `BurstError`."""

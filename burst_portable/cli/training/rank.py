@@ -53,7 +53,7 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
     """Train or score this rank's shard; the outcome, and the gradients of the last step, summed over the ranks."""
     capabilities = load(job.backend).capabilities
     strategy = asked_strategy(job.strategy, job.inner, job.travels, job.moves, capabilities.rates)
-    with profile("session" if job.profile else "light", mesh=mesh) as session:
+    with profile(job.profile or "light", mesh=mesh) as session:  # type: ignore[arg-type]  # checked where typed
 
         def prepare(model: Any) -> Sharded:
             handle = parallelize(model, mesh, strategy=strategy, layout=job.layout)
