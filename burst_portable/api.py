@@ -126,10 +126,10 @@ def attention(
         request = requested(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)
         key = _key(request, q, k, v, sinks)
         call = mesh.remembered(key, lambda: _prepare(q, k, v, sinks, mesh, request))
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     except Exception as refusal:
         tell_the_others(mesh, refusal, q, k, v)
         raise
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = apply(call, q, k, v, sinks)
     return (out, lse) if return_lse else out
 

@@ -77,10 +77,10 @@ def unshard(
         where = _layout(layout, seq_len, mesh, mask)
         check_rows(where, x.shape[dim], mesh)
         transport = mesh.transport(x.device.type)
+        mine = x.resolve_conj().resolve_neg().movedim(dim, 0).contiguous()  # as it is, not as a view would read it
     except Exception as refusal:
         tell_the_others(mesh, refusal, x)
         raise
-    mine = x.movedim(dim, 0).contiguous()
     agree(transport, _statement(mine, dim % x.dim(), where))
     parts = [mine.new_empty(where.count(r), *mine.shape[1:]) for r in range(mesh.size)]
     flat = [part.view(-1).view(torch.uint8) for part in parts]

@@ -219,6 +219,17 @@ def test_shard_and_unshard(layout, dim):
     assert all(torch.equal(whole, x) for whole in bp.run_local(3, work))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.complex64])
+def test_unshard_takes_every_dtype(dtype):
+    """Conjugated, which for complex numbers is a bit of the tensor and not of its memory."""
+    x = (torch.randn(11, 2) * (1 + 1j)).to(dtype) if dtype.is_complex else (torch.randn(11, 2) * 9).to(dtype)
+
+    def work(mesh):
+        return bp.unshard(bp.shard(x, mesh, dim=0).conj(), mesh, seq_len=11, dim=-2)
+
+    assert all(torch.equal(whole, x.conj()) for whole in bp.run_local(3, work))
+
+
 def test_unshard_refuses_to_guess_a_gradient():
     with pytest.raises(InputError, match="no gradient"):
         bp.unshard(torch.randn(1, 8, requires_grad=True), seq_len=8)
