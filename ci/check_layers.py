@@ -21,7 +21,7 @@ PACKAGE = "burst_portable"
 # that lies under it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "config", "values"),
-    ("numerics",),
+    ("numerics", "files"),
     ("mask", "layout"),
     ("tiles", "moves"),
     ("plans",),
@@ -43,7 +43,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
-    *("errors", "config", "values", "mask", "layout", "tiles", "moves", "plans"),
+    *("errors", "config", "values", "files", "mask", "layout", "tiles", "moves", "plans"),
     *("packets", "cost", "verify", "strategies", "planning"),
 )
 PURE_NEVER = ("torch", "numpy", "triton", "transformers")

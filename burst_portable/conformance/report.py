@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from burst_portable.errors import InputError, explain
+from burst_portable.files import parse_json
 
 SCHEMA = "burst_portable.conformance/1"
 
@@ -114,18 +115,19 @@ class Report:
     @classmethod
     def from_json(cls, text: str) -> Report:
         """A report that `to_json` wrote. Raises `InputError` for anything else."""
-        try:
-            facts = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(explain("this is no report", got=error)) from error
+        facts = parse_json(text, "this", "no report")
         if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
-            got = facts.get("schema") if isinstance(facts, dict) else type(facts).__name__
+            got = repr(facts.get("schema"))[:80] if isinstance(facts, dict) else type(facts).__name__
             raise InputError(explain("this is no report of this version", got=got, allowed=SCHEMA))
-        for derived in ("schema", "ok", "counts"):
-            facts.pop(derived)
-        results = tuple(_read(row) for row in facts.pop("results"))
-        lists = {name: tuple(facts.pop(name)) for name in ("only", "kernels")}
-        return cls(**facts, **lists, results=results)
+        try:
+            for derived in ("schema", "ok", "counts"):
+                facts.pop(derived)
+            results = tuple(_read(row) for row in facts.pop("results"))
+            lists = {name: tuple(facts.pop(name)) for name in ("only", "kernels")}
+            return cls(**facts, **lists, results=results)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise InputError(explain("this is no report that this library wrote", got=told)) from error
 
     def junit(self) -> str:
         """JUnit XML, a test case a trial, a suite a group."""

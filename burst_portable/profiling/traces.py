@@ -7,8 +7,6 @@ Annotations are never busy time, and nothing is left out for when it was launche
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,10 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from burst_portable.errors import InputError, explain
+from burst_portable.files import parse_json, read_json
 from burst_portable.profiling.partition import Timeline
 
 _COMMUNICATION = re.compile(r"nccl|rccl|hccl|memcpy p(to|2)p|peer.?to.?peer", re.IGNORECASE)
 _WAITING = re.compile(r"wait_?(signal|value|flag)|signal_?wait|stream_?wait", re.IGNORECASE)
+_LARGEST = 1 << 30  # bytes of a trace, unpacked
+_LATEST = 1 << 62  # nanoseconds since 1970: the year 2116
 _COPIES = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")  # older files say Memcpy
 
 
@@ -33,9 +34,14 @@ def read_trace(path: str | Path) -> dict[str, Any]:
     """
     data = load_trace(Path(path))
     spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for event in events_of_trace(data):
-        if kind := kind_of(event.category, event.name):
-            spans[kind].append((event.start, event.end))
+    try:
+        rank = _rank(data)
+        for event in events_of_trace(data):
+            if kind := kind_of(event.category, event.name):
+                spans[kind].append((event.start, event.end))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise InputError(explain(f"{path} is no trace of torch.profiler: an event cannot be read", got=told)) from error
     if not spans:
         raise InputError(
             explain(
@@ -47,7 +53,7 @@ def read_trace(path: str | Path) -> dict[str, Any]:
         np.array(spans[kind], dtype=np.int64).reshape(-1, 2) for kind in ("compute", "comm", "copy", "wait")
     )
     partition = Timeline.of(compute, np.concatenate((comm, waits)), copy, waits).partition()
-    return {"rank": _rank(data), "events": sum(map(len, spans.values())), **partition}
+    return {"rank": rank, "events": sum(map(len, spans.values())), **partition}
 
 
 def kind_of(category: str, name: str) -> str | None:
@@ -74,12 +80,14 @@ class TraceEvent(NamedTuple):
 
 
 def events_of_trace(data: dict[str, Any]) -> Iterator[TraceEvent]:
-    """All spans of what `load_trace` read."""
+    """All spans of what `load_trace` read. A malformed event raises whatever Python does at it."""
     base = int(data.get("baseTimeNanoseconds", 0))
     for event in data["traceEvents"]:
         if event.get("ph") == "X":
             start = base + _nanoseconds(event["ts"])
             end = start + _nanoseconds(event.get("dur", 0))
+            if not 0 <= start <= end < _LATEST:
+                raise ValueError(f"an event from {start} to {end} ns")
             category, name = str(event.get("cat", "")), str(event.get("name", ""))
             correlation = (event.get("args") or {}).get("correlation")
             yield TraceEvent(category, name, (event.get("pid"), event.get("tid")), start, end, correlation)
@@ -90,20 +98,15 @@ def load_trace(path: Path) -> dict[str, Any]:
 
     Raises `InputError` for another file.
     """
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise InputError(explain(f"{path} is no trace", got=str(error))) from error
-    return parse_trace(raw, str(path))
+    return _checked(read_json(path, "no trace", _LARGEST, parse_float=Decimal), str(path))
 
 
 def parse_trace(raw: bytes, path: str) -> dict[str, Any]:
     """What `load_trace` read; `path` is for the message."""
-    try:
-        raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        data = json.loads(raw, parse_float=Decimal)  # a float of microseconds since 1970 has no nanoseconds
-    except (OSError, ValueError) as error:
-        raise InputError(explain(f"{path} is no trace", got=str(error))) from error
+    return _checked(parse_json(raw, path, "no trace", parse_float=Decimal), path)
+
+
+def _checked(data: Any, path: str) -> dict[str, Any]:
     if isinstance(data, list):
         data = {"traceEvents": data}
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
@@ -113,7 +116,10 @@ def parse_trace(raw: bytes, path: str) -> dict[str, Any]:
 
 def _nanoseconds(microseconds: Any) -> int:
     """Numbers of any kind, and the strings that some profilers write."""
-    return int(Decimal(str(microseconds).strip()) * 1000)
+    number = Decimal(str(microseconds).strip())  # a float of microseconds since 1970 would have no nanoseconds
+    if not abs(number) * 1000 < _LATEST:  # before it becomes an int, which may have a billion digits
+        raise ValueError("a time that is none")
+    return int(number * 1000)
 
 
 def _rank(data: dict[str, Any]) -> int | None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from burst_portable.errors import InputError, explain
+from burst_portable.files import read_json
 from burst_portable.profiling.analyze import SCHEMA, analyze
 from burst_portable.profiling.record import RankRecords
+from burst_portable.profiling.report.shape import what_is_wrong
 
-_FAMILY = SCHEMA.partition("/")[0]
+_LARGEST = 1 << 28  # bytes, unpacked
 
 
 class Report:
@@ -40,17 +41,16 @@ class Report:
         Raises `InputError` for another file.
         """
         path = Path(path)
-        try:
-            raw = path.read_bytes()
-            data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-        except (OSError, ValueError) as error:
-            raise InputError(explain(f"{path} is no report", got=str(error))) from error
+        data = read_json(path, "no report", _LARGEST)
         data = data.get("profile", data) if isinstance(data, dict) else {}
+        data = data if isinstance(data, dict) else {}
         if data.get("schema") != SCHEMA:
-            got = data.get("schema", "no schema")
+            got = repr(data["schema"])[:80] if "schema" in data else "no schema"
             raise InputError(
                 explain(f"{path} is no report of this version", got=got, allowed=SCHEMA, next_step="record it again")
             )
+        if wrong := what_is_wrong(data):
+            raise InputError(explain(f"{path} is no report that this library wrote", got=wrong))
         return cls(data)
 
     @property

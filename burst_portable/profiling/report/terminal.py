@@ -26,9 +26,11 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
     say = console or Console(highlight=False)
     verdict = data["verdict"]
     colour = "green" if verdict["kind"] == "none" else "red"
-    say.print(f"[bold {colour}]{loss_name(verdict['kind']).upper()}[/]  {verdict['text']}", soft_wrap=True)
+    say.print(
+        f"[bold {colour}]{escape(loss_name(verdict['kind']).upper())}[/]  {escape(verdict['text'])}", soft_wrap=True
+    )
     if verdict["advice"]:
-        say.print(f"  [bold]what to do[/]  {verdict['advice']}", soft_wrap=True)
+        say.print(f"  [bold]what to do[/]  {escape(verdict['advice'])}", soft_wrap=True)
     say.print(_ranks(data))
     if len(data["ranks"]) > _RANKS:
         say.print(f"  and {len(data['ranks']) - _RANKS} ranks more", style="dim")
@@ -43,7 +45,9 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
     clock = data["clock"]
     uncertain = f", uncertain by {time_text(clock['uncertainty_ns'])}" if clock["uncertainty_ns"] else ""
     say.print(
-        f"  evidence: {clock['evidence']}, {clock['method']}{uncertain}; FLOPs and bytes from the plan", style="dim"
+        f"  evidence: {clock['evidence']}, {clock['method']}{uncertain}; FLOPs and bytes from the plan",
+        style="dim",
+        markup=False,
     )
 
 

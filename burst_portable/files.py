@@ -1,0 +1,66 @@
+"""Files that users give, read up to a size: a device that never ends or a small gzip of a large file is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from burst_portable.errors import InputError, explain
+
+_GZIP = b"\x1f\x8b"
+ParseFloat = Callable[[str], Any]
+
+
+def read_json(path: Path, what: str, largest: int, *, parse_float: ParseFloat | None = None) -> Any:
+    """The JSON of a file, also of a gzip.
+
+    Args:
+        what: the file should be and is not, for errors: "no report".
+        largest: bytes of the text, unpacked.
+        parse_float: what makes numbers of decimals; finite floats unless given.
+
+    Raises `InputError`, of one line, for what is no such file, too large, too deep, or no strict JSON.
+    """
+    try:
+        with path.open("rb") as file:
+            text = _read(gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == _GZIP else file, largest)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise InputError(explain(f"{path} is {what}", got=_told(error))) from error
+    return parse_json(text, str(path), what, parse_float=parse_float)
+
+
+def parse_json(text: bytes | str, source: str, what: str, *, parse_float: ParseFloat | None = None) -> Any:
+    """The same of a text at hand; `source` names it in errors."""
+    try:
+        return json.loads(text, parse_float=parse_float or _finite, parse_constant=_refused)
+    except RecursionError:
+        raise InputError(explain(f"{source} is {what}", got="JSON that is nested too deeply")) from None
+    except ValueError as error:
+        raise InputError(explain(f"{source} is {what}", got=_told(error))) from error
+
+
+def _told(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _read(file: Any, largest: int) -> bytes:
+    data: bytes = file.read(largest + 1)
+    if len(data) > largest:
+        raise ValueError(f"a file of more than {largest >> 20} MiB")
+    return data
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:40]}, which is too large")
+    return number
+
+
+def _refused(name: str) -> NoReturn:
+    raise ValueError(f"{name}, which is not JSON")

@@ -1,0 +1,193 @@
+"""Files that users give: what is malformed, huge, deep or hostile is one line and exit code 2; nothing in it runs."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from burst_portable.cli import main
+from burst_portable.conformance.report import Report as Conformance
+from burst_portable.errors import InputError
+from burst_portable.files import read_json
+from burst_portable.profiling.report import Report
+from burst_portable.profiling.report.compare import compare
+
+SAMPLE = Path(__file__).parents[2] / "profiling" / "sample" / "slow_link.json"
+EVENT = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2}
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1, said.err
+    assert said.err.startswith("burst-portable: ")
+    assert said.err.isascii() or said.err.strip().isprintable()
+    assert len(said.err) < 1000
+    return said.err
+
+
+HOSTILE = {
+    "empty": (b"", "Expecting value"),
+    "binary": (bytes(range(256)) * 4, "is no"),
+    "deep": (b"[" * 200_000, "nested too deeply"),
+    "deep objects": (b'{"a":' * 100_000, "nested too deeply"),
+    "not a number": (b'{"schema": NaN}', "NaN, which is not JSON"),
+    "digits": (b'{"schema": ' + b"9" * 5000 + b"}", "digits"),
+    "cut gzip": (gzip.compress(b'{"schema": 1}')[:-6], "ended before"),
+    "no gzip": (b"\x1f\x8b" + b"x" * 20, "is no"),
+    "wrong JSON": (b"3", "no schema"),
+    "another version": (b'{"schema": "burst_portable.profile/0"}', "of this version"),
+    "a schema that is none": (json.dumps({"schema": ["\x1b[31m" * 1000]}).encode(), "of this version"),
+    "another version inside": (b'{"profile": []}', "of this version"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_reports(tmp_path, capsys, name):
+    content, told = HOSTILE[name]
+    path = tmp_path / "report.json"
+    path.write_bytes(content)
+    assert told in refused(capsys, "profile", str(path))
+    assert told in refused(capsys, "compare", str(SAMPLE), str(path))
+
+
+def test_what_never_ends_and_what_is_none(tmp_path, capsys):
+    bomb = tmp_path / "bomb.gz"
+    bomb.write_bytes(gzip.compress(bytes(1 << 20), 9) * 300)  # 300 KB that unpack to 300 MB
+    assert "more than 256 MiB" in refused(capsys, "profile", str(bomb))
+    assert "more than 256 MiB" in refused(capsys, "profile", "/dev/zero")
+    for path in (tmp_path, tmp_path / "absent", "x" * 300):
+        refused(capsys, "profile", str(path))
+        refused(capsys, "trace", str(path))
+
+
+def places(value: object, place: tuple = ()) -> list[tuple]:
+    """Every key and the first element of every list."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    return [p for key, one in inner for p in ((*place, key), *places(one, (*place, key)))]
+
+
+def planted(data: dict, place: tuple, value: object) -> dict:
+    """The data with something else at a place; without it where the value is `planted` itself."""
+    other = copy.deepcopy(data)
+    at = other
+    for key in place[:-1]:
+        at = at[key]
+    if value is planted:
+        del at[place[-1]]
+    else:
+        at[place[-1]] = value
+    return other
+
+
+VALUES = [planted, None, {}, [], -1, 1 << 70, "[/bold]", "\x1b]0;gone\x07", [[[]]], 0.5]
+
+
+def small() -> dict:
+    """The sample with few events."""
+    data = json.loads(SAMPLE.read_text(encoding="utf-8"))
+    for rank in data["events"]["ranks"]:
+        for name, column in rank.items():
+            rank[name] = column[:3] if isinstance(column, list) else column
+    return data
+
+
+def is_refused(report: dict, folder: Path) -> bool:
+    """Refused in one line, or shown in every form: nothing else may come of a report."""
+    (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    refusal = ""
+    try:
+        read = Report.load(folder / "report.json")
+    except InputError as error:
+        refusal = str(error)
+    if not refusal:
+        read.write_html(folder / "page.html")
+        read.write_chrome(folder / "trace.json")
+        assert "\x1b" not in read.markdown()
+        read.print()
+        compare(read.data, read.data, 0.1)
+    assert refusal.isprintable()
+    return bool(refusal)
+
+
+@pytest.mark.slow
+def test_a_report_with_something_else_in_one_place(tmp_path):
+    """Another thing at every third place; all of them at all places with -m full."""
+    data = small()
+    some = places(data)[::3]
+    told = [is_refused(planted(data, p, VALUES[i % len(VALUES)]), tmp_path) for i, p in enumerate(some)]
+    assert sum(told) > len(told) / 2
+    assert not is_refused(data, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_report_with_this_in_one_place(tmp_path, value):
+    data = small()
+    assert sum(is_refused(planted(data, place, value), tmp_path) for place in places(data)) > 50
+
+
+def test_a_page_runs_nothing_of_its_report(tmp_path):
+    data = json.loads(SAMPLE.read_text(encoding="utf-8"))
+    attack = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+    for place in [p for p in places(data) if p[-1] in ("text", "advice", "strategy", "host", "reason", "mask")]:
+        data = planted(data, place, attack)
+    data["evidence"][attack] = attack
+    (tmp_path / "report.json").write_text(json.dumps(data), encoding="utf-8")
+    Report.load(tmp_path / "report.json").write_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in page
+    assert "<img" not in page
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [1],
+        [None],
+        [{**EVENT, "ts": None}],
+        [{**EVENT, "ts": "soon"}],
+        [{**EVENT, "ts": "NaN"}],
+        [{**EVENT, "ts": "1e999999999"}],
+        [{**EVENT, "ts": -5}],
+        [{**EVENT, "dur": -1}],
+        [{**EVENT, "dur": 1e30}],
+        [{**EVENT, "args": 3}],
+        [{k: v for k, v in EVENT.items() if k != "ts"}],
+    ],
+    ids=str,
+)
+def test_traces(tmp_path, capsys, events):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    assert "an event cannot be read" in refused(capsys, "trace", str(path))
+
+
+@pytest.mark.parametrize("more", [{"distributedInfo": {"rank": "x"}}, {"baseTimeNanoseconds": {}}])
+def test_heads_of_traces(tmp_path, capsys, more):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [EVENT], **more}), encoding="utf-8")
+    refused(capsys, "trace", str(path))
+
+
+def test_a_number_too_large(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text("[1e999]", encoding="utf-8")
+    with pytest.raises(InputError, match="too large"):
+        read_json(path, "no list", 100)
+    path.write_text("[1e300]", encoding="utf-8")
+    assert math.isclose(read_json(path, "no list", 100)[0], 1e300)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, "{}", '{"schema": "burst_portable.conformance/1"}', "\x00"], ids=lambda t: t[:9]
+)
+def test_reports_of_conformance(text):
+    with pytest.raises(InputError, match="no report"):
+        Conformance.from_json(text)
