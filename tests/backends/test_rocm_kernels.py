@@ -150,6 +150,7 @@ REASONS = [
     ({"head_dim": 264, "value_dim": 264}, "up to 256"),
     ({"heads": 3}, "no multiple"),
     ({"softcap": True}, "no softcap"),
+    ({"positive_scale": False}, "scales that are not positive"),
     ({"deterministic": True}, "same order"),
 ]
 

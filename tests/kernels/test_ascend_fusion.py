@@ -168,6 +168,7 @@ DECLINED = {
     "cpu": (replace(PROBLEM, device="cpu"), "it takes NPU tensors, not cpu"),
     "float64": (replace(PROBLEM, dtype=torch.float64), "torch.float64 is not among"),
     "softcap": (replace(PROBLEM, softcap=True), "it has no softcap"),
+    "scale": (replace(PROBLEM, positive_scale=False), "it is not asked for scales that are not positive"),
     "head": (replace(PROBLEM, head_dim=769), "head size 769 is larger than 768"),
     "value": (replace(PROBLEM, value_dim=192), "values of size 192 are larger than heads of 128"),
     "heads": (replace(PROBLEM, heads=257, kv_heads=257), "257 heads are more than 256"),

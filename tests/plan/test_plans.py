@@ -14,6 +14,7 @@ from burst_portable.layout import NAMES, make_layout
 from burst_portable.mask import Mask
 from burst_portable.moves import Ring
 from burst_portable.packets import ALIGNMENT, message_size
+from burst_portable.planning import plan
 from burst_portable.plans import Plan, Problem, Step
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.verify import verify
@@ -243,3 +244,10 @@ def test_plans_are_hashable_data():
     assert make_plan() == make_plan()
     assert make_plan() != make_plan(strategy="burst")
     assert Ring(4) == Ring(4)
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(32, 2), (16, 4)])
+def test_a_plan_for_another_layout_is_refused(length, ranks):
+    """`plan` checks a layout that was made before as `attention` does."""
+    with pytest.raises(LayoutError, match=r"another mesh or sequence.*allowed: 2 ranks and 16 tokens"):
+        plan(seq_len=16, ranks=2, heads=2, layout=make_layout("zigzag", length, ranks))

@@ -56,6 +56,8 @@ class FusionKernel:
             return Support(False, f"{problem.dtype} is not among float16, bfloat16 and float32")
         if problem.softcap:
             return Support(False, "it has no softcap")
+        if not problem.positive_scale:
+            return Support(False, "it is not asked for scales that are not positive")
         if problem.head_dim > LARGEST_HEAD:
             return Support(False, f"head size {problem.head_dim} is larger than {LARGEST_HEAD}")
         if problem.value_dim > problem.head_dim:

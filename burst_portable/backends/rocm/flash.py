@@ -29,6 +29,8 @@ def declined(problem: Problem) -> str:
         return f"it takes head sizes that are multiples of 8 up to {LARGEST_HEAD}, not {problem.head_dim}"
     if problem.heads % problem.kv_heads:
         return f"{problem.heads} heads are no multiple of {problem.kv_heads} K/V heads"
+    if not problem.positive_scale:
+        return "it is not asked for scales that are not positive"
     if problem.softcap:
         return "it has no softcap"
     if problem.deterministic:
