@@ -223,7 +223,7 @@ def as_mesh(mesh: Any) -> Mesh:
     )
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _of_group(group: Any) -> Mesh:
     """The mesh of a group that is passed as such: the same one each time, for its transport counts the passes."""
     return Mesh.from_group(group)

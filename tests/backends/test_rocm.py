@@ -40,7 +40,7 @@ def test_torch_without_rocm_is_told_what_to_install():
     found = registry.load("rocm").probe()
     assert not found.ok
     assert f"this torch ({torch.__version__}) is not built for ROCm" in found.reason
-    assert "download.pytorch.org" in found.reason
+    assert "PyTorch's own package index" in found.reason
 
 
 def test_each_refuses_the_build_of_the_other(hip_build):

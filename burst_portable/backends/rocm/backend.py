@@ -33,8 +33,8 @@ class RocmBackend(AcceleratorBackend):
     def missing(self) -> str:
         if torch.version.hip is None:
             return (
-                f"this torch ({torch.__version__}) is not built for ROCm; install one of PyTorch's ROCm wheels, which "
-                "are in its own index (https://download.pytorch.org/whl/rocmVERSION) and not on PyPI"
+                f"this torch ({torch.__version__}) is not built for ROCm; install one of PyTorch's ROCm wheels: "
+                "PyTorch's own package index has them, PyPI does not"
             )
         if not torch.cuda.is_available():
             return (
