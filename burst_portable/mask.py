@@ -291,7 +291,7 @@ class Mask:
         except MaskError:
             raise
         except (ValueError, TypeError) as error:
-            raise MaskError(explain(f"the mask {text!r} cannot be read", allowed=usage)) from error
+            raise MaskError(explain(f"the mask {shown(text)} cannot be read", allowed=usage)) from error
 
 
 def _uniform_blocks(numbers: list[int], length: int | None) -> Mask:

@@ -32,7 +32,7 @@ _READERS = ("profile", "compare", "trace")
 def command_line(arguments: list[str]) -> Any:
     """The application with the one command that is asked for, or with all of them for help and for typos."""
     app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, add_completion=False)
-    app.callback(invoke_without_command=True, epilog=EXIT_CODES)(_options)
+    app.callback(invoke_without_command=True, help=_paragraphs(_options.__doc__ or ""), epilog=EXIT_CODES)(_options)
     asked = _asked(arguments)
     for name in [asked] if asked in COMMANDS else COMMANDS:
         function = _load(COMMANDS[name])
@@ -73,7 +73,11 @@ def _options(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
 ) -> None:
-    """Exact attention over a sequence that no single device can hold."""
+    """Exact attention over a sequence that no single device can hold.
+
+    To begin with, `burst-portable doctor` says what can run here, and `burst-portable run --check` trains a small model
+    over two ranks and compares it with one device. `burst-portable COMMAND --help` has the options and examples.
+    """
     if version:
         print(f"{PROGRAM} {__version__}")
         raise typer.Exit

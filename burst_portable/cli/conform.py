@@ -33,7 +33,9 @@ def conform(
     ] = False,
     tier: Annotated[
         str | None,
-        typer.Option(help="What kind of evidence: reference, interpreter, machine code, stand-in or device."),
+        typer.Option(
+            help="Kind of evidence: reference, interpreter, machine code, stand-in or device; else as the backend says."
+        ),
     ] = None,
     json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
     junit_file: Annotated[
@@ -46,6 +48,11 @@ def conform(
 
     Unless --quick or --full is given, every pair of choices occurs. Every failure is told with the smallest case that
     still fails and a command that runs exactly it. Exit code 1 when something fails. See docs/conformance.md.
+
+    Examples:
+
+    burst-portable conform --backend cpu --quick
+    burst-portable conform --backend cuda --json report.json --junit report.xml
     """
     from burst_portable.cli.conform_view import bar, show, show_groups
 

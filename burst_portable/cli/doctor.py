@@ -30,6 +30,11 @@ def doctor(json_name: Annotated[str | None, typer.Option("--json", metavar="[FIL
     """What is installed here, which backends can run or why not, and with which kernels.
 
     Exit code 1 when no backend can run.
+
+    Examples:
+
+    burst-portable doctor
+    burst-portable doctor --json here.json
     """
     json_option = JsonOption(json_name)
     facts = examine()

@@ -17,8 +17,12 @@ SCHEMA = "burst_portable.kernels/1"
 
 
 def kernels(
-    target: Annotated[list[str] | None, typer.Option(help="A chip, such as sm_90 or gfx942; repeatable.")] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(help="A head size; repeatable.", min=16, max=256)] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="A chip, such as sm_90 or gfx942; repeatable; all unless given.")
+    ] = None,
+    head_dim: Annotated[
+        list[int] | None, typer.Option(help="A head size; repeatable; 64 and 128 unless given.", min=16, max=256)
+    ] = None,
     json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
 ) -> int:
     """Compile the portable Triton kernels ahead of time (bf16) and read what the compiler says of them.
@@ -26,6 +30,10 @@ def kernels(
     Registers, spills, shared memory, occupancy, matrix instruction, seconds: for every chip that is asked for, with
     no device. Exit code 1 when a kernel breaks a limit: no matrix instruction, too much shared memory, spills that
     nobody has justified, or a warning of ptxas that a pipeline was serialised.
+
+    Examples:
+
+    burst-portable kernels --target sm_90 --target gfx942 --head-dim 128
     """
     json_option = JsonOption(json_name)
     try:

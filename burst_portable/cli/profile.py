@@ -14,12 +14,18 @@ COMPARE_SCHEMA = "burst_portable.compare/1"
 
 def profile(
     report: Annotated[Path, typer.Argument(help="A report: profile.json of `run --profile`, or Report.write_json's.")],
-    html: Annotated[Path | None, typer.Option(help="Write one self-contained page.")] = None,
-    chrome: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write Markdown for a pull request.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page to this file.")] = None,
+    chrome: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write Markdown for a pull request to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help=PRINT_JSON_HELP)] = False,
 ) -> None:
-    """Say where the time went: verdict, ranks, steps; other forms of the report with options."""
+    """Say where the time of a profiled run went: verdict, ranks, steps; other forms of the report with options.
+
+    Examples:
+
+    burst-portable run --ranks 2 --profile --report report
+    burst-portable profile report/profile.json --html page.html
+    """
     from burst_portable.profiling.report import Report
 
     for option, file in (("--html", html), ("--chrome", chrome), ("--markdown", markdown)):
@@ -41,10 +47,17 @@ def profile(
 def compare(
     before: Annotated[Path, typer.Argument(help="The report to hold against.")],
     after: Annotated[Path, typer.Argument(help="The newer report.")],
-    threshold: Annotated[float, typer.Option(help="What may become slower: 0.1 is a tenth.")] = 0.1,
+    threshold: Annotated[float, typer.Option(help="How much slower a part may become: 0.1 is a tenth.")] = 0.1,
     as_json: Annotated[bool, typer.Option("--json", help=PRINT_JSON_HELP)] = False,
 ) -> int:
-    """Compare two reports, a training step; exit code 1 where a part became slower by more than the threshold."""
+    """Compare two reports of `run --profile`: which part of a training step became slower.
+
+    Exit code 1 where one did by more than the threshold. Times are of the slowest rank.
+
+    Examples:
+
+    burst-portable compare before/profile.json after/profile.json --threshold 0.2
+    """
     from rich.table import Table
 
     from burst_portable.profiling.report import Report
@@ -78,7 +91,12 @@ def trace(
     files: Annotated[list[Path], typer.Argument(help="Traces of torch.profiler, one a rank (JSON or .gz).")],
     as_json: Annotated[bool, typer.Option("--json", help=PRINT_JSON_HELP)] = False,
 ) -> None:
-    """The same partition, of traces that torch.profiler wrote on a GPU: overlap without opening them."""
+    """Say where the time went in traces that torch.profiler wrote on a GPU, and how much communication it hid.
+
+    Examples:
+
+    burst-portable trace rank0.json rank1.json.gz
+    """
     from rich.table import Table
 
     from burst_portable.profiling.partition import FIELDS
