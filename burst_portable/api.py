@@ -17,6 +17,7 @@ from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.checks import check_tensor, check_tensors, checked_scale, checked_softcap, tell_the_others
 from burst_portable.choices import Request, choose, requested
 from burst_portable.comm.agreement import Statement, named, state
+from burst_portable.compiling import outside_graphs
 from burst_portable.errors import InputError, explain, shown
 from burst_portable.kernels import contract
 from burst_portable.layout import Layout
@@ -71,6 +72,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@outside_graphs
 def attention(
     q: Tensor,
     k: Tensor,

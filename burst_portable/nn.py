@@ -45,7 +45,9 @@ def rotate(x: Tensor, where: Tensor, theta: float = 10000.0) -> Tensor:
     if not x.is_floating_point() or where.is_complex() or where.dtype is torch.bool:
         raise DtypeError(explain("rotary positions turn floats by numbers", got=f"{x.dtype} by {where.dtype}"))
     _check_head_size(x.shape[-1] if x.dim() == 4 else 0, tuple(x.shape))
-    if where.shape not in ((x.shape[1],), (1, x.shape[1]), tuple(x.shape[:2])):
+    # Each size by itself: torch.compile does not find sizes in tuples.
+    batches = where.shape[0] if where.dim() == 2 else 1
+    if where.dim() not in (1, 2) or where.shape[-1] != x.shape[1] or (batches != 1 and batches != x.shape[0]):
         allowed = f"({x.shape[1]},) or {tuple(x.shape[:2])}"
         raise ShapeError(explain("positions do not fit the rows", got=tuple(where.shape), allowed=allowed))
     half, dtype = x.shape[-1] // 2, torch.float64 if x.dtype is torch.float64 else torch.float32

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from burst_portable.checks import check_rows, check_tensor, checked_device, tell_the_others
 from burst_portable.comm.agreement import Statement, agree, named, state
+from burst_portable.compiling import outside_graphs
 from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError, explain, shown
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask, cumulative_lengths
@@ -19,6 +20,7 @@ from burst_portable.planning import layout_of, mask_of
 from burst_portable.values import as_int, size
 
 
+@outside_graphs
 def positions(
     mesh: Any = None,
     *,

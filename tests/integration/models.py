@@ -83,14 +83,16 @@ def on_one_device(model: Any, ids: Tensor, labels: Tensor | None = None) -> Answ
     return Answer(out.loss.item(), out.logits.detach(), gradients_of(model))
 
 
-def on_ranks(ranks: int, model: Any, ids: Tensor, labels: Tensor | None = None, **options: Any) -> list[Answer]:
-    """Each rank's answer, with logits brought back whole and loss and gradients summed."""
+def on_ranks(
+    ranks: int, model: Any, ids: Tensor, labels: Tensor | None = None, *, wrap: Any = None, **options: Any
+) -> list[Answer]:
+    """Each rank's answer, with logits brought back whole and loss and gradients summed. `wrap` is put around models."""
     models = [copy.deepcopy(model) for _ in range(ranks)]
 
     def work(mesh: Mesh) -> Answer:
         mine = models[mesh.rank]
         handle = parallelize(mine, mesh, **options)
-        out = mine(**handle.shard(ids, labels))
+        out = (wrap(mine) if wrap else mine)(**handle.shard(ids, labels))
         out.loss.backward()
         sum_gradients(mine.parameters(), mesh)
         loss = sum_over_ranks(out.loss.detach().reshape(1), mesh).item()

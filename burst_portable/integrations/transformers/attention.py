@@ -48,6 +48,7 @@ class State(Protocol):
     attended: bool
 
 
+@torch.compiler.disable(reason="plans, transports and hooks are no graphs")
 def attend(
     module: nn.Module,
     query: Tensor,

@@ -58,6 +58,7 @@ class Wanted:
         raise UnsupportedError(explain("the model changes its mask, which is no tensor here", got=f"mask.{name}"))
 
 
+@torch.compiler.disable(reason="plans, transports and hooks are no graphs")
 def wanted_mask(
     batch_size: int,
     q_length: int,

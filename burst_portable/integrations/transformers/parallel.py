@@ -184,6 +184,7 @@ class Parallel:
 
     # ------------------------------------------------------------------------------------------------ the hooks
 
+    @torch.compiler.disable(reason="plans, transports and hooks are no graphs")
     def _enter(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -213,6 +214,7 @@ class Parallel:
         self.call, self._caller, self.attended = sequence, module, False
         return (), kwargs
 
+    @torch.compiler.disable(reason="plans, transports and hooks are no graphs")
     def _leave(self, module: Any, args: Any, output: Any) -> Any:
         """After a model's forward, also one that failed and has no output."""
         if self._caller is not module:

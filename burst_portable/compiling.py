@@ -1,0 +1,28 @@
+"""Where torch.compile's graphs end: plans, transports and hooks are Python, and run as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """A declared graph break: a compiled caller runs `function` uncompiled, between two graphs.
+
+    Decorating imports no compiler, as `torch.compiler.disable` would; without a compiler a call costs one question.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            told = f"burst_portable runs {function.__name__} outside of graphs"
+            return torch.compiler.disable(function, reason=told)(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+        return function(*args, **kwargs)
+
+    return call

@@ -1,0 +1,58 @@
+"""Under torch.compile attention runs between graphs, and the numbers stay."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import burst_portable as bp
+from burst_portable.nn import SelfAttention
+from tests.integration.models import assert_same, make, on_one_device, on_ranks, tokens
+
+# torch's own: the compiler looks at .grad of what it is handed.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")]
+BACKENDS = ["eager", pytest.param("aot_eager", marks=pytest.mark.full)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_of_transformers(backend: str):
+    model, ids = make("mistral"), tokens()
+    expected = on_one_device(model, ids)
+    for answer in on_ranks(2, model, ids, wrap=lambda mine: torch.compile(mine, backend=backend)):
+        assert_same(answer, expected)
+    assert counters["stats"]["unique_graphs"] >= 4  # the layers are in graphs
+    assert any("attend" in told and "torch.compiler.disable" in told for told in counters["graph_break"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_module_of_one_s_own(backend: str):
+    x = torch.randn(2, 23, 16)
+    module = SelfAttention(16, 4, 2, mask="window:5", layout="striped")
+
+    def work(mesh: bp.Mesh, compiled: bool) -> list[torch.Tensor]:
+        mine = copy.deepcopy(module)
+        mine.mesh = mesh
+        call = torch.compile(mine, backend=backend) if compiled else mine
+        for _ in range(2):
+            mine.zero_grad()
+            out = call(bp.shard(x, mesh, layout="striped"), seq_len=23)
+            out.square().sum().backward()
+        return [out.detach(), *(p.grad for p in mine.parameters())]
+
+    for ranks in (1, 2):
+        plain = bp.run_local(ranks, lambda mesh: work(mesh, False))
+        for expected, found in zip(plain, bp.run_local(ranks, lambda mesh: work(mesh, True)), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert any("attention outside of graphs" in told for told in counters["graph_break"])
