@@ -79,8 +79,18 @@ ROWS: dict[str, Row] = {
     "tiny-window": Row(255, (4, 2), 16, mask="window:64", layout="contiguous"),
 }
 QUICK_ROWS = ("32k-gqa", "128k-gqa")
-STRATEGIES = ("auto", "ring", "burst", "ring+fetch", "burst+fetch", "ulysses", "double_ring")
-QUICK_STRATEGIES = ("auto", "ring+fetch", "ulysses", "ring")
+STRATEGIES = (
+    "auto",
+    "ring",
+    "burst",
+    "ring+fetch",
+    "burst+fetch",
+    "ring+ahead",
+    "burst+ahead",
+    "ulysses",
+    "double_ring",
+)
+QUICK_STRATEGIES = ("auto", "ring+ahead", "ulysses", "ring")
 
 
 # -------------------------------------------------------------------------------------------- the ranks

@@ -119,8 +119,9 @@ def ours(strategy: str, transport: str, *, sent: bool = True) -> Contestant:
 
 def _strategy(text: str) -> Any:
     """``ring+fetch`` -> RingStrategy(moves="fetch")."""
-    name, _, moves = text.partition("+")
-    return "auto" if name == "auto" else make_strategy(name, **({"moves": moves} if moves else {}))
+    name, _, how = text.partition("+")
+    options = {"": {}, "fetch": {"moves": "fetch"}, "ahead": {"moves": "fetch", "ahead": 64}}[how]
+    return "auto" if name == "auto" else make_strategy(name, **options)
 
 
 class Still(Transport):

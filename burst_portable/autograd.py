@@ -51,7 +51,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
         problem, transport = call.plan.problem, call.runtime.transport
         if call.plan.reshard:
-            q, k, v = (to_heads(x, problem.q_layout, transport) for x in (q, k, v))
+            q, k, v = to_heads((q, k, v), problem.q_layout, transport)
             sinks = sinks[heads_of(transport.rank, transport.size, problem.heads)] if sinks is not None else None
         out, lse = forward(call, q, k, v, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -82,7 +82,7 @@ def _backward(call: Call, number: int, saved: tuple[Any, ...], dout: Tensor | No
     if call.plan.reshard:
         shape = (q.shape[0], problem.q_layout.count(transport.rank), problem.heads, v.shape[-1])
         dout = q.new_zeros(shape) if dout is None else dout
-        dout = to_heads(dout, problem.q_layout, transport)
+        (dout,) = to_heads((dout,), problem.q_layout, transport)
     assert dout is not None
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     delta = numerics.row_delta(dout, out)

@@ -5,14 +5,14 @@ Nothing is sent and nothing is computed: `attention` runs what is chosen, and `e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import choose_kernel
+from burst_portable.backends.registry import choose_kernel, rates_of
 from burst_portable.checks import (
     as_number,
     check_rows,
@@ -131,7 +131,10 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, request: Request, backend
     check_rows(layout, rows, mesh)
     strategy = strategy_of(request.strategy)
     if request.strategy == "auto":
-        strategy = AutoStrategy(inner=mesh.inner, rates=backend.capabilities.rates)
+        rates = rates_of(backend, mesh.size)
+        if rates.direct and not mesh.may_be_direct(q.device.type):
+            rates = replace(rates, direct=())
+        strategy = AutoStrategy(inner=mesh.inner, rates=rates)
     problem = Problem(
         mask=mask,
         q_layout=layout,

@@ -9,20 +9,64 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import log
 
 from burst_portable.moves import Move
 from burst_portable.packets import message_size
 from burst_portable.plans import PASSES, PassName, Plan, Problem, Step
 
+Curve = tuple[tuple[int, float], ...]
+"""(bytes, GB/s) of messages back to back, smallest first: latencies are in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine does: matrix TFLOP/s a rank, GB/s a rank in each direction, and fixed costs in seconds."""
+    """What a machine does.
+
+    Attributes:
+        tflops, backward: matrix TFLOP/s a rank, forward and backward; 0 backward means the same.
+        gbps: GB/s a rank in each direction, where no curve says it by size.
+        hop_latency, launch_latency, backward_launch_latency: seconds; 0 backward means the same.
+        link: the curve of messages between two ranks.
+        direct: the same of messages that go straight to where they are used, where a transport of its own moves them.
+        source: where the numbers come from, for people.
+    """
 
     tflops: float
     gbps: float
     hop_latency: float = 20e-6
     launch_latency: float = 10e-6
+    backward: float = 0.0
+    backward_launch_latency: float = 0.0
+    link: Curve = ()
+    direct: Curve = ()
+    source: str = ""
+
+    def transfer(self, size: float, messages: int = 1, *, direct: bool = False) -> float:
+        """Seconds of messages of so many bytes in all, one after the other."""
+        curve = (direct and self.direct) or self.link
+        if not curve:
+            return self.hop_latency * min(messages, 2) + size / (self.gbps * 1e9)
+        return max(self.hop_latency, size / (_at(curve, size / messages) * 1e9))
+
+    def compute(self, flops: float, pass_name: PassName) -> float:
+        """Seconds of one launch."""
+        if pass_name == "forward":
+            return self.launch_latency + flops / (self.tflops * 1e12)
+        latency = self.backward_launch_latency or self.launch_latency
+        return latency + flops / ((self.backward or self.tflops) * 1e12)
+
+
+def _at(curve: Curve, size: float) -> float:
+    """GB/s at a size, between the measured ones in proportion to its logarithm."""
+    (small, slow), *_ = curve
+    if size <= small:
+        return slow
+    for (small, slow), (large, fast) in pairwise(curve):
+        if size <= large:
+            return slow + (fast - slow) * log(size / small) / log(large / small)
+    return curve[-1][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +120,9 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
     received = sum(size(m) for s in steps for m in (*s.receives, *s.result_receives))
     reshard = reshard_bytes(plan.problem, pass_name, rank) if plan.reshard else 0
     hops = sum(len(s.receives) + len(s.result_receives) for s in steps) + (2 if reshard else 0)
-    inbound = [sum(map(size, s.receives)) for s in steps]
-    results = [sum(map(size, s.result_receives)) for s in steps]
-    seconds = _simulated(steps, flops, inbound, results, rates)
+    seconds = _simulated(plan, pass_name, steps, flops, size, rates)
+    if reshard:
+        seconds += rates.transfer(reshard, 2 * (plan.problem.ranks - 1), direct=True)
     return PassCost(
         flops=sum(flops),
         sent=sent + reshard,
@@ -87,30 +131,35 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         launches=sum(s.compute is not None for s in steps),
         tiles=sum(len(s.compute.tiles) for s in steps if s.compute),
         blocks_held=_most_held(steps, size),
-        seconds=seconds + (reshard / (rates.gbps * 1e9) + 2 * rates.hop_latency if reshard else 0.0),
+        seconds=seconds,
     )
 
 
 def _simulated(
-    steps: Sequence[Step], flops: Sequence[int], inbound: Sequence[int], results: Sequence[int], rates: Rates
+    plan: Plan,
+    pass_name: PassName,
+    steps: Sequence[Step],
+    flops: Sequence[int],
+    size: Callable[[Move], int],
+    rates: Rates,
 ) -> float:
     """Seconds of one rank: its compute stream and its link, each doing one thing at a time."""
     compute_free = link_free = 0.0
     arrives: dict[Move, float] = {}
 
-    def receive(moves: Sequence[Move], size: int, now: float) -> None:
+    def receive(moves: Sequence[Move], now: float) -> None:
         nonlocal link_free
-        if moves:
-            link_free = max(link_free, now) + rates.hop_latency + size / (rates.gbps * 1e9)
-            arrives.update(dict.fromkeys(moves, link_free))
+        for move in moves:
+            link_free = max(link_free, now) + rates.transfer(size(move), direct=plan.direct)
+            arrives[move] = link_free
 
     for index, step in enumerate(steps):
         ready = max([compute_free, *(arrives.get(m, 0.0) for m in step.arrivals)])
-        receive(step.receives, inbound[index], ready)
+        receive(step.receives, ready)
         if step.compute:
-            compute_free = ready + rates.launch_latency + flops[index] / (rates.tflops * 1e12)
+            compute_free = ready + rates.compute(flops[index], pass_name)
         compute_free = max([compute_free, *(arrives.get(m, 0.0) for m in step.result_arrivals)])
-        receive(step.result_receives, results[index], compute_free)
+        receive(step.result_receives, compute_free)
     return max(compute_free, link_free)
 
 

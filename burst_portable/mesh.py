@@ -172,6 +172,12 @@ class Mesh:
             )
         return plain, f"not {name}: {reason}" if name else "the only one"
 
+    def may_be_direct(self, device_type: str) -> bool:
+        """Whether the backend's own transport is there or untried: what plans may count on before any is connected."""
+        if self.config.transport not in ("auto", self.backend_for(device_type).capabilities.direct_transport):
+            return False
+        return not isinstance(self._direct.get(device_type), str)
+
     def _direct_transport(self, device_type: str, name: str) -> Transport | str:
         """The backend's own transport, or why these ranks cannot have it; settled once, by all ranks together."""
         if device_type not in self._direct:

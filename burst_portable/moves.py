@@ -192,9 +192,13 @@ class DoubleRing:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Straight from the owner, straight home; at each step every rank asks, and is asked by, one other."""
+    """Straight from the owner, straight home; at each step every rank asks, and is asked by, one other.
+
+    A block is asked for `ahead` steps before it is needed: more ahead holds more blocks and waits for fewer.
+    """
 
     ranks: int
+    ahead: int = 1
     name: str = "fetch"
     trims: bool = True
 
@@ -202,7 +206,7 @@ class Fetch:
         return (rank - owner) % self.ranks
 
     def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
-        return (owner, self.step(owner, rank) - 1) if needs(owner, rank) else None
+        return (owner, max(0, self.step(owner, rank) - self.ahead)) if needs(owner, rank) else None
 
     def targets(self, owner: int, rank: int) -> Iterator[int]:
         if owner == rank:

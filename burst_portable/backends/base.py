@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 from burst_portable.comm.base import Transport
+from burst_portable.cost import Curve as Curve
 from burst_portable.cost import Rates as Rates
 from burst_portable.errors import BackendUnavailableError, explain
 from burst_portable.kernels.contract import Kernel
@@ -67,6 +68,11 @@ class Backend(Protocol):
     def transport(self, group: Any, deadline: float) -> Transport:
         """The transport of a torch process group (None: the default one)."""
 
+    # A backend that has measurements of machines like this one may say so:
+    #
+    # def measured_rates(self, ranks: int) -> Rates | None:
+    #     """What plans for so many ranks are predicted with; None where nothing was measured on such a machine."""
+    #
     # A backend whose capabilities name a direct_transport has this as well:
     #
     # def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:

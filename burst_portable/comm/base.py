@@ -88,6 +88,13 @@ class Transport(ABC):
         """
         return self.buffer(size, device)
 
+    def inboxes(self, size: int, device: torch.device) -> Tensor:
+        """``[ranks, size]`` bytes: row r for the next message of rank r, the row of this rank left to itself.
+
+        As `inbox` for each, but in one piece; only where all ranks send all others as much, and ask for it.
+        """
+        return self.buffer(size * self.size, device).view(self.size, size)
+
     def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
         """sends[r] goes to rank r, receives[r] comes from it; uint8, any sizes; returns when all have arrived."""
         if receives[self.rank].data_ptr() != sends[self.rank].data_ptr():

@@ -104,6 +104,8 @@ class PeerCopyTransport(Transport):
         self._sent_to = _Places(self.size)
         self._coming = _Places(self.size)
         self._handed: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        self._arranged: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._stacked = 0
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         memory = self.memory
@@ -126,6 +128,8 @@ class PeerCopyTransport(Transport):
             places.clear()
         self._waited.clear()
         self._handed.clear()
+        self._arranged.clear()
+        self._stacked = 0
         memory.enter()
         for peer in self._others():
             memory.signal(peer, self._free_flag(self.rank), self._mark, copying=False)
@@ -141,6 +145,17 @@ class PeerCopyTransport(Transport):
         buffer = self.memory.inbox(peer * self._region + place[1], size)
         self._handed[peer].append((place[0], buffer))
         return buffer
+
+    def inboxes(self, size: int, device: torch.device) -> Tensor:
+        if not self._open:
+            return self._other.inboxes(size, device)
+        base, self._stacked = self._stacked, self._stacked + -(-size * self.size // ALIGNMENT) * ALIGNMENT
+        whole = self.memory.inbox(base, size * self.size).view(self.size, size)
+        for peer in self._others():
+            index = self._take(self._coming, peer, size)[0]
+            self._handed[peer].append((index, whole[peer]))
+            self._arranged[peer].append((self._take(self._sent_to, peer, size)[0], base + self.rank * size))
+        return whole
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
         return self._other.buffer(size, device)
@@ -182,12 +197,17 @@ class PeerCopyTransport(Transport):
 
     def _send(self, message: Message, label: str) -> None:
         memory, peer = self.memory, message.peer
-        index, offset = self._take(self._sent_to, peer, message.buffer.numel())
+        if self._arranged[peer]:
+            index, place = self._arranged[peer].pop(0)
+        else:
+            assert not self._stacked, "regions and one piece of all of them do not go together in a pass"
+            index, offset = self._take(self._sent_to, peer, message.buffer.numel())
+            place = self.rank * self._region + offset
         if peer not in self._waited:
             self._waited.add(peer)
             what = _Wait(self.rank, label, peer, "has not made room for the message from here")
             memory.wait(self._free_flag(peer), self._mark, what, copying=True)
-        memory.copy(message.buffer, peer, self.rank * self._region + offset)
+        memory.copy(message.buffer, peer, place)
         memory.signal(peer, self._came_flag(self.rank, index), self._mark, copying=True)
 
     def _expect(self, message: Message, label: str) -> Handle:

@@ -62,6 +62,7 @@ def mask_of(name: str, length: int) -> Mask:
 STRATEGIES: Mapping[str, Mapping[str, object]] = {
     "ring": {},
     "ring+fetch": {"moves": "fetch"},
+    "ring+ahead": {"moves": "fetch", "ahead": 64},
     "burst": {},
     "burst+fetch": {"moves": "fetch"},
     "double_ring": {},

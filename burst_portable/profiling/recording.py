@@ -313,6 +313,9 @@ class RecordingTransport(Transport):
     def inbox(self, size: int, device: torch.device, peer: int) -> Tensor:
         return self._inner.inbox(size, device, peer)
 
+    def inboxes(self, size: int, device: torch.device) -> Tensor:
+        return self._inner.inboxes(size, device)
+
     def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
         if label == "to heads" and self._home >= 2:  # forward brings the output and the LSE home, and no more
             self._begin_backward()

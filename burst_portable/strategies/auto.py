@@ -43,7 +43,7 @@ class AutoStrategy:
     def plan(self, problem: Problem) -> Plan:
         costs: dict[str, tuple[PlanCost, Plan]] = {}
         reasons = []
-        for label, strategy in self._candidates():
+        for label, strategy in self._candidates(problem.ranks):
             try:
                 plan = strategy.plan(problem)
             except UnsupportedError as error:
@@ -53,15 +53,19 @@ class AutoStrategy:
         best = min(costs, key=lambda label: (round(costs[label][0].seconds, 7), costs[label][0].sent))
         ranking = sorted(costs, key=lambda label: costs[label][0].seconds)
         told = ", ".join(f"{label} {costs[label][0].seconds * 1e3:.3g} ms" for label in ranking)
-        reason = f"chose {best} by predicted time ({told})" + "".join(f"; {r}" for r in reasons)
+        rates = f" at rates of {self.rates.source}" if self.rates.source else ""
+        reason = f"chose {best} by predicted time{rates} ({told})" + "".join(f"; {r}" for r in reasons)
         return replace(costs[best][1], reason=reason)
 
-    def _candidates(self) -> Iterator[tuple[str, Strategy]]:
+    def _candidates(self, ranks: int) -> Iterator[tuple[str, Strategy]]:
         yield "ring", RingStrategy()
         yield "burst", BurstStrategy()
         yield "ring+fetch", RingStrategy(moves="fetch")
         yield "burst+fetch", BurstStrategy(moves="fetch")
         yield "ulysses", UlyssesStrategy()
+        if self.rates.direct:  # a transport that has room for all blocks of a pass: they may as well come at once
+            yield "ring+fetch, all ahead", RingStrategy(moves="fetch", ahead=ranks)
+            yield "burst+fetch, all ahead", BurstStrategy(moves="fetch", ahead=ranks)
         if self.inner is not None and self.inner > 1:
             yield "double_ring", DoubleRingStrategy(inner=self.inner)
             yield "double_ring+kv", DoubleRingStrategy(inner=self.inner, travels="kv")

@@ -61,10 +61,16 @@ def check_inner(inner: object) -> None:
         raise InputError(explain("inner is no size", got=shown(inner), allowed="an int of at least 1, or None"))
 
 
-def route(ranks: int, moves: Moves, inner: int | None = None) -> Route:
-    """The route for a way of moving; two levels where `inner` is given."""
+def check_ahead(ahead: object) -> None:
+    """Refuse what is no number of steps."""
+    if type(ahead) is not int or ahead < 1:
+        raise InputError(explain("ahead is no number of steps", got=shown(ahead), allowed="an int of at least 1"))
+
+
+def route(ranks: int, moves: Moves, inner: int | None = None, ahead: int = 1) -> Route:
+    """The route for a way of moving: two levels where `inner` is given; fetched blocks come `ahead` steps early."""
     if moves == "fetch":
-        return Fetch(ranks)
+        return Fetch(ranks, min(ahead, max(1, ranks - 1)))
     if inner is None:
         return Ring(ranks)
     if inner < 1 or ranks % inner:

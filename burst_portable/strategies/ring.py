@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import Moves, Traits, check_moves, ring_plan, route
+from burst_portable.strategies.base import Moves, Traits, check_ahead, check_moves, ring_plan, route
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,13 @@ class RingStrategy:
     """K and V travel in both passes."""
 
     moves: Moves = "neighbour"
+    ahead: int = 1  # steps before it is needed that a block is fetched
     name: str = "ring"
     traits: ClassVar[Traits] = Traits()
 
     def __post_init__(self) -> None:
         check_moves(self.moves)
+        check_ahead(self.ahead)
 
     def plan(self, problem: Problem) -> Plan:
-        return ring_plan(problem, self.name, side="kv", path=route(problem.ranks, self.moves))
+        return ring_plan(problem, self.name, side="kv", path=route(problem.ranks, self.moves, ahead=self.ahead))

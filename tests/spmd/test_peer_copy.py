@@ -25,6 +25,7 @@ CASES = [
     Case(mask="window", layout="contiguous", strategy="ring+fetch", ranks=4, dtype=torch.bfloat16),
     Case(mask="causal", strategy="ulysses", ranks=3, heads="gqa", sinks=True),
     Case(mask="causal", strategy="ulysses", ranks=4, heads="mqa"),
+    Case(mask="causal", layout="contiguous", strategy="ulysses", ranks=4, heads="mha", batch=1, length=64),
     Case(mask="custom", layout="striped", strategy="ring", ranks=3),
 ]
 

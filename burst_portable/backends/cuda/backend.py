@@ -10,6 +10,7 @@ import torch
 from burst_portable.backends.accelerator import AcceleratorBackend, Facts
 from burst_portable.backends.base import Capabilities, Rates
 from burst_portable.backends.cuda.hopper import HopperKernel
+from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.cuda.probe import libraries
 from burst_portable.backends.cuda.vendors import CudaFlashKernel, CudnnKernel
 from burst_portable.comm.base import Transport
@@ -58,6 +59,10 @@ class CudaBackend(AcceleratorBackend):
 
     def libraries(self) -> Facts:
         return libraries()
+
+    def measured_rates(self, ranks: int) -> Rates | None:
+        """Those of the current GPU's kind."""
+        return rates_of_machine(torch.cuda.get_device_name(), ranks) if not self.missing() else None
 
     def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
         """Peer copies, where all ranks can have them."""

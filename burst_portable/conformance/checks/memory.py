@@ -78,6 +78,9 @@ class Delayed(Transport):
     def inbox(self, size: int, device: torch.device, peer: int) -> Tensor:
         return self._inner.inbox(size, device, peer)
 
+    def inboxes(self, size: int, device: torch.device) -> Tensor:
+        return self._inner.inboxes(size, device)
+
 
 def _keep_busy(device: torch.device, rounds: int) -> None:
     """Work on the current stream; the host does not wait for it."""
