@@ -1,0 +1,64 @@
+"""Two models, groups that are apart or overlap, and threads at once share no buffers; a shared pool is caught."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import burst_portable as bp
+from burst_portable.comm.local import LocalTransport, run_threads
+from tests.spmd.at_once import GROUPS, RANKS, Delaying, Pool, at_once, compare
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def over_gloo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("at_once")
+    command = [sys.executable, "-m", "tests.spmd.at_once"]
+    ranks = [subprocess.Popen([*command, str(rank), str(folder)], cwd=ROOT) for rank in range(RANKS)]
+    try:
+        assert [rank.wait(timeout=110) for rank in ranks] == [0] * RANKS
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.slow
+def test_groups_of_processes_at_once(over_gloo):
+    for rank, found in enumerate(over_gloo):
+        assert found["right"] == {name: 0 for name, ranks in GROUPS.items() if rank in ranks}
+
+
+def test_a_pool_that_groups_share_is_caught(over_gloo):
+    """The same with buffers from one pool: right for one group at a time, wrong for several."""
+    assert [found["pool, one at a time"] for found in over_gloo] == [{"model": 0}] * RANKS
+    assert sum(wrong for found in over_gloo for wrong in found["pool, at once"].values()) > 0
+
+
+def on_threads(ranks: int, seed: int, pool: Pool | None) -> int:
+    """A model over ranks that are threads; how many of its attentions are wrong on any."""
+
+    def work(transport: LocalTransport) -> int:
+        delaying = Delaying(transport, 10 * seed + transport.rank, pool)
+        return compare(bp.Mesh(transport.rank, ranks, lambda _: delaying), seed, 4)
+
+    return sum(run_threads(ranks, work))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_threads_at_once(seed):
+    work = {str(n): partial(on_threads, ranks, seed + n, None) for n, ranks in enumerate((2, 3, 2))}
+    assert set(at_once(work).values()) == {0}
+
+
+def test_a_pool_that_threads_share_is_caught():
+    pool = Pool()
+    assert on_threads(2, 0, Pool()) == 0
+    assert sum(at_once({str(n): partial(on_threads, 2, n, pool) for n in range(3)}).values()) > 0
