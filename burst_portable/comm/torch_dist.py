@@ -13,9 +13,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from burst_portable.comm.accounts import compare_accounts
 from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.comm.hop_watch import HopWatch
 from burst_portable.comm.store import board_of
 from burst_portable.errors import CommunicationError, DeadlineError, PeerLostError, explain
 
@@ -49,6 +51,12 @@ def _named(error: RuntimeError, what: str, group: dist.ProcessGroup) -> Communic
     return kind(explain(f"{what} {verb}", got=told, next_step="; ".join(filter(None, (others, advice)))))
 
 
+def _capturing(x: Tensor) -> bool:
+    """Whether what is put on the device now is being captured into a graph: then nothing runs that could be late."""
+    asked = getattr(torch.get_device_module(x.device), "is_current_stream_capturing", None)
+    return bool(asked and asked())
+
+
 class TorchDistTransport(Transport):
     """See `comm.base.Transport`.
 
@@ -57,15 +65,23 @@ class TorchDistTransport(Transport):
         name: what the group speaks, for reports: "gloo", "nccl", "rccl", "hccl".
         batched: whether moves are launched as one batch.
         deadline: seconds a transfer may take; None leaves it to the group's own timeout.
+        in_watch: what the thread that watches over the deadline of batched moves does first, if anything.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, name: str, *, batched: bool, deadline: float | None = None
+        self,
+        group: dist.ProcessGroup | None,
+        name: str,
+        *,
+        batched: bool,
+        deadline: float | None = None,
+        in_watch: Callable[[], None] | None = None,
     ) -> None:
         self.group = group if group is not None else dist.group.WORLD
         self.name, self._batched, self._deadline = name, batched, deadline
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.host = not batched
+        self._watch = HopWatch(deadline, self._give_up, in_watch) if batched and deadline else None
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
@@ -103,12 +119,29 @@ class TorchDistTransport(Transport):
         ops = [dist.P2POp(dist.isend, m.buffer, group=self.group, group_peer=m.peer) for m in sends]
         ops += [dist.P2POp(dist.irecv, m.buffer, group=self.group, group_peer=m.peer) for m in receives]
         told = f"rank {self.rank}, {label}: exchange with ranks {sorted({m.peer for m in (*sends, *receives)})}"
+        incoming = [m.buffer for m in receives]
+        hop = self._watch.starting(told, incoming) if self._watch and ops and not _capturing(ops[0].tensor) else None
         try:
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
+            if self._watch and hop:
+                self._watch.forget(hop)
             raise _named(error, told, self.group) from error
+        if hop:
+            hop.works, hop.ready = works, torch.Event(ops[0].tensor.device)
+            hop.ready.record()
         transfer = _Transfer(works, told, None, self.group)
         return [transfer] * len(sends), [transfer] * len(receives)
+
+    def _give_up(self, incoming: Sequence[Tensor]) -> None:
+        """What did not come is NaN in every dtype, and the group's kernels end."""
+        if incoming:
+            device = incoming[0].device
+            with torch.Stream(device):
+                for buffer in incoming:
+                    buffer.fill_(255)
+                torch.accelerator.current_stream(device).synchronize()
+        self.group.abort()
 
     def _each(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str, deadline: float | None

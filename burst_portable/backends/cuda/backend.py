@@ -9,11 +9,13 @@ import torch
 
 from burst_portable.backends.accelerator import AcceleratorBackend, Facts
 from burst_portable.backends.base import Capabilities, Rates
+from burst_portable.backends.cuda.driver import leave_captures_alone
 from burst_portable.backends.cuda.hopper import HopperKernel
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.cuda.probe import libraries
 from burst_portable.backends.cuda.vendors import CudaFlashKernel, CudnnKernel
 from burst_portable.comm.base import Transport
+from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.kernels.contract import Kernel
 from burst_portable.kernels.lazy import LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
@@ -63,6 +65,9 @@ class CudaBackend(AcceleratorBackend):
     def measured_rates(self, ranks: int) -> Rates | None:
         """Those of the current GPU's kind."""
         return rates_of_machine(torch.cuda.get_device_name(), ranks) if not self.missing() else None
+
+    def transport(self, group: Any, deadline: float) -> Transport:
+        return TorchDistTransport(group, self.wire, batched=True, deadline=deadline, in_watch=leave_captures_alone)
 
     def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
         """Peer copies, where all ranks can have them."""

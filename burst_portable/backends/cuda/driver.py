@@ -68,3 +68,8 @@ class Driver:
 def driver(device: int) -> Driver:
     """The driver of a device; made once."""
     return Driver(device)
+
+
+def leave_captures_alone() -> None:
+    """See `Driver.leave_captures_alone`; for threads that only look at events."""
+    driver(0).leave_captures_alone()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from burst_portable.backends.cuda.driver import driver
+from burst_portable.backends.cuda.driver import leave_captures_alone
 from burst_portable.comm.peer_copy import Watched
 from burst_portable.errors import CommunicationError, DeadlineError, MismatchError, explain
 
@@ -100,7 +100,7 @@ class Watch:
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
-        driver(self._device.index).leave_captures_alone()
+        leave_captures_alone()
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             while not self._stopped and self.failed is None:
                 with self._some:

@@ -1,0 +1,116 @@
+"""A thread that notices transfers that never end, where waiting for them happens on the device: NCCL, RCCL, HCCL.
+
+torch's own watchdog ends the process after the group's timeout, and names an operation's number. This one counts from
+when the device could have begun a transfer, says which rank, step and peers on standard error, fills what was to be
+received with NaN, and aborts the group so that its kernels end; the next transfer that this rank starts raises.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from burst_portable.errors import DeadlineError, explain
+
+_EVERY = 0.2  # seconds between looks
+
+
+class _Event(Protocol):
+    def query(self) -> bool: ...
+
+
+class _Work(Protocol):
+    def is_completed(self) -> bool: ...
+
+
+@dataclass(eq=False)
+class _Hop:
+    """Transfers of one post; `ready` happens when the device comes to them, or is None while the host starts them."""
+
+    what: str
+    ready: _Event | None
+    works: Sequence[_Work] = ()
+    incoming: Sequence[Tensor] = ()
+
+    def over(self) -> bool:
+        return self.ready is not None and all(work.is_completed() for work in self.works)
+
+
+class HopWatch:
+    """Watches over the transfers of one rank of a group.
+
+    Args:
+        deadline: seconds that a transfer may take.
+        settle: fills what was to be received with NaN and aborts the group; called in the watch's thread.
+        prepare: what that thread does first, if anything.
+    """
+
+    def __init__(
+        self,
+        deadline: float,
+        settle: Callable[[Sequence[Tensor]], None],
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self.failed: DeadlineError | None = None
+        self._deadline, self._settle, self._prepare = deadline, settle, prepare
+        self._hops: deque[_Hop] = deque()
+        self._some = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def starting(self, what: str, incoming: Sequence[Tensor]) -> _Hop:
+        """The host is about to start transfers: that may block as well, where a peer is gone."""
+        if self.failed is not None:
+            raise self.failed
+        hop = _Hop(what, None, incoming=incoming)
+        with self._some:
+            self._hops.append(hop)
+            self._some.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="burst_portable hop watch", daemon=True)
+            self._thread.start()
+        return hop
+
+    def forget(self, hop: _Hop) -> None:
+        """It could not be started, and somebody else says so."""
+        with self._some:
+            self._hops.remove(hop)
+
+    def _run(self) -> None:
+        if self._prepare:
+            self._prepare()
+        since: dict[int, float] = {}
+        while self.failed is None:
+            with self._some:
+                self._some.wait_for(lambda: self._hops)
+            time.sleep(min(_EVERY, self._deadline / 4))
+            late = self._look(since)
+            if late is not None:
+                self._fail(late.what)
+
+    def _look(self, since: dict[int, float]) -> _Hop | None:
+        """Let go of what is over; the first transfer if it has been under way for too long."""
+        with self._some:
+            while self._hops and self._hops[0].over():
+                since.pop(id(self._hops.popleft()), None)
+            if not self._hops or not (self._hops[0].ready is None or self._hops[0].ready.query()):
+                return None
+            first = since.setdefault(id(self._hops[0]), time.monotonic())
+            return self._hops[0] if time.monotonic() - first >= self._deadline else None
+
+    def _fail(self, what: str) -> None:
+        self.failed = DeadlineError(
+            explain(
+                f"{what} took too long",
+                got=f"nothing in {self._deadline:g} s",
+                next_step="find out what that rank is doing, or raise the deadline",
+            )
+        )
+        print(f"burst_portable: {self.failed}", file=sys.stderr, flush=True)
+        self._settle([buffer for hop in tuple(self._hops) for buffer in hop.incoming])

@@ -1,0 +1,60 @@
+"""Over several devices: streams, meshes and delays that must not mix up buffers; peers that are late or gone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.device.trouble import DEADLINE
+
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators or more"),
+]
+ROOT = Path(__file__).parents[2]
+TRANSPORTS = ["auto", "nccl", "peer_copy"]
+
+
+def play(folder: Path, what: str, transport: str, ranks: int) -> dict[int, dict]:
+    """What the ranks wrote."""
+    command = [sys.executable, "-m", "tests.device.trouble", str(ranks), str(folder)]
+    processes = [subprocess.Popen([*command, str(r), what, transport], cwd=ROOT) for r in range(ranks)]
+    try:
+        for rank, process in enumerate(processes):
+            if what == "stress" or rank != 1:
+                process.wait(timeout=200)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return {int(path.stem[4:]): json.loads(path.read_text()) for path in folder.glob("rank*.json")}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_meshes_on_two_streams_under_delays(tmp_path, transport):
+    ranks = torch.accelerator.device_count()
+    said = play(tmp_path, "stress", transport, ranks)
+    if any("absent" in one for one in said.values()):
+        pytest.skip(next(one["absent"] for one in said.values() if "absent" in one))
+    assert len(said) == ranks
+    assert all(one["wrong"] == [] for one in said.values()), said
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("what", ["late", "killed"])
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+def test_a_peer_that_is_late_or_gone(tmp_path, what, transport):
+    said = play(tmp_path, what, transport, 2)
+    if "absent" in said.get(0, {}):
+        pytest.skip(said[0]["absent"])
+    assert said[0]["error"] in ("DeadlineError", "PeerLostError"), said
+    assert said[0]["seconds"] <= DEADLINE + 10.0
+    assert "rank 0, forward step" in said[0]["message"]
+    assert "rank" in said[0]["message"].split("forward step", 1)[1]
+    assert "1" in said[0]["message"].split("forward step", 1)[1]

@@ -1,0 +1,77 @@
+"""Transfers that never end, with stand-ins for works and events; the transports' own tests have the rest."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from burst_portable.comm.hop_watch import HopWatch
+from burst_portable.errors import DeadlineError
+
+
+class Switch:
+    """A work, or an event."""
+
+    def __init__(self, on=True):
+        self.on = on
+
+    def query(self):
+        return self.on
+
+    is_completed = query
+
+
+class Settled:
+    def __init__(self):
+        self.buffers, self.happened = [], threading.Event()
+
+    def __call__(self, incoming):
+        self.buffers = list(incoming)
+        self.happened.set()
+
+
+def test_a_transfer_that_never_ends_is_named_and_settled(capsys):
+    settled = Settled()
+    prepared = []
+    watch = HopWatch(0.2, settled, lambda: prepared.append(1))
+    done = watch.starting("rank 0, forward step 1: exchange with ranks [1]", [])
+    done.works, done.ready = [Switch()], Switch()
+    late = watch.starting("rank 0, forward step 2: exchange with ranks [1]", [torch.zeros(1)])
+    late.works, late.ready = [Switch(), Switch(False)], Switch()
+    behind = watch.starting("rank 0, forward step 3: exchange with ranks [1]", [torch.ones(1)])
+    behind.works, behind.ready = [Switch(False)], Switch(False)
+    assert settled.happened.wait(5)
+    assert [float(x) for x in settled.buffers] == [0.0, 1.0]
+    assert "forward step 2: exchange with ranks [1] took too long" in capsys.readouterr().err
+    with pytest.raises(DeadlineError, match="step 2"):
+        watch.starting("rank 0, forward step 4", [])
+    assert prepared == [1]
+
+
+def test_a_device_that_has_not_come_to_it_is_not_late():
+    settled = Settled()
+    watch = HopWatch(0.1, settled)
+    hop = watch.starting("rank 0, backward step 1", [])
+    reached = Switch(False)
+    hop.works, hop.ready = [Switch(False)], reached
+    assert not settled.happened.wait(0.5)
+    reached.on = True
+    assert settled.happened.wait(5)
+
+
+def test_a_host_that_cannot_start_is_late_too():
+    settled = Settled()
+    watch = HopWatch(0.1, settled)
+    watch.starting("rank 0, forward step 0: exchange with ranks [1]", [])  # and never says that it is started
+    assert settled.happened.wait(5)
+
+
+def test_what_failed_at_once_is_forgotten():
+    settled = Settled()
+    watch = HopWatch(0.1, settled)
+    watch.forget(watch.starting("rank 0, forward step 0", []))
+    time.sleep(0.4)
+    assert watch.failed is None
