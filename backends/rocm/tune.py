@@ -5,9 +5,9 @@
 The time of one step of the unmasked loop is estimated as that of the busiest unit, from a count of its instructions:
 matrix products at the chip's published rate, 4 cycles a vector instruction (16 for exp and log), 128 bytes a cycle
 between the four SIMDs and their LDS (256 on gfx950). With fewer than two waves a SIMD nothing hides anything, and
-matrix and vector time add up. What spills to memory or does not fit the LDS is left out. The tables in
-`burst_portable/kernels/triton/tuning.py` were written from this ranking: of what comes within some percent of the
-first, more waves, and more columns a step. It knows nothing of memory latency, and nothing was ever timed.
+matrix and vector time add up. What spills to memory or does not fit the LDS is left out. The first line of each
+group is the choice, and the tables in `burst_portable/kernels/triton/tuning.py` were written from it: of what comes
+within 5 % of the least time, what has most cycles of other waves' work to hide a load behind. Nothing was ever timed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ KERNELS = ("forward", "resumed", "keys", "queries")
 
 @dataclass(frozen=True)
 class Estimate:
-    """One way, and what its code says. `cycles` are a SIMD's for a pair of one row and one column."""
+    """One way, and what its code says.
+
+    `cycles` are a SIMD's for a pair of one row and one column; `hidden` those of other waves in one step.
+    """
 
     chip: str
     kernel: str
     head: int
     blocks: str
     cycles: float
+    hidden: int
     waves: int
     registers: int
     shared: int
@@ -77,7 +81,8 @@ def estimate(chip: str, kernel: str, head: int, blocks: Blocks) -> Estimate | No
     extra = "".join(f" {name} {value}" for name, value in blocks.extra)
     return Estimate(
         chip, kernel, head, f"{blocks.rows}x{blocks.columns} warps {blocks.warps}{extra}",
-        round(busiest * blocks.warps / (blocks.rows * blocks.columns), 3), waves, facts["registers"],
+        round(busiest * blocks.warps / (blocks.rows * blocks.columns), 3), round((waves - 1) * busiest), waves,
+        facts["registers"],
         metadata.shared, int(spills.group(1)) if spills else 0, round(matrix), vector, round(lds),
     )  # fmt: skip
 
@@ -119,7 +124,9 @@ def main() -> int:
     best = []
     for chip, head, kernel in itertools.product(chosen.chips, chosen.head or (64, 128, 256), chosen.kernel or KERNELS):
         found = [one for blocks in ways(head) if (one := estimate(chip, kernel, head, blocks))]
-        ranked = sorted(found, key=lambda one: (one.cycles, -one.waves))[:8]
+        ranked = sorted(found, key=lambda one: one.cycles)[:8]
+        near = [one for one in ranked if one.cycles <= 1.05 * ranked[0].cycles]
+        ranked.sort(key=lambda one: one is not max(near, key=lambda one: (one.hidden, one.waves, -one.shared, -one.registers)))
         best += ranked
         for one in ranked:
             print(*asdict(one).values(), sep="  ", flush=True)
