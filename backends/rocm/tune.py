@@ -126,7 +126,8 @@ def main() -> int:
         found = [one for blocks in ways(head) if (one := estimate(chip, kernel, head, blocks))]
         ranked = sorted(found, key=lambda one: one.cycles)[:8]
         near = [one for one in ranked if one.cycles <= 1.05 * ranked[0].cycles]
-        ranked.sort(key=lambda one: one is not max(near, key=lambda one: (one.hidden, one.waves, -one.shared, -one.registers)))
+        choice = max(near, key=lambda one: (one.hidden, one.waves, -one.shared, -one.registers))
+        ranked.sort(key=lambda one: one is not choice)
         best += ranked
         for one in ranked:
             print(*asdict(one).values(), sep="  ", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -132,3 +133,12 @@ def test_amdsmi_absent_and_broken_are_two_reasons(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(probe, "find_spec", lambda name: True)
     assert probe.amdsmi_facts()["amdsmi"] == ("broken: KeyError: 'libamd_smi.so'; is libamd_smi.so of ROCm installed?")
+
+
+def test_looking_imports_nothing_of_the_vendor():
+    code = (
+        "import sys\nfrom burst_portable.backends.registry import load\nload('rocm').probe()\n"
+        "sys.exit(', '.join({'triton', 'aiter', 'amdsmi', 'pynvml'}.intersection(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -12,11 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from burst_portable.config import environment_of_children
+from burst_portable.conformance.report import Report
+from burst_portable.kernels.triton.compile import KERNELS, kernel_table, named, problems, tuned
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "backends" / "rocm"
-pytest.importorskip("triton")
 
 
 @pytest.fixture
@@ -38,6 +42,15 @@ def test_launches_of_one_chip_on_the_fake_driver(equipment):
     for use in ("forward", "resumed", "delta", "keys", "queries"):
         assert sum(use in name for name in names) >= 2, names
     assert all(r.ok for r in results)
+
+
+@pytest.mark.parametrize("chip", ["gfx90a", "gfx950"])
+def test_the_kernel_with_most_registers_on_the_other_chips(chip):
+    """All kernels of gfx942 are compiled in tests/cli/test_kernels.py."""
+    (record,) = kernel_table([chip], [128], ["keys"])
+    assert problems(record) == []
+    assert record.instruction.startswith("v_mfma")
+    assert record.occupancy >= 2
 
 
 @pytest.mark.full
@@ -103,3 +116,32 @@ def test_without_a_device_the_script_says_why_and_stops():
     assert done.returncode == 2, done.stderr
     assert "is not built for ROCm" in done.stderr
     assert not done.stdout
+
+
+def test_the_evidence_is_of_the_tuning_tables_as_they_are(equipment):
+    """No compiler runs: the report in the repository names what was compiled."""
+    machine_code = equipment("machine_code")
+    report = Report.from_json((FOLDER / "evidence" / "machine-code.json").read_text(encoding="utf-8"))
+    assert report.ok
+    expected = {
+        f"{chip} D={head} {kernel}, {named(tuned(chip, kernel, head))}"
+        for chip in machine_code.CHIPS
+        for head in machine_code.HEADS
+        for kernel in KERNELS
+    }
+    assert {r.name for r in report.results if r.check == "compile"} == expected
+    launches = {r.name.partition(" #")[0] for r in report.results if r.check == "launch"}
+    for chip in machine_code.CHIPS:
+        for case in equipment("launches").CASES:
+            assert any(name.startswith(f"{chip} {case} ") for name in launches), (chip, str(case))
+
+
+def test_the_tuning_tables_come_from_the_ranking(equipment):
+    """Each entry is one of the eight best ways of its group; one that says how many waves there are adds that alone."""
+    ranked: dict[tuple[str, str, int], list[str]] = {}
+    for row in json.loads((FOLDER / "tuning.json").read_text(encoding="utf-8")):
+        ranked.setdefault((row["chip"], row["kernel"], row["head"]), []).append(row["blocks"])
+    assert len(ranked) == 3 * 4 * 3
+    for (chip, kernel, head), ways in ranked.items():
+        taken = named(tuned(chip, kernel, head)).replace(" stages 1", "").replace(" waves_per_eu 2", "")
+        assert taken in ways, (chip, kernel, head)

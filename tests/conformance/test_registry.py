@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,3 +149,8 @@ def test_a_broken_backend_does_not_end_what_is_chosen_for_the_user(installed):
     backend, why = choose_backend("auto", 1)
     assert backend.name == "cpu"
     assert "not theirs: the backend 'theirs' (from their_backend:backend) is broken" in why
+
+
+def test_ours_are_the_entry_points_of_the_package():
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["entry-points"][registry.GROUP] == registry._OURS

@@ -1,8 +1,8 @@
 """torch's flash attention operator on AMD GPUs: AOTriton, or CK where torch was told so.
 
 It is asked for boxes and causal squares alone (`kernels.pieces`). That is not only because its windows and its
-rectangular causal masks are aligned bottom-right: AOTriton's backward refuses causal rectangles, and builds of torch
-before AOTriton 0.10 take a window and ignore it.
+rectangular causal masks are aligned bottom-right: AOTriton's backward refuses causal rectangles, and in older builds
+of torch it takes a window and ignores it.
 """
 
 from __future__ import annotations

@@ -126,23 +126,31 @@ def kernel_table(
 
 def compile_one(target: str, kernel: str, head: int, blocks: Blocks | None = None) -> Record:
     """Compile one kernel; `blocks` defaults to the tuned ones."""
-    tuning = choose(HALF, target, padded(head))
-    chosen = getattr(tuning, kernel) or tuning.forward
-    blocks = blocks or chosen[0]
-    named = f"{blocks.rows}x{blocks.columns} warps {blocks.warps} stages {blocks.stages}" + " tma" * blocks.tma
-    named += "".join(f" {name} {value}" for name, value in blocks.extra)
-    started = time.perf_counter()
+    blocks = blocks or tuned(target, kernel, head)
+    way, started = named(blocks), time.perf_counter()
     try:
         compiled = compiled_kernel(target, kernel, head, blocks)
     except Exception as error:  # noqa: BLE001 - whatever a compiler throws is the finding
         while error.__cause__ is not None:
             error = error.__cause__
-        message = explain(f"{kernel} for {target}, head size {head}", got=f"{named}: {str(error)[-300:]}")
-        return Record(target, kernel, head, named, error=message)
+        message = explain(f"{kernel} for {target}, head size {head}", got=f"{way}: {str(error)[-300:]}")
+        return Record(target, kernel, head, way, error=message)
     seconds = round(time.perf_counter() - started, 2)
     listing = compiled.asm.get("amdgcn")
     facts = read_amd(listing, compiled.metadata, target) if listing else _read_nvidia(compiled, target)
-    return Record(target, kernel, head, named, seconds, shared=compiled.metadata.shared, **facts)
+    return Record(target, kernel, head, way, seconds, shared=compiled.metadata.shared, **facts)
+
+
+def tuned(target: str, kernel: str, head: int) -> Blocks:
+    """What the tables of 16-bit tensors say first."""
+    tuning = choose(HALF, target, padded(head))
+    return (getattr(tuning, kernel) or tuning.forward)[0]
+
+
+def named(blocks: Blocks) -> str:
+    """Short, for tables."""
+    way = f"{blocks.rows}x{blocks.columns} warps {blocks.warps} stages {blocks.stages}" + " tma" * blocks.tma
+    return way + "".join(f" {name} {value}" for name, value in blocks.extra)
 
 
 def compiled_kernel(target: str, kernel: str, head: int, blocks: Blocks) -> Any:

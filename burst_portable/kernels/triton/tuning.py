@@ -46,19 +46,20 @@ Table = Mapping[str, Mapping[int, Tuning]]
 """Architecture -> largest padded head size -> tuning."""
 
 
-def _one(forward: Blocks, keys: Blocks, queries: Blocks) -> Tuning:
-    return Tuning((forward,), (keys,), (queries,))
+def _one(forward: Blocks, keys: Blocks, queries: Blocks, *resumed: Blocks) -> Tuning:
+    return Tuning((forward,), (keys,), (queries,), resumed)
 
 
 _SMALL = _one(Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1))
 
 _LARGE = _one(Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1))
-# Chosen by what the compilers say (kernels/triton/compile.py), never timed: no scratch memory, occupancy 2.
-_AMD: Mapping[int, Tuning] = {
-    64: _one(Blocks(128, 64, 4, 1), Blocks(64, 64, 4, 1), Blocks(64, 64, 4, 1)),
-    128: _one(Blocks(128, 64, 8, 1), Blocks(64, 32, 8, 1), Blocks(128, 32, 8, 1)),
-    256: _LARGE,
-}
+
+
+def _amd(rows: int, columns: int, warps: int, *, narrow: bool = True, waves: int = 0) -> Blocks:
+    """One stage. `narrow`: 16-wide matrix instructions; `waves`: at least so many a SIMD."""
+    extra = (("matrix_instr_nonkdim", 16),) * narrow + (("waves_per_eu", waves),) * bool(waves)
+    return Blocks(rows, columns, warps, 1, extra=extra)
+
 
 HALF: Table = {
     "*": {
@@ -91,9 +92,23 @@ HALF: Table = {
             (Blocks(64, 64, 8, 1),),
         ),
     },
-    "gfx90a": _AMD,
-    "gfx942": _AMD,
-    "gfx950": _AMD,
+    # Never timed: chosen by machine code, by backends/rocm/tune.py, whose ranking is backends/rocm/tuning.json. Where
+    # the first of a ranking spills for tensors with odd strides (backends/rocm/launches.py), the next was taken.
+    "gfx90a": {
+        64: _one(_amd(128, 64, 8), _amd(64, 32, 4), _amd(128, 64, 8)),
+        128: _one(_amd(128, 32, 8), _amd(64, 16, 4), _amd(64, 32, 4), _amd(64, 64, 4)),
+        256: _one(_amd(64, 32, 4), _amd(64, 16, 4), _amd(64, 16, 4), _amd(128, 32, 4)),
+    },
+    "gfx942": {
+        64: _one(_amd(128, 64, 4), _amd(128, 16, 4), _amd(128, 16, 4)),
+        128: _one(_amd(128, 32, 4, narrow=False), _amd(128, 16, 8), _amd(128, 16, 4), _amd(128, 32, 4)),
+        256: _one(_amd(128, 32, 8), _amd(64, 16, 4), _amd(128, 16, 4), _amd(64, 32, 4)),
+    },
+    "gfx950": {
+        64: _one(_amd(128, 64, 4, narrow=False), _amd(128, 32, 4), _amd(128, 64, 8)),
+        128: _one(_amd(128, 64, 4, narrow=False, waves=2), _amd(128, 16, 8), _amd(128, 16, 4)),
+        256: _one(_amd(128, 32, 8), _amd(64, 16, 4), _amd(128, 16, 8)),
+    },
     # Small, so that small problems have several blocks; interpreted time goes with the number of blocks.
     "interpreter": {256: _one(Blocks(32, 16, 1, 1, together=2), Blocks(16, 32, 1, 1), Blocks(32, 16, 1, 1))},
 }
