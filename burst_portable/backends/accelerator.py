@@ -17,15 +17,10 @@ Facts = dict[str, Any]
 
 
 class AcceleratorBackend(ABC):
-    """See `backends.base.Backend`. A vendor says what is missing here, what its devices are, and has its kernels.
-
-    Attributes:
-        wire: what its process groups speak, for reports: the vendor's library, whatever torch calls it.
-    """
+    """See `backends.base.Backend`. A vendor says what is missing here, what its devices are, and has its kernels."""
 
     name: str
     capabilities: Capabilities
-    wire: str
 
     def __init__(self) -> None:
         self._kernels = tuple(self.make_kernels())
@@ -55,7 +50,7 @@ class AcceleratorBackend(ABC):
         return self._kernels
 
     def transport(self, group: Any, deadline: float) -> Transport:
-        return TorchDistTransport(group, self.wire, batched=True, deadline=deadline)
+        return TorchDistTransport(group, self.capabilities.process_group, batched=True, deadline=deadline)
 
     def _devices(self) -> list[Facts]:
         module = torch.get_device_module(self.capabilities.device_type)

@@ -62,7 +62,7 @@ class TorchDistTransport(Transport):
 
     Args:
         group: a process group of torch.distributed; None for the default one.
-        name: what the group speaks, for reports: "gloo", "nccl", "rccl", "hccl".
+        name: what torch calls the group's backend: "gloo", "nccl" (RCCL too), "hccl".
         batched: whether moves are launched as one batch.
         deadline: seconds a transfer may take; None leaves it to the group's own timeout.
         in_watch: what the thread that watches over the deadline of batched moves does first, if anything.

@@ -25,7 +25,6 @@ class CudaBackend(AcceleratorBackend):
     """See `backends.base.Backend`."""
 
     name = "cuda"
-    wire = "nccl"
     # What plans are predicted with: bf16 attention on one H100 in this project's benchmarks, and NCCL on one node.
     capabilities = Capabilities(
         device_type="cuda",
@@ -67,7 +66,7 @@ class CudaBackend(AcceleratorBackend):
         return rates_of_machine(torch.cuda.get_device_name(), ranks) if not self.missing() else None
 
     def transport(self, group: Any, deadline: float) -> Transport:
-        return TorchDistTransport(group, self.wire, batched=True, deadline=deadline, in_watch=leave_captures_alone)
+        return TorchDistTransport(group, "nccl", batched=True, deadline=deadline, in_watch=leave_captures_alone)
 
     def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
         """Peer copies, where all ranks can have them."""

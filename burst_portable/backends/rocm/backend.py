@@ -23,7 +23,6 @@ class RocmBackend(AcceleratorBackend):
     """See `backends.base.Backend`."""
 
     name = "rocm"
-    wire = "rccl"
     # What plans are predicted with. Nothing here was measured: a quarter of the matrix rate that AMD publishes for
     # one MI300X, and half of what its seven links carry.
     capabilities = Capabilities(
