@@ -34,9 +34,13 @@ class CudaPeerMemory:
         group: the process group of the ranks.
         share: how they tell each other a few bytes.
         deadline: seconds that no message may come while a pass waits for one.
+        by_copies: set flags of peers by copies too, and wait for flags on a stream of their own: what a driver must
+            be able to do, at two calls more a message.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, share: Share, deadline: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, share: Share, deadline: float, *, by_copies: bool = False
+    ) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._device, self._share = group, device, share
         self._driver = driver(device.index)
@@ -50,6 +54,8 @@ class CudaPeerMemory:
         self._current = torch.cuda.current_stream(device)
         self._compute = self._last = self._current.cuda_stream
         self._forked, self._left = torch.cuda.Event(), torch.cuda.Event()
+        self._waiting = torch.cuda.Stream(device) if by_copies else None
+        self._marks = torch.zeros(2, dtype=torch.int32, device=device) if by_copies else None  # one a stream
         self.watch = Watch(device, deadline, self._read_flags, self._release)
 
     def reserve(self, inbox: int) -> None:
@@ -68,7 +74,9 @@ class CudaPeerMemory:
         self._heap[: self._base].zero_()
         torch.cuda.synchronize(self._device)
         self._agree({"inbox": inbox}, "mapping memory")
-        self._starts = list(self._handle.buffer_ptrs)
+        starts = self._handle.buffer_ptrs
+        within = self._heap.data_ptr() - starts[self.rank]  # the tensor may begin within what is mapped
+        self._starts = [start + within for start in starts]
 
     def inbox(self, offset: int, size: int) -> Tensor:
         found = self._views.get((offset, size))
@@ -110,11 +118,23 @@ class CudaPeerMemory:
         return _Sent(self, self._stream)
 
     def signal(self, peer: int, flag: int, mark: int, *, copying: bool) -> None:
-        self._driver.set_flag(self._copying if copying else self._compute, self._starts[peer] + 4 * flag, mark)
+        stream, address = self._copying if copying else self._compute, self._starts[peer] + 4 * flag
+        if self._marks is None:
+            self._driver.set_flag(stream, address, mark)
+        else:
+            own = self._marks.data_ptr() + 4 * copying
+            self._driver.set_flag(stream, own, mark)
+            self._driver.copy(stream, address, own, 4)
 
     def wait(self, flag: int, mark: int, what: Watched, *, copying: bool) -> None:
         self.watch.expect(flag, mark, what)
-        self._driver.wait_flag(self._copying if copying else self._compute, self._starts[self.rank] + 4 * flag, mark)
+        address = self._starts[self.rank] + 4 * flag
+        if copying or self._waiting is None:
+            self._driver.wait_flag(self._copying if copying else self._compute, address, mark)
+            return
+        self._waiting.wait_event(_recorded(self._current))
+        self._driver.wait_flag(self._waiting.cuda_stream, address, mark)
+        self._current.wait_event(_recorded(self._waiting))
 
     def check(self) -> None:
         if self.watch.failed is not None:
@@ -175,14 +195,20 @@ class CudaPeerMemory:
             self._driver.set_flag(stream, self._starts[self.rank] + 4 * flag, mark)
 
 
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """What a stream has been given so far."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
 class _Sent:
     """What the copy stream had been given when this was made."""
 
     __slots__ = ("_event", "_memory")
 
     def __init__(self, memory: CudaPeerMemory, stream: torch.cuda.Stream) -> None:
-        self._memory, self._event = memory, torch.cuda.Event()
-        self._event.record(stream)
+        self._memory, self._event = memory, _recorded(stream)
 
     def wait(self) -> None:
         self._memory._current.wait_event(self._event)

@@ -25,7 +25,7 @@ def unavailable() -> str:
         from torch.distributed import _symmetric_memory as symmetric_memory
     except ImportError as error:
         return f"this torch has no symmetric memory: {error}"
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = here()
     kind = symmetric_memory.get_backend(device) if hasattr(symmetric_memory, "get_backend") else "CUDA"
     if kind not in ("CUDA", None):  # None: nothing was chosen yet
         return f"torch's symmetric memory is set to {kind}, not to CUDA"
@@ -38,6 +38,11 @@ def unavailable() -> str:
     return f"GPU {apart[0][0]} cannot address the memory of GPU {apart[0][1]}" if apart else ""
 
 
+def here() -> torch.device:
+    """The current GPU, by its number."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def _reaches(a: int, b: int) -> bool:
     return torch.cuda.can_device_access_peer(a, b)
 
@@ -47,7 +52,7 @@ def connect(other: Transport, group: Any, deadline: float) -> Transport:
 
     Raises `UnsupportedError`, on all ranks alike, with the reasons of those that cannot.
     """
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = here()
     facts = {"reason": unavailable(), "host": _host(), "gpu": str(torch.cuda.get_device_properties(device).uuid)}
     told = _told(other, facts, "asking for peer copies")
     reasons = [f"rank {rank}: {one['reason']}" for rank, one in enumerate(told) if one["reason"]]
@@ -59,13 +64,15 @@ def connect(other: Transport, group: Any, deadline: float) -> Transport:
         raise UnsupportedError("; ".join(reasons))
     from burst_portable.backends.cuda.peer_memory import CudaPeerMemory
 
-    memory = CudaPeerMemory(group, device, other.share, min(deadline, _PROOF_SECONDS))
-    transport = PeerCopyTransport(memory, other)
-    told = _told(other, {"reason": _proof(transport, device)}, "trying peer copies")
-    memory.watch.deadline = deadline
-    if reasons := [f"rank {rank}: {one['reason']}" for rank, one in enumerate(told) if one["reason"]]:
-        raise UnsupportedError(f"peer copies were tried and failed: {'; '.join(reasons)}")
-    return transport
+    for by_copies in (False, True):  # as fast as drivers allow, then in a way that needs less of them
+        memory = CudaPeerMemory(group, device, other.share, min(deadline, _PROOF_SECONDS), by_copies=by_copies)
+        transport = PeerCopyTransport(memory, other)
+        told = _told(other, {"reason": _proof(transport, device)}, "trying peer copies")
+        reasons += [f"rank {rank}: {one['reason']}" for rank, one in enumerate(told) if one["reason"]]
+        if not any(one["reason"] for one in told):
+            memory.watch.deadline = deadline
+            return transport
+    raise UnsupportedError(f"peer copies were tried and failed: {'; '.join(dict.fromkeys(reasons))}")
 
 
 def _told(other: Transport, facts: dict[str, str], what: str) -> list[dict[str, str]]:
