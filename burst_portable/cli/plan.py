@@ -50,7 +50,8 @@ def plan(
         typer.Option("--check/--no-check", help=f"Check the plan; above {CHECKED_RANKS} ranks, of a sample of them."),
     ] = True,
     check_all: Annotated[
-        bool, typer.Option("--check-all", help="Check every rank, however many: ranks x ranks blocks, minutes for 500.")
+        bool,
+        typer.Option("--check-all", help="Check every rank, however many: ranks x ranks blocks, minutes for 1,024."),
     ] = False,
     json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
 ) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +12,13 @@ from burst_portable.backends.registry import known
 from burst_portable.cli import PROGRAM
 from burst_portable.cli.output import JSON_HELP, JsonOption, check_folder, json_text
 from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVELS
-from burst_portable.errors import BurstError, InputError, explain
+from burst_portable.errors import BackendUnavailableError, BurstError, InputError, explain
 
 if TYPE_CHECKING:
+    if find_spec("transformers") is None:
+        raise BackendUnavailableError(
+            f"run needs the package transformers; run: pip install '{PROGRAM}[cli,transformers]'"
+        )
     from burst_portable.cli.run_view import View
     from burst_portable.cli.training.prepare import Prepared
     from burst_portable.config import Launched

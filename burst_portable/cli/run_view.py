@@ -156,6 +156,7 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     rate = f"{facts['tokens_per_second']:,.0f}"
     rows.append(both("tokens a second", rate, "reference_tokens_per_second", lambda x: f"{x:,.0f}"))
     seconds = seconds_text(facts["seconds_per_step"])
-    rows.append(both("seconds a step", seconds, "reference_seconds_per_step", seconds_text))
+    unit = _unit(facts["mode"] == "perplexity")
+    rows.append(both(f"seconds a {unit}", seconds, "reference_seconds_per_step", seconds_text))
     rows.append(("peak memory a rank", bytes_text(max(facts["peak_memory_bytes"])), "-"))
     return rows

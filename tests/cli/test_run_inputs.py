@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from burst_portable.cli import main
 from burst_portable.cli.training import limits
 from burst_portable.cli.training.models import build, config_of
 from burst_portable.config import Launched, launched
@@ -46,6 +47,13 @@ def test_variables_of_no_launcher(changes, said):
     with pytest.raises(InputError, match="start with torchrun, or unset RANK") as error:
         launched(environment)
     assert said in str(error.value)
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("burst_portable.cli.run.find_spec", lambda name: None)
+    assert main(["run"]) == 2
+    expected = "run needs the package transformers; run: pip install 'burst-portable[cli,transformers]'"
+    assert capsys.readouterr().err == f"burst-portable: {expected}\n"
 
 
 def test_what_this_machine_cannot_serve(monkeypatch):
