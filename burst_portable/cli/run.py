@@ -15,10 +15,6 @@ from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVEL
 from burst_portable.errors import BackendUnavailableError, BurstError, InputError, explain
 
 if TYPE_CHECKING:
-    if find_spec("transformers") is None:
-        raise BackendUnavailableError(
-            f"run needs the package transformers; run: pip install '{PROGRAM}[cli,transformers]'"
-        )
     from burst_portable.cli.run_view import View
     from burst_portable.cli.training.prepare import Prepared
     from burst_portable.config import Launched
@@ -87,6 +83,10 @@ def run(
     burst-portable run --model CHECKPOINT_DIR --text FILE --eval
     torchrun --nproc-per-node 8 -m burst_portable run --model CONFIG.json --seq-len 131072
     """
+    if find_spec("transformers") is None:
+        raise BackendUnavailableError(
+            f"run needs the package transformers; run: pip install '{PROGRAM}[cli,transformers]'"
+        )
     from burst_portable.cli.run_view import View
     from burst_portable.cli.training.prepare import prepare
     from burst_portable.config import launched
