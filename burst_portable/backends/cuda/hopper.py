@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.backends.cuda.hopper_launch import Counters, Descriptors, Launcher, tma_strides
+from burst_portable.backends.cuda.hopper_launch import Counters, Descriptors, Launcher
 from burst_portable.backends.cuda.hopper_tables import LaunchTable, backward_table, forward_table
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, Options, Problem, Support
@@ -119,7 +119,7 @@ class HopperKernel:
         out, lse = state
         _check_last_stride("lse", lse)
         table, blocks = self._table(
-            ("forward", tiles, rows, config, fresh, q.device),
+            ("forward", tiles, rows, dim, fresh, q.device),
             lambda: forward_table(tiles, rows, QUERY_BLOCK, config.BN, every_block=fresh),
         )
         compiled = _compiled()
@@ -129,7 +129,7 @@ class HopperKernel:
         mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16
         with torch.cuda.device(q.device):
             compiled.forward(
-                (q.device.index, q.dtype, config, mode, dim),
+                (q.device.index, q.dtype, mode, dim),
                 (min(items, _processors(q.device.index)), 1, 1),
                 (
                     compiled.rows("q", q, 64, dim),
@@ -170,7 +170,7 @@ class HopperKernel:
         batch, rows, heads, dim = q.shape
         config = BACKWARD[dim]
         table, blocks = self._table(
-            ("backward", tiles, rows, config, q.device),
+            ("backward", tiles, rows, dim, q.device),
             lambda: backward_table(tiles, rows, config.BM, KEY_BLOCK),
         )
         compiled = _compiled()
@@ -182,7 +182,7 @@ class HopperKernel:
         with torch.cuda.device(q.device):
             minus_lse, minus_delta = _row_terms(compiled, dout, lse, delta, out, options.scale, config.BM, fold)
             compiled.backward(
-                (q.device.index, q.dtype, config, dim),
+                (q.device.index, q.dtype, dim),
                 (head_group, blocks, batch * heads // head_group),
                 (
                     compiled.rows("q", q, config.BM, dim),
@@ -226,7 +226,8 @@ def _row_terms(
     """(shift - lse / scale, -delta), [B·H, rows and padding]; padded rows get -inf and 0."""
     batch, rows, heads, dim = dout.shape
     padded = -(-(rows + block) // 64) * 64  # a block may begin at the last row
-    minus_lse, minus_delta = torch.empty(2, batch * heads, padded, dtype=torch.float32, device=dout.device)
+    minus_lse = torch.empty(batch * heads, padded, dtype=torch.float32, device=dout.device)
+    minus_delta = torch.empty_like(minus_lse)  # one of both, taken apart, costs the host more
     _check_last_stride("lse", lse)
     if out is not None and out.element_size() not in (2, 4):
         out, delta = None, row_delta(dout, out)
@@ -234,8 +235,7 @@ def _row_terms(
         _check_last_stride("delta", delta)
         delta = delta.float()
     source, terms = (dout, delta) if out is None else (out, lse)
-    out_strides = [s // 4 for s in tma_strides("out", source)[:3]]
-    dout_strides = [s // 8 for s in tma_strides("dout", dout)[:3]]
+    out_strides, dout_strides = compiled.strides("out", source, 4), compiled.strides("dout", dout, 8)
     compiled.prepare(
         (dout.device.index, dout.dtype, source.dtype, out is None, dim),
         (padded // 64, batch * heads, 1),
@@ -321,6 +321,7 @@ class _Compiled:
         descriptors = Descriptors()
         self.rows = descriptors.rows
         self.vector = descriptors.vector
+        self.strides = descriptors.strides
         self.counter = Counters().take
 
 

@@ -82,6 +82,7 @@ class Descriptors:
 
         self._make = TensorDescriptor
         self._kept: dict[Hashable, Any] = {}
+        self._units: dict[Hashable, tuple[int, ...]] = {}
         self._layouts = {
             size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)
         }
@@ -96,6 +97,16 @@ class Descriptors:
     def vector(self, x: Tensor, rows: int) -> Any:
         """For `rows` entries of one row of [B·H, S]."""
         return self._keep(x, 1, rows, lambda: ([1, rows], self._vector, list(x.stride())))
+
+    def strides(self, name: str, x: Tensor, unit: int) -> tuple[int, ...]:
+        """The strides of batch, row and head as TMA takes them, in units of so many elements."""
+        key = (x.shape, x.stride(), x.dtype, x.data_ptr() % 16, unit)
+        found = self._units.get(key)
+        if found is None:
+            if len(self._units) >= _DESCRIPTORS:
+                self._units.clear()
+            found = self._units[key] = tuple(s // unit for s in tma_strides(name, x)[:3])
+        return found
 
     def _keep(self, x: Tensor, rows: int, columns: int, parts: Callable[[], tuple[list[int], Any, list[int]]]) -> Any:
         key = (x.data_ptr(), x.shape, x.stride(), x.dtype, rows, columns)
