@@ -1,0 +1,57 @@
+"""What it costs that ranks ask before each pass whether they agree: the same passes with and without, in turns.
+
+    python benchmarks/agreement.py [RANKS ...]
+
+Ranks are processes over gloo on this machine. Prints microseconds a pass of a small attention.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+import burst_portable as bp
+from burst_portable import autograd
+from burst_portable.config import listen_on_loopback
+
+ROUNDS, PASSES = 100, 10
+
+
+def one_rank(rank: int, ranks: int, store: str) -> None:
+    torch.set_num_threads(1)
+    listen_on_loopback("gloo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    mesh = bp.Mesh.from_group()
+    q = torch.randn(1, 32, 2, 16)  # next to nothing to compute: the difference is then not lost in it
+    asking, spent = autograd.agree, {True: [], False: []}
+
+    def passes() -> float:
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(PASSES):
+            bp.attention(q, q, q, mesh=mesh, strategy="ring")
+        return (time.perf_counter() - started) / PASSES * 1e6
+
+    passes()
+    for _ in range(ROUNDS):
+        for asks in (True, False):
+            autograd.agree = asking if asks else lambda *arguments, **options: None
+            spent[asks].append(passes())
+    if rank == 0:
+        # Other work on a machine only adds: the fastest tenth of many short turns is what the code itself takes.
+        asked, silent = (statistics.quantiles(spent[asks], n=10)[0] for asks in (True, False))
+        print(f"{ranks} ranks: {asked - silent:.0f} us a pass, {asked:.0f} with and {silent:.0f} without", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    for count in map(int, sys.argv[1:] or ("2", "3", "4")):
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(one_rank, (count, str(Path(folder, "store"))), count)
