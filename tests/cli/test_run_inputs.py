@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from burst_portable.cli import main
 from burst_portable.cli.training import limits
 from burst_portable.cli.training.models import build, config_of
+from burst_portable.cli.training.worker import device_of
 from burst_portable.config import Launched, launched
 from burst_portable.errors import InputError
 from tests.integration.models import make
@@ -103,13 +105,13 @@ def test_a_checkpoint_without_some_weights(checkpoint, tmp_path):
     def change(weights):
         weights["other.weight"] = weights.pop("model.layers.0.self_attn.q_proj.weight")
 
-    with pytest.raises(InputError, match=r"1 missing: model\..*q_proj\.weight; 1 of .*: other\.weight"):
+    with pytest.raises(InputError, match=r"1 missing: model\..*q_proj\.weight; no part of .* 1 of .*: other\.weight"):
         loaded(changed(checkpoint, tmp_path, change))
 
 
 def test_a_checkpoint_with_weights_that_nobody_takes(checkpoint, tmp_path):
     _, (note,) = loaded(changed(checkpoint, tmp_path, lambda weights: weights.update(extra=torch.ones(1))))
-    assert "1 of its weights belong to no part of the model: extra" in note
+    assert "no part of the model takes 1 of its weights: extra" in note
 
 
 def test_a_checkpoint_of_other_shapes(checkpoint, tmp_path):
@@ -134,6 +136,17 @@ def test_a_quantized_checkpoint(checkpoint, tmp_path):
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"bits": 4}}))
     with pytest.raises(InputError, match="quantized"):
         config_of(folder, 16)
+
+
+def test_more_ranks_than_devices(monkeypatch):
+    used = []
+    for count, local_rank, device in ((0, 3, "cpu"), (1, 3, "cpu"), (4, 3, "cpu:3")):
+        module = SimpleNamespace(device_count=lambda count=count: count, set_device=used.append)
+        monkeypatch.setattr(torch, "get_device_module", lambda device_type, module=module: module)
+        assert str(device_of("cpu", local_rank)) == device
+    assert used == [3]
+    with pytest.raises(InputError, match="local rank 4; allowed: 0 to 3"):
+        device_of("cpu", 4)
 
 
 def test_a_rank_that_fails_says_why_last(tmp_path):

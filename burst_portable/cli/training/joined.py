@@ -32,8 +32,8 @@ def run_joined(job: Job, place: Launched, on_step: OnStep) -> tuple[list[Outcome
         dist.init_process_group(job.process_group, timeout=timedelta(seconds=deadline))
     # Names that do not resolve, ports that are taken, ranks that do not come: torch has an error for each.
     except (RuntimeError, ValueError) as error:
-        got = " ".join(str(error).split())[:300]
-        next_step = f"see that all {place.world_size} ranks start, and reach {place.meeting} (MASTER_ADDR, MASTER_PORT)"
+        got = " ".join(str(error).split())[:300].rstrip(".")
+        next_step = f"see that every rank starts, and that it reaches {place.meeting} (MASTER_ADDR, MASTER_PORT)"
         raise DeadlineError(
             explain(f"the ranks did not meet at {place.meeting} within {deadline:g} s", got=got, next_step=next_step)
         ) from error

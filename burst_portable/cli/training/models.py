@@ -76,7 +76,7 @@ def _check_weights(name: str, told: dict[str, Any]) -> list[str]:
     """Refuse a checkpoint without some of the model's weights, which transformers would draw at random; tell of those
     that no part of the model takes."""
     missing, unused = sorted(told["missing_keys"]), sorted(told["unexpected_keys"])
-    extra = f"{len(unused)} of its weights belong to no part of the model: {_few(unused)}" if unused else ""
+    extra = f"no part of the model takes {len(unused)} of its weights: {_few(unused)}" if unused else ""
     if missing:
         raise InputError(
             explain(
@@ -85,7 +85,7 @@ def _check_weights(name: str, told: dict[str, Any]) -> list[str]:
                 next_step="check that config.json and the weights belong together",
             )
         )
-    return [f"the checkpoint {name} was loaded, but {extra}"] if extra else []
+    return [f"the checkpoint {name} is loaded, but {extra}"] if extra else []
 
 
 def _few(names: list[str]) -> str:

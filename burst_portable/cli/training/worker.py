@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from burst_portable.errors import BurstError, CommunicationError
+from burst_portable.errors import BurstError, CommunicationError, InputError, explain
 
 
 def main(arguments: list[str]) -> int:
@@ -83,12 +83,25 @@ def _run(path: Path, rank: int) -> None:
 
 
 def device_of(device_type: str, local_rank: int) -> Any:
-    """The device of a rank, made the current one where devices are numbered."""
+    """The device of a rank, made the current one where devices are numbered.
+
+    Raises `InputError` for more ranks on this host than it has devices. One device is each rank's own: launchers may
+    show a rank no other.
+    """
     import torch
 
     module = torch.get_device_module(device_type)
     if not hasattr(module, "set_device") or module.device_count() <= 1:
         return torch.device(device_type)
+    if local_rank >= (count := module.device_count()):
+        raise InputError(
+            explain(
+                "this host has no device for the rank",
+                got=f"local rank {local_rank}",
+                allowed=f"0 to {count - 1}",
+                next_step="start as many ranks a host as it has devices",
+            )
+        )
     module.set_device(local_rank)
     return torch.device(device_type, local_rank)
 
