@@ -1,0 +1,73 @@
+"""What SequenceTrainer cuts and refuses, in one process; tests/integration/test_data_parallel.py has its losses."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments, default_data_collator
+
+from burst_portable import Mesh, run_local
+from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.integrations.transformers import parallelize
+from burst_portable.integrations.transformers.trainer import SequenceTrainer, ShardingCollator, documents_of
+from tests.integration.models import make
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_trainer.py"
+EXAMPLES = [{"input_ids": list(range(n)), "labels": list(range(n))} for n in (9, 4, 12)]
+
+
+def test_batches_are_cut_and_packed_examples_become_documents():
+    def work(mesh: Mesh) -> dict[str, Any]:
+        return ShardingCollator(parallelize(make("llama"), mesh), DataCollatorWithFlattening())(EXAMPLES)
+
+    whole, *parts = (batch for ranks in (1, 3) for batch in run_local(ranks, work))
+    assert whole["documents"] == (0, 9, 13, 25)
+    assert "num_items_in_batch" not in whole  # Trainer counts
+    held = [(part["shift_labels"] != -100).sum() for part in (whole, *parts)]
+    assert held[0] == 25 - 3 == sum(held[1:])
+    assert sum(part["input_ids"].shape[1] for part in parts) == 25
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "told"),
+    [
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, UnsupportedError, "padding"),
+        ({"pixel_values": torch.zeros(1, 3)}, UnsupportedError, "pixel_values"),
+        ({"position_ids": torch.tensor([[0, 2, 1]])}, UnsupportedError, "count up"),
+        ({"position_ids": torch.tensor([[1, 2, 3]])}, UnsupportedError, "count up"),
+        ({"labels": None}, InputError, "no labels"),
+    ],
+)
+def test_batches_that_cannot_be_cut(batch: dict[str, Any], error: type[Exception], told: str):
+    ids = torch.tensor([[5, 6, 7]])
+    collator = ShardingCollator(parallelize(make("llama"), Mesh.single()), dict)
+    assert collator({"input_ids": ids, "labels": ids})["labels"].tolist() == [[6, 7, -100]]
+    with pytest.raises(error, match=told):
+        collator({"input_ids": ids, "labels": ids} | batch)
+
+
+def test_documents_of_position_ids():
+    assert documents_of(None) is None
+    assert documents_of(torch.arange(5).unsqueeze(0)) is None
+    assert documents_of(torch.tensor([[0, 1, 0, 0, 1, 2]])) == (0, 2, 3, 6)
+
+
+def test_what_trainer_cannot_do(tmp_path: Path):
+    def trainer(**settings: Any) -> SequenceTrainer:
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, **settings)
+        handle = parallelize(make("llama", torch.float32), Mesh.single())
+        return SequenceTrainer(handle, args=arguments, data_collator=default_data_collator, eval_dataset=EXAMPLES[:1])
+
+    with pytest.raises(InputError, match="average_tokens_across_devices"):
+        trainer(average_tokens_across_devices=False)
+    with pytest.raises(UnsupportedError, match="logits"):
+        trainer().predict(EXAMPLES[:1])
+
+
+def test_one_process_is_plain_trainer():
+    train = runpy.run_path(str(EXAMPLE))["train"]
+    assert train(mesh=Mesh.single()) == pytest.approx(train(Trainer), rel=2e-6)
