@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from burst_portable.api import attention
 from burst_portable.checks import check_rows, check_tensor, tell_the_others, whole_length
+from burst_portable.compiling import outside_graphs
 from burst_portable.errors import BurstError, DtypeError, InputError, ShapeError, explain, shown, unknown_name
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout
@@ -139,6 +140,7 @@ class SelfAttention(nn.Module):
         )
         return self.out(out.flatten(-2))
 
+    @outside_graphs
     def _whole_length(self, x: Tensor, seq_len: int | None) -> int:
         """Tokens of the whole sequence, of which x holds as many as the layout gives to this rank."""
         check_tensor("x", x)
