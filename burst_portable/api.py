@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from burst_portable import numerics
 from burst_portable.autograd import Call, apply
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel, for_device
@@ -160,7 +161,8 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
     transport, _ = mesh.transport_for(q.device.type, direct=plan.direct)
     inboxes = (inbox_size(plan, "forward"), inbox_size(plan, "backward")) if transport.direct else (0, 0)
     runtime = PlainRuntime(chosen.kernel, transport)
-    return Call(plan, runtime, chosen.options, said.of_pass("forward"), said.of_pass("backward"), inboxes)
+    row_delta = getattr(chosen.kernel, "row_delta", numerics.row_delta)
+    return Call(plan, runtime, chosen.options, said.of_pass("forward"), said.of_pass("backward"), inboxes, row_delta)
 
 
 def _statement(made: Plan, backend: Backend, q: Tensor, options: contract.Options, sinks: Tensor | None) -> Statement:

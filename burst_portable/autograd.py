@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,7 @@ class Call:
     forward: Statement
     backward: Statement
     inboxes: tuple[int, int] = (0, 0)  # bytes that one rank may send another, forward and backward
+    row_delta: Callable[[Tensor, Tensor], Tensor] = numerics.row_delta  # or the kernel's own, in one pass
 
     @property
     def rank(self) -> int:
@@ -85,7 +87,7 @@ def _backward(call: Call, number: int, saved: tuple[Any, ...], dout: Tensor | No
         (dout,) = to_heads((dout,), problem.q_layout, transport)
     assert dout is not None
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    delta = numerics.row_delta(dout, out)
+    delta = call.row_delta(dout, out)
     part = call.plan.backward
     grads = run_backward(part, call.rank, call.runtime, call.options, dout, q, k, v, lse, delta)
     dsinks = None

@@ -66,7 +66,7 @@ class Support(NamedTuple):
 
 
 class Kernel(Protocol):
-    """One provider of local attention."""
+    """One provider of local attention. It may have a `row_delta` of its own, as `numerics.row_delta` but faster."""
 
     @property
     def name(self) -> str:

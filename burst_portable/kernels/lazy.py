@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
+from burst_portable import numerics
 from burst_portable.errors import BackendUnavailableError, explain
 from burst_portable.kernels.contract import Gradients, Kernel, Options, Problem, Support
 from burst_portable.numerics import State
@@ -77,3 +78,8 @@ class LazyKernel:
         into: Gradients,
     ) -> None:
         self._real().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+    def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        """The kernel's own where it has one."""
+        found: Tensor = getattr(self._real(), "row_delta", numerics.row_delta)(dout, out)
+        return found

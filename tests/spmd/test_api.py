@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable import numerics
 from burst_portable.backends.registry import choose_kernel, load
 from burst_portable.comm.local import run_threads
 from burst_portable.config import from_environment
@@ -26,6 +27,7 @@ from burst_portable.errors import (
     UnsupportedError,
 )
 from burst_portable.kernels.contract import Problem
+from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.tiles import Tile
 
 
@@ -405,3 +407,17 @@ def test_a_deadline_that_is_none(value):
     with pytest.raises(InputError, match="BURST_DEADLINE"):
         from_environment({"BURST_DEADLINE": value})
     assert from_environment({"BURST_DEADLINE": "7.5"}).deadline == 7.5
+
+
+def test_a_kernel_s_own_row_delta_is_used(monkeypatch):
+    """A row's dO * O in one pass, where a kernel can."""
+    asked = []
+
+    def row_delta(self, dout, out):
+        asked.append(dout.shape)
+        return numerics.row_delta(dout, out)
+
+    monkeypatch.setattr(ReferenceKernel, "row_delta", row_delta, raising=False)
+    q = torch.randn(1, 8, 2, 4, requires_grad=True)
+    bp.attention(q, q, q, mesh=bp.Mesh.single(), kernel="reference").sum().backward()
+    assert asked == [(1, 8, 2, 4)]

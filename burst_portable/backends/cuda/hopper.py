@@ -201,6 +201,10 @@ class HopperKernel:
                 {"num_warps": 4, "maxnreg": config.maxnreg},
             )  # fmt: skip
 
+    def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        """The portable kernel's: `numerics.row_delta` in one pass over its two tensors."""
+        return _portable().row_delta(dout, out)
+
     def _table(self, key: tuple[Any, ...], build: Callable[[], LaunchTable]) -> tuple[Tensor, int]:
         """The launch table on the device, from the cache if it is there."""
         found = self._tables.get(key)
@@ -323,6 +327,13 @@ class _Compiled:
         self.vector = descriptors.vector
         self.strides = descriptors.strides
         self.counter = Counters().take
+
+
+@cache
+def _portable() -> Any:
+    from burst_portable.kernels.triton.launch import TritonKernel
+
+    return TritonKernel()
 
 
 @cache
