@@ -32,7 +32,7 @@ def running_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of an out that is merged into again and again: one step wider than the parts.
 
     float32 for 16-bit tensors, float64 for float32: otherwise the rounding of every merge adds up, and the error
-    of float32 attention doubles from 2 to 64 ranks. Kernels of devices where float64 is dear may keep float32.
+    of float32 attention doubles from 2 to 64 ranks. Where float64 is dear, see `Compensated`.
     """
     return torch.float32 if dtype.itemsize == 2 else torch.float64
 
@@ -73,6 +73,52 @@ def merge_into(state: State, out: Tensor, lse: Tensor) -> None:
 def widened(state: State, dtype: torch.dtype) -> State:
     """A state of tensors of `dtype` that is about to be merged into, in the dtypes of `empty_state`."""
     return state[0].to(running_dtype(dtype)), state[1].double()
+
+
+class Compensated(tuple[Tensor, Tensor]):
+    """A running state in float32 alone, for devices where float64 is dear: (out, LSE), and what their sums lost.
+
+    Two tensors of rounding errors ride along (Kahan's summation), so that the error does not grow with the number of
+    parts either.
+    """
+
+    lost: State
+
+    def __new__(cls, out: Tensor, lse: Tensor, lost: State) -> Compensated:
+        self = super().__new__(cls, (out, lse))
+        self.lost = lost
+        return self
+
+    @classmethod
+    def empty(cls, q: Tensor, value_dim: int) -> Compensated:
+        """Nothing seen yet."""
+        batch, rows, heads, _ = q.shape
+        out = torch.zeros(batch, rows, heads, value_dim, dtype=torch.float32, device=q.device)
+        lse = torch.full((batch, heads, rows), -torch.inf, dtype=torch.float32, device=q.device)
+        return cls(out, lse, (torch.zeros_like(out), torch.zeros_like(lse)))
+
+    def merge(self, out: Tensor, lse: Tensor, lost: Tensor | None = None) -> None:
+        """Merge one partial result, in place; `lost` is what rounding took from its LSE.
+
+        The same as `merge_into`, written as steps towards the part: with d = LSE' - LSE,
+        out += sigmoid(d)·(out' - out) and LSE += log(1 + exp(d)).
+        """
+        blind = self[1] == -torch.inf  # takes the part as it is: there is nothing to take a step from
+        lost = torch.zeros_like(lse) if lost is None else lost
+        distance = lse - anchored(self[1]) + (lost - self.lost[1])
+        weight = torch.where(blind, 1.0, torch.sigmoid(distance))
+        _add_compensated(self[0], self.lost[0], (out - self[0]) * per_row(weight))
+        _add_compensated(self[1], self.lost[1], torch.where(blind, 0.0, torch.nn.functional.softplus(distance)))
+        self[1].copy_(torch.where(blind, lse, self[1]))
+        self.lost[1].copy_(torch.where(blind, lost, self.lost[1]))
+
+
+def _add_compensated(total: Tensor, lost: Tensor, part: Tensor) -> None:
+    """total += part, where `lost` is what rounding has taken from total before."""
+    part = part + lost
+    summed = total + part
+    lost.copy_(torch.where(summed.isfinite(), part - (summed - total), 0.0))
+    total.copy_(summed)
 
 
 def finished(state: State, dtype: torch.dtype) -> State:

@@ -307,8 +307,9 @@ def _grouped(x: Tensor, shared: int) -> Tensor:
 
 
 def _scored(x: Tensor, y: Tensor) -> Tensor:
-    """[N, Sq, D] with [Nkv, Sk, D] -> [N, Sq, Sk]."""
-    return (_grouped(x, y.shape[0]) @ y.float().unsqueeze(1).transpose(-1, -2)).flatten(0, 1)
+    """[N, Sq, D] with [Nkv, Sk, D] -> [N, Sq, Sk]; summed wide and rounded once to float32."""
+    wide = _grouped(x, y.shape[0]).double() @ y.double().unsqueeze(1).transpose(-1, -2)
+    return wide.float().flatten(0, 1)
 
 
 def _scores(s: Sequence, scale: float) -> Tensor:

@@ -9,7 +9,8 @@ What its documentation says, and what is done about it:
 - Packed (TND), softmax_max and softmax_sum lie as ``[N, T, 8]`` unless softmax_layout="TND" is asked for.
 - atten_mask is True where a pair is hidden. Which modes tiles become is in `masks`.
 
-Partial results and gradients come in the tensors' dtype and are summed in float32: float64 is too dear here.
+Partial results and gradients come in the tensors' dtype and are summed in float32, float32's own results with what
+rounding takes (`numerics.Compensated`): float64 is too dear on these devices.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from burst_portable.backends.ascend.masks import FULL, Call, lower
 from burst_portable.kernels.contract import Gradients, Options, Problem, Support
-from burst_portable.numerics import State, merge_into, surrogate_out
+from burst_portable.numerics import Compensated, State, merge_into, surrogate_out
 from burst_portable.tiles import Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -69,15 +70,12 @@ class FusionKernel:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
     ) -> State:
-        every_row = ((0, q.shape[1]),)
+        if state is None:
+            empty = Compensated.empty(q, v.shape[-1])
+            state = empty if q.dtype == torch.float32 else (empty[0], empty[1])
         for call in lower(tiles, q.shape[0]):
-            out, lse = self._forward(call, q, k, v, options)
-            if state is None and call.rows == every_row:
-                state = (out.float(), lse)  # perhaps the only call: nothing to merge with
-                continue
-            state = _empty_state(q, v.shape[-1]) if state is None else state
-            self._merge(state, call, out, lse)
-        return _empty_state(q, v.shape[-1]) if state is None else state
+            self._merge(state, call, *self._forward(call, q, k, v, options))
+        return state
 
     def attend_backward(
         self,
@@ -107,18 +105,19 @@ class FusionKernel:
 
     # ------------------------------------------------------------------------------------ one call
 
-    def _forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
-        """(out ``[B, rows, H, Dv]`` in q's dtype, LSE ``[B, H, rows]``) of the rows of a call."""
+    def _forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+        """(out ``[B, rows, H, Dv]`` in q's dtype, LSE ``[B, H, rows]``, what rounding took from it) of a call."""
         batch, rows = q.shape[0], sum(t.rows for t in call.tiles)
         tensors = [self._taken(x, w) for x, w in ((q, call.rows), (k, call.columns), (v, call.columns))]
         how, layout = self._how(call, q)
         out, top, total, *_ = self._operator("npu_fusion_attention")(
             *(_packed(x, layout) for x in tensors), q.shape[2], layout, scale=options.scale, **how
         )
-        lse = top[..., 0] + torch.log(total[..., 0])
+        lse, lost = _sum(top[..., 0], torch.log(total[..., 0]))
         if layout == "TND":
-            out, lse = out.unflatten(0, (batch, rows)), lse.unflatten(0, (batch, rows)).transpose(1, 2)
-        return out, lse
+            out = out.unflatten(0, (batch, rows))
+            lse, lost = (x.unflatten(0, (batch, rows)).transpose(1, 2) for x in (lse, lost))
+        return out, lse, lost
 
     def _backward(
         self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor, options: Options
@@ -202,24 +201,34 @@ class FusionKernel:
             index = self._index(where, total.device)
             total.index_copy_(1, index, total.index_select(1, index) + part)
 
-    def _merge(self, state: State, call: Call, out: Tensor, lse: Tensor) -> None:
+    def _merge(self, state: State, call: Call, out: Tensor, lse: Tensor, lost: Tensor) -> None:
         """Merge a call's part into its rows of a running state."""
+        held = (*state, *state.lost) if isinstance(state, Compensated) else state
+        dims = (1, 2, 1, 2)
         if len(call.rows) == 1:
             start, stop = call.rows[0]
-            merge_into((state[0][:, start:stop], state[1][:, :, start:stop]), out, lse)
+            _merge_all([x.narrow(d, start, stop - start) for x, d in zip(held, dims, strict=False)], out, lse, lost)
             return
         index = self._index(call.rows, out.device)
-        mine = state[0].index_select(1, index), state[1].index_select(2, index)
-        merge_into(mine, out, lse)
-        state[0].index_copy_(1, index, mine[0])
-        state[1].index_copy_(2, index, mine[1])
+        rows = [x.index_select(d, index) for x, d in zip(held, dims, strict=False)]
+        _merge_all(rows, out, lse, lost)
+        for x, d, merged in zip(held, dims, rows, strict=False):
+            x.index_copy_(d, index, merged)
 
 
-def _empty_state(q: Tensor, value_dim: int) -> State:
-    """Nothing seen yet, in float32: see the head of this file."""
-    batch, rows, heads, _ = q.shape
-    out = torch.zeros(batch, rows, heads, value_dim, dtype=torch.float32, device=q.device)
-    return out, torch.full((batch, heads, rows), -torch.inf, dtype=torch.float32, device=q.device)
+def _merge_all(held: list[Tensor], out: Tensor, lse: Tensor, lost: Tensor) -> None:
+    """(out, LSE), or (out, LSE and what each has lost)."""
+    if len(held) == 2:
+        merge_into((held[0], held[1]), out, lse)
+    else:
+        Compensated(held[0], held[1], (held[2], held[3])).merge(out, lse, lost)
+
+
+def _sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a + b, and what rounding took from it (Knuth's two-sum)."""
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)
 
 
 def _packed(x: Tensor, layout: str) -> Tensor:

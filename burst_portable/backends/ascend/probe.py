@@ -4,35 +4,33 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import version
-from typing import Any
 
 import torch
 
-from burst_portable.backends.base import Probe, require
+from burst_portable.backends.accelerator import Facts
+from burst_portable.backends.base import require
 from burst_portable.errors import BackendUnavailableError, explain
 
 AT_LEAST = "2.11"
 _INSTALL = "install CANN, then the torch_npu of this torch's version: pip install 'burst-portable[ascend]'"
 
 
-def look() -> Probe:
-    """Whether NPUs can be used. Imports torch_npu if it is installed."""
+def missing() -> str:
+    """Why NPUs cannot be used; "" if they can. Imports torch_npu if it is installed."""
     try:
         require("torch_npu", AT_LEAST, _INSTALL)
     except BackendUnavailableError as refusal:
-        return Probe(False, str(refusal))
+        return str(refusal)
     if other := _other_torch(version("torch_npu"), torch.__version__):
-        return Probe(False, other)
+        return other
     try:
         npu = import_module("torch_npu").npu
     # Whatever goes wrong in there (a library of CANN that is missing, mostly), the user must hear it.
     except Exception as error:  # noqa: BLE001
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         step = "source CANN's set_env.sh, and look whether its version fits torch_npu's"
-        return Probe(False, explain("torch_npu is installed and fails to import", got=got, next_step=step))
-    if not npu.is_available():
-        return Probe(False, "torch_npu sees no NPU: look at npu-smi info and ASCEND_RT_VISIBLE_DEVICES")
-    return Probe(True, facts=device_facts(npu))
+        return explain("torch_npu is installed and fails to import", got=got, next_step=step)
+    return "" if npu.is_available() else "torch_npu sees no NPU; look at npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
 
 
 def _other_torch(npu: str, torch_version: str) -> str:
@@ -46,16 +44,9 @@ def _other_torch(npu: str, torch_version: str) -> str:
     )
 
 
-def device_facts(npu: Any) -> dict[str, Any]:
-    """Devices and libraries, as `torch_npu.npu` tells them."""
-    devices = [
-        {
-            "name": npu.get_device_name(index),
-            "memory_gib": round(npu.get_device_properties(index).total_memory / 2**30, 1),
-        }
-        for index in range(npu.device_count())
-    ]
-    cann = str(npu.utils.get_cann_version("CANN"))
-    facts = {"devices": devices, "torch_npu": version("torch_npu"), "cann": cann}
+def libraries() -> Facts:
+    """Versions, as torch_npu tells them."""
+    cann = str(import_module("torch_npu").npu.utils.get_cann_version("CANN"))
+    facts: Facts = {"torch_npu": version("torch_npu"), "cann": cann}
     # The imitation that `make conform-ascend` builds calls itself so: no report of it may pass for a device's.
     return {**facts, "tier": "stand-in"} if "stand-in" in cann else facts
