@@ -6,7 +6,7 @@ STAMP := .venv/.setup-done
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test full lint types layers clean
+.PHONY: help setup demo test full lint types layers conform-ascend clean
 
 help:
 	@echo "make demo    train a small model over two ranks and check it against one device"
@@ -14,6 +14,7 @@ help:
 	@echo "make full    the test-suite with every combination (long)"
 	@echo "make lint    ruff: format and rules       make types   mypy, strict on the core"
 	@echo "make layers  who may import whom          make clean   remove reports and caches"
+	@echo "make conform-ascend  the Ascend backend on the real torch_npu and an imitation of CANN (long)"
 
 setup: $(STAMP)
 
@@ -40,6 +41,10 @@ types: $(STAMP)
 
 layers: $(STAMP)
 	@$(PYTHON_IN_VENV) ci/check_layers.py
+
+# Needs gcc and makes an environment of its own in build/; see backends/ascend/README.md.
+conform-ascend:
+	@sh backends/ascend/standin/conform.sh $(ARGS)
 
 clean:
 	rm -rf report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,115 @@
+"""torch_npu's real operators, on the meta device: do they take what we pass, and answer in the shapes that we expect?
+
+    python -m backends.ascend.standin.schema
+
+Shapes and schemas are torch_npu's own, so this part does not rest on the emulation: the emulation is held to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import torch
+from torch import Tensor
+
+from backends.ascend.standin import fusion
+from burst_portable.backends.ascend.attention import FusionKernel
+from burst_portable.conformance.cases import MASKS
+from burst_portable.kernels.contract import Options
+from burst_portable.layout import make_layout
+from burst_portable.tiles import Tiles, find_tiles
+
+NAMES = ("npu_fusion_attention", "npu_fusion_attention_grad")
+LENGTH = 53
+
+
+class Both:
+    """The real operators on meta tensors, next to the emulated ones on tensors of the same shapes."""
+
+    def __init__(self) -> None:
+        self.calls, self.layouts = 0, set[str]()
+
+    def __getattr__(self, name: str) -> object:
+        if name not in NAMES:
+            raise AttributeError(name)
+
+        def compare(*args: object, **how: object) -> object:
+            real = getattr(torch.ops.npu, name)(*args, **how)
+            ours = getattr(fusion, name)(*map(_solid, args), **{k: _solid(v) for k, v in how.items()})
+            self.calls += 1
+            self.layouts |= {x for x in args if isinstance(x, str)}
+            for place, (a, b) in enumerate(zip(real, ours, strict=True)):
+                if place < 3:  # what comes after is reserved, or belongs to dropout
+                    same = a.shape == b.shape and a.dtype == b.dtype
+                    assert same, f"{name}, output {place}: {a.shape} {a.dtype}; emulated {b.shape} {b.dtype}"
+            return real
+
+        return compare
+
+
+def _solid(x: object) -> object:
+    """A CPU tensor in place of a meta tensor: the compressed mask for the mask, else ones."""
+    if not isinstance(x, Tensor):
+        return x
+    if x.dtype == torch.bool:
+        return torch.ones(x.shape, dtype=torch.bool).triu(1)
+    return torch.ones(x.shape, dtype=x.dtype)
+
+
+def check_signatures() -> None:
+    """The emulated functions have the parameters, the order and the defaults of the real schemas."""
+    for name in NAMES:
+        schema = getattr(torch.ops.npu, name).default._schema
+        real = [(a.name, a.kwarg_only, a.default_value if a.has_default_value() else None) for a in schema.arguments]
+        parameters = inspect.signature(getattr(fusion, name)).parameters.values()
+        ours = [(p.name, p.kind is p.KEYWORD_ONLY, None if p.default is p.empty else p.default) for p in parameters]
+        assert real == ours, f"{name}: {[pair for pair in zip(real, ours, strict=False) if pair[0] != pair[1]]}"
+
+
+def check_calls() -> Both:
+    """Every mask, in one block and in a pair of blocks, forward and backward, by the kernel's own code."""
+    both = Both()
+    kernel, options = FusionKernel(both), Options(scale=0.25)
+    for dtype in (torch.bfloat16, torch.float32):
+        for mask in MASKS.values():
+            for layout, ranks in (("contiguous", 1), ("zigzag", 2)):
+                first, *_, last = make_layout(layout, LENGTH, ranks).shards * 2
+                rows, columns = (sum(s.count for s in shard) for shard in (first, last))
+                _attend(kernel, options, find_tiles(mask, first, last), rows, columns, dtype)
+    return both
+
+
+def _attend(kernel: FusionKernel, options: Options, tiles: Tiles, rows: int, columns: int, dtype: torch.dtype) -> None:
+    sizes = {"q": (rows, 4, 16), "k": (columns, 2, 16), "v": (columns, 2, 8), "dout": (rows, 4, 8)}
+    q, k, v, dout = (torch.empty(2, *size, dtype=dtype, device="meta") for size in sizes.values())
+    out, lse = kernel.attend(q, k, v, tiles, options)
+    assert out.shape == dout.shape, out.shape
+    assert lse.shape == (2, 4, rows), lse.shape
+    into = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+    kernel.attend_backward(dout, q, k, v, lse, tiles, options, delta=lse, into=into)
+
+
+def check_refusals() -> None:
+    """The real schemas refuse a wrong name; if they did not, the calls above would show nothing."""
+    q = torch.empty(1, 8, 2, 16, device="meta", dtype=torch.bfloat16)
+    for wrong in ({"pre_tokens": 4}, {"attn_mask": q}):
+        try:
+            torch.ops.npu.npu_fusion_attention(q, q, q, 2, "BSND", **wrong)
+        except (RuntimeError, TypeError):
+            continue
+        raise AssertionError(f"torch_npu takes {wrong}")
+
+
+def main() -> int:
+    """All of it."""
+    check_signatures()
+    both = check_calls()
+    assert both.layouts == {"BSND", "TND"}, both.layouts
+    check_refusals()
+    print(f"torch_npu's schemas and meta kernels: {both.calls} calls, layouts {sorted(both.layouts)}, as the emulation")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
