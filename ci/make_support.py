@@ -29,9 +29,9 @@ From the weakest evidence to the strongest. A weaker one says nothing about a st
 """
 
 STAND_IN = """
-What a stand-in shows is plumbing: the vendor's Python API, its streams, its collective calls, layouts, masks, the
+What a stand-in shows is plumbing. For Ascend that is torch_npu's API, its streams, HCCL calls, layouts, masks and the
 conversion of LSE. The attention operator itself is emulated by this project from its documentation, so its numbers
-prove nothing about the vendor's.
+prove nothing about Huawei's.
 """
 
 
