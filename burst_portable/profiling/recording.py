@@ -281,7 +281,7 @@ class RecordingTransport(Transport):
         self._inner, self._runtime = inner, runtime
         self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
         self._backward = False
-        self._agreed = self._home = self._ordinal = 0
+        self._agreed = self._begun = self._home = self._ordinal = 0
 
     @property
     def passes(self) -> int:  # type: ignore[override]
@@ -302,6 +302,9 @@ class RecordingTransport(Transport):
         return self._inner.post(sends, receives, label)
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
+        self._begun += 1
+        if self._begun == 2:  # ranks need not have asked again whether they agree
+            self._begin_backward()
         self._inner.begin(digest, inbox)
 
     def end(self) -> None:
