@@ -101,5 +101,6 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+    if sys.stderr is not None:  # print would take standard output for one that is closed
+        print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
     return code

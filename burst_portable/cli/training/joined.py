@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from burst_portable.cli.training.foreign import told
 from burst_portable.cli.training.job import Job
 from burst_portable.cli.training.loop import OnStep
 from burst_portable.cli.training.rank import Gradients, Outcome, run_rank
@@ -32,10 +33,11 @@ def run_joined(job: Job, place: Launched, on_step: OnStep) -> tuple[list[Outcome
         dist.init_process_group(job.process_group, timeout=timedelta(seconds=deadline))
     # Names that do not resolve, ports that are taken, ranks that do not come: torch has an error for each.
     except (RuntimeError, ValueError) as error:
-        got = " ".join(str(error).split())[:300].rstrip(".")
         next_step = f"see that every rank starts, and that it reaches {place.meeting} (MASTER_ADDR, MASTER_PORT)"
         raise DeadlineError(
-            explain(f"the ranks did not meet at {place.meeting} within {deadline:g} s", got=got, next_step=next_step)
+            explain(
+                f"the ranks did not meet at {place.meeting} within {deadline:g} s", got=told(error), next_step=next_step
+            )
         ) from error
     try:
         mesh = Mesh.from_group()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from burst_portable.cli.training.foreign import told
 from burst_portable.errors import InputError, explain
 
 TINY = "tiny"
@@ -19,7 +20,6 @@ _SIZES = {
     "sliding_window": (0, 1 << 40),
 }
 """Fields of a config that we or its model compute with: the least and the most that makes sense."""
-_LONGEST = 300  # characters of what another library says
 
 
 def checkpoint_of(name: str) -> Path | None:
@@ -55,7 +55,7 @@ def build(name: str, config: Any, dtype: torch.dtype, seed: int) -> tuple[Any, l
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype), []
     try:
-        model, told = AutoModelForCausalLM.from_pretrained(
+        model, information = AutoModelForCausalLM.from_pretrained(
             checkpoint,
             config=config,
             local_files_only=True,
@@ -67,15 +67,14 @@ def build(name: str, config: Any, dtype: torch.dtype, seed: int) -> tuple[Any, l
         )
     # Files that are cut off, weights of other shapes: each library on the way raises its own.
     except Exception as error:
-        got = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
-        raise InputError(explain(f"the checkpoint {name} cannot be loaded", got=got)) from error
-    return model, _check_weights(name, told)
+        raise InputError(explain(f"the checkpoint {name} cannot be loaded", got=told(error))) from error
+    return model, _check_weights(name, information)
 
 
-def _check_weights(name: str, told: dict[str, Any]) -> list[str]:
+def _check_weights(name: str, information: dict[str, Any]) -> list[str]:
     """Refuse a checkpoint without some of the model's weights, which transformers would draw at random; tell of those
     that no part of the model takes."""
-    missing, unused = sorted(told["missing_keys"]), sorted(told["unexpected_keys"])
+    missing, unused = sorted(information["missing_keys"]), sorted(information["unexpected_keys"])
     extra = f"no part of the model takes {len(unused)} of its weights: {_few(unused)}" if unused else ""
     if missing:
         raise InputError(
@@ -101,8 +100,9 @@ def outline(config: Any) -> Any:
             return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     # Whatever a config's numbers break in a model that is built from them.
     except Exception as error:
-        told = " ".join(str(error).split())[:_LONGEST]
-        raise InputError(explain(f"no {config.model_type} model can be built from its config", got=told)) from error
+        raise InputError(
+            explain(f"no {config.model_type} model can be built from its config", got=told(error))
+        ) from error
 
 
 def quiet() -> None:
@@ -167,8 +167,7 @@ def _from_file(name: str) -> Any:
         config = AutoConfig.for_model(kind, **fields)
     # transformers checks configs with several libraries, and each raises its own.
     except Exception as error:
-        told = " ".join(str(error).split())[:_LONGEST]
-        raise InputError(explain(f"transformers cannot read the config {path}", got=told)) from error
+        raise InputError(explain(f"transformers cannot read the config {path}", got=told(error))) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(explain("the model is no causal language model of transformers", got=kind))
     return config
@@ -198,7 +197,7 @@ def _json(path: Path, name: str) -> dict[str, Any]:
             raise InputError(explain(f"{path} is too large for a config", allowed=f"{_LARGEST_CONFIG} bytes"))
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(explain(f"{path} cannot be read as JSON", got=str(error).splitlines()[0])) from error
+        raise InputError(explain(f"{path} cannot be read as JSON", got=told(error))) from error
     if not isinstance(fields, dict):
         raise InputError(explain(f"{path} holds no config", got=type(fields).__name__, allowed="a JSON object"))
     return fields

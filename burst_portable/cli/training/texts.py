@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from burst_portable.cli.training.foreign import told
 from burst_portable.errors import InputError, explain
 
 BYTES = 256
@@ -58,7 +59,7 @@ def _tokenized(content: bytes, tokenizer: Path) -> Tensor:
         return torch.tensor(made.encode(content.decode("utf-8", "replace")).ids, dtype=torch.int64)
     # The library raises plain Exceptions of its own.
     except Exception as error:
-        raise InputError(explain(f"{tokenizer} is no tokenizer", got=str(error).splitlines()[0])) from error
+        raise InputError(explain(f"{tokenizer} is no tokenizer", got=told(error))) from error
 
 
 def check_tokens(tokens: Tensor, seq_len: int, vocabulary: int) -> None:
