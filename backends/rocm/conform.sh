@@ -11,9 +11,9 @@ python=${PYTHON:-python}
 
 say() { echo "conform: $*"; }
 
-reason=$("$python" -c 'from burst_portable.backends.registry import load; print(load("rocm").probe().reason)')
-if [ -n "$reason" ]; then
-    say "$reason" >&2
+look='from burst_portable.backends.registry import load; print(load("rocm").probe().reason)'
+if ! reason=$("$python" -c "$look" 2>&1) || [ -n "$reason" ]; then
+    say "$python: $(echo "$reason" | tail -n 1)" >&2
     exit 2
 fi
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')

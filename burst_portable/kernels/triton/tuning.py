@@ -55,10 +55,9 @@ _SMALL = _one(Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1))
 _LARGE = _one(Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1))
 
 
-def _amd(rows: int, columns: int, warps: int, *, narrow: bool = True, waves: int = 0) -> Blocks:
-    """One stage. `narrow`: 16-wide matrix instructions; `waves`: at least so many a SIMD."""
-    extra = (("matrix_instr_nonkdim", 16),) * narrow + (("waves_per_eu", waves),) * bool(waves)
-    return Blocks(rows, columns, warps, 1, extra=extra)
+def _amd(rows: int, columns: int, warps: int, *, narrow: bool = True) -> Blocks:
+    """One stage. `narrow`: 16-wide matrix instructions, not 32-wide ones."""
+    return Blocks(rows, columns, warps, 1, extra=(("matrix_instr_nonkdim", 16),) * narrow)
 
 
 HALF: Table = {
@@ -93,7 +92,8 @@ HALF: Table = {
         ),
     },
     # Never timed: chosen by machine code, by backends/rocm/tune.py, whose ranking is backends/rocm/tuning.json. Where
-    # the first of a ranking spills for tensors with odd strides (backends/rocm/launches.py), the next was taken.
+    # the first of a ranking spills for tensors with odd strides (backends/rocm/launches.py), under triton 3.6.0 or
+    # 3.7.1, the next was taken.
     "gfx90a": {
         64: _one(_amd(128, 64, 8), _amd(64, 32, 4), _amd(128, 64, 8)),
         128: _one(_amd(128, 32, 8), _amd(64, 16, 4), _amd(64, 32, 4), _amd(64, 64, 4)),
@@ -106,7 +106,7 @@ HALF: Table = {
     },
     "gfx950": {
         64: _one(_amd(128, 64, 4, narrow=False), _amd(128, 32, 4), _amd(128, 64, 8)),
-        128: _one(_amd(128, 64, 4, narrow=False, waves=2), _amd(128, 16, 8), _amd(128, 16, 4)),
+        128: _one(_amd(128, 64, 8), _amd(128, 16, 8), _amd(128, 16, 4)),
         256: _one(_amd(128, 32, 8), _amd(64, 16, 4), _amd(128, 16, 8)),
     },
     # Small, so that small problems have several blocks; interpreted time goes with the number of blocks.
