@@ -155,9 +155,12 @@ class Mesh:
         plain, named = self.transport(device_type), self.config.transport
         if self.size == 1 or named == plain.name:
             return plain, "one rank" if self.size == 1 else "named"
-        name = self.backend_for(device_type).capabilities.direct_transport
+        capabilities = self.backend_for(device_type).capabilities
+        name, on_request = capabilities.direct_transport, capabilities.direct_on_request
         if named not in ("auto", name):
             raise unknown_name("transport", named, filter(None, (plain.name, name)))
+        if named == "auto" and name and on_request:
+            return plain, f"not {name}: {on_request}"
         found = self._direct_transport(device_type, name) if direct and name else ""
         if isinstance(found, Transport):
             return found, "named" if named != "auto" else "straight from the owners"
@@ -174,7 +177,9 @@ class Mesh:
 
     def may_be_direct(self, device_type: str) -> bool:
         """Whether the backend's own transport is there or untried: what plans may count on before any is connected."""
-        if self.config.transport not in ("auto", self.backend_for(device_type).capabilities.direct_transport):
+        capabilities = self.backend_for(device_type).capabilities
+        names = {capabilities.direct_transport} | ({"auto"} if not capabilities.direct_on_request else set())
+        if self.config.transport not in names:
             return False
         return not isinstance(self._direct.get(device_type), str)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import burst_portable as bp
+from burst_portable.backends.registry import for_device
 from burst_portable.config import Config
 from burst_portable.errors import BackendUnavailableError, InputError, UnknownNameError, UnsupportedError
 from burst_portable.mesh import as_mesh
@@ -140,5 +143,23 @@ def test_one_rank_can_be_pickled_and_several_cannot():
         assert copy.deepcopy({"mesh": mesh})["mesh"] is mesh
         with pytest.raises(UnsupportedError, match=r"state_dict\(\)"):
             pickle.dumps(mesh)
+
+    bp.run_local(2, work)
+
+
+def test_a_transport_that_waits_to_be_named_is_not_taken_unasked():
+    """auto leaves it, with the reason, and does not even connect it."""
+    direct = replace(
+        for_device("cpu").capabilities, direct_transport="peer_copy", direct_on_request="it was never tried"
+    )
+    backend = SimpleNamespace(name="cpu", capabilities=direct)
+
+    def work(mesh):
+        mesh.backend_for = lambda device_type: backend
+        transport, reason = mesh.transport_for("cpu", direct=True)
+        assert (transport, reason) == (mesh.transport("cpu"), "not peer_copy: it was never tried")
+        assert not mesh.may_be_direct("cpu")
+        mesh.config = Config(transport="peer_copy")
+        assert mesh.may_be_direct("cpu")
 
     bp.run_local(2, work)
