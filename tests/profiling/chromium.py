@@ -79,13 +79,21 @@ class Page:
             time.sleep(0.05)
 
     def run(self, expression: str) -> Any:
-        """What a JavaScript expression gives."""
-        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        """What a JavaScript expression gives; a promise is waited for."""
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+
+    def resize(self, width: int, height: int = 900) -> None:
+        """Another size of the window; returns when the page has been laid out in it and told."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        until = time.monotonic() + 10
+        while self.run("innerWidth") != width:
+            assert time.monotonic() < until, "the window does not change"
+        self.run("new Promise(told => requestAnimationFrame(() => requestAnimationFrame(() => told(0))))")
 
     def screenshot(self, file: Path) -> None:
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)

@@ -89,7 +89,7 @@ def test_colours_follow_the_reader_and_paper_is_light(browser):
 @needs_chromium
 def test_the_page_does_not_scroll_sideways(browser):
     for width in (1200, 420):
-        browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        browser.resize(width)
         assert browser.run("document.documentElement.scrollWidth <= innerWidth")
     browser.call("Emulation.clearDeviceMetricsOverride")
 

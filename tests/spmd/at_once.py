@@ -38,19 +38,19 @@ GROUPS = {  # two models over the same ranks, a pair of which there is another, 
 }
 _CHOICES = (("ring", "causal"), ("burst", "documents"), ("ulysses", "window"), ("burst+fetch", "prefix"))
 _LONGEST = 0.003  # seconds of a delay
-_POOLED = 6  # buffers of a size: more than one attention has under way
 
 
 class Pool:
     """The bug that is looked for: buffers that are used in turns, by whoever asks. Right as long as that is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         self._free: dict[int, deque[torch.Tensor]] = defaultdict(deque)
+        self._most = 3 * ranks  # buffers of a size: more than one attention has under way, Ulysses' exchange the most
 
     def __call__(self, size: int) -> torch.Tensor:
         rounded = 1 << (size - 1).bit_length()
         buffers = self._free[rounded]
-        if len(buffers) < _POOLED:
+        if len(buffers) < self._most:
             buffers.append(torch.empty(rounded, dtype=torch.uint8))
         buffers.rotate()
         return buffers[0][:size]
@@ -131,9 +131,9 @@ def main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
     groups = {name: dist.new_group(list(ranks)) for name, ranks in GROUPS.items()}
     found: dict[str, object] = {"right": at_once(work_of(rank, groups, None, 3))}
-    alone = work_of(rank, groups, Pool(), 3)
+    alone = work_of(rank, groups, Pool(RANKS), 3)
     found["pool, one at a time"] = {name: one() for name, one in alone.items() if name == "model"}
-    found["pool, at once"] = at_once(work_of(rank, groups, Pool(), 3))
+    found["pool, at once"] = [at_once(work_of(rank, groups, Pool(RANKS), 3)) for _ in range(3)]
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -39,7 +39,9 @@ def test_groups_of_processes_at_once(over_gloo):
 def test_a_pool_that_groups_share_is_caught(over_gloo):
     """The same with buffers from one pool: right for one group at a time, wrong for several."""
     assert [found["pool, one at a time"] for found in over_gloo] == [{"model": 0}] * RANKS
-    assert sum(wrong for found in over_gloo for wrong in found["pool, at once"].values()) > 0
+    assert (
+        sum(sum(wrong.values()) for found in over_gloo for wrong in found["pool, at once"]) > 0
+    )  # they meet at random
 
 
 def on_threads(ranks: int, seed: int, pool: Pool | None) -> int:
@@ -59,6 +61,7 @@ def test_threads_at_once(seed):
 
 
 def test_a_pool_that_threads_share_is_caught():
-    pool = Pool()
-    assert on_threads(2, 0, Pool()) == 0
-    assert sum(at_once({str(n): partial(on_threads, 2, n, pool) for n in range(3)}).values()) > 0
+    assert on_threads(2, 0, Pool(2)) == 0
+    pool = Pool(2)
+    tries = (at_once({str(n): partial(on_threads, 2, seed + n, pool) for n in range(3)}) for seed in range(0, 15, 3))
+    assert any(sum(wrong.values()) for wrong in tries)  # threads meet at random: a few tries
