@@ -13,6 +13,7 @@ from time import monotonic, sleep
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from burst_portable import Mesh, run_local
 from burst_portable.cli import main
@@ -301,6 +302,21 @@ def test_perplexity_does_not_depend_on_the_ranks():
     for ranks in (1, 2, 3):
         for losses in run_local(ranks, work):
             assert max(relative_differences(losses, expected)) < 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_perplexity_of_a_checkpoint_over_processes(tmp_path: Path):
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 256})).save_pretrained(tmp_path / "checkpoint")
+    found = []
+    for ranks in ("1", "2", "3"):
+        out = tmp_path / f"{ranks}.json"
+        arguments = ["run", "--model", str(tmp_path / "checkpoint"), "--eval", "--seq-len", "101", "--steps", "2"]
+        assert main([*arguments, "--ranks", ranks, "--json", str(out)]) == 0
+        found.append(json.loads(out.read_text(encoding="utf-8"))["perplexity"])
+    assert 100 < found[0] < 1000  # weights are random: about as many as there are bytes
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
 
 
 def make_like(model: torch.nn.Module) -> torch.nn.Module:

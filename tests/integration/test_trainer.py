@@ -35,7 +35,8 @@ def test_batches_are_cut_and_packed_examples_become_documents():
 @pytest.mark.parametrize(
     ("batch", "error", "told"),
     [
-        ({"attention_mask": torch.tensor([[1, 1, 0]])}, UnsupportedError, "padding"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, InputError, "labels on padding"),
+        ({"attention_mask": torch.tensor([[0, 1, 1]])}, UnsupportedError, "padding before a token"),
         ({"pixel_values": torch.zeros(1, 3)}, UnsupportedError, "pixel_values"),
         ({"position_ids": torch.tensor([[0, 2, 1]])}, UnsupportedError, "count up"),
         ({"position_ids": torch.tensor([[1, 2, 3]])}, UnsupportedError, "count up"),

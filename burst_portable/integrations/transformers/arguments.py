@@ -30,7 +30,7 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
                 "this attention_mask cannot be expressed",
                 got="padding" if isinstance(mask, Tensor) and mask.dim() == 2 else type(mask).__name__,
                 allowed="none, or [batch, tokens] without a zero",
-                next_step="pass sequences without padding, or packed documents (see Parallel.shard)",
+                next_step="give the mask to handle.shard, or pack documents (see Parallel.shard)",
             )
         )
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):

@@ -31,11 +31,12 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class Sequence:
-    """One call's sequence: how long, cut how, and where its packed documents end."""
+    """One call's sequence: how long, cut how, where its packed documents end, whether its rows do with padding."""
 
     seq_len: int
     layout: Layout
     documents: tuple[int, ...] | None = None
+    padded: bool = False
 
 
 class State(Protocol):
@@ -81,6 +82,14 @@ def attend(
         )
     sequence = _sequence(state, attention_mask)
     state.attended = True
+    if sequence.padded and attention_mask.band.lo < 0:
+        raise UnsupportedError(
+            explain(
+                "padding under a mask that sees later tokens",
+                got=attention_mask.band,
+                next_step="pass sequences without padding, or packed documents (see Parallel.shard)",
+            )
+        )
     _refuse(dropout, query, key, others)
     query, key, value = _as_autocast_would(query, key, value)
     # Autocast ends here: the kernels choose their own precision, which a cast in the middle would spoil.

@@ -77,7 +77,7 @@ def wanted_mask(
         raise UnsupportedError(
             explain(
                 "a padding mask reached a sharded attention",
-                next_step="pass sequences without padding, or packed documents (see Parallel.shard)",
+                next_step="give the mask to handle.shard, or pack documents (see Parallel.shard)",
             )
         )
     # A static cache hands over its offset as a tensor; comparing it is enough to refuse it.

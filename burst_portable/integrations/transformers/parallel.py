@@ -16,6 +16,7 @@ from burst_portable.integrations.transformers.attention import ATTRIBUTE, Sequen
 from burst_portable.integrations.transformers.checks import check_model, check_positions
 from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of, sharded_loss, shifts_labels
 from burst_portable.integrations.transformers.masks import wanted_mask
+from burst_portable.integrations.transformers.padding import check_padded_model, has_padding
 from burst_portable.integrations.transformers.router import check_router, with_router_loss
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import Mask, cumulative_lengths
@@ -138,7 +139,14 @@ class Parallel:
 
     # ------------------------------------------------------------------------------------------ inputs of a call
 
-    def shard(self, input_ids: Tensor, labels: Tensor | None = None, *, documents: Any = None) -> dict[str, Any]:
+    def shard(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        documents: Any = None,
+        attention_mask: Tensor | None = None,
+    ) -> dict[str, Any]:
         """This rank's arguments for the model, from a batch that every rank has whole.
 
         The loss of a rank is its part of the mean over all tokens: summed over ranks, the losses are one device's
@@ -150,14 +158,18 @@ class Parallel:
                 `input_ids`, or no labels where the model does not shift them (encoders).
             documents: cumulative lengths of packed documents, the same for each row of the batch: a sequence of ints,
                 an array or a tensor.
+            attention_mask: ``[B, N]``, 0 where there is padding, which must be at the end of its row and have the
+                label -100. Outputs are one device's where there is a token.
 
         Returns:
             input_ids, position_ids, labels and (where labels are shifted) shift_labels ``[B, S]``,
-            num_items_in_batch, seq_len, documents.
+            num_items_in_batch, seq_len, documents, and padded, if there is padding.
         """
         bounds = None if documents is None else tuple(cumulative_lengths("documents", documents))
         where = self._cut(input_ids, bounds)
         inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "documents": bounds}
+        if has_padding(attention_mask, input_ids, labels):
+            inputs["padded"] = True
         batch = shard_batch(input_ids, labels, documents=bounds, mesh=self.mesh, layout=where)
         if self.shifted:
             held = (input_ids if labels is None else labels) != -100
@@ -192,15 +204,17 @@ class Parallel:
         if self.call is not None:
             return args, kwargs  # a model inside the one that was called
         kwargs = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
-        seq_len, documents = kwargs.pop("seq_len", None), kwargs.pop("documents", None)
+        seq_len, documents, padded = (kwargs.pop(name, None) for name in ("seq_len", "documents", "padded"))
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
             raise ShapeError(
                 explain("a sharded model takes input_ids [batch, rows] or inputs_embeds", got=type(tokens))
             )
-        sequence = self._sequence(tokens.shape[1], seq_len, documents)
+        sequence = self._sequence(tokens.shape[1], seq_len, documents, bool(padded))
         check_positions(module.config, sequence.seq_len)
         check_arguments(kwargs)
+        if padded:
+            check_padded_model(module.config, kwargs)
         kwargs["position_ids"] = checked_positions(
             kwargs.get("position_ids"), self._positions(sequence, tokens.device), tokens
         )
@@ -230,7 +244,7 @@ class Parallel:
             loss.check_called(module)
         return with_router_loss(module, output, self.mesh)
 
-    def _sequence(self, rows: int, seq_len: int | None, documents: Any) -> Sequence:
+    def _sequence(self, rows: int, seq_len: int | None, documents: Any, padded: bool) -> Sequence:
         seq_len = self.seq_len if seq_len is None else seq_len
         length = rows * self.mesh.size if seq_len is None else int(seq_len)
         bounds = None if documents is None else tuple(cumulative_lengths("documents", documents))
@@ -244,7 +258,7 @@ class Parallel:
                     next_step="call the model with handle.shard(input_ids), or name seq_len",
                 )
             )
-        return Sequence(length, layout, bounds)
+        return Sequence(length, layout, bounds, padded)
 
     def _positions(self, sequence: Sequence, device: torch.device) -> Tensor:
         """Position ids of this rank's rows, ``[S]``: counted from the start of the document, where there are some."""

@@ -24,7 +24,8 @@ from burst_portable.integrations.transformers.parallel import Parallel
 class ShardingCollator:
     """Cuts what another collator made: this rank's rows, labels shifted before the cut.
 
-    Position ids that start again are packed documents, as `DataCollatorWithFlattening` makes them. Padding is refused.
+    Position ids that start again are packed documents, as `DataCollatorWithFlattening` makes them. Padding is at the
+    end of rows, or refused.
     """
 
     def __init__(self, handle: Parallel, collator: Any) -> None:
@@ -32,17 +33,17 @@ class ShardingCollator:
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         batch = dict(self.collator(examples))
+        mask = batch.pop("attention_mask", None)
         check_arguments(batch)
         documents = documents_of(batch.pop("position_ids", None))
         ids, labels = batch.pop("input_ids"), batch.pop("labels", None)
-        batch.pop("attention_mask", None)
         if batch:
             raise UnsupportedError(
                 explain("the collator makes what we do not know how to cut", got=", ".join(sorted(batch)))
             )
         if labels is None:
             raise InputError("the collator makes no labels; DataCollatorForLanguageModeling(mlm=False) does")
-        inputs = self.handle.shard(ids, labels, documents=documents)
+        inputs = self.handle.shard(ids, labels, documents=documents, attention_mask=mask)
         del inputs["num_items_in_batch"]  # Trainer counts over all ranks and all batches of a step
         return {name: x for name, x in inputs.items() if x is not None}
 
