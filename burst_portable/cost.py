@@ -15,6 +15,7 @@ from math import log
 from burst_portable.moves import Move
 from burst_portable.packets import message_size
 from burst_portable.plans import PASSES, PassName, Plan, Problem, Step
+from burst_portable.tiles import Tiles
 
 Curve = tuple[tuple[int, float], ...]
 """(bytes, GB/s) of messages back to back, smallest first: latencies are in it."""
@@ -74,6 +75,8 @@ class PassCost:
     """One rank's share of one pass."""
 
     flops: int
+    memory: int
+    """Bytes that its kernel calls move at least, see `pass_memory`."""
     sent: int
     received: int
     hops: int
@@ -82,12 +85,40 @@ class PassCost:
     blocks_held: int
     """Bytes of the largest set of foreign blocks held at once, those on their way included."""
     seconds: float
+    compute_seconds: float
+    """Of it, what the kernel calls take."""
+    link_seconds: float
+    """What its messages take, one after the other; a part may be hidden behind the kernels."""
 
 
 def pass_flops(problem: Problem, pass_name: PassName, area: int) -> int:
     """FLOPs of a pass over `area` pairs of every head."""
     d, dv = problem.head_dim, problem.value_dim
     return 2 * area * problem.heads * problem.batch * ((d + dv) if pass_name == "forward" else (3 * d + 2 * dv))
+
+
+def pass_memory(problem: Problem, pass_name: PassName, tiles: Tiles) -> int:
+    """Bytes that one kernel call moves at least: each row that it needs read once, each of its results written once.
+
+    What a kernel reads again, and what it adds its results to, is not in it.
+    """
+    queries, keys = _covered([(t.q_start, t.q_stop) for t in tiles]), _covered([(t.k_start, t.k_stop) for t in tiles])
+    lse = queries * problem.heads
+    q, out = lse * problem.head_dim, lse * problem.value_dim
+    k, v = (keys * problem.kv_heads * d for d in (problem.head_dim, problem.value_dim))
+    data, wide = problem.itemsize, max(problem.itemsize, 4)
+    if pass_name == "forward":
+        return problem.batch * (data * (q + k + v) + wide * (out + lse))
+    return problem.batch * (data * (q + k + v + out) + wide * (2 * lse + q + k + v))  # LSE and delta; dQ, dK, dV
+
+
+def _covered(ranges: list[tuple[int, int]]) -> int:
+    """Rows in any of these ranges."""
+    held = end = 0
+    for start, stop in sorted(ranges):
+        held += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return held
 
 
 def reshard_bytes(problem: Problem, pass_name: PassName, rank: int) -> int:
@@ -121,10 +152,13 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
     reshard = reshard_bytes(plan.problem, pass_name, rank) if plan.reshard else 0
     hops = sum(len(s.receives) + len(s.result_receives) for s in steps) + (2 if reshard else 0)
     seconds = _simulated(plan, pass_name, steps, flops, size, rates)
+    link = sum(rates.transfer(size(m), direct=plan.direct) for s in steps for m in (*s.receives, *s.result_receives))
     if reshard:
-        seconds += rates.transfer(reshard, 2 * (plan.problem.ranks - 1), direct=True)
+        moving = rates.transfer(reshard, 2 * (plan.problem.ranks - 1), direct=True)
+        seconds, link = seconds + moving, link + moving
     return PassCost(
         flops=sum(flops),
+        memory=sum(pass_memory(part.problem, pass_name, s.compute.tiles) for s in steps if s.compute),
         sent=sent + reshard,
         received=received + reshard,
         hops=hops,
@@ -132,6 +166,8 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         tiles=sum(len(s.compute.tiles) for s in steps if s.compute),
         blocks_held=_most_held(steps, size),
         seconds=seconds,
+        compute_seconds=sum(rates.compute(f, pass_name) for f, s in zip(flops, steps, strict=True) if s.compute),
+        link_seconds=link,
     )
 
 

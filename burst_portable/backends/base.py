@@ -50,6 +50,27 @@ class Probe:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The most that a device can do: the roofline that a profile is held against. What is not known is None.
+
+    Attributes:
+        device: its name.
+        dtype: which `flops` are told for, as torch calls it without "torch.".
+        flops: dense matrix FLOP/s in that dtype, summed in float32 at least.
+        bandwidth: bytes/s of its memory, reads and writes together.
+        source: who says so, for people; or why nothing is known.
+        measured: whether they were measured on this machine; else its vendor tells them.
+    """
+
+    device: str
+    dtype: str
+    flops: float | None
+    bandwidth: float | None
+    source: str
+    measured: bool = False
+
+
 class Backend(Protocol):
     """One vendor."""
 
@@ -74,6 +95,11 @@ class Backend(Protocol):
     #
     # def measured_rates(self, ranks: int) -> Rates | None:
     #     """What plans for so many ranks are predicted with; None where nothing was measured on such a machine."""
+    #
+    # A backend that knows what its devices can do at most may say so:
+    #
+    # def peaks(self, dtype: str) -> Peaks:
+    #     """Of the current device, for matrix products in a dtype ("bfloat16")."""
     #
     # A backend whose capabilities name a direct_transport has this as well:
     #

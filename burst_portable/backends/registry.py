@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from burst_portable.errors import BackendUnavailableError, UnsupportedError, explain, unknown_name
 
 if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
-    from burst_portable.backends.base import Backend, Rates
+    from burst_portable.backends.base import Backend, Peaks, Rates
     from burst_portable.kernels.contract import Kernel, Problem
 
 GROUP = "burst_portable.backends"
@@ -139,6 +139,14 @@ def rates_of(backend: Backend, ranks: int) -> Rates:
     """What plans for so many ranks are predicted with: measured on machines like this one, else the backend's guess."""
     measured = getattr(backend, "measured_rates", None)
     return (measured(ranks) if measured else None) or backend.capabilities.rates
+
+
+def peaks_of(backend: Backend, dtype: str) -> Peaks:
+    """What the current device can do at most in a dtype ("bfloat16"); a backend that tells nothing is unknown."""
+    from burst_portable.backends.base import Peaks
+
+    told = getattr(backend, "peaks", None)
+    return told(dtype) if told else Peaks("", dtype, None, None, f"the backend {backend.name!r} does not tell")
 
 
 def choose_kernel(backend: Backend, problem: Problem, named: str = "auto") -> tuple[Kernel, str]:

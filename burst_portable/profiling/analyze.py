@@ -1,6 +1,6 @@
 """From records to the report's data: partitions of ranks, steps, layers and training steps, links, causes, verdict.
 
-Everything is a whole number of nanoseconds, bytes or FLOPs; where a number comes from stands in `EVIDENCE`.
+Times, bytes and FLOPs are whole numbers; how each is known stands in `evidence`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from burst_portable.profiling.achieved import achieved, balance
 from burst_portable.profiling.causes import find_causes, passes_of
+from burst_portable.profiling.contention import contention
+from burst_portable.profiling.evidence import EVIDENCE
 from burst_portable.profiling.intervals import total, union, within
 from burst_portable.profiling.matching import Messages, align, match
 from burst_portable.profiling.partition import FIELDS, Timeline
@@ -22,20 +25,6 @@ from burst_portable.profiling.traced_facts import traced_facts
 from burst_portable.profiling.verdict import losses_of, verdict_of
 
 SCHEMA = "burst_portable.profile/1"
-
-EVIDENCE = {
-    "compute": "measured around each kernel call",
-    "blocking": "measured around each wait and each collective",
-    "comm": "measured waits, posts and collectives, and transfers whose arrival was seen; a transfer that was over "
-    "before anyone waited is in nobody's way and not counted",
-    "transfer": "derived: from when both ends had posted until a stream that watched for it, or the waiting receiver, "
-    "had it; where neither did, only an upper bound is known",
-    "contention": "measured: in the trace, kernels beside communication against the same kernels alone",
-    "late, causes": "derived: both ends of each message on one clock, followed to what the late rank did",
-    "flops, bytes, tiles": "from the plan; bytes are those of the buffers that were sent",
-    "traced": "read from the trace of the vendor's own tracer, joined by the launching call",
-    "predicted": "estimated by the plan's cost at the backend's rates",
-}
 
 
 def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
@@ -68,11 +57,15 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
         "links": _links(messages),
         "causes": _causes(aligned, messages) if comparable else [],
         "prediction": _prediction(aligned),
+        "peaks": [{"rank": one.rank, **peak} for one in aligned for peak in one.facts.get("peaks", ())],
+        "achieved": [row for one in aligned for row in achieved(one, messages)],
+        "contention": [row for one in aligned if (row := _contention(one, messages))],
         "traced": [
             {"rank": one.rank, **traced_facts(one.traced, one.tables.get("compute"))} for one in aligned if one.traced
         ],
         "evidence": EVIDENCE,
     }
+    report["balance"] = balance(report["ranks"])
     report["losses"] = losses_of(report)
     report["verdict"] = verdict_of(report)
     report["events"] = events_of(aligned, messages)
@@ -121,6 +114,16 @@ def _rank(one: RankRecords, timeline: Timeline) -> dict[str, Any]:
         "sent_bytes": int(sent.sum() + collective["bytes"].sum()),
         "messages_sent": len(sent),
     }
+
+
+def _contention(one: RankRecords, messages: Messages) -> dict[str, Any] | None:
+    """Kernels beside transfers, whose arrival a stream of their own watched, against the same kernels alone."""
+    compute = one.tables.get("compute", Table.of("compute", []))
+    watched = (messages.receive["arrived"] != NEVER) & ((messages.target == one.rank) | (messages.source == one.rank))
+    moved = np.stack((messages.ready, np.maximum(messages.arrived, messages.ready)), axis=1)[watched]
+    work = np.stack([compute[name] for name in ("backward", "pairs", "tiles", "flops")], axis=1)
+    found = contention(compute.spans(), work, union(moved))
+    return found and {"rank": one.rank, **found}
 
 
 # ------------------------------------------------------------------------------------------------ steps and layers
@@ -266,4 +269,4 @@ def _prediction(records: Sequence[RankRecords]) -> list[dict[str, Any]]:
     return told
 
 
-__all__ = ["EVIDENCE", "FIELDS", "SCHEMA", "analyze", "step_windows", "timeline_of"]
+__all__ = ["FIELDS", "SCHEMA", "analyze", "step_windows", "timeline_of"]

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from burst_portable.backends.registry import for_device
+from burst_portable.backends.registry import for_device, peaks_of, rates_of
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.cost import Rates, pass_flops, rank_cost
 from burst_portable.errors import InputError, UnsupportedError
@@ -30,6 +31,7 @@ from burst_portable.strategies.registry import make_strategy
 
 Annotate = Callable[[Place], AbstractContextManager[object]]
 
+_PLANNED = ("flops", "memory", "sent", "received", "seconds", "compute_seconds", "link_seconds")
 LIGHT_KEPT = 100_000
 """Rows of a kind that the light level keeps: the latest."""
 
@@ -78,14 +80,20 @@ class Recorder:
             self.rows[kind] = deque((self._read(row, times) for row in rows), maxlen=rows.maxlen)
         clock = self._clocks[self._device] if self._device else None
         device = self._device.type if self._device else "cpu"
+        plans = [facts for _, _, facts in self._plans.values()]
+        dtypes = sorted({facts.dtype for facts in plans if facts.dtype})
         return RankRecords(
             self.rank,
             self.host,
             clock.evidence if clock else "host clock",
             {kind: Table.of(kind, list(rows)) for kind, rows in self.rows.items()},
-            [facts.described(device) for _, _, facts in self._plans.values()],
+            [facts.described(device) for facts in plans],
             list(self.calls),
-            {"device": device, "light": self.light},
+            {
+                "device": device,
+                "light": self.light,
+                "peaks": [asdict(peaks_of(for_device(device), dtype)) for dtype in dtypes],
+            },
         )
 
     def _read(self, row: tuple[Any, ...], times: list[int]) -> tuple[int, ...]:
@@ -102,6 +110,7 @@ class PlanFacts:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
+        self.dtype = ""  # of the tensors, known when they come
         self.computes: dict[tuple[bool, int, int], tuple[int, int, int, int]] = {}
         for backward, (name, part) in enumerate(plan.passes()):
             for step in part.rank(0 if plan.reshard else rank):
@@ -112,8 +121,8 @@ class PlanFacts:
 
     def described(self, device_type: str) -> dict[str, Any]:
         """The plan's facts for a report, predictions with the backend's own rates."""
-        plan, rates = self.plan, for_device(device_type).capabilities.rates
-        p = plan.problem
+        plan, p = self.plan, self.plan.problem
+        rates = rates_of(for_device(device_type), p.ranks)
         costs = {name: rank_cost(plan, name, self.rank, rates) for name in PASSES}
         return {
             "strategy": plan.strategy,
@@ -128,13 +137,11 @@ class PlanFacts:
             "value_dim": p.value_dim,
             "batch": p.batch,
             "itemsize": p.itemsize,
+            "dtype": self.dtype,
             "travels": {name: part.side for name, part in plan.passes()},
-            "rates": {"tflops": rates.tflops, "gbps": rates.gbps},
+            "rates": {"tflops": rates.tflops, "gbps": rates.gbps, "source": rates.source or "the backend's guess"},
             "planned": {
-                **{
-                    name: {"flops": c.flops, "sent": c.sent, "received": c.received, "seconds": c.seconds}
-                    for name, c in costs.items()
-                },
+                **{name: {key: getattr(c, key) for key in _PLANNED} for name, c in costs.items()},
                 "alternatives": _alternatives(plan, self.rank, rates),
             },
         }
@@ -179,6 +186,7 @@ class RecordingRuntime:
 
     def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
         clock = self.recorder.clock(q.device)
+        self._facts.dtype = str(q.dtype).removeprefix("torch.")
         with self._of(False, compute):
             start = clock.mark()
             result = self.inner.attend(compute, q, k, v, options, state)

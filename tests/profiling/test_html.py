@@ -8,10 +8,16 @@ import pytest
 
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.html import page
-from burst_portable.profiling.units import time_text
+from burst_portable.profiling.units import percent, scaled, time_text
 from tests.profiling import chromium
 from tests.profiling.made import ring
 
+UNITS = {
+    **dict.fromkeys(("flop_rate", "planned_flop_rate"), "FLOP/s"),
+    **dict.fromkeys(("bandwidth", "planned_bandwidth"), "B/s"),
+    **dict.fromkeys(("bytes", "sent_bytes", "sent", "planned_sent"), "B"),
+    "intensity": "",
+}
 needs_chromium = pytest.mark.skipif(chromium.path() is None, reason="no chromium on this machine: apt install chromium")
 
 
@@ -45,7 +51,12 @@ def test_numbers_on_the_page_are_the_json_s(browser, report):
         for key in path.split("."):
             found = found[int(key)] if isinstance(found, list) else found[key]
         assert math.isclose(float(value), found), path
-        if not path.endswith(("bytes", "messages")):
+        unit = UNITS.get(path.rpartition(".")[2])
+        if unit is not None:
+            assert text == scaled(found, unit), path
+        elif path.endswith("of_ceiling"):
+            assert text.startswith(percent(found)), path
+        elif not path.endswith("messages"):
             assert text == time_text(found), path
     assert browser.run("document.querySelector('h1').textContent") == report.verdict
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from burst_portable.backends.accelerator import AcceleratorBackend, Facts
 from burst_portable.backends.ascend.attention import FusionKernel
 from burst_portable.backends.ascend.probe import libraries, missing
-from burst_portable.backends.base import Capabilities, Rates
+from burst_portable.backends.base import Capabilities, Peaks, Rates
 from burst_portable.kernels.contract import Kernel
 from burst_portable.kernels.lazy import LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
@@ -38,3 +40,7 @@ class AscendBackend(AcceleratorBackend):
 
     def libraries(self) -> Facts:
         return libraries()
+
+    def peaks(self, dtype: str) -> Peaks:
+        name = str(torch.get_device_module(self.capabilities.device_type).get_device_name())
+        return Peaks(name, dtype, None, None, "Huawei's sources differ on what one NPU of this name can do")

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from burst_portable.backends.base import Capabilities, Probe, Rates
+from burst_portable.backends.base import Capabilities, Peaks, Probe, Rates
 from burst_portable.backends.cpu.attention import CpuFlashKernel
+from burst_portable.backends.cpu.peaks import peaks
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.kernels.contract import Kernel
@@ -45,6 +46,9 @@ class CpuBackend:
 
     def kernels(self) -> tuple[Kernel, ...]:
         return self._kernels
+
+    def peaks(self, dtype: str) -> Peaks:
+        return peaks(dtype)
 
     def transport(self, group: Any, deadline: float) -> Transport:
         return TorchDistTransport(group, "gloo", batched=False, deadline=deadline)

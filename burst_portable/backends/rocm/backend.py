@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from burst_portable.backends.accelerator import AcceleratorBackend, Facts
-from burst_portable.backends.base import Capabilities, Rates
+from burst_portable.backends.base import Capabilities, Peaks, Rates
 from burst_portable.backends.rocm.flash import RocmFlashKernel
+from burst_portable.backends.rocm.peaks import peaks
 from burst_portable.backends.rocm.probe import architecture, libraries
 from burst_portable.kernels.contract import Kernel
 from burst_portable.kernels.lazy import LazyKernel
@@ -57,3 +58,7 @@ class RocmBackend(AcceleratorBackend):
 
     def libraries(self) -> Facts:
         return libraries()
+
+    def peaks(self, dtype: str) -> Peaks:
+        one = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return peaks(one.name, architecture(one), one.multi_processor_count, dtype)

@@ -9,13 +9,16 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from burst_portable.profiling.evidence import evidence_of
 from burst_portable.profiling.partition import PARTS
 from burst_portable.profiling.report.tables import (
     NAMES,
     contended,
     layer_rows,
     loss_name,
+    peaks_text,
     prediction_rows,
+    roofline_text,
     step_rows,
     traced_rows,
 )
@@ -45,7 +48,13 @@ def page(data: dict[str, Any]) -> str:
     environment.filters.update(
         time=time_text, percent=percent, scaled=scaled, flops=lambda x: scaled(x, "FLOP/s"), loss_name=loss_name
     )
-    environment.globals.update(cell=_cell, bar_parts=_bar_parts, legend=[(style, name) for style, _, name in _BAR])
+    environment.globals.update(
+        cell=_cell,
+        maybe=_maybe,
+        roofline=roofline_text,
+        bar_parts=_bar_parts,
+        legend=[(style, name) for style, _, name in _BAR],
+    )
     folder = Path(__file__).parent
     drawn, left_out = drawable(data)
     steps = step_rows(data)
@@ -61,6 +70,9 @@ def page(data: dict[str, Any]) -> str:
         layers=layer_rows(data)[:_MOST_ROWS],
         prediction=prediction_rows(data),
         contended=contended(data),
+        achieved=list(enumerate(data.get("achieved", ())))[:_MOST_ROWS],
+        balance=data.get("balance", ()),
+        peaks=peaks_text(data),
         traced=traced_rows(data)[:_MOST_KERNELS],
         left_out=left_out,
         style=Markup((folder / "style.css").read_text(encoding="utf-8")),
@@ -70,9 +82,16 @@ def page(data: dict[str, Any]) -> str:
 
 
 def _cell(value: float, path: str, text: str | None = None) -> Markup:
-    """A number of the page, with where it stands in the JSON."""
+    """A number of the page, with where it stands in the JSON, and how it is known to whom points at it."""
     shown = time_text(value) if text is None else text
-    return Markup('<td class="n" data-path="{}" data-value="{}">{}</td>').format(path, value, shown)
+    told = evidence_of(path.rpartition(".")[2])
+    cell = Markup('<td class="n" data-path="{}" data-value="{}" title="{}">{}</td>')
+    return cell.format(path, value, told, shown)
+
+
+def _maybe(value: float | None, path: str, unit: str) -> Markup:
+    """The same of a number with a unit, which may not be known."""
+    return Markup('<td class="n">-</td>') if value is None else _cell(value, path, scaled(value, unit))
 
 
 def _bar_parts(rank: dict[str, Any]) -> list[tuple[str, int, str]]:

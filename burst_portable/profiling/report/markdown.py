@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from burst_portable.profiling.report.tables import loss_name
-from burst_portable.profiling.units import percent, time_text
+from burst_portable.profiling.report.tables import loss_name, peaks_text, roofline_text
+from burst_portable.profiling.units import percent, scaled, time_text
 
 _RANKS = 32
 _LOSSES = 5
@@ -26,6 +26,12 @@ def markdown(data: dict[str, Any]) -> str:
         lines.append(f"| {rank['rank']} | {' | '.join(time_text(rank[name]) for name in names)} |")
     if len(data["ranks"]) > _RANKS:
         lines.append(f"| and {len(data['ranks']) - _RANKS} more | | | | | | |")
+    if data.get("achieved"):
+        lines += ["", "| rank | pass | in kernels | planned | of the roofline |", "| ---: | --- | ---: | ---: | ---: |"]
+        for row in data["achieved"][: 2 * _RANKS]:
+            rates = (scaled(row[key], "FLOP/s") if row[key] else "-" for key in ("flop_rate", "planned_flop_rate"))
+            lines.append(f"| {row['rank']} | {row['pass']} | {' | '.join(rates)} | {roofline_text(row)} |")
+        lines += ["", *(f"Peaks of {line}." for line in peaks_text(data))]
     if data["losses"]:
         lines += ["", "| lost | of the run | what |", "| ---: | ---: | --- |"]
         lines += [

@@ -19,6 +19,8 @@ def what_is_wrong(data: dict[str, Any]) -> str:
         if data["prediction"] and not data["plans"]:
             raise _Wrong("report.plans is an empty list, beside predictions")
         _check_traced(data.get("traced", []))
+        for name, shape in _LATER.items():
+            _check(data.get(name, []), [shape], f"report.{name}")
         for name, text in data["evidence"].items():
             _check([name, text], [_text], "report.evidence")
     except _Wrong as wrong:
@@ -32,6 +34,10 @@ class _Wrong(Exception):
 
 def _number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < _MOST
+
+
+def _maybe(value: Any) -> bool:
+    return value is None or _number(value)
 
 
 def _whole(value: Any) -> bool:
@@ -100,8 +106,35 @@ _REPORT: dict[str, Any] = {
     "evidence": {},
     "events": {"kinds": [_text], "ranks": [{"rank": _whole}]},
 }
-_TRACED = {"rank": _whole, "on_device": _switch, "kernels": [_KERNEL], "contention": _anything, "partition": _anything}
+_MAYBE = (
+    "flop_rate",
+    "planned_flop_rate",
+    "bandwidth",
+    "planned_bandwidth",
+    "sent",
+    "ceiling",
+    "of_ceiling",
+    "intensity",
+)
 _CONTENTION = dict.fromkeys(("ratio", "beside", "alone", "lost"), _number)
+_LATER: dict[str, Any] = {  # files of earlier releases have none of these
+    "peaks": {
+        "rank": _whole,
+        "flops": _maybe,
+        "bandwidth": _maybe,
+        "measured": _switch,
+        **dict.fromkeys(("device", "dtype", "source"), _text),
+    },
+    "achieved": {
+        **dict.fromkeys(("rank", "plan", "times", "flops", "compute", "planned_sent"), _number),
+        **dict.fromkeys(_MAYBE, _maybe),
+        "pass": _text,
+        "bound": lambda value: value in (None, "compute", "memory"),
+    },
+    "balance": {"pass": _text, **dict.fromkeys(("planned", "planned_rank", "measured", "measured_rank"), _number)},
+    "contention": {"rank": _whole, **_CONTENTION},
+}
+_TRACED = {"rank": _whole, "on_device": _switch, "kernels": [_KERNEL], "contention": _anything, "partition": _anything}
 
 
 def _check(value: Any, shape: Any, place: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from burst_portable.profiling.units import percent, scaled
+
 NAMES = {
     "compute": "computing",
     "exposed_comm": "exposed communication",
@@ -79,6 +81,26 @@ def prediction_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**row, "longest": longest} for row in rows]
 
 
+def roofline_text(row: dict[str, Any]) -> str:
+    """Where a row of `achieved` stands below what the device could do, in a few words."""
+    if row["of_ceiling"] is None:
+        return "unknown"
+    return f"{percent(row['of_ceiling'])} of {scaled(row['ceiling'], 'FLOP/s')} ({row['bound']} bound)"
+
+
+def peaks_text(data: dict[str, Any]) -> list[str]:
+    """What is known of the devices' peaks and who says so, each once."""
+    told = []
+    for one in data.get("peaks", ()):
+        flops = "FLOP/s unknown" if one["flops"] is None else scaled(one["flops"], "FLOP/s")
+        memory = "memory unknown" if one["bandwidth"] is None else f"memory {scaled(one['bandwidth'], 'B/s')}"
+        kind = "measured: " if one["measured"] else ""
+        ranks = [p["rank"] for p in data["peaks"] if {**p, "rank": 0} == {**one, "rank": 0}]
+        whose = "" if len(ranks) == len({p["rank"] for p in data["peaks"]}) else f"rank {', '.join(map(str, ranks))}: "
+        told.append(f"{whose}{one['device'] or 'device'}, {one['dtype']}: {flops}, {memory} ({kind}{one['source']})")
+    return list(dict.fromkeys(told))
+
+
 def traced_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
     """A row a kernel's name and pass, as the tracer saw it, over all ranks and steps; the longest first."""
     rows: dict[tuple[str, int, str], dict[str, Any]] = {}
@@ -97,6 +119,10 @@ def traced_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def contended(data: dict[str, Any]) -> dict[str, Any] | None:
-    """The rank that loses most to communication beside its kernels; None where it could not be told."""
+    """The rank that loses most to communication beside its kernels; None where it could not be told.
+
+    The tracer's word counts before that of the marks around kernel calls.
+    """
     told = [{"rank": r["rank"], **r["contention"]} for r in data.get("traced", ()) if r["contention"]]
+    told = told or list(data.get("contention", ()))
     return max(told, key=lambda c: c["lost"], default=None)

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from burst_portable.profiling.partition import PARTS
-from burst_portable.profiling.report.tables import contended, loss_name, step_rows, traced_rows
+from burst_portable.profiling.report.tables import contended, loss_name, peaks_text, step_rows, traced_rows
 from burst_portable.profiling.units import percent, scaled, time_text
 
 _COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
@@ -38,6 +38,10 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
     say.print(f"  {total}", soft_wrap=True)
     if beside := contended(data):
         say.print(f"  beside communication, kernels of rank {beside['rank']} take {beside['ratio']:.2f} x as long")
+    if data.get("achieved"):
+        say.print(_achieved(data["achieved"][: 2 * _RANKS]))
+        for line in peaks_text(data):
+            say.print(f"  peaks of {line}", style="dim", markup=False, soft_wrap=True)
     if rows := sorted(step_rows(data), key=lambda r: -r["blocking"])[:_STEPS]:
         say.print(_steps(rows))
     if traced := traced_rows(data)[:_KERNELS]:
@@ -89,6 +93,18 @@ def _bar(rank: dict[str, Any], longest: int) -> str:
             drawn.append(f"[{_COLOURS[part]}]{'█' * (until - at)}[/]")
         at = until
     return "".join(drawn)
+
+
+def _achieved(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("achieved", "in kernels", "planned", "sent", "planned", "of the roofline"):
+        table.add_column(name, justify="left" if name == "achieved" else "right", no_wrap=True)
+    for r in rows:
+        rates = (scaled(r[key], "FLOP/s") if r[key] else "-" for key in ("flop_rate", "planned_flop_rate"))
+        sent = "-" if r["sent"] is None else scaled(r["sent"], "B")
+        share = "unknown" if r["of_ceiling"] is None else f"{percent(r['of_ceiling'])}, {r['bound']}"
+        table.add_row(f"rank {r['rank']} {r['pass']}", *rates, sent, scaled(r["planned_sent"], "B"), share)
+    return table
 
 
 def _steps(rows: list[dict[str, Any]]) -> Table:
