@@ -71,6 +71,16 @@ class Peaks:
     measured: bool = False
 
 
+class Tracer(Protocol):
+    """A vendor's own tracer of all that this process runs, with `torch.profiler.record_function` as annotations."""
+
+    def start(self) -> None:
+        """Begin to trace. Raises `UnsupportedError` where it cannot."""
+
+    def stop(self) -> bytes:
+        """Trace no more; the tracer's own file. Raises `UnsupportedError` where there is none."""
+
+
 class Backend(Protocol):
     """One vendor."""
 
@@ -100,6 +110,16 @@ class Backend(Protocol):
     #
     # def peaks(self, dtype: str) -> Peaks:
     #     """Of the current device, for matrix products in a dtype ("bfloat16")."""
+    #
+    # A backend whose devices torch.profiler does not see has both of these:
+    #
+    # def tracer(self) -> Tracer:
+    #     """The vendor's own, for the deep level of profiles."""
+    #
+    # def kineto(self, events: list[dict]) -> list[dict] | None:
+    #     """The events of that tracer's file as Kineto tells them: annotations and operators of the host as they are,
+    #     what ran on a device as "kernel" or "gpu_memcpy", with a correlation that the launching call has as well.
+    #     None for a file that is of another tracer."""
     #
     # A backend whose capabilities name a direct_transport has this as well:
     #

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from burst_portable.errors import BackendUnavailableError, UnsupportedError, explain, unknown_name
 
 if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
-    from burst_portable.backends.base import Backend, Peaks, Rates
+    from burst_portable.backends.base import Backend, Peaks, Rates, Tracer
     from burst_portable.kernels.contract import Kernel, Problem
 
 GROUP = "burst_portable.backends"
@@ -147,6 +147,24 @@ def peaks_of(backend: Backend, dtype: str) -> Peaks:
 
     told = getattr(backend, "peaks", None)
     return told(dtype) if told else Peaks("", dtype, None, None, f"the backend {backend.name!r} does not tell")
+
+
+def tracer_of(backend: Backend) -> Tracer | None:
+    """The vendor's own tracer; None where torch.profiler sees its devices."""
+    make = getattr(backend, "tracer", None)
+    return make() if make else None
+
+
+def as_kineto(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A trace's events in Kineto's words: those of the backend whose tracer wrote them, else as they are."""
+    for name in known():
+        try:
+            told = getattr(load(name), "kineto", None)
+        except BackendUnavailableError:
+            continue  # it cannot have written a trace that is read here; doctor says what is wrong with it
+        if told and (found := told(events)) is not None:
+            return cast("list[dict[str, Any]]", found)
+    return events
 
 
 def choose_kernel(backend: Backend, problem: Problem, named: str = "auto") -> tuple[Kernel, str]:

@@ -88,10 +88,12 @@ def compare(
 
 
 def trace(
-    files: Annotated[list[Path], typer.Argument(help="Traces of torch.profiler, one a rank (JSON or .gz).")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Traces of torch.profiler or torch_npu.profiler, one a rank (JSON or .gz).")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help=PRINT_JSON_HELP)] = False,
 ) -> None:
-    """Say where the time went in traces that torch.profiler wrote on a GPU, and how much communication it hid.
+    """Say where the time went in traces that a profiler wrote on a device, and how much communication it hid.
 
     Examples:
 

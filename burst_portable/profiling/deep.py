@@ -22,26 +22,23 @@ from typing import Any
 
 import torch
 
+from burst_portable.backends import base as backends
+from burst_portable.backends.registry import for_device, tracer_of
 from burst_portable.errors import InputError, UnsupportedError, explain
 from burst_portable.profiling.place import Place
 from burst_portable.profiling.traced import Traced
 from burst_portable.profiling.traces import events_of_trace, kind_of, parse_trace
 
 
-class Tracer:
-    """torch.profiler on everything that this build of torch can trace, in all threads of the process."""
+class TorchTracer:
+    """See `backends.base.Tracer`: torch.profiler on everything that this build of torch can trace, in all threads."""
 
     def __init__(self) -> None:
         options = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         activities = torch.profiler.supported_activities()
         self._profiler = torch.profiler.profile(activities=activities, experimental_config=options, acc_events=True)
-        self._trace: bytes | None = None
 
     def start(self) -> None:
-        """Begin to trace.
-
-        Raises `UnsupportedError` where another tracer runs in this process.
-        """
         if torch.autograd.profiler._is_profiler_enabled:
             raise UnsupportedError(
                 explain(
@@ -51,23 +48,50 @@ class Tracer:
             )
         self._profiler.start()
 
+    def stop(self) -> bytes:
+        self._profiler.stop()
+        with tempfile.TemporaryDirectory(prefix="burst-portable-trace-") as folder:
+            path = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(path))  # it gives its trace away once
+            return path.read_bytes()
+
+
+def tracer_here() -> backends.Tracer:
+    """The tracer that sees this machine's devices: their vendor's, else torch.profiler."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return (device and tracer_of(for_device(device.type))) or TorchTracer()
+
+
+class Tracer:
+    """A tracer of this process, and what it wrote, under the plan's names."""
+
+    def __init__(self, tracer: backends.Tracer | None = None) -> None:
+        self._tracer = tracer or tracer_here()
+        self._trace: bytes | UnsupportedError | None = None
+
+    def start(self) -> None:
+        """Begin to trace.
+
+        Raises `UnsupportedError` where another tracer runs in this process.
+        """
+        self._tracer.start()
+
     @staticmethod
     def annotate(place: Place) -> AbstractContextManager[object]:
         """A range of the trace with the plan's name."""
         return torch.profiler.record_function(str(place))
 
     def stop(self) -> None:
-        """Trace no more."""
-        self._profiler.stop()
-        with tempfile.TemporaryDirectory(prefix="burst-portable-trace-") as folder:
-            path = Path(folder) / "trace.json"
-            self._profiler.export_chrome_trace(str(path))  # it gives its trace away once
-            self._trace = path.read_bytes()
+        """Trace no more. What went wrong is told when the trace is asked for: the work that was traced is done."""
+        try:
+            self._trace = self._tracer.stop()
+        except UnsupportedError as error:
+            self._trace = error
 
     def write(self, path: Path) -> None:
         """The tracer's own file, for ui.perfetto.dev.
 
-        Raises `InputError` before `stop`, and where the file cannot be written.
+        Raises `InputError` before `stop`, and where the file cannot be written; `UnsupportedError` without a trace.
         """
         try:
             path.write_bytes(self._bytes())
@@ -75,12 +99,14 @@ class Tracer:
             raise InputError(explain("the trace cannot be written", got=str(error))) from error
 
     def joined(self) -> dict[int, Traced]:
-        """What ran for each rank of this process, under the plan's names. Raises `InputError` before `stop`."""
+        """What ran for each rank of this process, under the plan's names. Raises as `write`."""
         return join(parse_trace(self._bytes(), "the tracer's file"))
 
     def _bytes(self) -> bytes:
         if self._trace is None:
             raise InputError("the trace is not over; ask for it after the `with` block")
+        if isinstance(self._trace, UnsupportedError):
+            raise self._trace
         return self._trace
 
 
@@ -98,6 +124,7 @@ def join(trace: dict[str, Any]) -> dict[int, Traced]:
     return {rank: Traced.of(list(names[rank]), rows[rank], on_device=on_device) for rank in rows}
 
 
+_ANNOTATIONS = ("user_annotation", "cpu_op")  # Kineto's word, and that of tracers that do not tell the two apart
 _Found = tuple[str, str, Place, int, int]
 
 
@@ -117,7 +144,8 @@ def _device(events: list[Any], annotations: _Annotations) -> Iterator[_Found]:
 def _host(events: list[Any], annotations: _Annotations) -> Iterator[_Found]:
     """Operators of the host; of those that call one another, the outermost inside its annotation."""
     until: dict[Any, int] = defaultdict(int)
-    for e in sorted((e for e in events if e.category == "cpu_op"), key=lambda e: (e.start, -e.end)):
+    operators = (e for e in events if e.category == "cpu_op" and not Place.parse(e.name))
+    for e in sorted(operators, key=lambda e: (e.start, -e.end)):
         place = annotations.at(e.thread, e.start)
         if place and e.end > until[e.thread]:
             until[e.thread] = e.end
@@ -130,7 +158,7 @@ class _Annotations:
     def __init__(self, events: list[Any]) -> None:
         found = defaultdict(list)
         for e in events:
-            if e.category == "user_annotation" and (place := Place.parse(e.name)):
+            if e.category in _ANNOTATIONS and (place := Place.parse(e.name)):
                 found[e.thread].append((e.start, e.end, place))
         self._ranges = {thread: sorted(ranges) for thread, ranges in found.items()}
         self._starts = {thread: [r[0] for r in ranges] for thread, ranges in self._ranges.items()}

@@ -1,4 +1,4 @@
-"""Traces that torch.profiler wrote (Kineto's JSON, also .gz), read into the same partition.
+"""Traces that torch.profiler wrote (Kineto's JSON, also .gz), or a vendor's own tracer, read into the same partition.
 
 What others recorded has no plan, so events are told apart by name: NCCL's and RCCL's kernels and copies between devices
 are communication, a kernel that waits for a signal is waiting, other copies are copies, all other kernels compute.
@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from burst_portable.backends.registry import as_kineto
 from burst_portable.errors import InputError, explain
 from burst_portable.files import parse_json, read_json
 from burst_portable.profiling.partition import Timeline
 
-_COMMUNICATION = re.compile(r"nccl|rccl|hccl|memcpy p(to|2)p|peer.?to.?peer", re.IGNORECASE)
-_WAITING = re.compile(r"wait_?(signal|value|flag)|signal_?wait|stream_?wait", re.IGNORECASE)
+_COMMUNICATION = re.compile(r"nccl|rccl|hccl|hcom|memcpy p(to|2)p|peer.?to.?peer", re.IGNORECASE)
+_WAITING = re.compile(r"wait_?(signal|value|flag)|(signal|stream|event|notify)_?wait", re.IGNORECASE)
 _LARGEST = 1 << 30  # bytes of a trace, unpacked
 _LATEST = 1 << 62  # nanoseconds since 1970: the year 2116
 _COPIES = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")  # older files say Memcpy
@@ -111,7 +112,10 @@ def _checked(data: Any, path: str) -> dict[str, Any]:
         data = {"traceEvents": data}
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
         raise InputError(explain(f"{path} is no trace", allowed="JSON with traceEvents, as torch.profiler exports it"))
-    return data
+    try:
+        return {**data, "traceEvents": as_kineto(data["traceEvents"])}
+    except (AttributeError, TypeError) as error:
+        raise InputError(explain(f"{path} is no trace: an event cannot be read", got=str(error)[:200])) from error
 
 
 def _nanoseconds(microseconds: Any) -> int:

@@ -10,7 +10,8 @@ import torch
 from burst_portable.backends.accelerator import AcceleratorBackend, Facts
 from burst_portable.backends.ascend.attention import FusionKernel
 from burst_portable.backends.ascend.probe import libraries, missing
-from burst_portable.backends.base import Capabilities, Peaks, Rates
+from burst_portable.backends.ascend.tracer import Event, NpuTracer, kineto
+from burst_portable.backends.base import Capabilities, Peaks, Rates, Tracer
 from burst_portable.kernels.contract import Kernel
 from burst_portable.kernels.lazy import LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
@@ -40,6 +41,12 @@ class AscendBackend(AcceleratorBackend):
 
     def libraries(self) -> Facts:
         return libraries()
+
+    def tracer(self) -> Tracer:
+        return NpuTracer()
+
+    def kineto(self, events: list[Event]) -> list[Event] | None:
+        return kineto(events)
 
     def peaks(self, dtype: str) -> Peaks:
         name = str(torch.get_device_module(self.capabilities.device_type).get_device_name())

@@ -1,0 +1,109 @@
+"""torch_npu's own profiler, which sees what torch.profiler does not: what ran on NPUs. And its file, as Kineto has it.
+
+Its `trace_view.json` is a list. Operators of the host, our annotations among them, are ``cpu_op``; what ran on the
+device lies in a process called "Ascend Hardware", and says in "Task Type" what it was; HCCL's operators lie in
+"Communication" ("HCCL" in older releases). A flow ``torch_to_npu`` leads from the start of an operator to the start of
+what it launched. Written from torch_npu 2.13's source; no trace of a device was seen yet.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from burst_portable.errors import UnsupportedError, explain
+
+Event = dict[str, Any]
+_DEVICE = "Ascend Hardware"
+_COMMUNICATION = ("Communication", "HCCL")
+_COMPUTES = ("AI_CORE", "AI_VECTOR_CORE", "AIV", "AI_CPU", "MIX_", "KERNEL")
+_COPIES = ("MEMCPY", "SDMA", "MEMSET")
+_FILE = "trace_view.json"
+
+
+class NpuTracer:
+    """See `backends.base.Tracer`."""
+
+    def start(self) -> None:
+        module = import_module("torch_npu").profiler
+        self._folder = tempfile.TemporaryDirectory(prefix="burst-portable-trace-", ignore_cleanup_errors=True)
+        self._profiler = module.profile(
+            activities=[module.ProfilerActivity.CPU, module.ProfilerActivity.NPU],
+            on_trace_ready=module.tensorboard_trace_handler(self._folder.name),
+        )
+        self._profiler.start()
+
+    def stop(self) -> bytes:
+        self._profiler.stop()
+        with self._folder as folder:
+            written = sorted(Path(folder).rglob(_FILE))
+            # It prints its own errors, start's too, and goes on: only a file that is not there tells.
+            if not written:
+                raise UnsupportedError(
+                    explain(
+                        "torch_npu's profiler wrote no trace",
+                        next_step="read what it printed to stderr; level 'session' needs no tracer",
+                    )
+                )
+            return written[0].read_bytes()
+
+
+def kineto(events: list[Event]) -> list[Event] | None:
+    """The events of a `trace_view.json` as Kineto would have told them; None for a trace of another tracer."""
+    process = {e.get("pid"): _name(e) for e in events if e.get("ph") == "M" and e.get("name") == "process_name"}
+    if _DEVICE not in process.values():
+        return None
+    launches = _launches(events)
+    told: list[Event] = []
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        if (found := _work(event, process.get(event.get("pid")))) is None:
+            told.append(event)
+            continue
+        number = len(told)
+        told.append({**event, **found, "args": {"correlation": number}})
+        for operator in launches.get(_moment(event), ()):
+            launch = {**operator, "ph": "X", "cat": "launch", "dur": 0, "args": {"correlation": number}}
+            told.append(launch)
+    return told
+
+
+def _name(event: Event) -> str:
+    return str((event.get("args") or {}).get("name", ""))
+
+
+def _moment(event: Event) -> tuple[Any, Any, str]:
+    """A track and a time: flows end where what they lead to begins."""
+    return event.get("pid"), event.get("tid"), str(event.get("ts")).strip()
+
+
+def _launches(events: list[Event]) -> dict[tuple[Any, Any, str], list[Event]]:
+    """Where something on the device begins -> the operator's moment on the host that launched it."""
+    flows = [e for e in events if e.get("name") == "torch_to_npu"]
+    # One number may serve several: a flow's two halves follow one another.
+    starts: dict[Any, Event] = {}
+    found: dict[tuple[Any, Any, str], list[Event]] = {}
+    for flow in flows:
+        if flow.get("ph") == "s":
+            starts[flow.get("id")] = flow
+        elif flow.get("ph") == "f" and flow.get("id") in starts:
+            found.setdefault(_moment(flow), []).append(starts[flow.get("id")])
+    return found
+
+
+def _work(event: Event, process: str | None) -> Event | None:
+    """Kineto's category and a name that says what ran; None for what is no work of the device."""
+    name = str(event.get("name", ""))
+    if process in _COMMUNICATION:
+        return {"cat": "kernel"} if name.startswith("hcom") else None  # else a part of an operator that is there
+    if process != _DEVICE:
+        return None
+    task = str((event.get("args") or {}).get("Task Type", "")).upper()
+    if "WAIT" in task:
+        return {"cat": "kernel", "name": task}
+    if any(part in task for part in _COPIES):
+        return {"cat": "gpu_memcpy"}
+    return {"cat": "kernel"} if any(part in task for part in _COMPUTES) else None
