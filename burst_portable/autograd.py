@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from burst_portable import numerics
-from burst_portable.comm.agreement import Statement, agree
+from burst_portable.comm.agreement import Statement, agree, tell_refusal
+from burst_portable.errors import UnsupportedError, explain
 from burst_portable.executor import run_backward, run_forward
 from burst_portable.kernels.contract import Options
 from burst_portable.plans import Plan
 from burst_portable.reshard import heads_of, to_heads, to_sequence
 from burst_portable.runtime import Runtime, installed
+
+_REFUSAL_DEADLINE = 10.0  # seconds that a rank that refuses to go backward waits for others to hear of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,27 @@ class Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            _refuse_twice(ctx.call)
         saved = ctx.saved_tensors  # once: checkpointing recomputes them, and gives each away a single time
         with _own_precision(saved[0].device.type):
             return _backward(ctx.call, ctx.number, saved, dout)
+
+
+def _refuse_twice(call: Call) -> NoReturn:
+    """Refuse to be part of a graph of gradients. torch's `once_differentiable` refuses later, and not always: where
+    autograd.grad is asked for some inputs, what passes through our gradients would be left out in silence."""
+    refusal = UnsupportedError(
+        explain(
+            "attention is differentiable once",
+            got="a backward pass with create_graph=True",
+            next_step="leave create_graph out, or use torch's own attention for second derivatives",
+        )
+    )
+    if call.runtime.transport.size > 1:
+        tell_refusal(call.runtime.transport, refusal, _REFUSAL_DEADLINE)
+    raise refusal
 
 
 def _backward(call: Call, number: int, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[Tensor | None, ...]:
