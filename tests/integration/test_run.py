@@ -231,6 +231,9 @@ def _children(pid: int) -> list[int]:
         (["--model", "{window}"], "sliding_window"),
         (["--model", "{no_layers}"], "num_hidden_layers"),
         (["--model", "{many_layers}"], "num_hidden_layers"),
+        (["--model", "{listed_layers}"], "num_hidden_layers"),
+        (["--model", "{many_labels}"], "num_labels"),
+        (["--model", "x" * 5000], "the model cannot be read"),
         (["--model", "{no_heads}"], "cannot read the config"),
         (["--model", "{quantized}"], "quantized"),
         (["--model", "{mistyped}"], "cannot read the config"),
@@ -265,6 +268,8 @@ def test_bad_input_is_one_line_and_2(
         "window": json.dumps({"model_type": "mistral", **SIZES, "sliding_window": "x"}),
         "no_layers": json.dumps({"model_type": "llama", **SIZES, "num_hidden_layers": 0}),
         "many_layers": json.dumps({"model_type": "llama", **SIZES, "num_hidden_layers": 10**9}),
+        "listed_layers": json.dumps({"model_type": "qwen2", **SIZES, "num_hidden_layers": 10**12}),
+        "many_labels": json.dumps({"model_type": "llama", **SIZES, "num_labels": 10**12}),
         "no_heads": json.dumps({"model_type": "llama", **SIZES, "num_attention_heads": 0}),
         "quantized": json.dumps({"model_type": "llama", **SIZES, "quantization_config": {"bits": 4}}),
     }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from burst_portable.cli.training.foreign import told
-from burst_portable.errors import InputError, explain
+from burst_portable.errors import InputError, explain, shown
 
 TINY = "tiny"
 _LARGEST_CONFIG = 1 << 20
@@ -20,6 +21,11 @@ _SIZES = {
     "sliding_window": (0, 1 << 40),
 }
 """Fields of a config that we or its model compute with: the least and the most that makes sense."""
+_LISTED = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), (1, 1 << 14)),
+    "num_labels": (0, 1 << 20),
+}
+"""Fields that transformers makes a list or a dict of so many from, while it reads the config."""
 
 
 def checkpoint_of(name: str) -> Path | None:
@@ -33,7 +39,7 @@ def config_of(name: str, seq_len: int) -> Any:
     Raises `InputError` for what is no causal language model that transformers knows, or one for shorter sequences.
     """
     config = _tiny(seq_len) if name == TINY else _from_file(name)
-    _check_sizes(config)
+    _check_sizes({name: getattr(config, name, None) for name in _SIZES}, _SIZES)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:
         raise InputError(
@@ -131,6 +137,15 @@ def _tiny(seq_len: int) -> Any:
 
 
 def _from_file(name: str) -> Any:
+    try:
+        path = _config_file(name)
+    except OSError as error:  # a folder that may not be searched, a name that is too long
+        raise InputError(explain("the model cannot be read", got=f"{shown(name)}: {error.strerror}")) from error
+    return _made(path, _json(path))
+
+
+def _config_file(name: str) -> Path:
+    """The file of a model's config, which is there. Raises OSError, and `InputError` for what is no model."""
     path = Path(name)
     if name and path.is_dir():
         if not any(path.glob("*.safetensors")):
@@ -142,7 +157,19 @@ def _from_file(name: str) -> Any:
                 )
             )
         path = path / "config.json"
-    fields = _json(path, name)
+    if not name or not path.is_file():
+        raise InputError(
+            explain(
+                "no such model",
+                got=repr(name),
+                allowed=f"{TINY}, a config's JSON file, or a folder with config.json and *.safetensors",
+            )
+        )
+    return path
+
+
+def _made(path: Path, fields: dict[str, Any]) -> Any:
+    """The config that a file's fields make."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     if fields.get("quantization_config"):
@@ -163,6 +190,7 @@ def _from_file(name: str) -> Any:
                 next_step=f"did you mean {' or '.join(near)}?" if near else 'such as "model_type": "llama"',
             )
         )
+    _check_sizes(fields, _LISTED)
     try:
         config = AutoConfig.for_model(kind, **fields)
     # transformers checks configs with several libraries, and each raises its own.
@@ -173,29 +201,23 @@ def _from_file(name: str) -> Any:
     return config
 
 
-def _check_sizes(config: Any) -> None:
+def _check_sizes(fields: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]]) -> None:
     """transformers takes numbers of any kind, and breaks on them later in ways of its own."""
-    for name, (least, most) in _SIZES.items():
-        size = getattr(config, name, None)
+    for name, (least, most) in sizes.items():
+        size = fields.get(name)
         whole = isinstance(size, int) and not isinstance(size, bool)
         if size is not None and not (whole and least <= size <= most):
             allowed = f"an int from {least} to {most:,}"
             raise InputError(explain(f"{name} of the config is no size", got=repr(size)[:40], allowed=allowed))
 
 
-def _json(path: Path, name: str) -> dict[str, Any]:
-    if not name or not path.is_file():
-        raise InputError(
-            explain(
-                "no such model",
-                got=repr(name),
-                allowed=f"{TINY}, a config's JSON file, or a folder with config.json and *.safetensors",
-            )
-        )
+def _json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _LARGEST_CONFIG:
             raise InputError(explain(f"{path} is too large for a config", allowed=f"{_LARGEST_CONFIG} bytes"))
         fields = json.loads(path.read_text(encoding="utf-8"))
+    except InputError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(explain(f"{path} cannot be read as JSON", got=told(error))) from error
     if not isinstance(fields, dict):
