@@ -22,7 +22,9 @@ A message says what is wrong, what was given, what is allowed, and what to do ne
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 
 class BurstError(Exception):
@@ -107,7 +109,14 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameEr
         explain(
             f"unknown {kind}",
             got=shown(name),
-            allowed=", ".join(known) or "none is registered",
+            allowed=_listed(known) or "none is registered",
             next_step=hint,
         )
     )
+
+
+def _listed(names: Sequence[str], most: int = 500) -> str:
+    """Names in a line of no more than so many characters, and how many others there are."""
+    ends = list(accumulate(len(name) + 2 for name in names))
+    fit = bisect_right(ends, most)
+    return ", ".join(names[:fit]) + (f" and {len(names) - fit} more" if fit < len(names) else "")

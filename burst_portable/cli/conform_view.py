@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from burst_portable.cli.output import JsonOption, console
+from burst_portable.cli.output import JsonOption, console, on_stderr
 from burst_portable.conformance.report import TIERS, Report, closest
 from burst_portable.conformance.suite import Progress as Told
 from burst_portable.conformance.trial import Outcome, Trial
@@ -22,7 +22,7 @@ _SHOWN = 12  # failures; the files have all
 def bar() -> Iterator[Told]:
     """A progress bar on stderr, gone when the work is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
+    with Progress(*columns, **on_stderr()) as progress:
         task = progress.add_task("starting", total=None)
         failed = 0
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from burst_portable.cli.output import JSON_HELP, JsonOption, console
+from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
 from burst_portable.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def _compiled(table: Any, total: int, *, quiet: bool) -> list[Record]:
     """All records, with a progress bar: one takes seconds."""
     from rich.progress import track
 
-    bar = console(stderr=True, quiet=quiet)
-    return list(track(table, "compiling", total=total, console=bar, transient=True))
+    return list(track(table, "compiling", total=total, **on_stderr(quiet=quiet)))
 
 
 def _show(records: list[Record], wrong: dict[int, list[str]], justified: dict[tuple[str, str, int], str]) -> None:

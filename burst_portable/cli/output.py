@@ -39,6 +39,12 @@ def console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = Fals
     return _Console(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=soft_wrap, width=width)
 
 
+def on_stderr(*, quiet: bool = False) -> dict[str, Any]:
+    """For a bar of rich on stderr that is gone when the work is done; where nobody would see it, rich leaves a line."""
+    place = console(stderr=True, quiet=quiet)
+    return {"console": place, "transient": True, "disable": not place.is_terminal}
+
+
 class JsonOption:
     """What follows `--json`: a file, - for standard output, or None where it was not given.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from burst_portable.cli.output import JSON_HELP, JsonOption, console
+from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, check, checked_ranks, plan_facts
 from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVELS, asked_strategy
 from burst_portable.cost import Rates
@@ -124,6 +124,6 @@ def _check(plan: Plan, everyone: bool) -> Facts:
 def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import Progress
 
-    with Progress(console=console(stderr=True), transient=True) as progress:
+    with Progress(**on_stderr()) as progress:
         task = progress.add_task(label, total=total)
         yield lambda done: progress.update(task, completed=done)

@@ -21,6 +21,7 @@ def refused(capsys, *arguments: str, code: int = 2) -> str:
     assert captured.err.startswith("burst-portable: ")
     assert captured.err.count("\n") == 1, captured.err
     assert "Traceback" not in captured.err
+    assert len(captured.err) < 1000
     return captured.err
 
 
@@ -103,6 +104,9 @@ def test_what_does_not_go_together(capsys, arguments, said):
         (("--frob",), "--frob"),
         (("plann",), "'plan'"),
         (("doctor", "--jason"), "--json"),
+        (("conform", "--case", "attention:"), " more"),
+        (("conform", "--kernel", "nope"), "cpu_flash"),
+        (("kernels", "--target", "sm_1"), "sm_90"),
     ],
 )
 def test_mistyped_options(capsys, arguments, said):
