@@ -87,10 +87,12 @@ STRATEGIES = (
     "burst+fetch",
     "ring+ahead",
     "burst+ahead",
+    "ring+together",
+    "burst+together",
     "ulysses",
     "double_ring",
 )
-QUICK_STRATEGIES = ("auto", "ring+ahead", "ulysses", "ring")
+QUICK_STRATEGIES = ("auto", "ring+ahead", "ring+together", "ulysses", "ring")
 
 
 # -------------------------------------------------------------------------------------------- the ranks

@@ -120,8 +120,9 @@ def ours(strategy: str, transport: str, *, sent: bool = True) -> Contestant:
 def _strategy(text: str) -> Any:
     """``ring+fetch`` -> RingStrategy(moves="fetch")."""
     name, _, how = text.partition("+")
-    options = {"": {}, "fetch": {"moves": "fetch"}, "ahead": {"moves": "fetch", "ahead": 64}}[how]
-    return "auto" if name == "auto" else make_strategy(name, **options)
+    options: dict[str, dict[str, Any]] = {"": {}, "fetch": {"moves": "fetch"}, "ahead": {"moves": "fetch", "ahead": 64}}
+    options["together"] = {"moves": "fetch", "ahead": 64, "together": 64}
+    return "auto" if name == "auto" else make_strategy(name, **options[how])
 
 
 class Still(Transport):
@@ -149,9 +150,9 @@ class Still(Transport):
             self._kept[self._key] = [x.clone() for x in self._pass]
             self._inner.end()
 
-    def inbox(self, size: int, device: torch.device, peer: int) -> Tensor:
+    def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
         if self.moving:
-            self._pass.append(self._inner.inbox(size, device, peer))
+            self._pass.append(self._inner.inbox(size, device, peer, place))
             return self._pass[-1]
         self._next += 1
         return self._pass[self._next - 1]

@@ -25,7 +25,7 @@ from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh
 from burst_portable.numerics import State, finished
-from burst_portable.packets import inbox_size
+from burst_portable.packets import Inboxes, inboxes
 from burst_portable.planning import plan as plan
 from burst_portable.plans import Plan
 from burst_portable.runtime import PlainRuntime
@@ -159,10 +159,11 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
     chosen = choose(q, k, v, sinks, mesh, request)
     plan, said = chosen.plan, _statement(chosen.plan, chosen.backend, q, chosen.options, sinks)
     transport, _ = mesh.transport_for(q.device.type, direct=plan.direct)
-    inboxes = (inbox_size(plan, "forward"), inbox_size(plan, "backward")) if transport.direct else (0, 0)
-    runtime = PlainRuntime(chosen.kernel, transport)
+    room = inboxes(plan, mesh.rank) if transport.direct else Inboxes()
+    runtime = PlainRuntime(chosen.kernel, transport, room.places)
+    sizes = room.forward, room.backward
     row_delta = getattr(chosen.kernel, "row_delta", numerics.row_delta)
-    return Call(plan, runtime, chosen.options, said.of_pass("forward"), said.of_pass("backward"), inboxes, row_delta)
+    return Call(plan, runtime, chosen.options, said.of_pass("forward"), said.of_pass("backward"), sizes, row_delta)
 
 
 def _statement(made: Plan, backend: Backend, q: Tensor, options: contract.Options, sinks: Tensor | None) -> Statement:

@@ -31,7 +31,7 @@ class Call:
     options: Options
     forward: Statement
     backward: Statement
-    inboxes: tuple[int, int] = (0, 0)  # bytes that one rank may send another, forward and backward
+    inboxes: tuple[int, int] = (0, 0)  # bytes that a rank gets from another, forward and backward: see `packets`
     row_delta: Callable[[Tensor, Tensor], Tensor] = numerics.row_delta  # or the kernel's own, in one pass
 
     @property

@@ -144,7 +144,7 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
     steps = part.rank(0 if plan.reshard else rank)
 
     def size(move: Move) -> int:
-        return message_size(part.problem, move, backward=pass_name == "backward")
+        return message_size(part.problem, move)
 
     flops = [pass_flops(part.problem, pass_name, s.compute.tiles.area) if s.compute else 0 for s in steps]
     sent = sum(size(m) for s in steps for m in (*s.sends, *s.result_sends))

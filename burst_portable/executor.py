@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def run_forward(
     for step in part.rank(rank):
         blocks.begin(step)
         if step.compute:
-            keys, values = blocks.use(step.compute.k_owner)
+            keys, values = blocks.use(step)
             state = runtime.attend(step.compute, q, keys, values, options, state)
         blocks.end(step)
     blocks.finish()
@@ -60,8 +61,7 @@ def run_backward(
     for step in part.rank(rank):
         blocks.begin(step)
         if compute := step.compute:
-            owner = compute.k_owner if travels_kv else compute.q_owner
-            block, gradients = blocks.use(owner), results.accumulators(owner)
+            block, gradients = blocks.use(step), results.accumulators(step)
             queries: Views
             if travels_kv:
                 (keys, values), queries, into = block, (q, dout, lse, delta), (dq, *gradients)
@@ -76,7 +76,10 @@ def run_backward(
 
 
 class _Exchange:
-    """The blocks of one pass: this rank's own, and the foreign ones that are here or on their way."""
+    """The blocks of one pass: this rank's own, and the foreign ones that are here or on their way.
+
+    Blocks that are needed together come into one buffer, one after the other.
+    """
 
     def __init__(
         self,
@@ -91,26 +94,30 @@ class _Exchange:
         self.part, self.rank, self.runtime, self.backward = part, rank, runtime, backward
         self._own, self.dtype, self.device = own, dtype, own[0].device
         self._arriving: dict[Move, tuple[Handle, Tensor]] = {}
-        self._held: dict[int, tuple[Tensor, Views]] = {}
+        self._held: dict[int, Tensor] = {}
+        self._pieces: dict[int, Tensor] = {}  # the blocks that a step needs, one after the other
         self._packed: dict[tuple[int, int], Tensor] = {}
         self._leaving: list[list[tuple[Handle, Tensor]]] = [[], []]  # of the step before, and of this one
 
     def begin(self, step: Step) -> None:
         """What this step needs has come; what later ones need is on its way."""
         for move in step.arrivals:
-            buffer = self.take(move)
-            self._held[move.owner] = buffer, self.views(move, buffer)
+            self._held[move.owner] = self.take(move)
         self.post([(m, self._outgoing(m)) for m in step.sends], step.receives, step.index)
 
-    def use(self, owner: int) -> Views:
-        """The tensors of a block."""
-        return self._own if owner == self.rank else self._held[owner][1]
+    def use(self, step: Step) -> Views:
+        """The tensors of the travelling side that a step computes with."""
+        if not step.arrivals:
+            return self._own
+        views = self.views(step.arrivals, self._pieces[step.index])
+        return tuple(x if x.dim() == 4 else x.contiguous() for x in views)  # kernels take LSE and delta in one piece
 
     def end(self, step: Step) -> None:
         """Let go of blocks that no later step uses, once what was sent a step ago has left."""
         for handle, _ in self._leaving[0]:
             handle.wait()
         self._leaving = [self._leaving[1], []]
+        self._pieces.pop(step.index, None)
         for owner in step.released:
             del self._held[owner]
 
@@ -126,7 +133,7 @@ class _Exchange:
         """Start moves."""
         if not sends and not receives:
             return
-        incoming = [(move, self._inbox(move)) for move in receives]
+        incoming = [pair for _, moves in groupby(receives, lambda m: m.needed) for pair in self._inboxes(list(moves))]
         label = f"{'backward' if self.backward else 'forward'} step {step}"
         leaving, arriving = self.runtime.post(sends, incoming, label)
         self._leaving[1] += [(handle, buffer) for handle, (_, buffer) in zip(leaving, sends, strict=True)]
@@ -139,33 +146,40 @@ class _Exchange:
         handle.wait()
         return buffer
 
-    def buffer(self, move: Move) -> Tensor:
-        """An empty message for a move."""
-        size = message_size(self.part.problem, move, backward=self.backward)
+    def buffer(self, size: int) -> Tensor:
+        """An empty buffer for messages."""
         return self.runtime.transport.buffer(size, self.device)
 
-    def _inbox(self, move: Move) -> Tensor:
-        """Where the message of a move will come."""
-        size = message_size(self.part.problem, move, backward=self.backward)
-        return self.runtime.transport.inbox(size, self.device, move.source)
+    def size(self, move: Move) -> int:
+        """Bytes of a move."""
+        return message_size(self.part.problem, move)
 
-    def views(self, move: Move, buffer: Tensor) -> Views:
-        """The fields of a message as tensors."""
-        parts = fields(self.part.problem, move.side, result=move.result, backward=self.backward)
-        batch, rows = self.part.problem.batch, move.rows[1] - move.rows[0]
-        views, start = [], 0
-        for part in parts:
-            views.append(_view(part, buffer[start:], batch, rows, self.dtype))
-            start += part.size(batch, rows)
-        return tuple(views)
+    def _inboxes(self, moves: list[Move]) -> Iterator[tuple[Move, Tensor]]:
+        """Where the messages of moves that are needed together will come."""
+        sizes = [self.size(move) for move in moves]
+        piece = self.runtime.inbox(moves, sum(sizes), self.device)
+        if not moves[0].result:
+            self._pieces[moves[0].needed] = piece
+        yield from zip(moves, torch.split(piece, sizes), strict=True)
+
+    def views(self, moves: Sequence[Move], buffer: Tensor) -> Views:
+        """The fields of messages that lie one after the other, as tensors of all their rows."""
+        problem, first = self.part.problem, moves[0]
+        parts = fields(problem, first.side, result=first.result)
+        rows = buffer.view(sum(m.rows[1] - m.rows[0] for m in moves), -1)
+        ends = list(accumulate(part.size(problem.batch) for part in parts))
+        return tuple(
+            _view(part, rows[:, end - part.size(problem.batch) : end], problem.batch, self.dtype)
+            for part, end in zip(parts, ends, strict=True)
+        )
 
     def _outgoing(self, move: Move) -> Tensor:
         """The message for an input that leaves: a foreign block as it came, or rows of our own, packed once."""
         if move.owner != self.rank:
-            return self._held[move.owner][0]
+            return self._held[move.owner]
         if move.rows not in self._packed:
-            self._packed[move.rows] = buffer = self.buffer(move)
-            for view, tensor in zip(self.views(move, buffer), self._own, strict=True):
+            self._packed[move.rows] = buffer = self.buffer(self.size(move))
+            for view, tensor in zip(self.views([move], buffer), self._own, strict=True):
                 view.copy_(rows_of(tensor, move.rows))
         return self._packed[move.rows]
 
@@ -179,14 +193,15 @@ class _Results:
         results = [m for step in blocks.part.rank(blocks.rank) for m in step.result_sends]
         self._sends = {m.owner: m for m in results}
 
-    def accumulators(self, owner: int) -> Views:
-        """Where the kernel adds the gradients of a block: fresh zeros for a foreign one."""
-        if owner == self._blocks.rank:
+    def accumulators(self, step: Step) -> Views:
+        """Where the kernel adds the gradients of a step's blocks: fresh zeros for foreign ones."""
+        if not step.arrivals:
             return self._own
-        move = self._sends[owner]
-        self._made[owner] = buffer = self._blocks.buffer(move)
-        buffer.zero_()
-        return self._blocks.views(move, buffer)
+        moves = [self._sends[move.owner] for move in step.arrivals]
+        sizes = [self._blocks.size(move) for move in moves]
+        piece = self._blocks.buffer(sum(sizes)).zero_()
+        self._made.update(zip((move.owner for move in moves), torch.split(piece, sizes), strict=True))
+        return self._blocks.views(moves, piece)
 
     def end(self, step: Step) -> None:
         """Add what came, and send on what is made."""
@@ -199,11 +214,11 @@ class _Results:
         assert not self._made, "every gradient of a foreign block has left"
 
     def _add(self, move: Move) -> None:
-        came = self._blocks.views(move, self._blocks.take(move))
+        came = self._blocks.views([move], self._blocks.take(move))
         if move.owner == self._blocks.rank:
             mine = tuple(rows_of(x, move.rows) for x in self._own)
         else:
-            mine = self._blocks.views(self._sends[move.owner], self._made[move.owner])
+            mine = self._blocks.views([self._sends[move.owner]], self._made[move.owner])
         for total, part in zip(mine, came, strict=True):
             total += part
 
@@ -213,10 +228,10 @@ def rows_of(tensor: Tensor, rows: tuple[int, int]) -> Tensor:
     return tensor[:, rows[0] : rows[1]] if tensor.dim() == 4 else tensor[:, :, rows[0] : rows[1]]
 
 
-def _view(part: Field, buffer: Tensor, batch: int, rows: int, dtype: torch.dtype) -> Tensor:
+def _view(part: Field, rows: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
+    """A field's bytes of every row, ``[rows, bytes]``, as its tensor."""
     kind = dtype if part.itemsize == dtype.itemsize and part.dim is not None else accumulation_dtype(dtype)
-    shape = part.shape(batch, rows)
-    count = 1
-    for size in shape:
-        count *= size
-    return buffer[: count * part.itemsize].view(kind).view(shape)
+    numbers = rows.view(kind)[:, : batch * part.heads * (part.dim or 1)]
+    if part.dim is None:
+        return numbers.view(-1, batch, part.heads).permute(1, 2, 0)
+    return numbers.view(-1, batch, part.heads, part.dim).transpose(0, 1)

@@ -1,14 +1,15 @@
 """Moves: which rows of which tensors go from whom to whom, when they may leave, when they are needed.
 
 A block is one rank's shard of one side: its keys and values (``kv``) or its queries (``q``, in the backward pass
-with dO, LSE and delta). At step s, a rank holds one foreign block and computes with it. A `Route` says how each
+with dO, LSE and delta). At step s, a rank computes with one foreign block, or several. A `Route` says how each
 block gets to each rank that needs it, and how the gradients that were made of it get home::
 
     ring          0 -> 1 -> 2 -> 3           a block goes from neighbour to neighbour, its gradients follow it
     double_ring   0 -> 1    4 -> 5           rings inside nodes; the block for the next node leaves at the first
                   |         ^                inner step, so that a whole inner round hides it
                   +---------+                (BurstAttention, arXiv 2403.09347, section 3.2)
-    fetch         0 -> 1, 0 -> 2, 0 -> 3     each block straight from its owner, its gradients straight home
+    fetch         0 -> 1, 0 -> 2, 0 -> 3     each block straight from its owner, its gradients straight home; several
+                                             may come together, for one launch
 
 A block is only sent to ranks whose mask needs it; where that breaks a chain, the owner sends.
 """
@@ -194,16 +195,18 @@ class DoubleRing:
 class Fetch:
     """Straight from the owner, straight home; at each step every rank asks, and is asked by, one other.
 
-    A block is asked for `ahead` steps before it is needed: more ahead holds more blocks and waits for fewer.
+    A block is asked for `ahead` steps before it is needed: more ahead holds more blocks and waits for fewer. A step
+    takes as many blocks `together`, in one launch: where blocks are short, launches and merges cost more than waiting.
     """
 
     ranks: int
     ahead: int = 1
+    together: int = 1
     name: str = "fetch"
     trims: bool = True
 
     def step(self, owner: int, rank: int) -> int:
-        return (rank - owner) % self.ranks
+        return -(-((rank - owner) % self.ranks) // self.together)
 
     def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
         return (owner, max(0, self.step(owner, rank) - self.ahead)) if needs(owner, rank) else None

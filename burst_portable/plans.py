@@ -21,7 +21,7 @@ from typing import Literal
 from burst_portable.layout import Layout, Segment
 from burst_portable.mask import Mask
 from burst_portable.moves import Move, Needs, Route, Side
-from burst_portable.tiles import Tiles, find_tiles
+from burst_portable.tiles import Tile, Tiles, find_tiles
 
 PassName = Literal["forward", "backward"]
 PASSES: tuple[PassName, ...] = ("forward", "backward")
@@ -62,21 +62,34 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Attention of one block of queries to one block of keys. Tiles count from the first row of each range."""
+    """One launch: the block that stays here with one that has travelled, or with several, one after the other.
 
-    q_owner: int
-    k_owner: int
-    q_rows: tuple[int, int]
-    k_rows: tuple[int, int]
+    Tiles count from the first row of the first block of each side.
+    """
+
+    q_owners: tuple[int, ...]
+    k_owners: tuple[int, ...]
     tiles: Tiles
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(owner of queries, owner of keys)."""
+        return tuple((q, k) for q in self.q_owners for k in self.k_owners)
+
+    @property
+    def label(self) -> str:
+        """Its name in traces and printed plans: q1 x kv0, or q1 x kv0+3 for several."""
+        q, k = ("+".join(map(str, owners)) for owners in (self.q_owners, self.k_owners))
+        return f"q{q} x kv{k}"
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """What a rank does at one step, in this order.
 
-    1. wait for `arrivals`; 2. post `sends` and `receives`; 3. compute; 4. wait for `result_arrivals` and add them;
-    5. post `result_sends` and `result_receives`; 6. let go of blocks that no later step uses.
+    1. wait for `arrivals`; 2. post `sends` and `receives`; 3. compute with what came, in one launch; 4. wait for
+    `result_arrivals` and add them; 5. post `result_sends` and `result_receives`; 6. let go of blocks that no later
+    step uses.
     """
 
     index: int
@@ -118,38 +131,36 @@ class PassPlan:
 
     def _make(self, rank: int) -> Steps:
         inputs = list(self._inputs(rank))
-        computes = {
-            self.route.step(owner, rank): compute
-            for owner in range(self.problem.ranks)
-            if (compute := self._compute(owner, rank))
-        }
+        owners = defaultdict(list)  # of the blocks of each step, in the order in which they come
+        for owner in range(self.problem.ranks):
+            if self._needs(owner, rank):
+                owners[self.route.step(owner, rank)].append(owner)
+        computes = {step: self._compute(tuple(blocks), rank) for step, blocks in owners.items()}
         return _scheduled(rank, inputs, computes, list(self._results(rank)))
 
-    def _compute(self, owner: int, rank: int) -> Compute | None:
-        """What a rank does with the block of an owner."""
-        if not self._needs(owner, rank):
-            return None
-        q_owner, k_owner = (rank, owner) if self.side == "kv" else (owner, rank)
-        tiles = self._tiles(owner, rank)
-        first, past = self._rows(owner, rank)
-        q_all, k_all = self._all_rows("q", q_owner), self._all_rows("kv", k_owner)
-        q_rows, k_rows = (q_all, (first, past)) if self.side == "kv" else ((first, past), k_all)
-        return Compute(q_owner, k_owner, q_rows, k_rows, Tiles(t.shifted(-q_rows[0], -k_rows[0]) for t in tiles))
+    def _compute(self, owners: tuple[int, ...], rank: int) -> Compute:
+        """What a rank does with the blocks of a step, which lie one after the other."""
+        tiles: list[Tile] = []
+        before = 0
+        for owner in owners:
+            first, past = self._rows(owner, rank)
+            shift = (0, before - first) if self.side == "kv" else (before - first, 0)
+            tiles += (tile.shifted(*shift) for tile in self._tiles(owner, rank))
+            before += past - first
+        q_owners, k_owners = ((rank,), owners) if self.side == "kv" else (owners, (rank,))
+        return Compute(q_owners, k_owners, Tiles(tiles))
 
     def _tiles(self, owner: int, rank: int) -> Tiles:
         p = self.problem
         q_owner, k_owner = (rank, owner) if self.side == "kv" else (owner, rank)
         return _tiles_of(p.mask, p.q_layout.shards[q_owner], p.k_layout.shards[k_owner])
 
-    def _all_rows(self, side: Side, owner: int) -> tuple[int, int]:
-        layout = self.problem.k_layout if side == "kv" else self.problem.q_layout
-        return 0, layout.count(owner)
-
     def _rows(self, owner: int, rank: int) -> tuple[int, int]:
         """The rows of the owner's block that come to this rank: what it needs, or all where it hands them on."""
         trims = self.route.trims and (self.results is None or self.results.trims)
         if owner == rank or not trims:
-            return self._all_rows(self.side, owner)
+            layout = self.problem.k_layout if self.side == "kv" else self.problem.q_layout
+            return 0, layout.count(owner)
         tiles = self._tiles(owner, rank)
         if self.side == "kv":
             return min(t.k_start for t in tiles), max(t.k_stop for t in tiles)

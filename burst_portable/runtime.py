@@ -5,11 +5,12 @@ The profiler installs a recording one; hot code knows nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport
@@ -43,6 +44,9 @@ class Runtime(Protocol):
     ) -> None:
         """The kernel's backward, on one computation of the plan."""
 
+    def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
+        """The transport's buffer of so many bytes for messages that are needed together, one after the other."""
+
     def post(
         self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], label: str
     ) -> tuple[list[Handle], list[Handle]]:
@@ -51,10 +55,11 @@ class Runtime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainRuntime:
-    """Straight through."""
+    """Straight through. `places` say where messages come to lie, on a transport that wants to know."""
 
     kernel: Kernel
     transport: Transport
+    places: Mapping[Move, int] = field(default_factory=dict)
 
     def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
         return self.kernel.attend(q, k, v, compute.tiles, options, state=state)
@@ -72,12 +77,15 @@ class PlainRuntime:
         dq, dk, dv = into
         self.kernel.attend_backward(dout, q, k, v, lse, compute.tiles, options, delta=delta, into=(dq, dk, dv))
 
+    def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
+        return self.transport.inbox(size, device, moves[0].source, self.places.get(moves[0]))
+
     def post(
         self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], label: str
     ) -> tuple[list[Handle], list[Handle]]:
         return self.transport.post(
-            [Message(buffer, move.target) for move, buffer in sends],
-            [Message(buffer, move.source) for move, buffer in receives],
+            [Message(buffer, move.target, self.places.get(move)) for move, buffer in sends],
+            [Message(buffer, move.source, self.places.get(move)) for move, buffer in receives],
             label,
         )
 

@@ -65,10 +65,10 @@ class _Checker:
             self.wrong.append(f"rank {rank} still holds the blocks of {sorted(held - {rank})} at the end")
 
     def _compute(self, rank: int, compute: Compute, held: set[int]) -> None:
-        other = compute.k_owner if self.part.side == "kv" else compute.q_owner
-        if other not in held:
-            self.wrong.append(f"rank {rank} computes with the block of {other} without holding it")
-        self.computed[compute.q_owner, compute.k_owner] += 1
+        for other in compute.k_owners if self.part.side == "kv" else compute.q_owners:
+            if other not in held:
+                self.wrong.append(f"rank {rank} computes with the block of {other} without holding it")
+        self.computed.update(compute.pairs)
         self.area += compute.tiles.area
 
     def _count(self, moves: Iterable[Move], sign: int) -> None:

@@ -32,10 +32,11 @@ STYLE = """
 def steps_of(plan: Plan) -> dict[tuple[int, int], int]:
     """(rank, rank whose keys it meets) -> the step at which that happens."""
     return {
-        (rank, step.compute.k_owner): step.index
+        (rank, owner): step.index
         for rank in range(RANKS)
         for step in plan.forward.rank(rank)
         if step.compute
+        for owner in step.compute.k_owners
     }
 
 

@@ -154,11 +154,7 @@ def shard_bytes(problem: Problem, pass_name: PassName, rank: int) -> int:
 
 def _largest_hop(part: PassPlan, name: PassName, ranks: Sequence[int]) -> int:
     moves = (m for r in ranks for s in part.rank(r) for m in (*s.receives, *s.result_receives))
-    return max((_size(part, name, move) for move in moves), default=0)
-
-
-def _size(part: PassPlan, name: PassName, move: Move) -> int:
-    return message_size(part.problem, move, backward=name == "backward")
+    return max((message_size(part.problem, move) for move in moves), default=0)
 
 
 def _steps(plan: Plan, name: PassName, part: PassPlan, rank: int) -> list[Facts]:
@@ -168,7 +164,7 @@ def _steps(plan: Plan, name: PassName, part: PassPlan, rank: int) -> list[Facts]
 def _step(part: PassPlan, name: PassName, step: Step) -> Facts:
     def moved(moves: Sequence[Move], other: str) -> list[Facts]:
         return [
-            {"what": m.label, "rank": getattr(m, other), "rows": list(m.rows), "bytes": _size(part, name, m)}
+            {"what": m.label, "rank": getattr(m, other), "rows": list(m.rows), "bytes": message_size(part.problem, m)}
             for m in moves
         ]
 
@@ -188,8 +184,9 @@ def _compute(step: Step) -> Facts | None:
     c = step.compute
     full = sum(tile.full for tile in c.tiles)
     return {
-        "q": c.q_owner,
-        "kv": c.k_owner,
+        "label": c.label,
+        "q": list(c.q_owners),
+        "kv": list(c.k_owners),
         "full_tiles": full,
         "masked_tiles": len(c.tiles) - full,
         "area": c.tiles.area,

@@ -134,7 +134,7 @@ def _compute_columns(compute: Facts | None) -> tuple[str, str, str]:
         for kind, count in (("full", compute["full_tiles"]), ("masked", compute["masked_tiles"]))
         if count
     ]
-    return f"q{compute['q']} x kv{compute['kv']}", " + ".join(kinds), f"{compute['area']:,}"
+    return compute["label"], " + ".join(kinds), f"{compute['area']:,}"
 
 
 def _joined(parts: list[str]) -> str:

@@ -25,10 +25,11 @@ class Handle(Protocol):
 
 
 class Message(NamedTuple):
-    """One contiguous uint8 buffer, and the rank that it goes to or comes from."""
+    """One contiguous uint8 buffer, the rank that it goes to or comes from, and its place there: see `inbox`."""
 
     buffer: Tensor
     peer: int
+    place: int | None = None
 
 
 class Transport(ABC):
@@ -61,7 +62,7 @@ class Transport(ABC):
 
         Args:
             digest: what all ranks say of it alike.
-            inbox: bytes that come from any one rank in this pass, at most: see `packets.inbox_size`.
+            inbox: bytes that come from a rank in this pass, at most; or on average, where all messages have places.
         """
 
     def end(self) -> None:  # noqa: B027
@@ -81,10 +82,12 @@ class Transport(ABC):
         """A fresh message buffer of so many bytes, which this transport can send from and receive into."""
         return torch.empty(size, dtype=torch.uint8, device=device)
 
-    def inbox(self, size: int, device: torch.device, peer: int) -> Tensor:
+    def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
         """A buffer for the next message of a peer: where it will come, if the transport can tell, else a fresh one.
 
-        Asked for in the order in which the messages are posted. It may be used until the pass ends.
+        With a `place`, which the sender names as well, for all messages that will lie from there on, one after the
+        other, whoever sends them. Without one, asked for in the order in which messages are posted. All messages of
+        a pass have places, or none has. It may be used until the pass ends.
         """
         return self.buffer(size, device)
 

@@ -8,10 +8,11 @@
     copy the message into its place
     "it has come"                        ->  compute stream: wait; use it where it lies
 
-Copy engines do the work, and no multiprocessor. An inbox has a region for each peer, where the messages of a pass
-lie one after the other, so both ends know every place without asking. A flag holds the mark of its pass, a number
-that grows and a piece of the call's fingerprint: what is left of an earlier pass, or comes from another call, is
-never taken for a message of this one. Each rank sends to the one after it first, so no link is asked twice at once.
+Copy engines do the work, and no multiprocessor. Both ends know from the plan where in the inbox a message comes to
+lie; messages that are in no plan have a region for each peer, where they lie one after the other. A flag holds the
+mark of its pass, a number that grows and a piece of the call's fingerprint: what is left of an earlier pass, or comes
+from another call, is never taken for a message of this one. Each rank sends to the one after it first, so no link is
+asked twice at once.
 """
 
 from __future__ import annotations
@@ -138,12 +139,15 @@ class PeerCopyTransport(Transport):
         self.memory.leave()
         self._open = False
 
-    def inbox(self, size: int, device: torch.device, peer: int) -> Tensor:
+    def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
         if not self._open or not size:
             return self._other.inbox(size, device, peer)
-        place = self._take(self._coming, peer, size)
-        buffer = self.memory.inbox(peer * self._region + place[1], size)
-        self._handed[peer].append((place[0], buffer))
+        if place is not None:
+            assert place + size <= self._region * self.size, "an inbox has room for what comes"
+            return self.memory.inbox(place, size)
+        index, offset = self._take(self._coming, peer, size)
+        buffer = self.memory.inbox(peer * self._region + offset, size)
+        self._handed[peer].append((index, buffer))
         return buffer
 
     def inboxes(self, size: int, device: torch.device) -> Tensor:
@@ -197,7 +201,9 @@ class PeerCopyTransport(Transport):
 
     def _send(self, message: Message, label: str) -> None:
         memory, peer = self.memory, message.peer
-        if self._arranged[peer]:
+        if message.place is not None:
+            index, place = self._take(self._sent_to, peer, 0)[0], message.place
+        elif self._arranged[peer]:
             index, place = self._arranged[peer].pop(0)
         else:
             assert not self._stacked, "regions and one piece of all of them do not go together in a pass"
@@ -212,9 +218,12 @@ class PeerCopyTransport(Transport):
 
     def _expect(self, message: Message, label: str) -> Handle:
         peer = message.peer
-        if not self._handed[peer]:
-            self.inbox(message.buffer.numel(), message.buffer.device, peer)
-        index, place = self._handed[peer].pop(0)
+        if message.place is not None:
+            index, place = self._take(self._coming, peer, 0)[0], message.buffer
+        else:
+            if not self._handed[peer]:
+                self.inbox(message.buffer.numel(), message.buffer.device, peer)
+            index, place = self._handed[peer].pop(0)
         assert place.numel() == message.buffer.numel(), "buffers from `inbox` are posted in their order"
         what = _Wait(self.rank, label, peer, "has not sent its message")
         return _Arrival(self.memory, self._came_flag(peer, index), self._mark, what, place, message.buffer)

@@ -155,6 +155,11 @@ class _Ablated:
         if self._off != "computing":
             self._inner.attend_backward(compute, queries, k, v, options, into)
 
+    def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
+        if self._off == "communication":
+            return self.transport.inbox(size, device, moves[0].source)
+        return self._inner.inbox(moves, size, device)
+
     def post(
         self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], label: str
     ) -> tuple[list[Handle], list[Handle]]:

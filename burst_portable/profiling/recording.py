@@ -111,13 +111,13 @@ class PlanFacts:
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
         self.dtype = ""  # of the tensors, known when they come
-        self.computes: dict[tuple[bool, int, int], tuple[int, int, int, int]] = {}
+        self.computes: dict[tuple[bool, Compute], tuple[int, int, int, int]] = {}
         for backward, (name, part) in enumerate(plan.passes()):
             for step in part.rank(0 if plan.reshard else rank):
                 if c := step.compute:
                     area = c.tiles.area
                     work = pass_flops(part.problem, name, area)
-                    self.computes[bool(backward), c.q_owner, c.k_owner] = step.index, area, len(c.tiles), work
+                    self.computes[bool(backward), c] = step.index, area, len(c.tiles), work
 
     def described(self, device_type: str) -> dict[str, Any]:
         """The plan's facts for a report, predictions with the backend's own rates."""
@@ -164,6 +164,11 @@ def _layout_name(layout: Any) -> str:
     segments = layout.shards[0]
     shape = f"{len(segments)} segment{'s' if len(segments) > 1 else ''} a rank"
     return getattr(layout, "name", None) or (f"{shape}, step {segments[0].step}" if segments else shape)
+
+
+def _only(owners: tuple[int, ...]) -> int:
+    """The owner of one block; -1 stands for several."""
+    return owners[0] if len(owners) == 1 else -1
 
 
 class RecordingRuntime:
@@ -216,15 +221,18 @@ class RecordingRuntime:
         return self.recorder.annotate(Place(self.recorder.rank, strategy, backward, *self._place, step, what))
 
     def _of(self, backward: bool, compute: Compute) -> AbstractContextManager[object]:
-        step = self._facts.computes[backward, compute.q_owner, compute.k_owner][0]
-        return self.named(backward, step, f"q{compute.q_owner} x kv{compute.k_owner}")
+        return self.named(backward, self._facts.computes[backward, compute][0], compute.label)
 
     def _computed(self, backward: bool, compute: Compute, start: Any, end: Any) -> None:
-        step, pairs, tiles, flops = self._facts.computes[backward, compute.q_owner, compute.k_owner]
+        step, pairs, tiles, flops = self._facts.computes[backward, compute]
+        owners = (_only(compute.q_owners), _only(compute.k_owners))
         self.step = step
         if isinstance(start, int):
             self.recorder.kernels += end - start
-        self.row("compute", backward, step, compute.q_owner, compute.k_owner, pairs, tiles, flops, start, end)
+        self.row("compute", backward, step, *owners, pairs, tiles, flops, start, end)
+
+    def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
+        return self.inner.inbox(moves, size, device)
 
     def post(
         self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], label: str
@@ -321,8 +329,8 @@ class RecordingTransport(Transport):
     def buffer(self, size: int, device: torch.device) -> Tensor:
         return self._inner.buffer(size, device)
 
-    def inbox(self, size: int, device: torch.device, peer: int) -> Tensor:
-        return self._inner.inbox(size, device, peer)
+    def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
+        return self._inner.inbox(size, device, peer, place)
 
     def inboxes(self, size: int, device: torch.device) -> Tensor:
         return self._inner.inboxes(size, device)

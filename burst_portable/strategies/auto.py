@@ -66,6 +66,8 @@ class AutoStrategy:
         if self.rates.direct:  # a transport that has room for all blocks of a pass: they may as well come at once
             yield "ring+fetch, all ahead", RingStrategy(moves="fetch", ahead=ranks)
             yield "burst+fetch, all ahead", BurstStrategy(moves="fetch", ahead=ranks)
+            yield "ring+fetch, all together", RingStrategy(moves="fetch", ahead=ranks, together=ranks)
+            yield "burst+fetch, all together", BurstStrategy(moves="fetch", ahead=ranks, together=ranks)
         if self.inner is not None and self.inner > 1:
             yield "double_ring", DoubleRingStrategy(inner=self.inner)
             yield "double_ring+kv", DoubleRingStrategy(inner=self.inner, travels="kv")

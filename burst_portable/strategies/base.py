@@ -61,16 +61,25 @@ def check_inner(inner: object) -> None:
         raise InputError(explain("inner is no size", got=shown(inner), allowed="an int of at least 1, or None"))
 
 
-def check_ahead(ahead: object) -> None:
-    """Refuse what is no number of steps."""
-    if type(ahead) is not int or ahead < 1:
-        raise InputError(explain("ahead is no number of steps", got=shown(ahead), allowed="an int of at least 1"))
+def check_fetched(moves: Moves, ahead: object, together: object) -> None:
+    """Refuse what is no number of steps, or of blocks that are fetched."""
+    for name, what, given in (("ahead", "steps", ahead), ("together", "blocks", together)):
+        if type(given) is not int or given < 1:
+            raise InputError(
+                explain(f"{name} is no number of {what}", got=shown(given), allowed="an int of at least 1")
+            )
+    if together != 1 and moves != "fetch":
+        raise InputError(
+            explain("blocks from a neighbour come one by one", got=f"together={together}", next_step='moves="fetch"')
+        )
 
 
-def route(ranks: int, moves: Moves, inner: int | None = None, ahead: int = 1) -> Route:
+def route(ranks: int, moves: Moves, inner: int | None = None, ahead: int = 1, together: int = 1) -> Route:
     """The route for a way of moving: two levels where `inner` is given; fetched blocks come `ahead` steps early."""
     if moves == "fetch":
-        return Fetch(ranks, min(ahead, max(1, ranks - 1)))
+        others = max(1, ranks - 1)
+        together = min(together, others)
+        return Fetch(ranks, min(ahead, -(-others // together)), together)
     if inner is None:
         return Ring(ranks)
     if inner < 1 or ranks % inner:

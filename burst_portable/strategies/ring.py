@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import Moves, Traits, check_ahead, check_moves, ring_plan, route
+from burst_portable.strategies.base import Moves, Traits, check_fetched, check_moves, ring_plan, route
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,18 @@ class RingStrategy:
 
     moves: Moves = "neighbour"
     ahead: int = 1  # steps before it is needed that a block is fetched
+    together: int = 1  # fetched blocks a launch
     name: str = "ring"
     traits: ClassVar[Traits] = Traits()
 
     def __post_init__(self) -> None:
         check_moves(self.moves)
-        check_ahead(self.ahead)
+        check_fetched(self.moves, self.ahead, self.together)
 
     def plan(self, problem: Problem) -> Plan:
-        return ring_plan(problem, self.name, side="kv", path=route(problem.ranks, self.moves, ahead=self.ahead))
+        return ring_plan(
+            problem,
+            self.name,
+            side="kv",
+            path=route(problem.ranks, self.moves, ahead=self.ahead, together=self.together),
+        )

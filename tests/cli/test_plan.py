@@ -71,7 +71,7 @@ def test_bytes_of_ring_by_hand(capsys):
 def test_bytes_of_burst_by_hand(capsys):
     facts = plan(capsys, *TINY, "--strategy", "burst")
     backward = facts["passes"]["backward"]
-    rows = 128  # LSE and delta: 4 rows · 4 heads · 4 bytes = 64, and each field fills 128
+    rows = 4 * 4 * 4  # LSE and delta: rows, heads, bytes
     block = 4 * 4 * 16 * 4 + 4 * 4 * 8 * 4 + rows + rows
     assert backward["travels"] == "q"
     assert backward["bytes_a_hop"] == backward["max"]["sent_bytes"] == block
@@ -99,8 +99,22 @@ def test_steps_of_a_rank(capsys):
     steps = plan(capsys, *TINY, "--strategy", "ring", "--rank", "1")["steps"]
     assert steps["rank"] == 1
     first, second = steps["forward"]
-    assert first["computes"] == {"q": 1, "kv": 1, "full_tiles": 0, "masked_tiles": 1, "area": 10}
-    assert second["computes"] == {"q": 1, "kv": 0, "full_tiles": 1, "masked_tiles": 0, "area": 16}
+    assert first["computes"] == {
+        "label": "q1 x kv1",
+        "q": [1],
+        "kv": [1],
+        "full_tiles": 0,
+        "masked_tiles": 1,
+        "area": 10,
+    }
+    assert second["computes"] == {
+        "label": "q1 x kv0",
+        "q": [1],
+        "kv": [0],
+        "full_tiles": 1,
+        "masked_tiles": 0,
+        "area": 16,
+    }
     assert second["arrives"] == [{"what": "kv0", "rank": 0, "rows": [0, 4], "bytes": 768}]
     assert [move["what"] for step in steps["backward"] for move in step["results_sent"]] == ["dkv0"]
 

@@ -13,7 +13,7 @@ from burst_portable.errors import InputError, LayoutError, UnknownNameError, Uns
 from burst_portable.layout import NAMES, make_layout
 from burst_portable.mask import Mask
 from burst_portable.moves import Ring
-from burst_portable.packets import ALIGNMENT, message_size
+from burst_portable.packets import ALIGNMENT, inboxes, message_size
 from burst_portable.planning import plan
 from burst_portable.plans import Plan, Problem, Step
 from burst_portable.strategies.registry import make_strategy
@@ -114,11 +114,11 @@ class TestPlantedMistakes:
 def test_a_ring_by_hand():
     """Rank 1 of 3, full mask: its own block, then rank 0's, then rank 2's; K and V leave to rank 2."""
     steps = make_plan(Mask.full(), "contiguous", ranks=3, length=9).forward.rank(1)
-    assert [s.compute.k_owner for s in steps] == [1, 0, 2]
+    assert [s.compute.k_owners for s in steps] == [(1,), (0,), (2,)]
     assert [(m.owner, m.target, m.issue, m.needed) for s in steps for m in s.sends] == [(1, 2, 0, 1), (0, 2, 1, 2)]
     assert [(m.owner, m.source) for s in steps for m in s.receives] == [(0, 0), (2, 0)]
     backward = make_plan(Mask.full(), "contiguous", ranks=3, length=9, strategy="burst").backward.rank(1)
-    assert [s.compute.q_owner for s in backward if s.compute] == [1, 0, 2]
+    assert [s.compute.q_owners for s in backward if s.compute] == [(1,), (0,), (2,)]
     # dQ of rank 0 is made at step 1 and goes on to rank 2; dQ of rank 2 is complete at step 2 and goes home.
     assert [(m.owner, m.target) for s in backward for m in s.result_sends] == [(0, 2), (2, 2)]
 
@@ -167,9 +167,28 @@ def test_bytes_by_hand():
 
 
 def test_fields_of_a_message_are_aligned():
-    plan = make_plan(Mask.full(), layout="contiguous", length=53, heads=3, kv_heads=3)
-    (move, *_) = plan.forward.rank(0)[0].sends
-    assert message_size(plan.problem, move, backward=False) % ALIGNMENT == 0
+    """LSE and delta of three heads are 12 bytes a row, and take 16."""
+    plan = make_plan(Mask.full(), "contiguous", "burst", length=53, heads=3, kv_heads=3)
+    (move, *_) = plan.backward.rank(0)[0].sends
+    assert message_size(plan.problem, move) == 14 * (2 * 3 * 64 * 2 + 2 * ALIGNMENT)
+
+
+def test_blocks_together_are_one_launch_and_one_piece_of_the_inbox():
+    """Five ranks, two blocks a launch: rank 3's own, then those of 1 and 2, then those of 0 and 4."""
+    plan = make_plan(Mask.full(), "contiguous", ranks=5, length=60, moves="fetch", together=2)
+    steps = plan.forward.rank(3)
+    assert [s.compute.k_owners for s in steps] == [(3,), (1, 2), (0, 4)]
+    assert [s.compute.tiles.area for s in steps] == [144, 288, 288]
+    places = inboxes(plan, 3).places
+    row = 2 * 8 * 64 * 2
+    of = {m.owner: places[m] for s in steps for m in s.receives}
+    assert (of[2] - of[1], of[4] - of[0]) == (12 * row, 12 * row)
+    for rank in range(5):  # both ends name the same place
+        theirs = inboxes(plan, rank).places
+        assert all(theirs[m] == places[m] for m in theirs.keys() & places.keys())
+    causal = make_plan(Mask.causal(), "zigzag", "burst", ranks=8, length=160, moves="fetch", ahead=8, together=8)
+    assert [s.compute.label for s in causal.forward.rank(2)] == ["q2 x kv2", "q2 x kv0+1+3+4+5+6+7"]
+    assert verify(causal) == []
 
 
 def test_flops_are_the_field_s():

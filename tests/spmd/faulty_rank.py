@@ -91,7 +91,8 @@ class StrikingRuntime:
     """Kernel calls are events: between a transfer that is under way and the wait for it."""
 
     def __init__(self, inner, event) -> None:
-        self._inner, self._event, self.transport, self.post = inner, event, inner.transport, inner.post
+        self._inner, self._event, self.transport = inner, event, inner.transport
+        self.inbox, self.post = inner.inbox, inner.post
 
     def attend(self, *arguments):
         self._event()

@@ -75,8 +75,8 @@ class Delayed(Transport):
     def buffer(self, size: int, device: torch.device) -> Tensor:
         return self._inner.buffer(size, device)
 
-    def inbox(self, size: int, device: torch.device, peer: int) -> Tensor:
-        return self._inner.inbox(size, device, peer)
+    def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
+        return self._inner.inbox(size, device, peer, place)
 
     def inboxes(self, size: int, device: torch.device) -> Tensor:
         return self._inner.inboxes(size, device)

@@ -44,7 +44,8 @@ def trace(data: dict[str, Any]) -> dict[str, Any]:
 
 def _name(kind: str, a: int, b: int) -> str:
     if kind == "compute":
-        return f"q{a} x kv{b}"
+        q, kv = ("(several)" if owner < 0 else owner for owner in (a, b))
+        return f"q{q} x kv{kv}"
     if kind in ("wait", "transfer"):
         return f"{'wait for' if kind == 'wait' else 'from'} rank {a}: block {b}"
     return "all ranks together" if kind == "collective" else "start transfers"

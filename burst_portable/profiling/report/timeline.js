@@ -88,6 +88,7 @@
       if (r.stop[r.lanes[l][k]] >= t - slack) return [r, r.lanes[l][k]];
     return null;
   }
+  const of = (owner) => (owner < 0 ? "(several)" : owner);
   function describe([r, i]) {
     const [kind, backward, a, b, work] = data.what[r.what[i]], name = KINDS[kind], took = r.stop[i] - r.start[i];
     let p = 0;
@@ -95,7 +96,7 @@
     const [, iteration, layer, step] = r.places[p];
     const lines = [`${WORDS[name]} on rank ${r.rank}: ${time(took)}`];
     lines.push(`${backward ? "backward" : "forward"}, ring step ${step}, layer ${layer}, training step ${iteration}`);
-    if (name === "compute") lines.push(`q${a} × kv${b}, ${scaled(work, "FLOP")}, ${scaled((work / (took * data.unit)) * 1e9, "FLOP/s")}`);
+    if (name === "compute") lines.push(`q${of(a)} × kv${of(b)}, ${scaled(work, "FLOP")}, ${scaled((work / (took * data.unit)) * 1e9, "FLOP/s")}`);
     if (name === "wait") lines.push(`for rank ${a}, block of rank ${b}, ${scaled(work, "B")}`);
     if (name === "transfer") lines.push(`from rank ${a}, block of rank ${b}, ${scaled(work, "B")}, ${scaled((work / (took * data.unit)) * 1e9, "B/s")}`);
     lines.push(`at ${time(r.start[i])}`);
