@@ -105,6 +105,21 @@ def test_what_lies_outside_every_tile_is_neither_read_nor_written(kernel):
         assert bool((gradient[:, 10:40] != 7).any())
 
 
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("columns", [1, 7, 15, 16, 33])
+def test_nan_shows_however_few_the_columns(kernel, columns):
+    """torch's CPU operator takes a row of fewer than 16 scores that are NaN for one that sees nothing."""
+    q, k, v, _ = inputs(torch.float32, rows=40)
+    q[0, 3, 1, 0] = torch.nan
+    k, v = (x[:, :columns] for x in (k, v))
+    out, lse = bp.partial_attention(q, k, v, [Tile(0, 40, 0, columns, -columns, 40)], kernel=kernel.name)
+    wrong = torch.zeros(lse.shape, dtype=torch.bool)
+    wrong[0, 1, 3] = True
+    assert torch.equal(lse.isnan(), wrong)
+    assert torch.equal(out.isnan().all(-1), wrong.transpose(1, 2))
+    assert torch.equal(out.isnan().any(-1), wrong.transpose(1, 2))
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_lowering_covers_every_cell_once(name):
     """The calls of torch's operator hold exactly the cells of the tile, with no row left empty."""

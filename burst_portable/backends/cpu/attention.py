@@ -26,6 +26,9 @@ from burst_portable.tiles import Tile
 STRIP = 256
 """Rows of a strip: its mask holds STRIP x (STRIP + window) numbers."""
 
+_LANES = 16
+"""Numbers in the widest vector of a CPU: for fewer columns the operator looks for the largest score in another way."""
+
 
 class Piece(NamedTuple):
     """One call of the operator: a box, and how it is masked."""
@@ -91,6 +94,8 @@ class CpuFlashKernel(PiecewiseKernel[Piece]):
         operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
         out, lse = operator(*heads_first, 0.0, piece.causal, attn_mask=piece.mask(q.dtype), scale=scale)
+        if k.shape[1] < _LANES:
+            _show_nan(out, lse, q, k)
         return out.transpose(1, 2), lse
 
     def backward(
@@ -102,6 +107,14 @@ class CpuFlashKernel(PiecewiseKernel[Piece]):
         parts = operator(*heads_first, _as_it_makes_it(lse), 0.0, piece.causal, attn_mask=mask, scale=scale)
         dq, dk, dv = (x.transpose(1, 2) for x in parts)
         return dq, dk, dv
+
+
+def _show_nan(out: Tensor, lse: Tensor, q: Tensor, k: Tensor) -> None:
+    """Mend rows of NaN scores alone, which the operator takes for empty ones where columns are few: out 0, LSE 0."""
+    scores = torch.einsum("bshgd,bchd->bhgsc", q.unflatten(2, (k.shape[2], -1)), k).flatten(1, 2)
+    lost = (lse == 0) & scores.isnan().any(-1)
+    lse.masked_fill_(lost, torch.nan)
+    out.masked_fill_(lost.unsqueeze(-1), torch.nan)
 
 
 def _as_it_makes_it(lse: Tensor) -> Tensor:
