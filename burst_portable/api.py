@@ -15,7 +15,14 @@ from burst_portable import numerics
 from burst_portable.autograd import Call, apply
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel, for_device
-from burst_portable.checks import check_tensor, check_tensors, checked_scale, checked_softcap, tell_the_others
+from burst_portable.checks import (
+    check_no_transforms,
+    check_tensor,
+    check_tensors,
+    checked_scale,
+    checked_softcap,
+    tell_the_others,
+)
 from burst_portable.choices import Request, choose, requested
 from burst_portable.comm.agreement import Statement, named, state
 from burst_portable.compiling import outside_graphs
@@ -124,6 +131,7 @@ def attention(
     """
     mesh = as_mesh(mesh)
     try:
+        check_no_transforms()
         if not isinstance(return_lse, bool):
             raise InputError(explain("return_lse is no choice", got=shown(return_lse), allowed="True or False"))
         request = requested(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)

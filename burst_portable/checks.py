@@ -18,6 +18,7 @@ from burst_portable.errors import (
     InputError,
     LayoutError,
     ShapeError,
+    UnsupportedError,
     explain,
     shown,
 )
@@ -46,6 +47,18 @@ def check_rows(layout: Layout, rows: int, mesh: Mesh) -> None:
                 got=f"{rows} rows",
                 allowed=f"{layout.count(mesh.rank)} of {layout.length} tokens on {mesh.size} ranks",
                 next_step="cut tensors with shard(), or pass seq_len where ranks hold different lengths",
+            )
+        )
+
+
+def check_no_transforms() -> None:
+    """Refuse a call from inside torch.func: buffers that are sent and merged into hold one tensor, not a batch."""
+    if torch._C._are_functorch_transforms_active():  # what torch's own autograd.Function asks
+        raise UnsupportedError(
+            explain(
+                "attention cannot be transformed by torch.func",
+                got="a call from inside vmap, grad, vjp, jvp or jacrev",
+                next_step="put what vmap maps over into the batch, and take gradients with backward()",
             )
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from burst_portable.api import attention
 from burst_portable.checks import check_rows, check_tensor, tell_the_others, whole_length
 from burst_portable.compiling import outside_graphs
-from burst_portable.errors import BurstError, DtypeError, InputError, ShapeError, explain, shown, unknown_name
+from burst_portable.errors import DtypeError, InputError, ShapeError, explain, shown, unknown_name
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
@@ -132,7 +132,7 @@ class SelfAttention(nn.Module):
         try:
             length = self._whole_length(x, seq_len)
             q, k, v = self._projected(x, length, position_ids)
-        except BurstError as refusal:
+        except Exception as refusal:
             tell_the_others(self.mesh, refusal, x)
             raise
         out = attention(

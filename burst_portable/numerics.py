@@ -137,7 +137,7 @@ def merge(parts: Sequence[State]) -> State:
         (out, LSE) in the accumulation dtype. Rows that saw nothing: 0 and -inf, whatever their out was.
 
     Raises:
-        InputError: no part, or one that is no pair of tensors; parts on different devices.
+        InputError: no part, or one that is no pair of tensors; parts on different devices, or that want gradients.
         ShapeError, DtypeError: parts whose shapes or dtypes do not go together.
     """
     _check_parts(parts)
@@ -160,6 +160,8 @@ def _check_parts(parts: Sequence[State]) -> None:
     for part in parts:
         if not (isinstance(part, tuple | list) and len(part) == 2 and all(isinstance(x, Tensor) for x in part)):
             raise InputError(explain("merge takes pairs (out, LSE)", got=type(part).__name__))
+        if torch.is_grad_enabled() and any(x.requires_grad for x in part):
+            raise InputError("merge has no gradient: detach the parts first, or let attention() do the whole")
     first = parts[0][0]
     for out, lse in parts:
         if out.dim() != 4 or out.shape != first.shape or lse.shape != (out.shape[0], out.shape[2], out.shape[1]):

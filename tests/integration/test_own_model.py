@@ -141,6 +141,17 @@ def test_a_rank_that_refuses_its_input_lets_no_other_wait():
     bp.run_local(2, work, deadline=20)
 
 
+def test_a_rank_that_torch_stops_lets_no_other_wait():
+    def work(mesh):
+        module = SelfAttention(16, 4, mesh=mesh)
+        x = torch.zeros(1, 6, 16, dtype=torch.float64 if mesh.rank else torch.float32)
+        error, message = (RuntimeError, "dtype") if mesh.rank else (MismatchError, "rank 1 refused: RuntimeError")
+        with pytest.raises(error, match=message):
+            module(x)
+
+    bp.run_local(2, work, deadline=20)
+
+
 def test_a_layout_says_how_long_the_sequence_is():
     def work(mesh):
         layout = bp.make_layout("contiguous", 11, 2)

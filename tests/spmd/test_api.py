@@ -187,6 +187,19 @@ def test_autocast_around_a_call_changes_nothing(softcap):
         assert torch.equal(with_it, without)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("transformed", [torch.vmap, torch.func.grad], ids=lambda t: t.__name__)
+def test_transforms_of_functions_are_refused(transformed, ranks):
+    _, k, v = qkv()
+    x = torch.randn(3, 1, 16, 4, 8)
+
+    def work(mesh):
+        with pytest.raises(UnsupportedError, match=r"torch\.func; .*; put what vmap maps over into the batch"):
+            transformed(lambda q: bp.attention(q.view(-1, 16, 4, 8)[:1], k, v, mesh=mesh).sum())(x)
+
+    bp.run_local(ranks, work)
+
+
 def test_a_mesh_from_no_process_group():
     with pytest.raises(InputError, match="torchrun"):
         bp.Mesh.from_group()
@@ -205,6 +218,14 @@ def test_partial_attention_and_merge_are_the_whole():
     torch.testing.assert_close(lse, whole_lse)
     with pytest.raises(ShapeError, match="past its block"):
         bp.partial_attention(q, k[:, :8], v[:, :8], [Tile(0, 16, 0, 16, 0, 15)])
+
+
+def test_merge_has_no_gradient():
+    out, lse = torch.ones(1, 4, 2, 8, requires_grad=True), torch.zeros(1, 2, 4)
+    with pytest.raises(InputError, match="merge has no gradient"):
+        bp.merge([(out, lse), (out, lse)])
+    with torch.no_grad():
+        assert bool(bp.merge([(out, lse), (out, lse)])[0].eq(1).all())
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
