@@ -43,6 +43,7 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
         "schema": SCHEMA,
         "device": aligned[0].facts.get("device", "cpu"),
         "light": bool(aligned[0].facts.get("light", False)),
+        "transport": aligned[0].facts.get("transport", {"used": "", "direct": ""}),
         "clock": {
             "evidence": aligned[0].evidence,
             "method": clocks.method,

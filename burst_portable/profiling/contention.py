@@ -47,3 +47,13 @@ def contention(kernels: Intervals, work: NDArray[np.int64], comm: Intervals) -> 
         "ratio": took / expected if expected else 1.0,
         "lost": round(took - expected),
     }
+
+
+def contended(data: dict[str, Any]) -> dict[str, Any] | None:
+    """The rank that loses most to communication beside its kernels; None where it could not be told.
+
+    The tracer's word counts before that of the marks around kernel calls.
+    """
+    told = [{"rank": r["rank"], **r["contention"]} for r in data.get("traced", ()) if r["contention"]]
+    told = told or list(data.get("contention", ()))
+    return max(told, key=lambda c: c["lost"], default=None)

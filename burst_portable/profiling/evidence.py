@@ -28,7 +28,7 @@ _TOLD: Mapping[str, tuple[str, ...]] = {
     "trace: the vendor's own tracer, joined by the launching call": ("time",),
     "plan: exact mask area, and the bytes of the buffers that were sent": (
         *("flops", "pairs", "tiles", "bytes", "sent", "sent_bytes", "received_bytes", "messages", "messages_sent"),
-        *("planned_sent", "planned"),
+        *("planned_sent", "planned", "layouts"),
     ),
     "plan: FLOPs over the bytes of each row read or written once": ("intensity",),
     "estimate: the plan's cost at the backend's rates; it knows no contention and no slow neighbour": (

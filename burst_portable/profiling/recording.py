@@ -16,18 +16,16 @@ from torch import Tensor
 
 from burst_portable.backends.registry import for_device, peaks_of, rates_of
 from burst_portable.comm.base import Handle, Message, Transport
-from burst_portable.cost import Rates, pass_flops, rank_cost
-from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.cost import pass_flops, rank_cost
 from burst_portable.kernels.contract import Options
 from burst_portable.moves import Move
 from burst_portable.numerics import State
-from burst_portable.planning import planned
 from burst_portable.plans import PASSES, Compute, Plan
+from burst_portable.profiling.alternatives import layouts, strategies
 from burst_portable.profiling.events import Clock, make_clock
 from burst_portable.profiling.place import Place
 from burst_portable.profiling.record import COLUMNS, NEVER, TIMES, RankRecords, Table
 from burst_portable.runtime import Queries, Runtime
-from burst_portable.strategies.registry import make_strategy
 
 Annotate = Callable[[Place], AbstractContextManager[object]]
 
@@ -50,6 +48,7 @@ class Recorder:
         self._plans: dict[int, tuple[int, Plan, PlanFacts]] = {}
         self._clocks: dict[torch.device, Clock] = {}
         self._device: torch.device | None = None
+        self.transport = ""  # its name, known at the first call
 
     def clock(self, device: torch.device) -> Clock:
         """The clock of a device, made when it is first asked for."""
@@ -92,6 +91,10 @@ class Recorder:
             {
                 "device": device,
                 "light": self.light,
+                "transport": {
+                    "used": self.transport,
+                    "direct": for_device(device).capabilities.direct_transport,
+                },
                 "peaks": [asdict(peaks_of(for_device(device), dtype)) for dtype in dtypes],
             },
         )
@@ -139,25 +142,14 @@ class PlanFacts:
             "itemsize": p.itemsize,
             "dtype": self.dtype,
             "travels": {name: part.side for name, part in plan.passes()},
+            "direct": plan.direct,
+            "layouts": layouts(p),
             "rates": {"tflops": rates.tflops, "gbps": rates.gbps, "source": rates.source or "the backend's guess"},
             "planned": {
                 **{name: {key: getattr(c, key) for key in _PLANNED} for name, c in costs.items()},
-                "alternatives": _alternatives(plan, self.rank, rates),
+                "alternatives": strategies(plan, self.rank, rates),
             },
         }
-
-
-def _alternatives(plan: Plan, rank: int, rates: Rates) -> dict[str, dict[str, float]]:
-    """What other strategies would send and take, both passes of this rank."""
-    found = {}
-    for name in ("ring", "burst", "ulysses"):
-        try:
-            other = planned(make_strategy(name), plan.problem)
-        except (InputError, UnsupportedError):
-            continue  # it does not go with this problem
-        costs = [rank_cost(other, one, rank, rates) for one in PASSES]
-        found[name] = {"sent": sum(c.sent for c in costs), "seconds": sum(c.seconds for c in costs)}
-    return found
 
 
 def _layout_name(layout: Any) -> str:
@@ -178,6 +170,7 @@ class RecordingRuntime:
         self.inner, self.recorder = inner, recorder
         self._facts = recorder.facts(plan)
         self._place = recorder.iteration, recorder.call - 1
+        recorder.transport = inner.transport.name
         self.step = 0
         self.transport = RecordingTransport(inner.transport, self)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from burst_portable.profiling import advice as change
+from burst_portable.profiling.contention import contended
 from burst_portable.profiling.units import percent, time_text
 
 PASSES = ("forward", "backward")
@@ -16,6 +18,7 @@ _WORTH = 0.03  # of a rank's time: what is less is not worth a verdict
 _HEARD = 0.25  # of a slow rank's excess: what others waited for it, so that all of it counts
 _STANDS_OUT = 2.0  # a link is slow when ranks wait this many times longer for it than for the middle one
 
+BOTH_ENDS = "events: both ends of each message"
 Loss = dict[str, Any]
 
 
@@ -28,6 +31,7 @@ def losses_of(report: dict[str, Any]) -> list[Loss]:
         *_links(report),
         *_late(report, "outside", "came late to attention"),
         *_host_gaps(report),
+        *_contention(report),
     ]
     if report["light"] or not report["causes"]:
         found += _blocked(report)
@@ -83,7 +87,7 @@ def _slow_ranks(report: dict[str, Any]) -> list[Loss]:
         )
         # What the last pass took too long nobody waited for any more; what nobody waited for at all cost nothing.
         lost = excess if most > _HEARD * excess else most
-        found.append(_loss("slow rank", lost, text, advice, "measured kernels, FLOPs of the plan", number))
+        found.append(_loss("slow rank", lost, text, advice, "events: kernels; plan: FLOPs", number))
     return found
 
 
@@ -107,8 +111,7 @@ def _uneven(report: dict[str, Any]) -> list[Loss]:
         return []
     layout = report["plans"][0]["layout"] if report["plans"] else "this layout"
     text = f"the plan is uneven: rank {worst} has {most:.2g} times the mean FLOPs (layout: {layout})"
-    advice = "spread the sequence with layout='zigzag' or 'striped', for packed documents 'document_zigzag'"
-    return [_loss("uneven plan", lost, text, advice, "FLOPs of the plan, measured kernels", worst)]
+    return [_loss("uneven plan", lost, text, change.layout(report), "plan: FLOPs; events: kernels", worst)]
 
 
 def _links(report: dict[str, Any]) -> list[Loss]:
@@ -117,7 +120,7 @@ def _links(report: dict[str, Any]) -> list[Loss]:
     known = [(link["source"], link["target"]) for link in report["links"]]
     times = {pair: waited.get(pair, 0) for pair in known}
     found, ranks = [], len(report["ranks"])
-    excess = 0.0
+    slow, usual = None, 1.0
     if times:
         pair, worst = max(times.items(), key=lambda one: one[1])
         rest = median(t for p, t in times.items() if p != pair) if len(times) > 1 else 0.0
@@ -129,14 +132,17 @@ def _links(report: dict[str, Any]) -> list[Loss]:
                 f"look at the way from rank {source} to rank {target} (topology, other traffic, the network between "
                 "them); until then order the ranks so that fewer bytes take it, or try strategy='ulysses'"
             )
-            evidence = "derived from both ends of each message"
-            found.append(_loss("slow link", excess, text, advice, evidence, source, target))
-    on_way = sum(sum(c["waited"].values()) for c in report["causes"] if c["kind"] in ("link", "collective"))
-    everywhere = on_way / max(1, ranks) - excess / max(1, ranks)
-    text = "communication is exposed: ranks stand still while blocks are on their way"
-    found.append(
-        _loss("communication", everywhere, text, _fewer_bytes(report), "derived from both ends of each message")
+            found.append(_loss("slow link", excess, text, advice, BOTH_ENDS, source, target))
+            slow, usual = pair, rest / worst
+    # Everybody's waits for the slow link are its own loss, but for what a link like the others would have cost.
+    on_way = sum(
+        sum(c["waited"].values()) * (usual if (c["rank"], c["peer"]) == slow else 1.0)
+        for c in report["causes"]
+        if c["kind"] in ("link", "collective")
     )
+    everywhere = on_way / max(1, ranks)
+    text = "communication is exposed: ranks stand still while blocks are on their way"
+    found.append(_loss("communication", everywhere, text, change.exposed(report), BOTH_ENDS))
     return found
 
 
@@ -148,29 +154,13 @@ def _speeds(report: dict[str, Any], pair: tuple[int, int]) -> str:
     return f"it brings {mine}, others {median(others) / 1e6:.3g} MB/s" if others else f"it brings {mine}"
 
 
-def _fewer_bytes(report: dict[str, Any]) -> str:
-    """The strategy that the plan's cost would rather have, if there is a better one."""
-    general = "give each rank more tokens, so that computing hides the blocks, or look for a faster transport"
-    if not report["plans"]:
-        return general
-    plan = report["plans"][0]
-    ranks = plan["ranks_planned"]
-    sent = {name: max(r["alternatives"][name]["sent"] for r in ranks) for name in ranks[0]["alternatives"]}
-    sent.pop(plan["strategy"], None)
-    mine = max(sum(rank[name]["sent"] for name in PASSES) for rank in ranks)
-    best = min(sent, key=lambda name: sent[name], default=None)
-    if best is None or sent[best] >= 0.95 * mine:
-        return f"no other strategy sends fewer bytes here than {plan['strategy']}: {general}"
-    return f"try strategy={best!r}, which sends {sent[best] / mine:.2g} times the bytes; or {general}"
-
-
 def _late(report: dict[str, Any], kind: str, what: str) -> list[Loss]:
     found = []
     for rank, who in _waited(report, kind).items():
         most = max(who.values(), default=0)
         text = f"rank {rank} {what}: others wait for it while it does something else"
         advice = f"look at what rank {rank} does between attentions: data loading, uneven layers, logging"
-        found.append(_loss("late rank", most, text, advice, "derived from both ends of each message", rank))
+        found.append(_loss("late rank", most, text, advice, BOTH_ENDS, rank))
     return found
 
 
@@ -179,7 +169,19 @@ def _host_gaps(report: dict[str, Any]) -> list[Loss]:
     gaps = [rank["idle_between_kernels"] for rank in report["ranks"]]
     text = "time between kernels: ranks are in attention, and neither compute nor wait"
     advice = "launching, packing and merging cost more than they should: give each rank more tokens, or fewer steps"
-    return [_loss("host", sum(gaps) / max(1, len(gaps)), text, advice, "measured: what nothing else took")]
+    return [_loss("host", sum(gaps) / max(1, len(gaps)), text, advice, "events: what nothing else took")]
+
+
+def _contention(report: dict[str, Any]) -> list[Loss]:
+    """Kernels that take longer while something is transferred."""
+    found = contended(report)
+    if found is None or found["ratio"] <= 1.0:
+        return []
+    text = (
+        f"kernels are slower beside communication: on rank {found['rank']} they take {found['ratio']:.2f} times as long"
+    )
+    known = "trace: kernels beside communication and alone" if report["traced"] else "events: kernels, and transfers"
+    return [_loss("contention", found["lost"], text, change.beside(report), known, found["rank"])]
 
 
 def _blocked(report: dict[str, Any]) -> list[Loss]:
@@ -187,7 +189,7 @@ def _blocked(report: dict[str, Any]) -> list[Loss]:
     lost = sum(rank["blocking"] for rank in report["ranks"]) / max(1, len(report["ranks"]))
     text = "ranks stand still, waiting for others; whose fault it is, this session cannot tell"
     advice = "gather all ranks (session.report() on every rank) at level='session' to see who is late"
-    return [_loss("waiting", lost, text, advice, "measured waits of one end")]
+    return [_loss("waiting", lost, text, advice, "events: waits of one end")]
 
 
 def _waited(report: dict[str, Any], kind: str) -> dict[int, dict[str, int]]:

@@ -35,6 +35,8 @@ PLAN = {
         "alternatives": {"ring": {"sent": 500, "seconds": 1.0}},
     },
     "strategy": "ring",
+    "travels": {"forward": "kv", "backward": "kv"},
+    "rates": {"tflops": 1.0, "gbps": 1.0},
     "layout": "zigzag",
 }
 

@@ -9,11 +9,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from burst_portable.profiling.contention import contended
 from burst_portable.profiling.evidence import evidence_of
 from burst_portable.profiling.partition import PARTS
 from burst_portable.profiling.report.tables import (
     NAMES,
-    contended,
     layer_rows,
     loss_name,
     peaks_text,

@@ -22,6 +22,7 @@ _LOSSES = {
     "communication": "communication exposed",
     "late rank": "late rank",
     "host": "gaps between kernels",
+    "contention": "kernels slowed by communication",
     "waiting": "waiting",
     "none": "no large loss",
 }
@@ -116,13 +117,3 @@ def traced_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
             if k["time"] > row["most"]["time"]:
                 row["most"] = k
     return sorted(rows.values(), key=lambda r: -r["time"])
-
-
-def contended(data: dict[str, Any]) -> dict[str, Any] | None:
-    """The rank that loses most to communication beside its kernels; None where it could not be told.
-
-    The tracer's word counts before that of the marks around kernel calls.
-    """
-    told = [{"rank": r["rank"], **r["contention"]} for r in data.get("traced", ()) if r["contention"]]
-    told = told or list(data.get("contention", ()))
-    return max(told, key=lambda c: c["lost"], default=None)

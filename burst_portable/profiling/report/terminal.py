@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from burst_portable.profiling.contention import contended
 from burst_portable.profiling.partition import PARTS
-from burst_portable.profiling.report.tables import contended, loss_name, peaks_text, step_rows, traced_rows
+from burst_portable.profiling.report.tables import loss_name, peaks_text, step_rows, traced_rows
 from burst_portable.profiling.units import percent, scaled, time_text
 
 _COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}

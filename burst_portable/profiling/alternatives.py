@@ -1,0 +1,58 @@
+"""What a rank would send under other strategies, and how evenly other layouts would spread the work: by plans alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from burst_portable.cost import Rates, rank_cost
+from burst_portable.errors import InputError, LayoutError, UnsupportedError
+from burst_portable.layout import NAMES, make_layout
+from burst_portable.planning import planned
+from burst_portable.plans import PASSES, Plan, Problem
+from burst_portable.strategies.registry import make_strategy
+from burst_portable.tiles import find_tiles
+
+_STRATEGIES: dict[str, tuple[str, dict[str, object]]] = {
+    "strategy='ring'": ("ring", {}),
+    "strategy='burst'": ("burst", {}),
+    "RingStrategy(moves='fetch')": ("ring", {"moves": "fetch"}),
+    "BurstStrategy(moves='fetch')": ("burst", {"moves": "fetch"}),
+    "strategy='ulysses'": ("ulysses", {}),
+}
+"""As a program writes it -> name and options."""
+_MOST = 1 << 11  # ranks times regions of the mask: above, trying layouts takes longer than the answer is worth
+
+
+def strategies(plan: Plan, rank: int, rates: Rates) -> dict[str, dict[str, Any]]:
+    """Other strategies: bytes sent and predicted seconds of this rank in both passes, and which side travels."""
+    found = {}
+    for label, (name, options) in _STRATEGIES.items():
+        try:
+            other = planned(make_strategy(name, **options), plan.problem)
+        except (InputError, UnsupportedError):
+            continue  # it does not go with this problem
+        costs = [rank_cost(other, one, rank, rates) for one in PASSES]
+        found[label] = {
+            "sent": sum(c.sent for c in costs),
+            "seconds": sum(c.seconds for c in costs),
+            "travels": {one: part.side for one, part in other.passes()},
+        }
+    return found
+
+
+def layouts(problem: Problem) -> dict[str, float]:
+    """Layouts by name: the pairs of the busiest rank over the mean. Empty where there are too many to try."""
+    length, ranks, mask = problem.q_layout.length, problem.ranks, problem.mask
+    if ranks * len(mask.regions) > _MOST or length != problem.k_layout.length:
+        return {}
+    found = {}
+    for name in NAMES:
+        try:
+            layout = make_layout(name, length, ranks, mask if name == "document_zigzag" else None)
+        except (InputError, LayoutError):
+            continue  # documents are asked for, and the mask has none
+        every = layout.joined().shards[0]
+        pairs = [find_tiles(mask, shard, every).area for shard in layout.shards]
+        if sum(pairs):
+            found[name] = max(pairs) * ranks / sum(pairs)
+    return found
