@@ -1,10 +1,13 @@
 """One rank of test_ranks: attentions over gloo with one slow link, then with one slow rank; rank 0 writes reports.
 
 python -m tests.profiling.gloo_rank RANK RANKS FOLDER
+
+The slow place writes down how long it really was slow: on a machine with other work, a sleep of 50 ms takes longer.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -19,10 +22,17 @@ from burst_portable.comm.torch_dist import TorchDistTransport
 
 DELAY = 0.05  # seconds
 SLOW_RANK = 1
+slept: list[float] = []  # seconds, as they were
 
 
 def slow_link(ranks: int) -> tuple[int, int]:
     return (0, 1) if ranks == 2 else (1, 2)
+
+
+def delay() -> None:
+    began = time.perf_counter()
+    time.sleep(DELAY)
+    slept.append(time.perf_counter() - began)
 
 
 class SlowLink(TorchDistTransport):
@@ -44,7 +54,7 @@ class Late:
 
     def _arrive(self) -> None:
         self._handle.wait()
-        time.sleep(DELAY)
+        delay()
 
     def wait(self) -> None:
         self._thread.join()
@@ -55,7 +65,7 @@ def slow_kernel() -> None:
         fast = getattr(CpuFlashKernel, name)
 
         def slow(*arguments, _fast=fast, **options):
-            time.sleep(DELAY)
+            delay()
             return _fast(*arguments, **options)
 
         setattr(CpuFlashKernel, name, slow)
@@ -89,10 +99,15 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     if rank == slow_link(ranks)[1]:
         transport.slow_source = slow_link(ranks)[0]
     profiled(mesh, folder / "link.json", 3, gradients=False)
+    if rank == slow_link(ranks)[1]:
+        (folder / "link.delays").write_text(json.dumps(slept))
     transport.slow_source = -1
+    slept.clear()
     if rank == SLOW_RANK:
         slow_kernel()
     profiled(mesh, folder / "compute.json", 2, gradients=True)
+    if rank == SLOW_RANK:
+        (folder / "compute.delays").write_text(json.dumps(slept))
     dist.barrier()
 
 
