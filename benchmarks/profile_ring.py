@@ -1,0 +1,343 @@
+"""Whether the profiler tells the truth: against lengths that are known, and against torch.profiler's own trace.
+
+    python benchmarks/profile_ring.py --what overlap                                    one device: a kernel, a copy
+    torchrun --nproc-per-node 8 benchmarks/profile_ring.py --what ring --rows 32k,512k-gqa      marks against the trace
+    torchrun --nproc-per-node 8 benchmarks/profile_ring.py --what cost --rows 128k              what watching costs
+
+`overlap` puts a kernel and a copy of known lengths, each timed alone, beside one another, and compares the partition
+with what these lengths make. `ring` profiles a few steps at the deep level: exposed communication and span by the
+marks, and by the tracer's events, from a rank's first attention kernel to its last. `cost` takes turns, in one run:
+off, light, session. JSON goes to --out; the exit code is 1 where something is more than 2 % apart.
+
+On CPUs it all runs, with --rows tiny. There a trace holds operators of the host, which are not compared, and a copy
+that is over before anyone waits is not seen, so its overlap is not either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+if not __package__:  # started as a script by torchrun
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import burst_portable as bp
+from benchmarks.ring import ROWS, Clock, join
+from burst_portable.backends.registry import for_device
+from burst_portable.kernels.contract import Options
+from burst_portable.profiling.analyze import analyze
+from burst_portable.profiling.matching import match
+from burst_portable.profiling.partition import Timeline
+from burst_portable.profiling.record import RankRecords
+from burst_portable.profiling.recording import Recorder, RecordingRuntime
+from burst_portable.profiling.traced import Traced
+from burst_portable.runtime import installed
+
+WITHIN = 0.02
+COMPARED = ("span", "compute", "exposed_comm")
+Found = dict[str, Any]
+
+
+# ----------------------------------------------------------------------------------------- overlap on one device
+
+
+class Device:
+    """Work of a length that can be chosen: a kernel on the current stream, a copy beside it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = for_device(device.type).capabilities.streams
+        self.device = device
+        if self.streams:
+            self._module = torch.get_device_module(device)
+            self._side = torch.Stream(device)
+            self._host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+            self._there = torch.empty_like(self._host, device=device)
+
+    def kernel(self, amount: float) -> None:
+        """Nothing but time: millions of cycles on a device, milliseconds on a CPU. Takes no memory bandwidth."""
+        if self.streams:
+            self._module._sleep(int(amount * 1e6))
+        else:
+            time.sleep(amount / 1e3)
+
+    def copy(self, amount: float) -> Callable[[], None]:
+        """From the host's memory, MiB on a device, milliseconds on a CPU; returns what waits for it."""
+        if not self.streams:
+            thread = threading.Thread(target=time.sleep, args=(amount / 1e3,))
+            thread.start()
+            return thread.join
+        size, current = int(amount * (1 << 20)), torch.accelerator.current_stream(self.device)
+        self._side.wait_stream(current)
+        with self._side:
+            self._there[:size].copy_(self._host[:size], non_blocking=True)
+            over = torch.Event(self.device)
+            over.record()
+        return lambda: torch.accelerator.current_stream(self.device).wait_event(over)
+
+    def seconds(self, work: Callable[[], Any]) -> float:
+        """Of work alone, as its device sees it: the median of some."""
+        times = []
+        for _ in range(7):
+            self.settle()
+            if self.streams:
+                before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+                before.record()
+                work()
+                after.record()
+                after.synchronize()
+                times.append(before.elapsed_time(after) / 1e3)
+            else:
+                began = time.perf_counter()
+                work()
+                times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    def settle(self) -> None:
+        if self.streams:
+            torch.accelerator.synchronize()
+
+
+class Waits:
+    """See `comm.base.Handle`."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
+
+
+def beside(device: Device, kernel: float, copy: float) -> Found:
+    """A kernel of a length and a copy of another, begun together; then the rank waits for the copy."""
+    plan = bp.plan(seq_len=64, ranks=2, heads=1, head_dim=16, mask="full", layout="contiguous", strategy="ring")
+    transport = SimpleNamespace(name="copies", rank=0, size=2, host="")
+    arriving: list[Callable[[], None]] = []
+
+    def post(sends: list[Any], receives: list[Any], label: str) -> tuple[list[Waits], list[Waits]]:
+        return [Waits(lambda: None) for _ in sends], [Waits(arriving[0]) for _ in receives]
+
+    inner = SimpleNamespace(transport=transport, attend=lambda *_: device.kernel(kernel), post=post)
+    ranks = [RecordingRuntime(inner, plan, Recorder(rank, "host", light=False)) for rank in (0, 1)]  # type: ignore[arg-type]
+    q = torch.empty(1, device=device.device)
+    first, second = plan.forward.rank(0)
+    move, sent = first.receives[0], torch.empty(8, dtype=torch.uint8, device=device.device)
+    for runtime in ranks:  # the clocks' first marks wait for the device
+        runtime.recorder.clock(device.device)
+    device.settle()
+    (leaving,), _ = ranks[1].post([(move, sent)], [], "forward step 0")
+    leaving.wait()
+    arriving.append(device.copy(copy))
+    _, (handle,) = ranks[0].post([], [(move, sent)], "forward step 0")
+    ranks[0].attend(first.compute, q, q, q, Options(1.0), None)  # type: ignore[arg-type]
+    handle.wait()
+    ranks[0].attend(second.compute, q, q, q, Options(1.0), None)  # type: ignore[arg-type]
+    device.settle()
+    found: Found = analyze([one.recorder.records() for one in ranks])["ranks"][0]
+    return {name: found[name] / 1e9 for name in ("span", "compute", "exposed_comm", "overlap")}
+
+
+def overlap(device: torch.device) -> list[Found]:
+    """A copy that is shorter than the kernel, and one that is longer: what is hidden, and what is left."""
+    one = Device(device)
+    kernel, unit = (8.0, 32.0) if one.streams else (60.0, 20.0)
+    alone = one.seconds(lambda: one.kernel(kernel))
+    found = []
+    for times in (0.5, 2.0):
+        length = one.seconds(lambda: one.copy(unit)())
+        copy = unit * times * alone / length
+        if one.streams:
+            copy = min(copy, 1023.0)  # of what there is
+        length = one.seconds(lambda copy=copy: one.copy(copy)())  # type: ignore[misc]
+        expected = {
+            "span": max(alone, length) + alone,
+            "compute": 2 * alone,
+            "exposed_comm": max(0.0, length - alone),
+            "overlap": min(alone, length),
+        }
+        if length < alone and not one.streams:
+            del expected["overlap"]
+        runs = [beside(one, kernel, copy) for _ in range(5)]
+        measured = {name: statistics.median(run[name] for run in runs) for name in expected}
+        found.append({"kernel": alone, "copy": length, "expected": expected, "measured": measured})
+    return found
+
+
+# ----------------------------------------------------------------------------------------- a ring, and its trace
+
+
+def steps_of(row_name: str, mesh: bp.Mesh, device: torch.device, strategy: Any) -> Callable[[], None]:
+    """One training step's attention of a row: forward and backward on this rank's shards."""
+    row = ROWS[row_name]
+    mask = bp.Mask.parse(row.mask, row.length)
+    layout = bp.make_layout(row.layout, row.length, mesh.size, mask)
+    rows = layout.count(mesh.rank)
+    dtype = torch.bfloat16 if for_device(device.type).capabilities.streams else torch.float32
+    counts = row.heads[0], row.heads[1], row.heads[1], row.heads[0]
+    q, k, v, dout = (torch.randn(1, rows, n, row.head, device=device, dtype=dtype) for n in counts)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step() -> None:
+        out = bp.attention(*leaves, mask=mask, mesh=mesh, layout=layout, strategy=strategy, deterministic=False)
+        torch.autograd.grad(out, leaves, dout)
+
+    return step
+
+
+def by_marks(one: RankRecords, every: list[RankRecords]) -> Found:
+    """From the first kernel to the last; what only the host sees (asking whether ranks agree) is no part of it."""
+    messages = match(every)
+    compute, message, collective = (one.tables[kind] for kind in ("compute", "message", "collective"))
+    mine = (messages.target == one.rank) & messages.known
+    moved = np.stack((messages.ready[mine], messages.arrived[mine]), axis=1)
+    waits = np.concatenate((message.spans(), collective.where(collective["agreement"] == 0).spans()))
+    return _between(Timeline.of(compute.spans(), np.concatenate((waits, moved))))
+
+
+def by_trace(traced: Traced) -> Found:
+    """The same of the tracer's events."""
+    rows = traced.rows
+    compute, comm, wait, _ = (rows[rows[:, 4] == kind, 6:] for kind in range(len(Traced.KINDS)))
+    return _between(Timeline.of(compute, np.concatenate((comm, wait))))
+
+
+def _between(timeline: Timeline) -> Found:
+    window = np.array([[timeline.compute[0, 0], timeline.compute[-1, 1]]])
+    return {name: int(timeline.measured(window)[name][0]) for name in COMPARED}
+
+
+def ring(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, steps: int) -> Found | None:
+    """Some steps at the deep level, by marks and by the trace; on rank 0."""
+    step = steps_of(row, mesh, device, strategy)
+    for _ in range(3):
+        step()
+    with bp.profile("deep", mesh=mesh) as session:
+        for _ in range(steps):
+            step()
+            session.mark()
+    gathered = session.gather()
+    if gathered is None:
+        return None
+    ranks = []
+    for one in gathered:
+        assert one.traced is not None, "the deep level traces"
+        marks, trace = by_marks(one, gathered), by_trace(one.traced)
+        apart = {name: abs(marks[name] - trace[name]) / trace[name] if trace[name] else None for name in COMPARED}
+        ranks.append({"rank": one.rank, "marks": marks, "trace": trace, "apart": apart})
+    data = analyze(gathered)
+    on_device = all(one.traced.on_device for one in gathered if one.traced)
+    told = {"row": row, "steps": steps, "on_device": on_device, "verdict": data["verdict"]["text"], "ranks": ranks}
+    traced = [one["contention"] for one in data["traced"]]
+    return {**told, "achieved": data["achieved"], "contention": {"traced": traced, "marked": data["contention"]}}
+
+
+# ----------------------------------------------------------------------------------------- what watching costs
+
+
+def cost(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, clock: Clock, rounds: int) -> Found:
+    """Seconds of a step at each level, in turns, the slowest rank's; the extra is the median of paired differences."""
+    step = steps_of(row, mesh, device, strategy)
+    levels = (None, "light", "session")
+    seen: dict[str, list[float]] = {str(level): [] for level in levels}
+    with bp.profile("light", mesh=mesh) as always:  # as a training that is always watched: one session for all of it
+        for index in range(-2, rounds):
+            for level in levels if index % 2 else levels[::-1]:
+                took = _timed(step, level, mesh, always, clock)
+                if index >= 0:
+                    seen[str(level)].append(took)
+    off = statistics.median(seen["None"])
+    pairs = {level: zip(seen["None"], seen[level], strict=True) for level in ("light", "session")}
+    extra = {level: statistics.median(watched - unwatched for unwatched, watched in p) for level, p in pairs.items()}
+    return {"row": row, "rounds": rounds, "seconds": seen, "off": off, "share": {n: e / off for n, e in extra.items()}}
+
+
+def _timed(step: Callable[[], None], level: str | None, mesh: bp.Mesh, always: Any, clock: Clock) -> float:
+    token = installed.set(None) if level != "light" else None
+    try:
+        with bp.profile(level, mesh=mesh) if level == "session" else nullcontext():  # type: ignore[arg-type]
+            return clock.time(step, 3)
+    finally:
+        if token is not None:
+            installed.reset(token)
+        else:
+            always.mark()
+
+
+# ----------------------------------------------------------------------------------------- the command
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", choices=("overlap", "ring", "cost"), required=True)
+    parser.add_argument("--rows", type=lambda text: text.split(","), default=["tiny"])
+    parser.add_argument("--strategy", default="ring")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=None, help="a JSON file")
+    arguments = parser.parse_args()
+    found: Found = {"what": arguments.what, "torch": torch.__version__, "strategy": arguments.strategy}
+    if arguments.what == "overlap":
+        kind = torch.accelerator.current_accelerator()
+        device = kind if kind is not None else torch.device("cpu")
+        found |= {"device": _name(device), "runs": overlap(device)}
+        return _told(found, arguments.out)
+    links = join(120.0)
+    mesh, clock = bp.Mesh.from_group(links.group), Clock(links)
+    found |= {"device": _name(links.device), "ranks": links.size}
+    if arguments.what == "ring":
+        runs = [ring(row, mesh, links.device, arguments.strategy, arguments.steps) for row in arguments.rows]
+    else:
+        runs = [cost(row, mesh, links.device, arguments.strategy, clock, arguments.rounds) for row in arguments.rows]
+    found["runs"] = runs
+    code = _told(found, arguments.out) if links.rank == 0 else 0
+    dist.barrier()
+    dist.destroy_process_group()
+    return code
+
+
+def _name(device: torch.device) -> str:
+    module = torch.get_device_module(device)
+    return str(module.get_device_name()) if hasattr(module, "get_device_name") else device.type
+
+
+def _told(found: Found, out: Path | None) -> int:
+    """Print what was found, and write it; 1 where the profiler and what it is held against differ by more than 2 %."""
+    wrong = 0
+    for run in found["runs"]:
+        if found["what"] == "cost":
+            shares = ", ".join(f"{level} {100 * share:+.2f} %" for level, share in run["share"].items())
+            print(f"{run['row']}: a step takes {run['off'] * 1e3:.3f} ms unwatched; {shares}")
+        elif found["what"] == "overlap":
+            scale = run["expected"]["span"]
+            for name, expected in run["expected"].items():
+                apart = abs(run["measured"][name] - expected) / scale
+                wrong += apart > WITHIN
+                print(f"{name:13} expected {expected * 1e3:8.3f} ms, measured {run['measured'][name] * 1e3:8.3f} ms: "
+                      f"{100 * apart:.2f} % of the span apart")  # fmt: skip
+        else:
+            print(f"{run['row']}: {run['verdict']}")
+            for rank in run["ranks"]:
+                text = ", ".join(
+                    f"{name} {rank['marks'][name] / 1e6:.3f} / {rank['trace'][name] / 1e6:.3f} ms" for name in COMPARED
+                )
+                if run["on_device"]:
+                    wrong += any((rank["apart"][name] or 0.0) > WITHIN for name in ("span", "exposed_comm"))
+                note = "" if run["on_device"] else " (host: not compared)"
+                print(f"  rank {rank['rank']}, marks / trace: {text}{note}")
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print("within 2 %" if not wrong else f"{wrong} are more than 2 % apart")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
