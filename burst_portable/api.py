@@ -110,7 +110,7 @@ def attention(
         mesh: a `Mesh` (keep it: it remembers plans), a DeviceMesh of one axis, a process group, or None for the
             default group or, without one, this process alone.
         strategy: "auto" or one of the registry's names, or a strategy object with its options.
-        layout: which rows a rank holds: a name (see `layout`) or a `Layout`.
+        layout: which rows a rank holds: "contiguous", "zigzag", "striped", "document_zigzag", or a `Layout`.
         seq_len: tokens of the whole sequence. None means those of a `Layout`, or that all ranks hold equally many.
         scale: of the scores; 1/sqrt(D) unless given.
         softcap: scores become softcap·tanh(scores / softcap).
@@ -214,7 +214,7 @@ def partial_attention(
 
     Args:
         q, k, v: as in `attention`, but of one block each; k may be longer or shorter than q.
-        tiles: which rows see which columns, in local indices (see `tiles.find_tiles`); disjoint. Rows of a tile may
+        tiles: which rows see which columns, in local indices (see `tiles.banded_box`); disjoint. Rows of a tile may
             see nothing.
 
     Returns:

@@ -103,7 +103,13 @@ class Tiles(tuple[Tile, ...]):
 
 
 def banded_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Tile | None:
-    """The tile of a box and a band: rows, columns and bounds that matter; None if nothing is seen."""
+    """The tile of a box and a band; None if nothing is seen.
+
+    Args:
+        q_start, q_stop: rows of the block of queries, from and up to.
+        k_start, k_stop: columns, that is rows of the block of keys.
+        lo, hi: row i sees column j where lo <= i - j <= hi; causal is lo = 0, and `UNBOUNDED` is no bound.
+    """
     if q_start >= q_stop or k_start >= k_stop:
         return None
     lo, hi = max(lo, q_start - k_stop + 1), min(hi, q_stop - 1 - k_start)

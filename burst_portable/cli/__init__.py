@@ -29,7 +29,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line, `sys.argv` unless given; returns the exit code."""
     if missing := [name for name in ("typer", "rich") if find_spec(name) is None]:
-        return _fail(f"the command line needs {' and '.join(missing)}; run: pip install '{PROGRAM}[cli]'", 2)
+        return _fail(f"the command line needs {' and '.join(missing)}; in the clone, run: pip install '.[cli]'", 2)
     from burst_portable.cli.output import silence, tolerate_encodings
 
     tolerate_encodings()

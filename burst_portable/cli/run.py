@@ -85,7 +85,7 @@ def run(
     """
     if find_spec("transformers") is None:
         raise BackendUnavailableError(
-            f"run needs the package transformers; run: pip install '{PROGRAM}[cli,transformers]'"
+            "run needs the package transformers; in the clone, run: pip install '.[cli,transformers]'"
         )
     from burst_portable.cli.run_view import View
     from burst_portable.cli.training.prepare import prepare

@@ -72,9 +72,11 @@ class View:
         table = Table(show_header=True, header_style="bold")
         table.add_column("")
         table.add_column(_count(facts["world_size"], "rank"), justify="right")
-        table.add_column("one device", justify="right")
+        checked = bool(facts["reference_losses"])
+        if checked:
+            table.add_column("one device", justify="right")
         for row in summary(facts):
-            table.add_row(*row)
+            table.add_row(*(row if checked else row[:2]))
         self._console.print(table)
         self._console.print(f"times   {timing_text(facts)}", markup=False, style="dim")
         for note in facts["notes"]:
@@ -142,7 +144,7 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
 
     rows = []
     if facts["mode"] == "perplexity":
-        rows.append(both("perplexity", f"{facts['perplexity']:.6f}", "reference_perplexity", lambda x: f"{x:.6f}"))
+        rows.append(both("perplexity", f"{facts['perplexity']:.8g}", "reference_perplexity", lambda x: f"{x:.8g}"))
     else:
         rows.append(("first loss", f"{facts['losses'][0]:.6f}", f"{alone[0]:.6f}" if alone else "-"))
         rows.append(("last loss", f"{facts['losses'][-1]:.6f}", f"{alone[-1]:.6f}" if alone else "-"))

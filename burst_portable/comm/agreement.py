@@ -92,13 +92,11 @@ def agree(transport: Transport, mine: Statement, *, forward: int = 0, deadline: 
         return
     packed = json.dumps(mine.facts).encode()[:_FACTS_SIZE].ljust(_FACTS_SIZE)
     texts = [facts.decode(errors="ignore").strip() for facts in transport.share(packed, "telling each other", deadline)]
-    raise MismatchError(
-        explain(
-            f"rank {transport.rank}: the ranks do not make the same call",
-            got=_difference(texts, stated),
-            next_step="all ranks of a mesh must make the same calls in the same order, backward too",
-        )
-    )
+    got = _difference(texts, stated)
+    step = "all ranks of a mesh must make the same calls in the same order, backward too"
+    if "tokens: " in got:  # guessed from rows, where nobody named them
+        step = f"where ranks hold different numbers of rows, pass seq_len= (tokens of the whole sequence); else, {step}"
+    raise MismatchError(explain(f"rank {transport.rank}: the ranks do not make the same call", got=got, next_step=step))
 
 
 def _remember(transport: Transport, digest: bytes) -> None:

@@ -52,7 +52,7 @@ class AutoStrategy:
             costs[label] = plan_cost(plan, self.rates, _sample(problem.ranks)), plan
         best = min(costs, key=lambda label: (round(costs[label][0].seconds, 7), costs[label][0].sent))
         ranking = sorted(costs, key=lambda label: costs[label][0].seconds)
-        told = ", ".join(f"{label} {costs[label][0].seconds * 1e3:.3g} ms" for label in ranking)
+        told = ", ".join(f"{label} {_told(costs[label][0].seconds)}" for label in ranking)
         rates = f" at rates of {self.rates.source}" if self.rates.source else ""
         reason = f"chose {best} by predicted time{rates} ({told})" + "".join(f"; {r}" for r in reasons)
         return replace(costs[best][1], reason=reason)
@@ -71,6 +71,17 @@ class AutoStrategy:
         if self.inner is not None and self.inner > 1:
             yield "double_ring", DoubleRingStrategy(inner=self.inner)
             yield "double_ring+kv", DoubleRingStrategy(inner=self.inner, travels="kv")
+
+
+def _told(seconds: float) -> str:
+    """A time of three digits."""
+    return (
+        f"{seconds * 1e3:.3g} ms"
+        if seconds < 0.9995
+        else f"{seconds:.3g} s"
+        if seconds < 999.5
+        else f"{seconds:,.0f} s"
+    )
 
 
 def _sample(ranks: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from importlib import import_module
 
-from burst_portable.errors import InputError, explain, unknown_name
+from burst_portable.errors import InputError, explain, shown, unknown_name
 from burst_portable.strategies.base import Strategy
 
 _CLASSES = {
@@ -25,6 +25,15 @@ def make_strategy(name: str, **options: object) -> Strategy:
     Raises `UnknownNameError`, or `InputError` for an option that the strategy does not have.
     """
     if not isinstance(name, str) or name not in _CLASSES:
+        base = name.partition("+")[0] if isinstance(name, str) else ""
+        if base in _CLASSES:  # as plans are called where their options differ
+            raise InputError(
+                explain(
+                    "a strategy's options are no part of its name",
+                    got=shown(name),
+                    next_step=f'make_strategy("{base}", moves="fetch", ...), or --strategy {base} --moves fetch',
+                )
+            )
         raise unknown_name("strategy", name, _CLASSES)
     cls = getattr(import_module(f"burst_portable.strategies.{name}"), _CLASSES[name])
     given = {key: value for key, value in options.items() if value is not None}

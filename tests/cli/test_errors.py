@@ -29,6 +29,7 @@ def refused(capsys, *arguments: str, code: int = 2) -> str:
     ("arguments", "said"),
     [
         (("--strategy", "rng"), ["unknown strategy", "'rng'", "double_ring", "did you mean 'ring'"]),
+        (("--strategy", "ring+fetch"), ["no part of its name", "--strategy ring --moves fetch"]),
         (("--layout", "zigzig"), ["unknown layout", "contiguous", "did you mean 'zigzag'"]),
         (("--mask", "casual"), ["unknown mask", "sink", "did you mean 'causal'"]),
         (("--dtype", "float23"), ["unknown dtype", "bfloat16", "did you mean 'float"]),
@@ -175,4 +176,4 @@ def test_without_the_cli_extra_it_says_what_to_install():
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "burst-portable: the command line needs typer; run: pip install 'burst-portable[cli]'\n"
+    assert done.stderr == "burst-portable: the command line needs typer; in the clone, run: pip install '.[cli]'\n"

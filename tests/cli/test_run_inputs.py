@@ -54,7 +54,7 @@ def test_variables_of_no_launcher(changes, said):
 def test_without_transformers_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr("burst_portable.cli.run.find_spec", lambda name: None)
     assert main(["run"]) == 2
-    expected = "run needs the package transformers; run: pip install 'burst-portable[cli,transformers]'"
+    expected = "run needs the package transformers; in the clone, run: pip install '.[cli,transformers]'"
     assert capsys.readouterr().err == f"burst-portable: {expected}\n"
 
 

@@ -120,6 +120,18 @@ def test_a_rank_that_dies_ends_with_1(config: Path, tmp_path: Path):
     assert last.startswith("burst-portable: rank 1 ended with code 9; got out of luck"), err
 
 
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_rank_that_does_not_start(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    late = "import sys, time\nif sys.argv[-1] == '1':\n    time.sleep(90)\n"
+    (tmp_path / "sitecustomize.py").write_text(late, encoding="utf-8")
+    monkeypatch.setenv("BURST_DEADLINE", "3")
+    code, _, err = in_a_process(*SMALL, "--model", str(config), plant=tmp_path)
+    assert code == 1, err
+    assert "Traceback" not in err
+    assert "rank 0: the other ranks did not start within 3 s" in err.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_joining_torchrun(config: Path, tmp_path: Path):
     out = tmp_path / "out.json"

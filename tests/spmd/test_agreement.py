@@ -35,6 +35,18 @@ def test_threads_that_disagree(name):
     check(name, bp.run_local(3, lambda mesh: told_by(mesh, name)))
 
 
+def test_ranks_that_guess_different_lengths_are_told_of_seq_len():
+    """101 tokens are 51 and 50 rows; each rank takes its own number for the other's too."""
+
+    def work(mesh):
+        x = bp.shard(torch.ones(1, 101, 1, 8), mesh)
+        with pytest.raises(MismatchError, match=r"tokens: 102 on rank 0 but 100 on rank 1.*pass seq_len="):
+            bp.attention(x, x, x, mesh=mesh)
+        assert bp.attention(x, x, x, mesh=mesh, seq_len=101).shape == x.shape
+
+    bp.run_local(2, work)
+
+
 @pytest.fixture(scope="module")
 def over_gloo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("disagree")

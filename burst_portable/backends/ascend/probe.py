@@ -12,7 +12,7 @@ from burst_portable.backends.base import require
 from burst_portable.errors import BackendUnavailableError, explain
 
 AT_LEAST = "2.11"
-_INSTALL = "install CANN, then the torch_npu of this torch's version: pip install 'burst-portable[ascend]'"
+_INSTALL = "install CANN, then the torch_npu of this torch's version: pip install '.[ascend]' in the clone"
 
 
 def missing() -> str:

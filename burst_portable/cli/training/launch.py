@@ -112,7 +112,8 @@ class _Ranks:
         rank, event = min(heard.items(), key=lambda one: self._order(*one))
         for other, said in heard.items():
             if other != rank and said is not None and (event is None or said["message"] != event["message"]):
-                print(f"rank {other}: {said['message']}", file=sys.stderr)
+                message = said["message"].removeprefix(f"rank {other}").lstrip(":, ")
+                print(f"rank {other}: {message}", file=sys.stderr)
         if event is None:
             return PeerLostError(self._last_words(rank))
         kind = InputError if event["kind"] == "input" else CommunicationError

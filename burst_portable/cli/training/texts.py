@@ -70,6 +70,7 @@ def check_tokens(tokens: Tensor, seq_len: int, vocabulary: int) -> None:
                 "the text is shorter than one sequence",
                 got=f"{tokens.numel()} tokens",
                 allowed=f"at least --seq-len {seq_len}",
+                next_step="name a longer one with --text",
             )
         )
     if (largest := int(tokens.max())) >= vocabulary:

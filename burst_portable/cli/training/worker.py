@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from burst_portable.errors import BurstError, CommunicationError, InputError, explain
+from burst_portable.errors import BurstError, CommunicationError, DeadlineError, InputError, explain
 
 
 def main(arguments: list[str]) -> int:
@@ -53,6 +53,7 @@ def _run(path: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from burst_portable.cli.training.foreign import told
     from burst_portable.cli.training.rank import run_rank, save_gradients
     from burst_portable.config import from_environment, listen_on_loopback
     from burst_portable.mesh import Mesh
@@ -61,13 +62,23 @@ def _run(path: Path, rank: int) -> None:
     device = device_of(job.device_type, rank)
     folder = path.parent
     listen_on_loopback(job.process_group)
-    dist.init_process_group(
-        job.process_group,
-        init_method=f"file://{folder / 'rendezvous'}",
-        rank=rank,
-        world_size=job.ranks,
-        timeout=timedelta(seconds=from_environment().deadline),
-    )
+    deadline = from_environment().deadline
+    try:
+        dist.init_process_group(
+            job.process_group,
+            init_method=f"file://{folder / 'rendezvous'}",
+            rank=rank,
+            world_size=job.ranks,
+            timeout=timedelta(seconds=deadline),
+        )
+    except RuntimeError as error:
+        raise DeadlineError(
+            explain(
+                f"rank {rank}: the other ranks did not start within {deadline:g} s",
+                got=told(error),
+                next_step="give them more time with BURST_DEADLINE, in seconds",
+            )
+        ) from error
     try:
         outcome, gradients = run_rank(
             job,

@@ -34,7 +34,7 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
             )
         )
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-        raise UnsupportedError("a sharded model keeps no cache and does not generate; pass use_cache=False")
+        raise UnsupportedError("a sharded model keeps no cache, so it cannot generate; elsewhere, pass use_cache=False")
     for name in ("encoder_hidden_states", "encoder_attention_mask"):
         if kwargs.get(name) is not None:
             raise UnsupportedError(explain("cross attention, whose keys are another sequence", got=name))
