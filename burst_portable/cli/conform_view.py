@@ -38,7 +38,7 @@ def bar() -> Iterator[Told]:
 def show(report: Report, *, stderr: bool = False) -> None:
     """The table, what failed, the verdict."""
     say = console(stderr=stderr)
-    table = Table(title=f"{report.backend}, {report.effort}, up to {report.ranks} ranks")
+    table = Table(title=f"{escape(report.backend)}, {report.effort}, up to {report.ranks} ranks")
     table.add_column("checks")
     for name in ("passed", "failed", "skipped"):
         table.add_column(name, justify="right")
@@ -46,14 +46,14 @@ def show(report: Report, *, stderr: bool = False) -> None:
     table.add_column("seconds", justify="right")
     for line in report.lines():
         failed = f"[bold red]{line.failed}[/]" if line.failed else "0"
-        row = (str(line.passed), failed, str(line.skipped), closest(line), f"{line.seconds:.1f}")
+        row = (str(line.passed), failed, str(line.skipped), escape(closest(line)), f"{line.seconds:.1f}")
         table.add_row(line.check, *row)
     say.print(table)
     _show_failures(say, report)
     _show_skipped(say, report)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
     verdict = "[bold green]conforms[/]" if report.ok else "[bold red]does not conform[/]"
-    say.print(f"{report.backend} {verdict}: {counts}, in {report.seconds:.0f} s", soft_wrap=True)
+    say.print(f"{escape(report.backend)} {verdict}: {counts}, in {report.seconds:.0f} s", soft_wrap=True)
     say.print(f"evidence: {report.tier} ({TIERS[report.tier]})", soft_wrap=True)
 
 

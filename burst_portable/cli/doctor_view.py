@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -15,10 +16,10 @@ Facts = dict[str, Any]
 def show(facts: Facts) -> None:
     """Versions, then a row a backend, then the kernels of those that run."""
     say = console()
-    say.print(f"[bold]burst_portable {facts['version']}[/] on Python {facts['python']}, {facts['platform']}")
+    say.print(f"[bold]burst_portable {facts['version']}[/] on Python {facts['python']}, {escape(facts['platform'])}")
     found = [f"{name} {version or 'is not installed'}" for name, version in facts["packages"].items()]
-    say.print(", ".join(found))
-    say.print("hop deadline {deadline:g} s, local kernel {kernel}".format(**facts["settings"]))
+    say.print(", ".join(found), markup=False)
+    say.print("hop deadline {deadline:g} s, local kernel {kernel}".format(**facts["settings"]), markup=False)
     say.print(_backends(facts["backends"]))
     for name, backend in facts["backends"].items():
         for line in _details(name, backend):
@@ -32,7 +33,7 @@ def _backends(backends: dict[str, Facts]) -> Table:
     for name, backend in backends.items():
         verdict = Text("yes", "green") if backend["ok"] else Text(f"no: {backend['reason']}", "red")
         row = (backend.get("device_type", ""), backend.get("process_group", ""), backend["from"])
-        table.add_row(name, verdict, *row)
+        table.add_row(escape(name), verdict, *map(escape, row))
     return table
 
 
@@ -51,13 +52,13 @@ def _details(name: str, backend: Facts) -> list[Table | Text]:
 
 
 def _kernels(name: str, kernels: list[Facts]) -> Table:
-    table = Table(title=f"kernels of {name}, the preferred first", title_justify="left", title_style="bold")
+    table = Table(title=f"kernels of {escape(name)}, the preferred first", title_justify="left", title_style="bold")
     table.add_column("problem")
     for kernel in kernels:
-        table.add_column(kernel["name"])
+        table.add_column(escape(kernel["name"]))
     for case in kernels[0]["supports"]:
         answers = [kernel["supports"][case]["ok"] for kernel in kernels]
-        table.add_row(case, *(Text("yes", "green") if ok else Text("no", "red") for ok in answers))
+        table.add_row(escape(case), *(Text("yes", "green") if ok else Text("no", "red") for ok in answers))
     return table
 
 

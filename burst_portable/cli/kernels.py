@@ -79,7 +79,7 @@ def _show(records: list[Record], wrong: dict[int, list[str]], justified: dict[tu
     say.print(table)
     for r in records:
         if r.scratch and (why := justified.get((r.target, r.kernel, r.head_dim))):
-            say.print(f"{r.target} {r.kernel} D={r.head_dim}: {r.scratch} bytes of scratch, {why}")
+            say.print(f"{r.target} {r.kernel} D={r.head_dim}: {r.scratch} bytes of scratch, {why}", markup=False)
     for index, found in wrong.items():
         r = records[index]
-        say.print(f"[red]{r.target} {r.kernel} D={r.head_dim}: {'; '.join(found)}")
+        say.print(f"{r.target} {r.kernel} D={r.head_dim}: {'; '.join(found)}", style="red", markup=False)

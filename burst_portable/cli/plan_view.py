@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -53,7 +54,7 @@ def _header(console: Console, facts: Facts) -> None:
     sizes = f"batch {p['batch']}, {p['heads']} query and {p['kv_heads']} K/V heads of {p['head_dim']}"
     values = f" (values {p['value_dim']})" if p["value_dim"] != p["head_dim"] else ""
     console.print(
-        f"[bold]plan[/]    {facts['strategy']} over {p['ranks']:,} ranks, layout {p['layout']}, "
+        f"[bold]plan[/]    {facts['strategy']} over {p['ranks']:,} ranks, layout {escape(str(p['layout']))}, "
         f"{p['seq_len']:,} tokens, {sizes}{values}, {p['itemsize']} bytes a number",
     )
     blind = f"; {p['blind_rows']:,} tokens see nothing, their output is 0" if p["blind_rows"] else ""

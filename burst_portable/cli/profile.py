@@ -99,6 +99,7 @@ def trace(
 
     burst-portable trace rank0.json rank1.json.gz
     """
+    from rich.markup import escape
     from rich.table import Table
 
     from burst_portable.profiling.partition import FIELDS
@@ -113,7 +114,7 @@ def trace(
     table = Table(header_style="bold")
     table.add_column("")
     for file, one in zip(files, found, strict=True):
-        table.add_column(file.name if one["rank"] is None else f"rank {one['rank']}", justify="right")
+        table.add_column(escape(file.name) if one["rank"] is None else f"rank {one['rank']}", justify="right")
     for name in FIELDS:
         table.add_row(NAMES.get(name, name), *(time_text(one[name]) for one in found))
     hidden = (percent(one["overlap"] / one["comm"]) if one["comm"] else "-" for one in found)

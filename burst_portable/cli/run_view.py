@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -68,7 +69,7 @@ class View:
 
     def verdict(self, facts: dict[str, Any]) -> None:
         """One line that says it, and a table."""
-        self._console.print(f"\n{_MARKS[facts['verdict']]} {verdict_text(facts)}")
+        self._console.print(f"\n{_MARKS[facts['verdict']]} {escape(verdict_text(facts))}")
         table = Table(show_header=True, header_style="bold")
         table.add_column("")
         table.add_column(_count(facts["world_size"], "rank"), justify="right")
