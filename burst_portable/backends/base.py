@@ -71,6 +71,16 @@ class Peaks:
     measured: bool = False
 
 
+class Meter(Protocol):
+    """The sensors of one device. A read takes the host less than a millisecond or two, and nothing of the device."""
+
+    def read(self) -> dict[str, float]:
+        """Those that it has: "watts", "megahertz" of what computes, "celsius"."""
+
+    def close(self) -> None:
+        """It is read no more."""
+
+
 class Tracer(Protocol):
     """A vendor's own tracer of all that this process runs, with `torch.profiler.record_function` as annotations."""
 
@@ -110,6 +120,11 @@ class Backend(Protocol):
     #
     # def peaks(self, dtype: str) -> Peaks:
     #     """Of the current device, for matrix products in a dtype ("bfloat16")."""
+    #
+    # A backend that can read its devices' sensors may say so:
+    #
+    # def meter(self, index: int) -> Meter:
+    #     """Of a device by torch's index. Raises `BackendUnavailableError` with the reason where it cannot be read."""
     #
     # A backend whose devices torch.profiler does not see has both of these:
     #

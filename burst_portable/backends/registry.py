@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from burst_portable.errors import BackendUnavailableError, UnsupportedError, explain, unknown_name
 
 if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
-    from burst_portable.backends.base import Backend, Peaks, Rates, Tracer
+    from burst_portable.backends.base import Backend, Meter, Peaks, Rates, Tracer
     from burst_portable.kernels.contract import Kernel, Problem
 
 GROUP = "burst_portable.backends"
@@ -147,6 +147,17 @@ def peaks_of(backend: Backend, dtype: str) -> Peaks:
 
     told = getattr(backend, "peaks", None)
     return told(dtype) if told else Peaks("", dtype, None, None, f"the backend {backend.name!r} does not tell")
+
+
+def meter_of(backend: Backend, index: int) -> Meter | str:
+    """The sensors of a device; or the reason why they cannot be read."""
+    make = getattr(backend, "meter", None)
+    if make is None:
+        return f"the backend {backend.name!r} reads no sensors"
+    try:
+        return cast("Meter", make(index))
+    except BackendUnavailableError as error:
+        return str(error)
 
 
 def tracer_of(backend: Backend) -> Tracer | None:

@@ -60,6 +60,7 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
         "prediction": _prediction(aligned),
         "peaks": [{"rank": one.rank, **peak} for one in aligned for peak in one.facts.get("peaks", ())],
         "achieved": [row for one in aligned for row in achieved(one, messages)],
+        "sensors": _sensors(aligned, clocks.offsets_ns),
         "contention": [row for one in aligned if (row := _contention(one, messages))],
         "traced": [
             {"rank": one.rank, **traced_facts(one.traced, one.tables.get("compute"))} for one in aligned if one.traced
@@ -115,6 +116,15 @@ def _rank(one: RankRecords, timeline: Timeline) -> dict[str, Any]:
         "sent_bytes": int(sent.sum() + collective["bytes"].sum()),
         "messages_sent": len(sent),
     }
+
+
+def _sensors(records: Sequence[RankRecords], offsets: Sequence[int]) -> list[dict[str, Any]]:
+    """What each rank's device told of itself, on the clock of all."""
+    found = []
+    for one, offset in zip(records, offsets, strict=True):
+        told = one.facts.get("sensors", {"reason": "not read", "time": []})
+        found.append({"rank": one.rank, **told, "time": [at - offset for at in told["time"]]})
+    return found
 
 
 def _contention(one: RankRecords, messages: Messages) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.backends.registry import for_device, peaks_of, rates_of
+from burst_portable.backends.registry import for_device, meter_of, peaks_of, rates_of
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.cost import pass_flops, rank_cost
 from burst_portable.kernels.contract import Options
@@ -25,6 +25,7 @@ from burst_portable.profiling.alternatives import layouts, strategies
 from burst_portable.profiling.events import Clock, make_clock
 from burst_portable.profiling.place import Place
 from burst_portable.profiling.record import COLUMNS, NEVER, TIMES, RankRecords, Table
+from burst_portable.profiling.sensors import Sensors
 from burst_portable.runtime import Queries, Runtime
 
 Annotate = Callable[[Place], AbstractContextManager[object]]
@@ -48,14 +49,17 @@ class Recorder:
         self._plans: dict[int, tuple[int, Plan, PlanFacts]] = {}
         self._clocks: dict[torch.device, Clock] = {}
         self._device: torch.device | None = None
+        self.sensors: Sensors | None = None
         self.transport = ""  # its name, known at the first call
 
     def clock(self, device: torch.device) -> Clock:
         """The clock of a device, made when it is first asked for."""
         if device not in self._clocks:
-            streams = for_device(device.type).capabilities.streams
-            self._clocks[device] = make_clock(device, streams=streams)
+            backend = for_device(device.type)
+            self._clocks[device] = make_clock(device, streams=backend.capabilities.streams)
             self._device = device
+            if self.sensors is None and not self.light and device.index is not None:
+                self.sensors = Sensors(meter_of(backend, device.index))
         return self._clocks[device]
 
     def facts(self, plan: Plan) -> PlanFacts:
@@ -91,6 +95,7 @@ class Recorder:
             {
                 "device": device,
                 "light": self.light,
+                "sensors": self.sensors.facts() if self.sensors else {"reason": "not read", "time": []},
                 "transport": {
                     "used": self.transport,
                     "direct": for_device(device).capabilities.direct_transport,

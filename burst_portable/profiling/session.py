@@ -61,6 +61,9 @@ class Session:
         assert self._token is not None
         installed.reset(self._token)
         self._token = None
+        for recorder in self._recorders.values():
+            if recorder.sensors is not None:
+                recorder.sensors.stop()
         if self._tracer is not None:
             self._tracer.stop()
 

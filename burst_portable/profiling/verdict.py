@@ -16,6 +16,7 @@ from burst_portable.profiling.units import percent, time_text
 PASSES = ("forward", "backward")
 _WORTH = 0.03  # of a rank's time: what is less is not worth a verdict
 _HEARD = 0.25  # of a slow rank's excess: what others waited for it, so that all of it counts
+_THROTTLED = 0.95  # of the other ranks' clock
 _STANDS_OUT = 2.0  # a link is slow when ranks wait this many times longer for it than for the middle one
 
 BOTH_ENDS = "events: both ends of each message"
@@ -80,6 +81,7 @@ def _slow_ranks(report: dict[str, Any]) -> list[Loss]:
             f"rank {number} computes slowly: its kernels take {_times(times)} times as long as the same FLOPs elsewhere"
         )
         most = max(waited.get(number, {}).values(), default=0)
+        text += _clock(report, number)
         text += f", and others wait up to {time_text(most)} for it" if most else ""
         advice = (
             f"look at rank {number}: other processes on its device or cores, clocks, temperature, another model of "
@@ -89,6 +91,15 @@ def _slow_ranks(report: dict[str, Any]) -> list[Loss]:
         lost = excess if most > _HEARD * excess else most
         found.append(_loss("slow rank", lost, text, advice, "events: kernels; plan: FLOPs", number))
     return found
+
+
+def _clock(report: dict[str, Any], rank: int) -> str:
+    """Where a rank's device ran at a lower clock than the others': what its sensors say, else nothing."""
+    clocks = {one["rank"]: median(one["megahertz"]) for one in report.get("sensors", ()) if one.get("megahertz")}
+    others = [clock for other, clock in clocks.items() if other != rank]
+    if rank not in clocks or not others or clocks[rank] >= _THROTTLED * median(others):
+        return ""
+    return f" (its device runs at {clocks[rank]:.0f} MHz, others at {median(others):.0f})"
 
 
 def _times(ratio: float) -> str:

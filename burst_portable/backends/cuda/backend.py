@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from burst_portable.backends.accelerator import AcceleratorBackend, Facts
-from burst_portable.backends.base import Capabilities, Peaks, Rates
+from burst_portable.backends.base import Capabilities, Meter, Peaks, Rates
 from burst_portable.backends.cuda.driver import leave_captures_alone
 from burst_portable.backends.cuda.hopper import HopperKernel
 from burst_portable.backends.cuda.machines import rates_of_machine
+from burst_portable.backends.cuda.meter import NvmlMeter
 from burst_portable.backends.cuda.peaks import peaks
 from burst_portable.backends.cuda.probe import libraries
 from burst_portable.backends.cuda.vendors import CudaFlashKernel, CudnnKernel
@@ -66,6 +67,9 @@ class CudaBackend(AcceleratorBackend):
     def measured_rates(self, ranks: int) -> Rates | None:
         """Those of the current GPU's kind."""
         return rates_of_machine(torch.cuda.get_device_name(), ranks) if not self.missing() else None
+
+    def meter(self, index: int) -> Meter:
+        return NvmlMeter(str(torch.cuda.get_device_properties(index).uuid))
 
     def peaks(self, dtype: str) -> Peaks:
         return peaks(torch.cuda.get_device_name(), dtype)

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from burst_portable.backends.accelerator import AcceleratorBackend, Facts
-from burst_portable.backends.base import Capabilities, Peaks, Rates
+from burst_portable.backends.base import Capabilities, Meter, Peaks, Rates
 from burst_portable.backends.rocm.flash import RocmFlashKernel
+from burst_portable.backends.rocm.meter import AmdsmiMeter
 from burst_portable.backends.rocm.peaks import peaks
 from burst_portable.backends.rocm.probe import architecture, libraries
+from burst_portable.errors import BackendUnavailableError
 from burst_portable.kernels.contract import Kernel
 from burst_portable.kernels.lazy import LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
@@ -58,6 +60,12 @@ class RocmBackend(AcceleratorBackend):
 
     def libraries(self) -> Facts:
         return libraries()
+
+    def meter(self, index: int) -> Meter:
+        one = torch.cuda.get_device_properties(index)
+        if not hasattr(one, "pci_bus_id"):
+            raise BackendUnavailableError("this torch does not tell a device's PCI address, by which amdsmi knows it")
+        return AmdsmiMeter(f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0")
 
     def peaks(self, dtype: str) -> Peaks:
         one = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -33,6 +33,7 @@ _BAR = (
     ("idle", "idle_between_kernels", "idle between kernels"),
     ("outside", "idle_outside_attention", "idle, or work outside attention"),
 )
+_SENSORS = {"watts": "W", "megahertz": "MHz", "celsius": "°C"}
 _SHORT = 20_000  # nanoseconds: waits that did not wait are not drawn
 
 
@@ -73,6 +74,7 @@ def page(data: dict[str, Any]) -> str:
         achieved=list(enumerate(data.get("achieved", ())))[:_MOST_ROWS],
         balance=data.get("balance", ()),
         peaks=peaks_text(data),
+        sensors=_curves(data),
         traced=traced_rows(data)[:_MOST_KERNELS],
         left_out=left_out,
         style=Markup((folder / "style.css").read_text(encoding="utf-8")),
@@ -97,6 +99,24 @@ def _maybe(value: float | None, path: str, unit: str) -> Markup:
 def _bar_parts(rank: dict[str, Any]) -> list[tuple[str, int, str]]:
     """(style, nanoseconds, name) of a rank's bar; idle is told apart by where it lies."""
     return [(style, rank[part], name) for style, part, name in _BAR if rank[part]]
+
+
+def _curves(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row a rank and sensor: its values in words, and as the points of a line of 1000 x 100."""
+    rows = []
+    for one in data.get("sensors", ()):
+        for name, unit in _SENSORS.items():
+            values = one.get(name, [])
+            if len(values) > 1:
+                low, high = min(values), max(values)
+                first, last = one["time"][0], one["time"][-1]
+                points = " ".join(
+                    f"{1000 * (at - first) / max(1, last - first):.0f},{95 - 90 * (v - low) / (high - low or 1):.0f}"
+                    for at, v in zip(one["time"], values, strict=True)
+                )
+                told = f"{low:.0f} to {high:.0f} {unit}, mean {sum(values) / len(values):.0f}"
+                rows.append({"rank": one["rank"], "name": unit, "told": told, "points": points})
+    return rows
 
 
 def _totals(data: dict[str, Any]) -> dict[str, float]:

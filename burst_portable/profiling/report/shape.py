@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from burst_portable.profiling.partition import PARTS
+from burst_portable.profiling.sensors import NAMES as SENSORS
 from burst_portable.profiling.timeline import COLUMNS, KINDS
 
 _MOST = 1 << 63
@@ -21,6 +22,10 @@ def what_is_wrong(data: dict[str, Any]) -> str:
         _check_traced(data.get("traced", []))
         for name, shape in _LATER.items():
             _check(data.get(name, []), [shape], f"report.{name}")
+        for index, one in enumerate(data.get("sensors", [])):
+            for name in (name for name in SENSORS if name in one):
+                if not _curve(one[name]) or len(one[name]) != len(one["time"]):
+                    raise _Wrong(f"report.sensors[{index}].{name} is no column of this table")
         for name, text in data["evidence"].items():
             _check([name, text], [_text], "report.evidence")
     except _Wrong as wrong:
@@ -34,6 +39,10 @@ class _Wrong(Exception):
 
 def _number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < _MOST
+
+
+def _curve(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_number, value))
 
 
 def _maybe(value: Any) -> bool:
@@ -132,6 +141,7 @@ _LATER: dict[str, Any] = {  # files of earlier releases have none of these
         "bound": lambda value: value in (None, "compute", "memory"),
     },
     "balance": {"pass": _text, **dict.fromkeys(("planned", "planned_rank", "measured", "measured_rank"), _number)},
+    "sensors": {"rank": _whole, "reason": _text, "time": _curve},
     "contention": {"rank": _whole, **_CONTENTION},
 }
 _TRACED = {"rank": _whole, "on_device": _switch, "kernels": [_KERNEL], "contention": _anything, "partition": _anything}

@@ -12,6 +12,7 @@ from rich.table import Table
 from burst_portable.profiling.contention import contended
 from burst_portable.profiling.partition import PARTS
 from burst_portable.profiling.report.tables import loss_name, peaks_text, step_rows, traced_rows
+from burst_portable.profiling.sensors import told
 from burst_portable.profiling.units import percent, scaled, time_text
 
 _COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
@@ -43,6 +44,9 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
         say.print(_achieved(data["achieved"][: 2 * _RANKS]))
         for line in peaks_text(data):
             say.print(f"  peaks of {line}", style="dim", markup=False, soft_wrap=True)
+    for one in data.get("sensors", ())[:_RANKS]:
+        if text := told(one):
+            say.print(f"  rank {one['rank']}: {text}", style="dim", markup=False)
     if rows := sorted(step_rows(data), key=lambda r: -r["blocking"])[:_STEPS]:
         say.print(_steps(rows))
     if traced := traced_rows(data)[:_KERNELS]:

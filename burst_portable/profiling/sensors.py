@@ -1,0 +1,63 @@
+"""Power, clock and temperature of a rank's device while a session runs, read by a thread ten times a second."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from statistics import fmean
+from threading import Event, Thread
+from typing import Any
+
+from burst_portable.backends.base import Meter
+
+NAMES = ("watts", "megahertz", "celsius")
+_EVERY = 0.1  # seconds
+_KEPT = 3000  # the latest: five minutes
+
+
+class Sensors:
+    """Samples of one device. `reason` says why there are none."""
+
+    def __init__(self, meter: Meter | str) -> None:
+        self.reason = meter if isinstance(meter, str) else ""
+        self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=_KEPT)
+        self._over = Event()
+        self._thread: Thread | None = None
+        if not isinstance(meter, str):
+            self._thread = Thread(target=self._watch, args=(meter,), name="burst_portable sensors", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Read no more."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _watch(self, meter: Meter) -> None:
+        try:
+            while True:
+                self._rows.append((time.perf_counter_ns(), meter.read()))
+                if self._over.wait(_EVERY):
+                    return
+        finally:
+            meter.close()
+
+    def facts(self) -> dict[str, Any]:
+        """Columns: `time` in nanoseconds of the host's clock, and a list for each sensor that there is."""
+        rows = list(self._rows)
+        names = [name for name in NAMES if rows and all(name in values for _, values in rows)]
+        columns = {name: [values[name] for _, values in rows] for name in names}
+        return {"reason": self.reason, "time": [at for at, _ in rows], **columns}
+
+
+def told(one: dict[str, Any]) -> str:
+    """A rank's samples in a few words; "" where there are none."""
+    parts = []
+    if watts := one.get("watts"):
+        parts.append(f"{fmean(watts):.0f} W, up to {max(watts):.0f}")
+    if clock := one.get("megahertz"):
+        parts.append(f"{min(clock):.0f} to {max(clock):.0f} MHz")
+    if heat := one.get("celsius"):
+        parts.append(f"up to {max(heat):.0f} °C")
+    return "; ".join(parts)
