@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,10 @@ def on_stderr(*, quiet: bool = False) -> dict[str, Any]:
 class JsonOption:
     """What follows `--json`: a file, - for standard output, or None where it was not given.
 
-    Raises `InputError` for a file that cannot be written.
+    Raises `InputError` for a file that cannot be written, or that is one of `sources`, which the command reads.
     """
 
-    def __init__(self, name: str | None, *, writes: bool = True) -> None:
+    def __init__(self, name: str | None, *, writes: bool = True, sources: Iterable[str | Path | None] = ()) -> None:
         self.stdout = name == "-"
         self.file = None if name is None or self.stdout else Path(name)
         if self.stdout and sys.stdout is None:
@@ -59,7 +60,7 @@ class JsonOption:
         if name == "":
             raise InputError(explain("--json names no file", got="''", allowed="a file, or - for standard output"))
         if self.file is not None and writes:
-            check_file(self.file, "--json")
+            check_file(self.file, "--json", sources=sources)
 
     @property
     def wanted(self) -> bool:
@@ -92,10 +93,15 @@ def _finite(value: Any) -> Any:
     return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def check_file(path: Path, option: str) -> None:
-    """Refuse a place that cannot be written to, before the work is done. What is there stays as it is."""
+def check_file(path: Path, option: str, *, sources: Iterable[str | Path | None] = ()) -> None:
+    """Refuse a place that cannot be written to, before the work is done. What is there stays as it is.
+
+    `sources` are files that the command reads: they would be lost.
+    """
     try:
         there = path.exists()
+        if path.is_file() and any(name and os.path.exists(name) and path.samefile(name) for name in sources):
+            raise InputError(explain(f"{option} names the file that is read", got=str(path), allowed="another file"))
         if path.is_dir():
             raise InputError(explain(f"{option} names a folder", got=str(path), allowed="a file"))
         if path.is_fifo():  # its reader would take a close for the end

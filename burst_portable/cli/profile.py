@@ -30,7 +30,7 @@ def profile(
 
     for option, file in (("--html", html), ("--chrome", chrome), ("--markdown", markdown)):
         if file is not None:
-            check_file(file, option)
+            check_file(file, option, sources=(report,))
     read = Report.load(report)
     if html is not None:
         read.write_html(html)

@@ -94,7 +94,7 @@ def run(
     place = launched()
     first = place is None or place.rank == 0
     try:
-        json_option = JsonOption(json_name, writes=first)
+        json_option = JsonOption(json_name, writes=first, sources=(text, model))
         folder = _folder(report, writes=first)
         view = View(quiet=not first, stderr=json_option.stdout)
         prepared = prepare(

@@ -67,6 +67,23 @@ def test_what_never_ends_and_what_is_none(tmp_path, capsys):
         refused(capsys, "trace", str(path))
 
 
+@pytest.mark.parametrize("option", ["--html", "--chrome", "--markdown"])
+def test_a_report_is_not_written_over(tmp_path, capsys, option):
+    report, link = tmp_path / "report.json", tmp_path / "link"
+    report.write_bytes(SAMPLE.read_bytes())
+    link.symlink_to(report)
+    for name in (report, link):
+        assert f"{option} names the file that is read" in refused(capsys, "profile", str(report), option, str(name))
+    assert "names the file that is read" in refused(capsys, "run", "--text", str(report), "--json", str(link))
+    assert report.read_bytes() == SAMPLE.read_bytes()
+
+
+@pytest.mark.parametrize("threshold", ["nan", "-0.1"])
+def test_a_threshold_that_is_none(capsys, threshold):
+    told = refused(capsys, "compare", str(SAMPLE), str(SAMPLE), "--threshold", threshold)
+    assert "the threshold is no share" in told
+
+
 def places(value: object, place: tuple = ()) -> list[tuple]:
     """Every key and the first element of every list."""
     inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()

@@ -123,6 +123,8 @@ def test_models_that_cannot_be_sharded():
             parallelize(model, Mesh.single())
     with pytest.raises(UnknownNameError, match="rng"):
         parallelize(make("llama"), Mesh.single(), strategy="rng")
+    with pytest.raises(UnknownNameError, match="did you mean 'zigzag'"):
+        parallelize(make("llama"), Mesh.single(), layout="zigzig")
 
 
 def test_a_loss_that_takes_a_shard_for_all():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, explain
+from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, explain, unknown_name
 from burst_portable.integrations.transformers.arguments import check_arguments, checked_positions, parameters_of, takes
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, Sequence, attend
 from burst_portable.integrations.transformers.checks import check_model, check_positions
@@ -18,7 +18,7 @@ from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of, 
 from burst_portable.integrations.transformers.masks import wanted_mask
 from burst_portable.integrations.transformers.padding import check_padded_model, has_padding
 from burst_portable.integrations.transformers.router import check_router, with_router_loss
-from burst_portable.layout import Layout, make_layout
+from burst_portable.layout import NAMES, Layout, make_layout
 from burst_portable.mask import Mask, cumulative_lengths
 from burst_portable.mesh import as_mesh
 from burst_portable.sharding import positions, shard, shard_batch
@@ -84,6 +84,8 @@ class Parallel:
             raise InputError("the model is parallelized already; undo() its handle first")
         if isinstance(strategy, str):
             make_strategy(strategy)
+        if layout not in NAMES:
+            raise unknown_name("layout", layout, NAMES)
         self.model, self.mesh, self.strategy, self.layout = model, as_mesh(mesh), strategy, layout
         self.seq_len, self.kernel = seq_len, kernel
         self.call: Sequence | None = None

@@ -30,10 +30,10 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float) -> 
     A part counts as worse only where it grew by that share of the whole step too: a tenth more of nothing is nothing.
     Idle counts as nobody's and is shown alone; computing less is never worse.
 
-    Raises `InputError` for reports of different numbers of ranks, or a threshold below 0.
+    Raises `InputError` for reports of different numbers of ranks, or a threshold that is not 0 or more.
     """
-    if threshold < 0:
-        raise InputError(explain("the threshold is negative", got=threshold, allowed="0 or more, 0.1 for a tenth"))
+    if not threshold >= 0:  # nan too, which nothing would exceed
+        raise InputError(explain("the threshold is no share", got=threshold, allowed="0 or more, 0.1 for a tenth"))
     sizes = len(before["ranks"]), len(after["ranks"])
     if sizes[0] != sizes[1]:
         raise InputError(explain("the reports are of different numbers of ranks", got=f"{sizes[0]} and {sizes[1]}"))
