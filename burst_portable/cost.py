@@ -1,7 +1,7 @@
 """What a plan costs: bytes, FLOPs, launches, memory and predicted time, from the plan alone.
 
 FLOPs count exact mask area: forward 2·area·H·(D + Dv), backward 2·area·H·(3·D + 2·Dv), which for Dv = D is the
-field's 4·area·H·D and 2.5 times that. The time is a simulation of one rank's compute and link, each busy with one
+field's 4·area·H·D and 2.5 times that. The time is a simulation of one rank's compute and links, each busy with one
 thing at a time; it knows no contention and no slow neighbour, so it ranks plans rather than promising seconds.
 """
 
@@ -21,6 +21,10 @@ Curve = tuple[tuple[int, float], ...]
 """(bytes, GB/s) of messages back to back, smallest first: latencies are in it."""
 
 
+OUTER_GBPS = 50.0
+"""Between nodes, unless something better is known: a network card of 400 Gb/s for each rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """What a machine does.
@@ -32,6 +36,8 @@ class Rates:
         link: the curve of messages between two ranks.
         direct: the same of messages that go straight to where they are used, where a transport of its own moves them.
         source: where the numbers come from, for people.
+        node: ranks a node, where there are several nodes; 0: all ranks are equally near.
+        outer_gbps: GB/s a rank in each direction between nodes; a link of its own, beside the one inside.
     """
 
     tflops: float
@@ -43,12 +49,19 @@ class Rates:
     link: Curve = ()
     direct: Curve = ()
     source: str = ""
+    node: int = 0
+    outer_gbps: float = OUTER_GBPS
 
-    def transfer(self, size: float, messages: int = 1, *, direct: bool = False) -> float:
-        """Seconds of messages of so many bytes in all, one after the other."""
-        curve = (direct and self.direct) or self.link
+    def apart(self, rank: int, other: int) -> bool:
+        """Whether two ranks are on different nodes."""
+        return self.node > 0 and rank // self.node != other // self.node
+
+    def transfer(self, size: float, messages: int = 1, *, direct: bool = False, outer: bool = False) -> float:
+        """Seconds of messages of so many bytes in all, one after the other; `outer`: between nodes."""
+        curve = () if outer else (direct and self.direct) or self.link
         if not curve:
-            return self.hop_latency * min(messages, 2) + size / (self.gbps * 1e9)
+            gbps = self.outer_gbps if outer else self.gbps
+            return self.hop_latency * min(messages, 2) + size / (gbps * 1e9)
         return max(self.hop_latency, size / (_at(curve, size / messages) * 1e9))
 
     def compute(self, flops: float, pass_name: PassName) -> float:
@@ -152,9 +165,9 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
     reshard = reshard_bytes(plan.problem, pass_name, rank) if plan.reshard else 0
     hops = sum(len(s.receives) + len(s.result_receives) for s in steps) + (2 if reshard else 0)
     seconds = _simulated(plan, pass_name, steps, flops, size, rates)
-    link = sum(rates.transfer(size(m), direct=plan.direct) for s in steps for m in (*s.receives, *s.result_receives))
+    link = sum(_transfer(m, size(m), plan, rates) for s in steps for m in (*s.receives, *s.result_receives))
     if reshard:
-        moving = rates.transfer(reshard, 2 * (plan.problem.ranks - 1), direct=True)
+        moving = _reshard_seconds(reshard, plan.problem.ranks, rates)
         seconds, link = seconds + moving, link + moving
     return PassCost(
         flops=sum(flops),
@@ -171,6 +184,18 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
     )
 
 
+def _transfer(move: Move, size: int, plan: Plan, rates: Rates) -> float:
+    return rates.transfer(size, direct=plan.direct, outer=rates.apart(move.source, move.target))
+
+
+def _reshard_seconds(size: int, ranks: int, rates: Rates) -> float:
+    """There and back, to all others alike: those of the node over one link, the rest over the other, at once."""
+    others = ranks - 1
+    far = ranks - rates.node if 0 < rates.node < ranks else 0
+    near = rates.transfer(size * (others - far) / others, 2 * (others - far), direct=True) if others > far else 0.0
+    return max(near, rates.transfer(size * far / others, 2 * far, outer=True) if far else 0.0)
+
+
 def _simulated(
     plan: Plan,
     pass_name: PassName,
@@ -179,15 +204,15 @@ def _simulated(
     size: Callable[[Move], int],
     rates: Rates,
 ) -> float:
-    """Seconds of one rank: its compute stream and its link, each doing one thing at a time."""
-    compute_free = link_free = 0.0
+    """Seconds of one rank: its compute stream and its links, one inside its node, each doing one thing at a time."""
+    compute_free = 0.0
+    link_free = {False: 0.0, True: 0.0}  # inside the node, and between nodes
     arrives: dict[Move, float] = {}
 
     def receive(moves: Sequence[Move], now: float) -> None:
-        nonlocal link_free
         for move in moves:
-            link_free = max(link_free, now) + rates.transfer(size(move), direct=plan.direct)
-            arrives[move] = link_free
+            outer = rates.apart(move.source, move.target)
+            arrives[move] = link_free[outer] = max(link_free[outer], now) + _transfer(move, size(move), plan, rates)
 
     for index, step in enumerate(steps):
         ready = max([compute_free, *(arrives.get(m, 0.0) for m in step.arrivals)])
@@ -196,7 +221,7 @@ def _simulated(
             compute_free = ready + rates.compute(flops[index], pass_name)
         compute_free = max([compute_free, *(arrives.get(m, 0.0) for m in step.result_arrivals)])
         receive(step.result_receives, compute_free)
-    return max(compute_free, link_free)
+    return max(compute_free, *link_free.values())
 
 
 def _most_held(steps: Sequence[Step], size: Callable[[Move], int]) -> int:

@@ -10,11 +10,12 @@ import typer
 
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, check, checked_ranks, plan_facts
-from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVELS, asked_strategy
-from burst_portable.cost import Rates
+from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVELS, WITH_NODES, asked_strategy
+from burst_portable.cost import OUTER_GBPS, Rates
 from burst_portable.errors import InputError, explain, unknown_name
 from burst_portable.planning import plan as make_plan
 from burst_portable.plans import Plan
+from burst_portable.strategies.base import check_divides
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _PROGRESS_ABOVE = 64  # ranks; fewer are checked before a bar could be read
@@ -36,13 +37,17 @@ def plan(
     ] = "causal",
     strategy: Annotated[str, typer.Option(help=STRATEGY)] = "auto",
     layout: Annotated[str, typer.Option(help=LAYOUT)] = "zigzag",
-    inner: Annotated[int | None, typer.Option(help=INNER)] = None,
+    inner: Annotated[int | None, typer.Option(help=f"{INNER} For any strategy, what leaves a node is priced.")] = None,
     travels: Annotated[str | None, typer.Option(help=TRAVELS)] = None,
     moves: Annotated[str | None, typer.Option(help=MOVES)] = None,
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "bfloat16",
     tflops: Annotated[float, typer.Option(help="TFLOP/s that a rank reaches: times are predicted with it.")] = 400.0,
     gbps: Annotated[float, typer.Option(help="GB/s between ranks, each way: times are predicted with it.")] = 100.0,
+    outer_gbps: Annotated[
+        float | None,
+        typer.Option(help="GB/s a rank between nodes of --inner ranks, beside --gbps inside; 50 unless given."),
+    ] = None,
     rank: Annotated[int, typer.Option(help="Whose steps to show.")] = 0,
     steps: Annotated[int, typer.Option(help="How many steps of a pass to show.")] = 16,
     checked: Annotated[
@@ -57,7 +62,8 @@ def plan(
 ) -> int:
     """What a distributed attention would do and cost, step by step, and whether that is right. Needs no device.
 
-    Times are predicted from --tflops and --gbps by a model that knows no contention. The fields of the JSON are
+    Times are predicted from --tflops, --gbps and, for nodes of --inner ranks, --outer-gbps, by a model that knows no
+    contention. The fields of the JSON are
     listed in docs/plans.md.
 
     Examples:
@@ -68,10 +74,16 @@ def plan(
     json_option = JsonOption(json_name)
     if check_all and not checked:
         raise InputError("--check-all and --no-check exclude each other")
-    _positive(tflops=tflops, gbps=gbps, inner=inner, steps=steps)
+    _positive(tflops=tflops, gbps=gbps, inner=inner, steps=steps, **{"outer-gbps": outer_gbps})
+    if outer_gbps is not None and inner is None:
+        raise InputError(
+            explain("--outer-gbps is between nodes, and there is one", next_step="name --inner, the ranks a node")
+        )
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
-    rates = Rates(tflops=tflops, gbps=gbps)
+    if inner is not None and ranks > 0:
+        check_divides(inner, ranks)
+    rates = Rates(tflops=tflops, gbps=gbps, node=inner or 0, outer_gbps=outer_gbps or OUTER_GBPS)
     with _waiting("planning"):
         made = make_plan(
             seq_len=seq_len,
@@ -81,7 +93,7 @@ def plan(
             head_dim=head_dim,
             value_dim=value_dim,
             mask=mask,
-            strategy=asked_strategy(strategy, inner, travels, moves, rates),
+            strategy=asked_strategy(strategy, inner if strategy in WITH_NODES else None, travels, moves, rates),
             layout=layout,
             batch=batch,
             itemsize=DTYPES[dtype],

@@ -5,7 +5,7 @@ schema              "burst_portable.plan/1"; a change that breaks readers counts
 problem             the sizes that were asked for; mask and layout by name; `area`: (query, key) pairs a head;
                     `blind_rows`: tokens that see nothing
 strategy, reason    what plans, and why where it was chosen
-rates               tflops and gbps a rank, that times are predicted with
+rates               tflops and gbps a rank, that times are predicted with; outer_gbps between nodes of `node` ranks
 costed_ranks        the ranks that numbers below are taken over: all of them, or a sample
 passes              by "forward" and "backward": what travels how, and
   max, mean         of one rank: flops, sent and received bytes, hops, launches, tiles
@@ -53,7 +53,12 @@ def plan_facts(plan: Plan, rates: Rates, rank: int) -> Facts:
         "strategy": plan.strategy,
         "reason": plan.reason,
         "reshard": plan.reshard,
-        "rates": {"tflops": rates.tflops, "gbps": rates.gbps},
+        "rates": {
+            "tflops": rates.tflops,
+            "gbps": rates.gbps,
+            "node": rates.node or None,
+            "outer_gbps": rates.outer_gbps if rates.node else None,
+        },
         "costed_ranks": list(costed),
         "passes": {
             name: {

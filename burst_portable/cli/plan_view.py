@@ -187,7 +187,8 @@ _COST_ROWS = {
 
 def _time_note(console: Console, facts: Facts) -> None:
     rates = facts["rates"]
+    outer = f", {rates['outer_gbps']:g} GB/s between nodes of {rates['node']}" if rates["node"] else ""
     console.print(
         f"time    {seconds_text(facts['seconds'])} forward and backward, predicted (not measured) for "
-        f"{rates['tflops']:g} TFLOP/s and {rates['gbps']:g} GB/s a rank"
+        f"{rates['tflops']:g} TFLOP/s and {rates['gbps']:g} GB/s a rank{outer}"
     )

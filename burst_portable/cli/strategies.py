@@ -10,7 +10,8 @@ STRATEGY = "auto (the least predicted time), ring, burst, double_ring or ulysses
 LAYOUT = "contiguous, zigzag, striped, or document_zigzag where the mask is of documents."
 MOVES = "For ring and burst: neighbour (from rank to rank) or fetch (straight from the owner); neighbour unless given."
 TRAVELS = "For double_ring: kv or q, what goes round in the backward pass; q unless given."
-INNER = "For double_ring and auto: ranks a node; unless given, auto leaves double_ring out."
+INNER = "Ranks a node, for double_ring and auto; unless given, auto leaves double_ring out."
+WITH_NODES = ("double_ring", "auto")
 
 
 def asked_strategy(name: str, inner: int | None, travels: str | None, moves: str | None, rates: Rates) -> Strategy:

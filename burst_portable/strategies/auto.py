@@ -28,7 +28,7 @@ _SAMPLED_RANKS = 4  # above so many ranks, the costs of so many, spread over all
 
 @dataclass(frozen=True)
 class AutoStrategy:
-    """The cheapest of all; `inner` (ranks a node) lets the double ring take part."""
+    """The cheapest of all; `inner` (ranks a node) lets the double ring take part, and prices what leaves a node."""
 
     inner: int | None = None
     rates: Rates = DEFAULT_RATES
@@ -41,6 +41,7 @@ class AutoStrategy:
             raise InputError(explain("rates are none", got=shown(self.rates), allowed="burst_portable.cost.Rates"))
 
     def plan(self, problem: Problem) -> Plan:
+        rates = self.rates if self.inner is None else replace(self.rates, node=self.inner)
         costs: dict[str, tuple[PlanCost, Plan]] = {}
         reasons = []
         for label, strategy in self._candidates(problem.ranks):
@@ -49,12 +50,14 @@ class AutoStrategy:
             except UnsupportedError as error:
                 reasons.append(f"not {label}: {error}")
                 continue
-            costs[label] = plan_cost(plan, self.rates, _sample(problem.ranks)), plan
+            costs[label] = plan_cost(plan, rates, _sample(problem.ranks)), plan
         best = min(costs, key=lambda label: (round(costs[label][0].seconds, 7), costs[label][0].sent))
         ranking = sorted(costs, key=lambda label: costs[label][0].seconds)
         told = ", ".join(f"{label} {_told(costs[label][0].seconds)}" for label in ranking)
-        rates = f" at rates of {self.rates.source}" if self.rates.source else ""
-        reason = f"chose {best} by predicted time{rates} ({told})" + "".join(f"; {r}" for r in reasons)
+        source = f" at rates of {rates.source}" if rates.source else ""
+        if 0 < rates.node < problem.ranks:
+            source += f", {rates.outer_gbps:g} GB/s between nodes of {rates.node}"
+        reason = f"chose {best} by predicted time{source} ({told})" + "".join(f"; {r}" for r in reasons)
         return replace(costs[best][1], reason=reason)
 
     def _candidates(self, ranks: int) -> Iterator[tuple[str, Strategy]]:

@@ -61,6 +61,18 @@ def check_inner(inner: object) -> None:
         raise InputError(explain("inner is no size", got=shown(inner), allowed="an int of at least 1, or None"))
 
 
+def check_divides(inner: int, ranks: int) -> None:
+    """Refuse nodes that are not all of one size."""
+    if inner < 1 or ranks % inner:
+        raise InputError(
+            explain(
+                "the inner ring does not divide the ranks",
+                got=f"inner={inner}, {ranks} ranks",
+                allowed=", ".join(str(i) for i in range(1, ranks + 1) if ranks % i == 0),
+            )
+        )
+
+
 def check_fetched(moves: Moves, ahead: object, together: object) -> None:
     """Refuse what is no number of steps, or of blocks that are fetched."""
     for name, what, given in (("ahead", "steps", ahead), ("together", "blocks", together)):
@@ -82,14 +94,7 @@ def route(ranks: int, moves: Moves, inner: int | None = None, ahead: int = 1, to
         return Fetch(ranks, min(ahead, -(-others // together)), together)
     if inner is None:
         return Ring(ranks)
-    if inner < 1 or ranks % inner:
-        raise InputError(
-            explain(
-                "the inner ring does not divide the ranks",
-                got=f"inner={inner}, {ranks} ranks",
-                allowed=", ".join(str(i) for i in range(1, ranks + 1) if ranks % i == 0),
-            )
-        )
+    check_divides(inner, ranks)
     return DoubleRing(ranks, inner)
 
 

@@ -48,7 +48,7 @@ def test_unknown_names_show_the_near_ones(capsys, arguments, said):
     "option",
     [
         *("--seq-len", "--ranks", "--heads", "--kv-heads", "--head-dim", "--value-dim", "--batch", "--inner"),
-        *("--tflops", "--gbps", "--steps"),
+        *("--tflops", "--gbps", "--outer-gbps", "--steps"),
     ],
 )
 def test_zero_and_negative_numbers(capsys, option, value):
@@ -72,7 +72,8 @@ def test_zero_and_negative_numbers(capsys, option, value):
         (("--layout", "document_zigzag", "--mask", "sink:4:8"), ["needs a mask of documents"]),
         (("--strategy", "ulysses", "--heads", "3"), ["cannot share these heads", "3 query", "2 ranks", "'ring'"]),
         (("--strategy", "double_ring", "--inner", "3"), ["does not divide", "inner=3", "1, 2"]),
-        (("--strategy", "ring", "--inner", "2"), ["no option 'inner'", "moves"]),
+        (("--strategy", "ring", "--inner", "3"), ["does not divide", "inner=3", "1, 2"]),
+        (("--strategy", "ring", "--outer-gbps", "50"), ["--outer-gbps is between nodes", "--inner"]),
         (("out.json",), ["unexpected extra argument", "out.json"]),
         (("--json", "/no/such/folder/plan.json"), ["--json cannot be written", "No such file"]),
         (("--json", "/dev/full"), ["--json cannot be written", "No space left"]),

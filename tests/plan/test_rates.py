@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import burst_portable as bp
 from burst_portable.backends.cuda.machines import rates_of_machine
-from burst_portable.cost import Rates, plan_cost
+from burst_portable.cost import Rates, plan_cost, rank_cost
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.registry import make_strategy
 
@@ -26,6 +28,37 @@ def test_a_curve_is_read_by_size():
     assert rates.transfer(4 * MIB, messages=4) == pytest.approx(4 * MIB / 100e9)
     assert rates.transfer(MIB, direct=True) == pytest.approx(MIB / 400e9)
     assert rates.transfer(1) == 1e-6
+
+
+def test_what_leaves_a_node_takes_the_other_link():
+    rates = Rates(1.0, 100.0, hop_latency=0.0, node=4, outer_gbps=10.0)
+    assert [rates.apart(3, other) for other in (0, 2, 4, 7)] == [False, False, True, True]
+    assert rates.transfer(MIB, outer=True) == pytest.approx(MIB / 10e9)
+    # A rank of Ulysses sends four of seven parts to the other node, while three go round its own.
+    made = bp.plan(seq_len=64, ranks=8, heads=8, kv_heads=8, head_dim=64, strategy="ulysses")
+    forward = rank_cost(made, "forward", 0, rates)
+    assert forward.link_seconds == pytest.approx(forward.sent * 4 / 7 / 10e9)
+    # Two ranks a node: all that comes to rank 0 of the ring comes over the network, and half of it to rank 1 would.
+    ring = bp.plan(
+        seq_len=64, ranks=4, heads=8, kv_heads=8, head_dim=64, mask="full", layout="contiguous", strategy="ring"
+    )
+    two = replace(rates, node=2)
+    first, second = (rank_cost(ring, "forward", rank, two) for rank in (0, 1))
+    assert first.link_seconds == pytest.approx(first.received / 10e9)
+    assert second.link_seconds == pytest.approx(second.received / 100e9)
+
+
+def test_the_double_ring_hides_the_network():
+    """32 ranks in nodes of 8: on one ring the network is asked by one rank a node, at every step."""
+    rates = Rates(600.0, 300.0, node=8)
+    usual = {"ranks": 32, "seq_len": 131072}
+    seconds = {
+        name: plan_cost(plan(make_strategy(name, **options), **usual), rates).seconds
+        for name, options in (("ring", {}), ("burst", {}), ("double_ring", {"inner": 8, "travels": "kv"}))
+    }
+    assert seconds["double_ring"] < 0.8 * seconds["ring"] < seconds["burst"]
+    reason = plan(AutoStrategy(inner=8, rates=replace(rates, node=0)), **usual).reason
+    assert reason.startswith("chose double_ring+kv by predicted time, 50 GB/s between nodes of 8")
 
 
 def test_passes_have_rates_of_their_own():
