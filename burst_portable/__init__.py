@@ -35,6 +35,8 @@ _HOMES = {
     "BurstError": "errors",
 }
 
+_MODULES = ("nn",)
+
 __all__ = [*sorted(_HOMES), "__version__"]
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"burst_portable.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'burst_portable' has no attribute {name!r}")
     return getattr(import_module(f"burst_portable.{_HOMES[name]}"), name)

@@ -221,9 +221,12 @@ def partial_attention(
         (out ``[B, Sq, Hq, Dv]``, LSE ``[B, Hq, Sq]``) in the accumulation dtype; rows outside every tile: 0, -inf.
 
     Raises:
-        InputError, DtypeError, UnsupportedError: as `attention`; also tiles that overlap or reach past their block.
+        InputError, DtypeError, UnsupportedError: as `attention`; also tiles that overlap or reach past their block, and
+            tensors that want gradients.
     """
     check_tensors(q, k, v, same_rows=False)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise InputError("partial_attention has no gradient: detach its tensors first, or let attention() do the whole")
     tiles = checked_tiles(tiles, q.shape[1], k.shape[1])
     backend = for_device(q.device.type)
     options = contract.Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap))

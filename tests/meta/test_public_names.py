@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import subprocess
+import sys
 import types
 
 import pytest
@@ -49,6 +51,11 @@ def test_a_public_name_is_no_module(name):
         if module.name == name:
             importlib.import_module(f"burst_portable.{name}")
     assert not isinstance(getattr(burst_portable, name), types.ModuleType)
+
+
+def test_modules_that_are_named_without_an_import():
+    code = "import burst_portable as bp; assert bp.nn.SelfAttention"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -220,6 +220,15 @@ def test_partial_attention_and_merge_are_the_whole():
         bp.partial_attention(q, k[:, :8], v[:, :8], [Tile(0, 16, 0, 16, 0, 15)])
 
 
+def test_partial_attention_has_no_gradient():
+    q = torch.randn(1, 8, 2, 4, requires_grad=True)
+    tile = Tile(0, 8, 0, 8, 0, 7)
+    with pytest.raises(InputError, match="partial_attention has no gradient"):
+        bp.partial_attention(q, q.detach(), q.detach(), [tile])
+    with torch.no_grad():
+        assert bp.partial_attention(q, q, q, [tile])[0].shape == q.shape
+
+
 def test_merge_has_no_gradient():
     out, lse = torch.ones(1, 4, 2, 8, requires_grad=True), torch.zeros(1, 2, 4)
     with pytest.raises(InputError, match="merge has no gradient"):
