@@ -46,6 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         silence(sys.stdout)
         return 128 + signal.SIGPIPE
+    except SystemExit as ended:
+        if not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        silence(sys.stdout)  # help is printed by a console of typer's own, which ends with 1 where nobody reads it
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in _FULL:
             raise

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
-from burst_portable.errors import BackendUnavailableError
+from burst_portable.errors import BackendUnavailableError, InputError, explain
 
 if TYPE_CHECKING:
     from burst_portable.kernels.triton.compile import Record
 
 SCHEMA = "burst_portable.kernels/1"
+STEP = 16  # elements: the kernels are compiled as for contiguous tensors whose strides are multiples of it
 
 
 def kernels(
@@ -21,7 +22,8 @@ def kernels(
         list[str] | None, typer.Option(help="A chip, such as sm_90 or gfx942; repeatable; all unless given.")
     ] = None,
     head_dim: Annotated[
-        list[int] | None, typer.Option(help="A head size; repeatable; 64 and 128 unless given.", min=16, max=256)
+        list[int] | None,
+        typer.Option(help=f"A head size, a multiple of {STEP}; repeatable; 64 and 128 unless given.", min=16, max=256),
     ] = None,
     json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
 ) -> int:
@@ -36,6 +38,11 @@ def kernels(
     burst-portable kernels --target sm_90 --target gfx942 --head-dim 128
     """
     json_option = JsonOption(json_name)
+    for size in head_dim or ():
+        if size % STEP:
+            near = f"the nearest are {size - size % STEP} and {size - size % STEP + STEP}"
+            allowed = f"multiples of {STEP} from 16 to 256"
+            raise InputError(explain("--head-dim", got=size, allowed=allowed, next_step=near))
     try:
         from burst_portable.kernels.triton import compile as ahead
     except ModuleNotFoundError as error:

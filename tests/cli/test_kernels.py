@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from burst_portable.cli import main
 from burst_portable.cli.kernels import kernels
 from burst_portable.errors import UnknownNameError
 
@@ -24,3 +25,9 @@ def test_json_of_one_chip(capsys):
 def test_an_unknown_chip():
     with pytest.raises(UnknownNameError, match="sm_90"):
         kernels(["sm_91"], [64], "-")
+
+
+def test_a_head_size_that_the_kernels_are_not_compiled_for(capsys):
+    assert main(["kernels", "--head-dim", "64", "--head-dim", "63"]) == 2
+    said = capsys.readouterr().err
+    assert "--head-dim; got 63; allowed: multiples of 16 from 16 to 256; the nearest are 48 and 64" in said

@@ -90,7 +90,9 @@ def test_any_encoding(monkeypatch, encoding):
     assert "check   ok" in said
 
 
-@pytest.mark.parametrize("arguments", [PLAN, (*PLAN, "--json")], ids=["tables", "json"])
+@pytest.mark.parametrize(
+    "arguments", [PLAN, (*PLAN, "--json"), ("--help",), ("plan", "--help")], ids=["tables", "json", "help", "its help"]
+)
 def test_nobody_reads_any_more(monkeypatch, capsys, arguments):
     read, write = os.pipe()
     os.close(read)
