@@ -19,6 +19,10 @@ hypothesis.settings.register_profile("burst_portable", deadline=None)
 hypothesis.settings.load_profile("burst_portable")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--backend", default="cpu", help="where tests/conformance/test_planted_bugs.py plants its bugs")
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     with fresh_memory_is_nan():

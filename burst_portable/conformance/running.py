@@ -24,7 +24,7 @@ from burst_portable.kernels import contract
 from burst_portable.layout import Layout
 from burst_portable.planning import planned
 from burst_portable.plans import Plan, Problem
-from burst_portable.runtime import PlainRuntime
+from burst_portable.runtime import PlainRuntime, Runtime, installed
 
 
 class _Context:
@@ -92,7 +92,9 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
     plan = plan_of(case)
     kernel = subject.choose(kernel_problem(case, device.type, plan))
     said = state({"case": case.spec()})
-    runtime = PlainRuntime(kernel, transport)
+    runtime: Runtime = PlainRuntime(kernel, transport)
+    if (wrap := installed.get()) is not None:  # as in a call: a profiling session records it
+        runtime = wrap(runtime, plan)
     call = Call(plan, runtime, options_of(case), said.of_pass("forward"), said.of_pass("backward"))
     rows = torch.tensor(plan.problem.q_layout.positions(transport.rank))
     q, k, v = (in_memory(t[:, rows], case.memory, device) for t in (x.q, x.k, x.v))
@@ -100,7 +102,7 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
     sinks = None if x.sinks is None else x.sinks.to(device)
     context: Any = _Context()
     with torch.no_grad():
-        agree(transport, call.forward)
+        agree(runtime.transport, call.forward)
         out, lse = Attention.forward(context, q, k, v, sinks, call)
         dq, dk, dv, dsinks, _ = Attention.backward(context, dout, None)
     return Shard(*(None if t is None else t.cpu() for t in (out, lse, dq, dk, dv, dsinks)))  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import torch
 
 from burst_portable.profiling.record import NEVER
 
+_ANCHORS = 5  # when a session begins: the one that was waited for least is kept
 _BASE_EVERY = 512  # marks: elapsed times are 32-bit milliseconds, exact to a microsecond for some seconds only
 
 
@@ -67,13 +68,20 @@ class DeviceClock:
         self._device = device
         self._pool: list[Any] = []
         self._marks = 0
-        self._base = self._event()
-        self._base.record()
-        self._base.synchronize()  # once, when the session begins
-        self._offset: dict[int, int] = {id(self._base): time.perf_counter_ns()}
+        (self._base, moment, _), *others = sorted((self._anchor() for _ in range(_ANCHORS)), key=lambda a: a[2])
+        self._pool += [event for event, *_ in others]
+        self._offset: dict[int, int] = {id(self._base): moment}
         self._before: dict[int, Any] = {}  # the base before a base; all are kept, so that no id is used again
         self._kept = [self._base]
         self._watcher: Any = None
+
+    def _anchor(self) -> tuple[Any, int, int]:
+        """An event, the host's time in the middle of waiting for it, and how long that took."""
+        event, began = self._event(), time.perf_counter_ns()
+        event.record()
+        event.synchronize()
+        took = time.perf_counter_ns() - began
+        return event, began + took // 2, took
 
     def _event(self) -> Any:
         return self._pool.pop() if self._pool else torch.Event(self._device, enable_timing=True)

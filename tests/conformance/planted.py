@@ -1,4 +1,4 @@
-"""Wrong backends: the cpu backend with one bug each, around its real kernels and transport."""
+"""Wrong backends: a real one with one bug each, around its kernels and transport. `--backend` of pytest names it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from burst_portable.backends.base import Capabilities, Probe
 from burst_portable.backends.registry import load
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.kernels.contract import Kernel
+from burst_portable.numerics import Compensated, State
 from burst_portable.tiles import Tile, Tiles, banded_box
 
 
@@ -32,6 +33,12 @@ class Around:
 
     def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
         self.kernel.attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+def changed_state(state: State, *, out: Tensor | None = None, lse: Tensor | None = None) -> State:
+    """The same kind of running state with other numbers."""
+    new = state[0] if out is None else out, state[1] if lse is None else lse
+    return Compensated(*new, state.lost) if isinstance(state, Compensated) else new
 
 
 class WrongScale(Around):
@@ -92,9 +99,9 @@ class Base2(Around):
     """LSE as a logarithm to base 2; the kernel understands itself."""
 
     def attend(self, q, k, v, tiles, options, *, state=None):
-        state = None if state is None else (state[0], state[1] * math.log(2))
-        out, lse = super().attend(q, k, v, tiles, options, state=state)
-        return out, lse / math.log(2)
+        state = None if state is None else changed_state(state, lse=state[1] * math.log(2))
+        state = super().attend(q, k, v, tiles, options, state=state)
+        return changed_state(state, lse=state[1] / math.log(2))
 
 
 class EmptyRows(Around):
@@ -103,8 +110,8 @@ class EmptyRows(Around):
     value = 0.0
 
     def attend(self, q, k, v, tiles, options, *, state=None):
-        out, lse = super().attend(q, k, v, tiles, options, state=state)
-        return out, torch.where(lse == -math.inf, self.value, lse)
+        state = super().attend(q, k, v, tiles, options, state=state)
+        return changed_state(state, lse=torch.where(state[1] == -math.inf, self.value, state[1]))
 
 
 class EmptyRowsInfinite(EmptyRows):
@@ -117,8 +124,8 @@ class SixteenBits(Around):
     """Sums in bfloat16: the running out, and the gradients."""
 
     def attend(self, q, k, v, tiles, options, *, state=None):
-        out, lse = super().attend(q, k, v, tiles, options, state=state)
-        return out.bfloat16().to(out.dtype), lse
+        state = super().attend(q, k, v, tiles, options, state=state)
+        return changed_state(state, out=state[0].bfloat16().to(state[0].dtype))
 
     def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
         super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
@@ -160,9 +167,9 @@ class ForgetsRows(Around):
     """Rows outside every tile are left as memory was."""
 
     def attend(self, q, k, v, tiles, options, *, state=None):
-        out, lse = super().attend(q, k, v, tiles, options, state=state)
-        blind = (lse == -math.inf).transpose(1, 2).unsqueeze(-1)
-        return torch.where(blind, torch.empty_like(out), out), lse
+        state = super().attend(q, k, v, tiles, options, state=state)
+        blind = (state[1] == -math.inf).transpose(1, 2).unsqueeze(-1)
+        return changed_state(state, out=torch.where(blind, torch.empty_like(state[0]), state[0]))
 
 
 class SinksEveryHop(Around):
@@ -194,8 +201,20 @@ class Unsteady(Around):
     """Other bits every time."""
 
     def attend(self, q, k, v, tiles, options, *, state=None):
-        out, lse = super().attend(q, k, v, tiles, options, state=state)
-        return out * (1 + torch.rand((), dtype=out.dtype) * 2e-7), lse
+        state = super().attend(q, k, v, tiles, options, state=state)
+        return changed_state(state, out=state[0] * (1 + float(torch.rand(())) * 4e-7))
+
+
+class SideStream(Around):
+    """On a stream of its own, which neither waits for the current one nor is waited for. For devices with streams."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        with torch.Stream(q.device):
+            return super().attend(q, k, v, tiles, options, state=state)
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        with torch.Stream(q.device):
+            super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
 
 
 # ---------------------------------------------------------------------------------------------------- transports
@@ -262,21 +281,22 @@ class DoesNotWait(Through):
 
 @dataclass(frozen=True)
 class Planted:
-    """The cpu backend with a bug around each of its kernels."""
+    """A backend with a bug around each of its kernels, or around its own transport between processes."""
 
     bug: Callable[[Kernel], Kernel] = Around
+    wire: Callable[[Transport], Transport] = Through
+    real: Any = field(default_factory=lambda: load("cpu"))
     name: str = "planted"
-    _real: Any = field(default_factory=lambda: load("cpu"))
 
     @property
     def capabilities(self) -> Capabilities:
-        return self._real.capabilities
+        return self.real.capabilities
 
     def probe(self) -> Probe:
-        return self._real.probe()
+        return self.real.probe()
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return tuple(self.bug(kernel) for kernel in self._real.kernels())
+        return tuple(self.bug(kernel) for kernel in self.real.kernels())
 
     def transport(self, group: Any, deadline: float) -> Transport:
-        return self._real.transport(group, deadline)
+        return self.wire(self.real.transport(group, deadline))

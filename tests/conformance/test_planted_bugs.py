@@ -1,12 +1,24 @@
-"""The suite is worth what it catches: bugs around the real kernels and transport, each of which it must find."""
+"""The suite is worth what it catches: bugs around real kernels and transports, each of which it must find.
+
+On the cpu backend, or on another one that can run here::
+
+    python -m pytest tests/conformance/test_planted_bugs.py --backend ascend
+"""
 
 from __future__ import annotations
+
+import time
 
 import pytest
 
 from burst_portable import numerics
+from burst_portable.backends.registry import load
 from burst_portable.conformance import check_backend
+from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.report import Report
+from burst_portable.profiling import events
+from burst_portable.profiling.partition import Timeline
+from burst_portable.profiling.recording import RecordingRuntime
 from tests.conformance import planted
 from tests.conformance.planted import Planted
 
@@ -27,12 +39,22 @@ KERNELS = {
     planted.ClaimsTooMuch: ("claims",),
     planted.NoReasons: ("claims",),
     planted.Unsteady: ("kernels", "steady"),
+    planted.SideStream: ("memory",),
 }
 TRANSPORTS = {
     planted.DropsLastHop: ("transport", "attention"),
     planted.ReusesBuffers: ("transport", "attention"),
     planted.DoesNotWait: ("transport", "memory"),
 }
+
+
+@pytest.fixture(scope="session")
+def real(request):
+    """The backend that bugs are planted in."""
+    backend = load(request.config.getoption("backend"))
+    if not (probe := backend.probe()).ok:
+        pytest.fail(f"{backend.name} cannot run here: {probe.reason}")
+    return backend
 
 
 def examine(backend: Planted, group: str, **options: object) -> Report:
@@ -44,21 +66,31 @@ def pairs(bugs):
 
 
 @pytest.mark.parametrize(("bug", "group"), pairs(KERNELS))
-def test_a_bug_in_a_kernel_is_caught(bug, group):
-    report = examine(Planted(bug), group)
+def test_a_bug_in_a_kernel_is_caught(bug, group, real):
+    if bug is planted.SideStream and not real.capabilities.streams:
+        pytest.skip(f"{real.name} has no streams")
+    report = examine(Planted(bug, real=real), group)
     assert not report.ok
     assert report.failures[0].message
     assert report.failures[0].command.startswith("burst-portable conform --backend planted --case ")
 
 
 @pytest.mark.parametrize(("bug", "group"), pairs(TRANSPORTS))
-def test_a_bug_in_a_transport_is_caught(bug, group):
-    report = examine(Planted(), group, wrap=bug)
+def test_a_bug_in_a_transport_is_caught(bug, group, real):
+    report = examine(Planted(real=real), group, wrap=bug)
     assert not report.ok
     assert report.failures[0].message
 
 
-def test_sinks_that_count_once_a_hop_are_caught(monkeypatch):
+@pytest.mark.full
+@pytest.mark.parametrize("bug", [planted.DropsLastHop, planted.DoesNotWait, None])
+def test_a_bug_between_processes_is_caught(bug, real):
+    """`None`: the same wrapping without one passes."""
+    report = examine(Planted(wire=bug or planted.Through, real=real), "group")
+    assert report.ok is (bug is None), report.markdown()
+
+
+def test_sinks_that_count_once_a_hop_are_caught(monkeypatch, real):
     once = numerics.add_sinks
 
     def every_hop(state, sinks):
@@ -66,14 +98,78 @@ def test_sinks_that_count_once_a_hop_are_caught(monkeypatch):
             once(state, sinks)
 
     monkeypatch.setattr(numerics, "add_sinks", every_hop)
-    report = examine(Planted(planted.SinksEveryHop), "attention")
+    report = examine(Planted(planted.SinksEveryHop, real=real), "attention")
     assert not report.ok
     assert "dsinks" in report.failures[0].errors
 
 
-@pytest.mark.parametrize(
-    "group", ["claims", "kernels", "transport", "attention", "blind", "memory", "steady", "extremes", "sizes"]
-)
-def test_the_same_wrapping_without_a_bug_passes(group):
-    report = check_backend(Planted(), ranks=4, only=[group], effort="quick", wrap=planted.Through)
+@pytest.mark.parametrize("group", [group for group in CHECKS if group != "group"])
+def test_the_same_wrapping_without_a_bug_passes(group, real):
+    report = check_backend(Planted(real=real), ranks=4, only=[group], effort="quick", wrap=planted.Through)
     assert report.ok, report.markdown()
+
+
+# ---------------------------------------------------------------------------------------------------- the profiler
+
+
+def late_clock(monkeypatch):
+    """Microseconds for nanoseconds."""
+    for clock in (events.HostClock, events.DeviceClock):
+        once = clock.read
+        monkeypatch.setattr(clock, "read", lambda self, mark, once=once: once(self, mark) // 1000)
+    monkeypatch.setattr(events.HostClock, "mark", staticmethod(lambda: time.perf_counter_ns() // 1000))
+
+
+def kernels_lost(monkeypatch):
+    """Those of the first step of a backward pass are not written down."""
+    once = RecordingRuntime.row
+
+    def row(self, kind, backward, step, *rest):
+        if not (kind == "compute" and backward and step == 0):
+            once(self, kind, backward, step, *rest)
+
+    monkeypatch.setattr(RecordingRuntime, "row", row)
+
+
+def waits_as_computing(monkeypatch):
+    """What is exposed is told as computing."""
+    once = Timeline.partition
+
+    def partition(self):
+        parts = once(self)
+        return parts | {"compute": parts["compute"] + parts["exposed_comm"], "exposed_comm": 0}
+
+    monkeypatch.setattr(Timeline, "partition", partition)
+
+
+def idle_forgotten(monkeypatch):
+    """What is left is not told."""
+    once = Timeline.measured
+    monkeypatch.setattr(Timeline, "measured", lambda self, windows: once(self, windows) | {"idle": windows[:, 0] * 0})
+
+
+def bits_changed(monkeypatch):
+    """A recorded kernel rounds once more."""
+    once = RecordingRuntime.attend
+
+    def attend(self, compute, q, *rest):
+        state = once(self, compute, q, *rest)
+        return planted.changed_state(state, out=state[0].bfloat16().to(state[0].dtype))
+
+    monkeypatch.setattr(RecordingRuntime, "attend", attend)
+
+
+PROFILER = {
+    late_clock: "a kernel that took 20 ms",
+    kernels_lost: "pairs are in the report, and the mask has",
+    waits_as_computing: "and its events give",
+    idle_forgotten: "do not add up",
+    bits_changed: "has other bits while it is recorded",
+}
+
+
+@pytest.mark.parametrize(("bug", "says"), PROFILER.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_a_bug_in_the_profiler_is_caught(bug, says, monkeypatch, real):
+    bug(monkeypatch)
+    report = check_backend(Planted(real=real), ranks=4, only=["profiler"], effort="quick")
+    assert any(says in failure.message for failure in report.failures), report.markdown()

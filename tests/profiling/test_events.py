@@ -49,6 +49,20 @@ def test_a_long_session_keeps_microseconds(monkeypatch):
     assert clock.read(marks[-1]) == others[-1], "reading twice gives the same"
 
 
+def test_a_host_that_is_late_sets_the_clock_wrong_by_little(monkeypatch):
+    """It learns that an event is over when it is scheduled again; the shortest wait of several tells best."""
+    host = {"now": 1_000_000_000}
+    delays = iter([9_000_000, 7_000_000, 20_000, 12_000_000, 8_000_000])
+
+    def synchronize(self):
+        host["now"] += next(delays)
+
+    monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
+    monkeypatch.setattr(events.time, "perf_counter_ns", lambda: host["now"])
+    clock = clock_of_fakes(monkeypatch)
+    assert abs(clock._start(clock._base) - (1_000_000_000 + 16_000_000)) <= 20_000
+
+
 def test_steps_between_neighbours_are_exact_to_a_microsecond(monkeypatch):
     clock = clock_of_fakes(monkeypatch)
     marks = []

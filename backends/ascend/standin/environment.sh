@@ -30,9 +30,11 @@ find_python() {
     done
 }
 
+packages="numpy typer rich jinja2 transformers safetensors pytest pytest-timeout hypothesis"
 pins=$folder/pins.txt
 grep -v -e '^triton==' "$root/constraints.txt" >"$pins"
 cat "$root/backends/ascend/standin/requirements.txt" >>"$pins"
+echo "# $packages" >>"$pins" # another list installs anew
 stamp=$folder/.installed
 if ! cmp -s "$pins" "$stamp"; then
     python=$(find_python)
@@ -42,7 +44,7 @@ if ! cmp -s "$pins" "$stamp"; then
     install() { "$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$pins" "$@"; }
     install "$(sed -n '/^torch==/p' "$pins")" # alone and first: see ci/setup.sh
     install --requirement "$root/backends/ascend/standin/requirements.txt"
-    install numpy typer rich jinja2 transformers safetensors
+    install $packages
     cp "$pins" "$stamp"
 fi
 

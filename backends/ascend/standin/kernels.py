@@ -6,7 +6,8 @@ operators is replaced:
 
 - aten operators: the CPU's, on views of the device's memory, after what the current stream holds already;
 - `npu_fusion_attention` and its gradient: `fusion`, written from their documentation;
-- copies between host and device stay torch_npu's where nothing but bytes moves, else bytes move and the CPU converts.
+- copies stay torch_npu's where nothing but bytes moves (between tensors of the device they are asynchronous, so a
+  wait that is missing shows), else bytes move and the CPU converts.
 """
 
 from __future__ import annotations
@@ -206,11 +207,11 @@ def _copy() -> Callable[..., Tensor]:
         return same and target.is_contiguous() and source.is_contiguous()
 
     def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
-        if _on_device(self) and _on_device(src):
+        if bytes_only(self, src):
+            original.call_boxed(keys, self, src, non_blocking)
+        elif _on_device(self) and _on_device(src):
             _caught_up()
             _host_view(self).copy_(_host_view(src))
-        elif bytes_only(self, src):
-            original.call_boxed(keys, self, src, non_blocking)
         elif _on_device(self):  # convert on the host, move the bytes, spread them on the device
             there = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             original.call_boxed(keys, there, src.to(self.dtype).expand(self.shape).contiguous(), False)

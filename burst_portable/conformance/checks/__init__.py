@@ -10,14 +10,14 @@ from burst_portable.conformance.checks import (
     group,
     kernels,
     memory,
+    profiler,
     sizes,
     steady,
     transport,
 )
 from burst_portable.conformance.trial import Check
 
-# One line a group. The profiler's partition belongs here as well, once it can be asked for.
 CHECKS: dict[str, Check] = {
     module.NAME: module.CHECK
-    for module in (claims, kernels, transport, attention, sizes, blind, extremes, memory, steady, group)
+    for module in (claims, kernels, transport, attention, sizes, blind, extremes, memory, steady, profiler, group)
 }

@@ -38,7 +38,7 @@ LARGER_HEADS = ("2x2x64x64", "4x2x64x64", "4x1x128x128", "4x2x128x64", "4x2x64x1
 
 def axes_of(kernel: Kernel, device: str) -> dict[str, tuple[object, ...]]:
     """What the kernel serves: an axis loses the values that it declines beside choices that it serves."""
-    usual = _usual(kernel, device)
+    usual = plainest(kernel, device)
     axes = AXES if usual["heads"] in HEADS else {**AXES, "heads": LARGER_HEADS}
     return {
         axis: tuple(v for v in values if _serves(kernel, device, **{**usual, axis: v})) or values[:1]
@@ -46,16 +46,15 @@ def axes_of(kernel: Kernel, device: str) -> dict[str, tuple[object, ...]]:
     }
 
 
-def _usual(kernel: Kernel, device: str) -> dict[str, object]:
-    """Heads, order of sums and dtype that it serves together: the plainest."""
+def plainest(kernel: Kernel, device: str) -> dict[str, object]:
+    """The plainest heads, order of sums and dtype that it serves together."""
     bases: Iterator[dict[str, object]] = (
         {"heads": heads, "deterministic": deterministic, "dtype": dtype}
         for heads in ("mha", *LARGER_HEADS)
         for deterministic in (True, False)
         for dtype in DTYPES.values()
     )
-    plainest: dict[str, object] = {"heads": "mha"}
-    return next((base for base in bases if _serves(kernel, device, **base)), plainest)
+    return next((base for base in bases if _serves(kernel, device, **base)), {"heads": "mha"})
 
 
 def _serves(kernel: Kernel, device: str, **choices: object) -> bool:

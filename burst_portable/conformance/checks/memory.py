@@ -11,14 +11,21 @@ import torch
 from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.conformance.blocks import run_kernel
 from burst_portable.conformance.cases import Case
+from burst_portable.conformance.checks.attending import judged
+from burst_portable.conformance.checks.kernels import plainest
 from burst_portable.conformance.inputs import make_inputs
-from burst_portable.conformance.running import run_case
+from burst_portable.conformance.running import kernel_problem, run_case
 from burst_portable.conformance.subject import Subject, Wrap
 from burst_portable.conformance.trial import Check, Outcome, Trial, plain
 from burst_portable.errors import UnsupportedError
+from burst_portable.kernels.contract import Gradients, Kernel, Options, Problem, Support
+from burst_portable.numerics import State
+from burst_portable.tiles import Tiles
 
 NAME = "memory"
+_BUSY = 1 << 25  # bytes of a copy that keeps a stream busy
 _CASES = (
     Case(mask="custom", ranks=4, strategy="burst", layout="striped"),
     Case(mask="documents", ranks=3, strategy="ring+fetch"),
@@ -83,14 +90,67 @@ class Delayed(Transport):
 
 
 def _keep_busy(device: torch.device, rounds: int) -> None:
-    """Work on the current stream; the host does not wait for it."""
-    x = torch.ones(1024, 1024, device=device)
+    """Copies on the current stream; the host does not wait for them."""
+    x = torch.zeros(_BUSY, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
     for _ in range(rounds):
-        x = x @ x * 1e-3
+        y.copy_(x)
+
+
+class LateInputs:
+    """A kernel whose tensors are written right before it is called, behind work that keeps the current stream busy."""
+
+    def __init__(self, kernel: Kernel, rounds: int) -> None:
+        self._kernel, self._rounds = kernel, rounds
+        self.name = kernel.name
+
+    def supports(self, problem: Problem) -> Support:
+        return self._kernel.supports(problem)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
+    ) -> State:
+        return self._kernel.attend(*self._late(q, k, v), tiles, options, state=state)
+
+    def attend_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+        *,
+        delta: Tensor | None = None,
+        out: Tensor | None = None,
+        into: Gradients,
+    ) -> None:
+        late = self._late(dout, q, k, v, lse)
+        self._kernel.attend_backward(*late, tiles, options, delta=delta, out=out, into=into)
+
+    def _late(self, *tensors: Tensor) -> list[Tensor]:
+        written = [torch.empty_like(tensor) for tensor in tensors]
+        _keep_busy(tensors[0].device, self._rounds)
+        for target, tensor in zip(written, tensors, strict=True):
+            target.copy_(tensor)
+        return written
+
+
+def _rounds(device: torch.device, seconds: float = 0.05) -> int:
+    """How many rounds keep a device busy for so long: longer than a kernel takes to be launched."""
+    module, many = torch.get_device_module(device), 32
+    module.synchronize()
+    began = time.perf_counter()
+    _keep_busy(device, many)
+    module.synchronize()
+    return 1 + round(seconds * many / (time.perf_counter() - began))
 
 
 def trials(subject: Subject) -> Iterator[Trial]:
-    """Each case with delays, and on memory full of other things."""
+    """Each case with delays, and on memory full of other things; each kernel behind work on its stream."""
+    if subject.backend.capabilities.streams:
+        yield from (_order_trial(subject, kernel) for kernel in subject.kernels)
     for case in _CASES[:2] if subject.effort == "quick" else _CASES:
         if case.ranks <= subject.ranks:
             yield _delay_trial(subject, case)
@@ -103,6 +163,22 @@ def _delay_trial(subject: Subject, case: Case) -> Trial:
 
 def _stale_trial(subject: Subject, case: Case) -> Trial:
     return plain(NAME, f"stale-{case}", lambda: _stale(subject, case))
+
+
+def _order_trial(subject: Subject, kernel: Kernel) -> Trial:
+    return plain(NAME, f"stream-order-{kernel.name}", lambda: _order(subject, kernel))
+
+
+def _order(subject: Subject, kernel: Kernel) -> Outcome:
+    """It reads what the current stream has written, and not what lay there before."""
+    case = Case(ranks=1, **plainest(kernel, subject.device.type))  # type: ignore[arg-type]
+    support = kernel.supports(kernel_problem(case, subject.device.type))
+    if not support.ok:
+        return Outcome(skipped=support.reason)
+    x = make_inputs(case)
+    run_kernel(kernel, case, x, subject.device)  # compiling takes longer than any stream is kept busy
+    late = LateInputs(kernel, _rounds(subject.device))
+    return judged(case, x, run_kernel(late, case, x, subject.device))
 
 
 def _delays(subject: Subject, case: Case) -> Outcome:
@@ -141,4 +217,4 @@ def _stale(subject: Subject, case: Case) -> Outcome:
     return Outcome()
 
 
-CHECK = Check(NAME, "delays injected, memory poisoned, nothing kept from the call before", trials)
+CHECK = Check(NAME, "delays injected, order of streams, memory poisoned, nothing kept from the call before", trials)

@@ -1,0 +1,194 @@
+"""The profiler on this backend's clock: its partition adds up and is right, nothing is missing, no bit changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_portable.conformance import oracle
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.inputs import make_inputs
+from burst_portable.conformance.running import plan_of, run_case
+from burst_portable.conformance.subject import Subject
+from burst_portable.conformance.trial import Check, Outcome, Trial, plain
+from burst_portable.errors import UnsupportedError
+from burst_portable.kernels.contract import Options
+from burst_portable.numerics import State
+from burst_portable.plans import Compute, Plan
+from burst_portable.profiling.partition import PARTS
+from burst_portable.profiling.session import Session, profile
+from burst_portable.runtime import Queries, Runtime, installed
+
+NAME = "profiler"
+HELD = 0.02
+"""Seconds for which a kernel is held in the trial of the clock."""
+_MARGIN = 5_000_000  # nanoseconds by which a device's clock may be set wrong against the host's
+_CASES = (
+    Case(mask="custom", ranks=3, strategy="burst", layout="striped"),
+    Case(mask="causal", ranks=4, strategy="double_ring"),
+    Case(mask="documents", ranks=3, strategy="ring+fetch"),
+    Case(mask="causal", ranks=2, strategy="ulysses", heads="mqa"),
+)
+
+Facts = dict[str, Any]
+
+
+def trials(subject: Subject) -> Iterator[Trial]:
+    """The partition of each case, and the clock."""
+    for case in _CASES[:1] if subject.effort == "quick" else _CASES:
+        if case.ranks <= subject.ranks:
+            yield _partition_trial(subject, case)
+    yield plain(NAME, "clock", lambda: _clock(subject))
+
+
+def _partition_trial(subject: Subject, case: Case) -> Trial:
+    return plain(NAME, f"partition-{case}", lambda: _partition(subject, case))
+
+
+def _partition(subject: Subject, case: Case) -> Outcome:
+    x = make_inputs(case)
+    try:
+        plainly = run_case(subject, case, x)
+        with profile() as session:
+            recorded = run_case(subject, case, x)
+    except UnsupportedError as refusal:
+        return Outcome(skipped=str(refusal))
+    for name, value in plainly.quantities().items():
+        if not torch.equal(value, recorded.quantities()[name]):
+            return Outcome(wrong=f"{name} has other bits while it is recorded")
+    told = _told(session)
+    return Outcome(wrong=_sums(told) or _counted(told) or _complete(told, case))
+
+
+def _told(session: Session) -> Facts:
+    report = session.report()
+    assert report is not None, "ranks are threads: all were recorded here"
+    data: Facts = report.data
+    return data
+
+
+def _sums(told: Facts) -> str:
+    """Whether the four parts add up, in whole nanoseconds: a rank's window, and every piece that it is cut into."""
+    for kind in ("steps", "layers", "iterations"):
+        for piece in told[kind]:
+            for cell in piece["ranks"]:
+                if cell["span"] != sum(cell[part] for part in PARTS):
+                    return f"the parts of {kind} do not add up on rank {cell['rank']}"
+    for rank in told["ranks"]:
+        if rank["span"] != sum(rank[part] for part in PARTS):
+            return f"the parts of rank {rank['rank']} do not add up"
+        if min(rank[part] for part in PARTS) < 0:
+            return f"a part of rank {rank['rank']} is below 0"
+    return ""
+
+
+def _counted(told: Facts) -> str:
+    """Whether each rank's partition is what counting its events, one boundary after another, gives."""
+    kinds = told["events"]["kinds"]
+    for rank, events in zip(told["ranks"], told["events"]["ranks"], strict=True):
+        rows = zip(events["kind"], events["start"], events["duration"], strict=True)
+        spans = [(kinds[kind] == "compute", start, start + duration) for kind, start, duration in rows]
+        for part, nanoseconds in _sweep(spans).items():
+            if rank[part] != nanoseconds:
+                return f"{part} of rank {rank['rank']} is {rank[part]} ns, and its events give {nanoseconds}"
+    return ""
+
+
+def _sweep(spans: list[tuple[bool, int, int]]) -> dict[str, int]:
+    """The partition by its definition, from (computes, start, end)."""
+    edges = sorted([(start, 1, computes) for computes, start, _ in spans] + [(end, -1, c) for c, _, end in spans])
+    found = dict.fromkeys(("compute", "exposed_comm", "idle"), 0)
+    computing = communicating = 0
+    for (at, change, computes), following in pairwise(edges):
+        computing += change * computes
+        communicating += change * (not computes)
+        part = "compute" if computing else "exposed_comm" if communicating else "idle"
+        found[part] += following[0] - at
+    return found | {"span": sum(found.values())}
+
+
+def _complete(told: Facts, case: Case) -> str:
+    """Whether every pair of the mask is in the report once, and every byte of the plan."""
+    plan = plan_of(case)
+    seen = int(oracle.dense_mask(case.make_mask(), case.length).sum())
+    shared = case.ranks if plan.reshard else 1  # ranks that share heads out each see every pair
+    for backward, (name, part) in enumerate(plan.passes()):
+        pieces = [step for step in told["steps"] if step["backward"] == backward]
+        pairs = sum(cell["pairs"] for step in pieces for cell in step["ranks"])
+        if pairs != seen * shared:
+            return f"{name}: {pairs} pairs are in the report, and the mask has {seen * shared}"
+        kernels = [rank["passes"][name]["kernels"] for rank in told["ranks"]]
+        planned = [_computes(plan, part, rank) for rank in range(case.ranks)]
+        if kernels != planned:
+            return f"{name}: {kernels} kernels a rank are in the report, and the plan has {planned}"
+    return ""
+
+
+def _computes(plan: Plan, part: Any, rank: int) -> int:
+    return sum(step.compute is not None for step in part.rank(0 if plan.reshard else rank))
+
+
+# ------------------------------------------------------------------------------------------------------- the clock
+
+
+@dataclass
+class _Held:
+    """A runtime whose kernels take `HELD` longer."""
+
+    inner: Runtime
+
+    @property
+    def transport(self) -> Any:
+        return self.inner.transport
+
+    def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
+        time.sleep(HELD)
+        return self.inner.attend(compute, q, k, v, options, state)
+
+    def attend_backward(
+        self, compute: Compute, queries: Queries, k: Tensor, v: Tensor, options: Options, into: tuple[Tensor, ...]
+    ) -> None:
+        self.inner.attend_backward(compute, queries, k, v, options, into)
+
+    def post(self, sends: Any, receives: Any, label: str) -> Any:
+        return self.inner.post(sends, receives, label)
+
+
+@contextmanager
+def _holding() -> Iterator[None]:
+    """What a session records is held."""
+    record = installed.get()
+    assert record is not None, "inside a session"
+    token = installed.set(lambda runtime, plan: record(_Held(runtime), plan))
+    try:
+        yield
+    finally:
+        installed.reset(token)
+
+
+def _clock(subject: Subject) -> Outcome:
+    """Kernels that are held for a known time show it, in nanoseconds of the host's clock, when it passed."""
+    case = Case(ranks=1)
+    with profile() as session, _holding():
+        began = time.perf_counter_ns()
+        run_case(subject, case, make_inputs(case))
+        ended = time.perf_counter_ns()
+    told = _told(session)
+    (rank,) = told["ranks"]
+    first, last = rank["window"]
+    held = rank["passes"]["forward"]["compute"]
+    if not HELD * 1e9 - _MARGIN <= held <= ended - began:
+        return Outcome(wrong=f"a kernel that took {HELD * 1e3:g} ms or a little more is told as {held / 1e6:.3f} ms")
+    if first < began - _MARGIN or last > ended + _MARGIN:
+        return Outcome(wrong="the times that are told lie outside of those in which it ran")
+    return Outcome()
+
+
+CHECK = Check(NAME, "the profiler's partition adds up and is complete, on this device's clock; no bit changes", trials)
