@@ -89,7 +89,7 @@ def conform(
     if junit_file is not None:
         junit_file.write_text(report.junit(), encoding="utf-8")
     if markdown_file is not None:
-        markdown_file.write_text(report.markdown(), encoding="utf-8")
+        markdown_file.write_text(report.markdown(), encoding="utf-8", errors="replace")
     return 0 if report.ok else 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -132,6 +133,9 @@ class Report:
     def junit(self) -> str:
         """JUnit XML, a test case a trial, a suite a group."""
         root = ElementTree.Element("testsuites", name=f"burst-portable conform {self.backend}")
+        root.set("time", f"{self.seconds:.3f}")
+        for name, count in zip(("tests", "failures", "skipped"), self._totals(), strict=True):
+            root.set(name, str(count))
         for line in self.lines():
             counts = {"failures": line.failed, "skipped": line.skipped}
             suite = ElementTree.SubElement(root, "testsuite", name=line.check, time=f"{line.seconds:.3f}")
@@ -141,7 +145,10 @@ class Report:
             for result in (r for r in self.results if r.check == line.check):
                 _junit_case(suite, self.backend, result)
         ElementTree.indent(root)
-        return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+        return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
+
+    def _totals(self) -> tuple[int, int, int]:
+        return len(self.results), len(self.failures), len(self.skipped)
 
     def markdown(self) -> str:
         """For people: what was examined, a line a group, every failure with its command."""
@@ -192,14 +199,14 @@ def _line(check: str, results: list[Result]) -> Line:
 
 
 def _lean(result: Result) -> dict[str, Any]:
-    """Without what is empty, and with numbers of three digits. JSON has no infinity: it is written as text."""
+    """Without what is empty, and with numbers of three digits. JSON has no infinity and no NaN: they are text."""
     facts = {k: v for k, v in asdict(result).items() if v not in ("", {})}
     facts["errors"] = {name: [_short(error), _short(allowed)] for name, (error, allowed) in result.errors.items()}
     return facts if result.errors else {k: v for k, v in facts.items() if k != "errors"}
 
 
 def _short(number: float) -> float | str:
-    return float(f"{number:.3g}") if abs(number) < float("inf") else "inf"
+    return float(f"{number:.3g}") if math.isfinite(number) else str(number)
 
 
 def _read(row: dict[str, Any]) -> Result:
@@ -211,10 +218,15 @@ def _junit_case(suite: ElementTree.Element, backend: str, result: Result) -> Non
     case = ElementTree.SubElement(suite, "testcase", name=result.name, time=f"{result.seconds:.3f}")
     case.set("classname", f"{backend}.{result.check}")
     if not result.ok:
-        failure = ElementTree.SubElement(case, "failure", message=result.message)
-        failure.text = f"{result.message}\nsmallest: {result.smallest}\nagain: {result.command}"
+        failure = ElementTree.SubElement(case, "failure", message=_for_xml(result.message))
+        failure.text = _for_xml(f"{result.message}\nsmallest: {result.smallest}\nagain: {result.command}")
     elif result.skipped:
-        ElementTree.SubElement(case, "skipped", message=result.skipped)
+        ElementTree.SubElement(case, "skipped", message=_for_xml(result.skipped))
+
+
+def _for_xml(text: str) -> str:
+    """XML has no characters for most of what controls a terminal, and messages of vendors hold colours."""
+    return "".join(c if c in "\t\n" or c.isprintable() else "?" for c in text)
 
 
 def _markdown_failures(failures: tuple[Result, ...]) -> list[str]:

@@ -27,7 +27,8 @@ from burst_portable.errors import BackendUnavailableError, InputError, explain, 
 Progress = Callable[[int, int, Trial, Outcome | None], None]
 """Called before a trial (with None) and after it: how many are done, how many there are."""
 
-_SHRUNK = 3  # failures of a group whose smallest case is looked for; the rest mostly say the same
+_SHRUNK = 3  # failures of a group whose smallest case is looked for at length; the rest mostly say the same
+_BRIEFLY = 12  # attempts for those
 
 
 def check_backend(
@@ -54,7 +55,7 @@ def check_backend(
         effort: "quick" (seconds), "usual" (every pair of choices), "full" (products: an hour).
         kernel: the one kernel to examine; "auto" examines all of them.
         tier: what kind of evidence this is; what the backend's probe says, or "device", unless given.
-        fail_fast: stop at the first failure.
+        fail_fast: stop at the first failure, as it is: no smaller case is looked for.
         wrap: put around the transport of ranks that are threads; for tests of this suite.
         deadline: seconds until a rank that waits in vain gives up.
         progress: told about every trial.
@@ -124,11 +125,11 @@ def attempt(trial: Trial, case: Case | None = None) -> Outcome:
         return Outcome(wrong=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
 
 
-def shrunk(trial: Trial) -> Case | None:
-    """The smallest case that fails as this one does; None for trials that are no case."""
+def shrunk(trial: Trial, attempts: int = 80) -> Case | None:
+    """The smallest case found that fails as this one does; None for trials that are no case."""
     if trial.case is None:
         return None
-    return smallest(trial.case, lambda case: not attempt(trial, case).ok)
+    return smallest(trial.case, lambda case: not attempt(trial, case).ok, attempts=attempts)
 
 
 def _tried(subject: Subject, trials: Sequence[Trial], fail_fast: bool, progress: Progress | None) -> Iterator[Result]:
@@ -142,8 +143,8 @@ def _tried(subject: Subject, trials: Sequence[Trial], fail_fast: bool, progress:
         least = None
         if not outcome.ok:
             failures[trial.check] = failures.get(trial.check, 0) + 1
-            if failures[trial.check] <= _SHRUNK and not fail_fast:
-                least = shrunk(trial)
+            if not fail_fast:
+                least = shrunk(trial, *[_BRIEFLY] * (failures[trial.check] > _SHRUNK))
         if progress:
             progress(number + 1, len(trials), trial, outcome)
         yield _result(subject, trial, outcome, seconds, least)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,8 +34,9 @@ def environment(tmp_path_factory):
 
 
 def run(environment, *arguments):
+    """Not in the example's folder: Python would find the package there, and not the one that is installed."""
     command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=EXAMPLE)
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
 
 
 @pytest.mark.slow
@@ -58,7 +61,30 @@ def test_the_doctor_finds_it(environment):
 
 @pytest.mark.slow
 def test_its_own_tests_are_one_decorator(environment):
-    options = ["-q", "-p", "no:cacheprovider", "-k", "transport or blind", "tests"]
+    options = ["-q", "-p", "no:cacheprovider", "-k", "transport or blind", str(EXAMPLE / "tests")]
     done = run(environment, "pytest", "--rootdir", str(EXAMPLE), "-c", "/dev/null", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_commands_of_a_report_run_again_what_failed(environment, tmp_path):
+    """With a bug in the installed package: each failure's command, as it is printed, in a process of its own."""
+    site = Path(environment["PYTHONPATH"].partition(":")[0])
+    broken = shutil.copytree(site, tmp_path / "site")
+    kernel = broken / "their_attention" / "kernel.py"
+    kernel.write_text(kernel.read_text().replace("options.scale", "(1.01 * options.scale)"))
+    changed = {**environment, "PYTHONPATH": f"{broken}:{ROOT}"}
+    options = ["--backend", "theirs", "--quick", "--ranks", "2", "--only", "claims,attention"]
+    first = run(changed, "burst_portable", "conform", *options, "--json", "-")
+    assert first.returncode == 1, first.stderr
+    failures = {r["check"]: r for r in json.loads(first.stdout)["results"] if not r["ok"]}
+    assert set(failures) == {"claims", "attention"}
+    for failure in failures.values():
+        program, *arguments = shlex.split(failure["command"])
+        assert program == "burst-portable"
+        again = run(changed, "burst_portable", *arguments, "--json", "-")
+        assert again.returncode == 1, again.stderr
+        (result,) = json.loads(again.stdout)["results"]
+        assert f"{result['check']}:{result['name']}" == failure["smallest"]
+        assert not result["ok"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -112,6 +113,26 @@ def test_junit_counts(failed):
     assert int(suite.get("tests")) == len(failed.results)
     assert int(suite.get("failures")) == len(failed.failures) == len(suite.findall(".//failure"))
     assert "burst-portable conform --backend planted --case" in suite.find(".//failure").text
+
+
+def test_every_format_holds_what_vendors_say(failed):
+    """Colours and other control characters; errors that are no numbers."""
+    odd = replace(failed.failures[0], message="\x1b[31mred\x00 <&> \ud800", errors={"out": (float("nan"), 1.0)})
+    report = replace(failed, results=(odd, replace(odd, ok=True, skipped="\x07")))
+    (suite,) = root = ElementTree.fromstring(report.junit())
+    for element in (root, suite):
+        assert [element.get(name) for name in ("tests", "failures", "skipped")] == ["2", "1", "1"]
+    assert suite.find(".//failure").get("message") == "?[31mred? <&> ?"
+    back = Report.from_json(report.to_json())
+    assert math.isnan(back.results[0].errors["out"][0])
+    assert json.loads(report.to_json(), parse_constant=pytest.fail)
+
+
+def test_every_failure_is_shrunk(failed):
+    assert len(failed.failures) > 3
+    for result in failed.failures:
+        tried, least = Case.parse(result.name), Case.parse(result.smallest.partition(":")[2])
+        assert (least.ranks, least.length) < (tried.ranks, tried.length)
 
 
 def test_markdown_shows_failures(failed):
