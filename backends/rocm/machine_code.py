@@ -1,6 +1,6 @@
 """The evidence that needs no AMD GPU: the portable kernels as machine code for three chips, and their launching code.
 
-    python backends/rocm/machine_code.py [--json backends/rocm/evidence/machine-code.json] [--chip gfx942] [--quick]
+    python -m backends.rocm.machine_code [--json backends/rocm/evidence/machine-code.json] [--chip gfx942] [--quick]
 
 `compile`: each kernel with the tuning tables' blocks, ahead of time: matrix instructions are there, nothing spills to
 memory, the LDS suffices. `launch`: the same code as a call runs it, on a fake driver (`launches.py`), for more dtypes,
@@ -12,19 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
-import triton
-
-from burst_portable import __version__
+from backends.evidence import finish, machine_code
 from burst_portable.conformance.report import Report, Result
 from burst_portable.kernels.triton.compile import TARGETS, Record, kernel_table, problems
 
@@ -68,26 +63,8 @@ def report(chips: list[str], quick: bool) -> Report:
     results = list(compiled(chips, HEADS[:1] if quick else HEADS))
     for chip in chips:
         results += launched(chip, *["--quick"] * quick)
-    return Report(
-        backend="rocm",
-        tier="machine code",
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        seconds=time.monotonic() - started,
-        ranks=1,
-        effort="quick" if quick else "usual",
-        kernel="triton",
-        only=("compile", "launch"),
-        kernels=("triton",),
-        device={"type": "none", "name": f"{', '.join(chips)}: compiled for, not there"},
-        versions={
-            "burst_portable": __version__,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-        },
-        results=tuple(results),
-    )
+    seconds = time.monotonic() - started
+    return machine_code("rocm", chips, ("triton",), results, seconds, "quick" if quick else "usual")
 
 
 def main() -> int:
@@ -96,14 +73,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one head size, one case")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    made = report(chosen.chip or list(CHIPS), chosen.quick)
-    for failure in made.failures:
-        print(f"FAILED {failure.check}: {failure.name}: {failure.message}")
-    print(f"{made.backend}, {made.tier}: {made.counts()}, {made.seconds:.0f} s")
-    if chosen.json:
-        chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        chosen.json.write_text(made.to_json(), encoding="utf-8")
-    return 0 if made.ok else 1
+    return finish(report(chosen.chip or list(CHIPS), chosen.quick), chosen.json)
 
 
 if __name__ == "__main__":

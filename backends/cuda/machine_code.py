@@ -1,0 +1,72 @@
+"""The evidence that needs no NVIDIA GPU: the kernels as machine code for three chips.
+
+    python -m backends.cuda.machine_code [--json backends/cuda/evidence/machine-code.json] [--chip sm_90]
+
+`compile`: each portable kernel with the tuning tables' blocks: matrix instructions are there, nothing spills that has
+not been justified, shared memory suffices. `hopper`: the kernels for sm_90 likewise. No number, time or device is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from backends.evidence import finish, machine_code
+from burst_portable.backends.cuda import hopper_aot
+from burst_portable.conformance.report import Report, Result
+from burst_portable.kernels.triton.compile import JUSTIFIED, TARGETS, kernel_table, problems
+
+CHIPS = ("sm_80", "sm_90", "sm_100")
+HEADS = (64, 128)
+SCRATCH = {"forward D=128 bf16 mode 2": 16, "backward D=64 bf16": 256, "backward D=128 bf16": 128}
+"""Bytes a thread that the Hopper kernels may keep outside their loops: what stands still while a loop runs."""
+
+
+def compiled(chips: list[str]) -> Iterator[Result]:
+    """A result for each chip, head size and portable kernel."""
+    for record in kernel_table(chips, HEADS):
+        name = f"{record.target} D={record.head_dim} {record.kernel}, {record.blocks}"
+        justified = (record.target, record.kernel, record.head_dim) in JUSTIFIED
+        takes = {"shared memory": (record.shared, TARGETS[record.target].shared)}
+        takes |= {} if justified else {"scratch": (record.scratch, 0)}
+        wrong = problems(record)
+        yield Result("compile", name, not wrong, record.seconds, {} if record.error else takes, "; ".join(wrong))
+
+
+def hopper() -> Iterator[Result]:
+    """A result for each Hopper kernel."""
+    for build in hopper_aot.builds(HEADS):
+        made = hopper_aot.compile_build(build)
+        takes = {
+            "shared memory": (float(made.shared_bytes), float(hopper_aot.SHARED_LIMIT)),
+            "scratch": (float(made.scratch_bytes), float(SCRATCH.get(made.name, 0))),
+        }
+        wrong = [
+            f"{error:g} bytes of {name}, allowed {most:g}" for name, (error, most) in takes.items() if error > most
+        ]
+        wrong += [] if made.wgmma else ["no matrix instruction wgmma"]
+        wrong += [f"ptxas: {warning}" for warning in made.warnings]
+        yield Result("hopper", f"sm_90 {made.name}", not wrong, made.seconds, takes, "; ".join(wrong))
+
+
+def report(chips: list[str]) -> Report:
+    """Both, for some chips."""
+    started = time.monotonic()
+    results = [*compiled(chips), *(hopper() if "sm_90" in chips else ())]
+    seconds = time.monotonic() - started
+    return machine_code("cuda", chips, ("hopper", "triton"), results, seconds, "usual")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--chip", action="append", choices=CHIPS)
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    return finish(report(chosen.chip or list(CHIPS)), chosen.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

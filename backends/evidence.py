@@ -1,0 +1,51 @@
+"""What scripts share that make evidence without a device: the report of a compiler's findings, and writing it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import triton
+
+from burst_portable import __version__
+from burst_portable.conformance.report import Report, Result
+
+
+def machine_code(
+    backend: str, chips: Sequence[str], kernels: Sequence[str], results: Sequence[Result], seconds: float, effort: str
+) -> Report:
+    """Of kernels that were compiled for chips which are not here."""
+    return Report(
+        backend=backend,
+        tier="machine code",
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=seconds,
+        ranks=1,
+        effort=effort,
+        kernel=", ".join(kernels),
+        only=tuple(dict.fromkeys(result.check for result in results)),
+        kernels=tuple(kernels),
+        device={"type": "none", "name": f"{', '.join(chips)}: compiled for, not there"},
+        versions={
+            "burst_portable": __version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+        },
+        results=tuple(results),
+    )
+
+
+def finish(made: Report, file: Path | None) -> int:
+    """Tell it, write it where that is asked for; the exit code."""
+    for failure in made.failures:
+        print(f"FAILED {failure.check}: {failure.name}: {failure.message}")
+    print(f"{made.backend}, {made.tier}: {made.counts()}, {made.seconds:.0f} s")
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(made.to_json(), encoding="utf-8")
+    return 0 if made.ok else 1

@@ -1,0 +1,109 @@
+"""A backend's Triton kernels in Triton's interpreter on the CPU: evidence of the tier "interpreter".
+
+    python -m backends.interpreter rocm --chip gfx942 [--quick] [--json backends/rocm/evidence/interpreter.json]
+
+The conformance suite's trials of kernels, few heads at a time since it is slow, with the blocks that the tuning tables
+have for a chip. What it shows is that the kernels' program is right for those blocks, in float32 and float16. It shows
+nothing of a compiler, of a device, or of bfloat16, which the interpreter computes wrongly without a word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+AXES: dict[str, tuple[object, ...]] = {
+    "heads": ("2x1x16x16", "1x1x40x24", "1x1x64x64", "1x1x80x80"),
+    "dtype": (torch.float32, torch.float16),
+    "ranks": (1, 2, 3),
+    "softcap": (None, 5.0),
+    "deterministic": (True, False),
+    "batch": (1,),
+}
+NO_BFLOAT16 = "Triton's interpreter computes bfloat16 wrongly"
+
+
+@dataclass(frozen=True)
+class Interpreted:
+    """A backend that has the one kernel, on CPU tensors."""
+
+    name: str
+    kernel: Any
+    facts: dict[str, str]
+
+    @property
+    def capabilities(self) -> Any:
+        from burst_portable.backends.registry import load
+
+        return load("cpu").capabilities
+
+    def probe(self) -> Any:
+        from burst_portable.backends.base import Probe
+
+        return Probe(True, facts=self.facts)
+
+    def kernels(self) -> tuple[Any, ...]:
+        return (self.kernel,)
+
+    def transport(self, group: Any, deadline: float) -> Any:
+        raise AssertionError("kernels are tried without any transport")
+
+
+def kernel_of(backend: str, chip: str) -> Any:
+    """The kernel with the blocks of a chip, which declines what the interpreter cannot do."""
+    from burst_portable.backends.ascend.triton_launch import AscendTritonKernel
+    from burst_portable.kernels.contract import Problem, Support
+    from burst_portable.kernels.triton import TritonKernel
+    from burst_portable.kernels.triton.tuning import HALF, SINGLE
+
+    kind = AscendTritonKernel if backend == "ascend" else TritonKernel
+
+    class Kernel(kind):  # type: ignore[valid-type, misc]
+        def supports(self, problem: Problem) -> Support:
+            return Support(False, NO_BFLOAT16) if problem.dtype == torch.bfloat16 else super().supports(problem)
+
+    if backend == "ascend":
+        return Kernel()
+    return Kernel(*({"*": table.get(chip, table["*"])} for table in (HALF, SINGLE)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("backend", choices=("cuda", "rocm", "ascend"))
+    parser.add_argument("--chip", default="")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+
+    import triton
+
+    from backends.evidence import finish
+    from burst_portable.conformance import check_backend
+    from burst_portable.conformance.cases import MASKS, MEMORY, covering
+    from burst_portable.layout import NAMES as LAYOUTS
+
+    facts = {"name": f"Triton's interpreter, blocks of {chosen.chip or chosen.backend}"}
+    subject = Interpreted(chosen.backend, kernel_of(chosen.backend, chosen.chip), facts)
+
+    def told(done: int, total: int, trial: Any, outcome: Any) -> None:
+        if outcome is not None and not outcome.ok:
+            print(f"FAILED {trial.text}: {outcome.text()}", flush=True)
+        elif outcome is not None and done % 25 == 0:
+            print(f"{done} of {total}", flush=True)
+
+    every = covering({"mask": tuple(MASKS), "layout": LAYOUTS, **AXES, "memory": MEMORY})
+    cases = [f"kernels:triton:{case.spec()}" for case in every][: 5 if chosen.quick else None]
+    made = check_backend(subject, cases=cases, ranks=3, tier="interpreter", progress=told)
+    made = replace(made, versions={**made.versions, "triton": triton.__version__}, only=("kernels",))
+    return finish(made, chosen.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
