@@ -32,6 +32,9 @@ STAND_IN = """
 What a stand-in shows is plumbing. For Ascend that is torch_npu's API, its streams, HCCL calls, layouts, masks and the
 conversion of LSE. The attention operator itself is emulated by this project from its documentation, so its numbers
 prove nothing about Huawei's.
+
+An interpreter runs a kernel's program with the blocks of a chip, in float32 and float16; Triton's computes bfloat16
+wrongly. Machine code shows that a kernel compiles, and what it takes of a chip; none of it was run.
 """
 
 

@@ -3,7 +3,7 @@
     python -m backends.cuda.machine_code [--json backends/cuda/evidence/machine-code.json] [--chip sm_90]
 
 `compile`: each portable kernel with the tuning tables' blocks: matrix instructions are there, nothing spills that has
-not been justified, shared memory suffices. `hopper`: the kernels for sm_90 likewise. No number, time or device is shown.
+not been justified, shared memory suffices. `hopper`: those for sm_90 likewise. It has no numbers and no times.
 """
 
 from __future__ import annotations

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-from burst_portable.backends.base import Capabilities, Probe
+from burst_portable.backends.base import Capabilities, Probe, wrong_with
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
+from burst_portable.errors import explain
 from burst_portable.kernels.contract import Kernel
 
 Facts = dict[str, Any]
+TORCH = "2.11"
+"""The first version of torch that accelerators are served with."""
 
 
 class AcceleratorBackend(ABC):
@@ -42,7 +45,7 @@ class AcceleratorBackend(ABC):
         """Versions, the driver, links. Called only where nothing is missing."""
 
     def probe(self) -> Probe:
-        if reason := self.missing():
+        if reason := wrong_with("torch", TORCH) or self.missing():
             return Probe(False, reason)
         return Probe(True, facts={"devices": self._devices(), **self.libraries()})
 
@@ -51,6 +54,15 @@ class AcceleratorBackend(ABC):
 
     def transport(self, group: Any, deadline: float) -> Transport:
         return TorchDistTransport(group, self.capabilities.process_group, batched=True, deadline=deadline)
+
+    def why_none(self, missing: str, look_at: str) -> str:
+        """The reason where torch sees no device, with what it says when it starts the driver: absent, too old ..."""
+        try:
+            torch.get_device_module(self.capabilities.device_type).init()
+            said = "a driver that starts and shows no device"
+        except (RuntimeError, AssertionError) as error:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return explain(missing, got=said, next_step=f"look at {look_at}")
 
     def _devices(self) -> list[Facts]:
         module = torch.get_device_module(self.capabilities.device_type)

@@ -26,11 +26,22 @@ class LazyKernel:
         module, attribute: where its class is.
         needs: a package without which it cannot run, as Python imports it.
         at_least: the first version of it that will do, such as (3, 6).
+        install: what to do where it is absent or too old.
     """
 
-    def __init__(self, name: str, module: str, attribute: str, *, needs: str, at_least: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        attribute: str,
+        *,
+        needs: str,
+        at_least: tuple[int, ...] = (),
+        install: str | None = None,
+    ) -> None:
         self.name = name
         self._module, self._attribute, self._needs, self._at_least = module, attribute, needs, at_least
+        self._install = install
         self._kernel: Kernel | None = None
 
     def _real(self) -> Kernel:
@@ -42,12 +53,13 @@ class LazyKernel:
         """Raises `BackendUnavailableError` for a package that is broken: it is there, so somebody counts on it."""
         if self._kernel is None:
             if find_spec(self._needs) is None:
-                return Support(False, f"the package {self._needs} is not installed")
+                return Support(False, explain(f"the package {self._needs} is not installed", next_step=self._install))
             try:
                 found = str(getattr(import_module(self._needs), "__version__", ""))
                 if self._at_least and tuple(map(int, re.findall(r"\d+", found)[:3])) < self._at_least:
-                    wanted = ".".join(map(str, self._at_least))
-                    return Support(False, f"the package {self._needs} is too old: {found}, not {wanted} or later")
+                    allowed = f"{'.'.join(map(str, self._at_least))} or later"
+                    what = f"the package {self._needs} is too old"
+                    return Support(False, explain(what, got=found, allowed=allowed, next_step=self._install))
                 self._real()
             # Whatever a vendor's package raises when it is imported, the user must hear which one it was.
             except Exception as error:

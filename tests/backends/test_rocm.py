@@ -11,7 +11,10 @@ import torch
 
 from burst_portable.backends import registry
 from burst_portable.backends.rocm import probe
+from burst_portable.backends.rocm.backend import RocmBackend
 from burst_portable.errors import UnsupportedError
+from burst_portable.kernels import lazy
+from burst_portable.kernels.contract import Problem
 
 
 @pytest.fixture
@@ -100,10 +103,10 @@ class Smi(ModuleType):
 
 
 @pytest.fixture
-def smi(monkeypatch):
+def smi(monkeypatch, installed):
     module = Smi("amdsmi")
+    installed("amdsmi", "7.0.2")
     monkeypatch.setitem(sys.modules, "amdsmi", module)
-    monkeypatch.setattr(probe, "find_spec", lambda name: module)
     return module
 
 
@@ -125,14 +128,60 @@ def test_amdsmi_that_cannot_be_asked_is_a_reason(smi, monkeypatch):
         assert probe.amdsmi_facts() == {"amdsmi": "not available: no driver is loaded"}
 
 
-def test_amdsmi_absent_and_broken_are_two_reasons(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "amdsmi", raising=False)
-    monkeypatch.setattr(probe, "find_spec", lambda name: None)
-    assert "not installed: pip install amdsmi" in probe.amdsmi_facts()["amdsmi"]
-    (tmp_path / "amdsmi.py").write_text("raise KeyError('libamd_smi.so')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(probe, "find_spec", lambda name: True)
-    assert probe.amdsmi_facts()["amdsmi"] == ("broken: KeyError: 'libamd_smi.so'; is libamd_smi.so of ROCm installed?")
+AMDSMI = {
+    "absent": (None, "the package amdsmi is not installed", "/opt/rocm/share/amd_smi has it"),
+    "too old": ("5.7.1", "the package amdsmi is too old; got 5.7.1; allowed: 6.3 or later", "/opt/rocm/share/amd_smi"),
+    "broken": (
+        "7.0.2",
+        "the package amdsmi 7.0.2 is broken: it fails to import; got KeyError: 'libamd_smi.so'",
+        "with the driver that it is made for",
+    ),
+}
+
+
+@pytest.mark.parametrize(("version", "what", "then"), AMDSMI.values(), ids=list(AMDSMI))
+def test_what_is_wrong_with_amdsmi_is_told_in_three_ways(installed, version, what, then):
+    if version is not None:
+        installed("amdsmi", version, "raise KeyError('libamd_smi.so')\n")
+    reason = probe.amdsmi_facts()["amdsmi"]
+    assert what in reason
+    assert then in reason
+
+
+def test_a_torch_that_is_too_old(hip_build, installed):
+    installed("torch", "2.6.0+rocm6.2.4")
+    found = registry.load("rocm").probe()
+    assert not found.ok
+    assert "the package torch is too old; got 2.6.0+rocm6.2.4; allowed: 2.11 or later" in found.reason
+
+
+def test_a_driver_that_does_not_start_is_told_in_its_own_words(hip_build, monkeypatch):
+    def init():
+        raise RuntimeError("No HIP GPUs are available")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    reason = registry.load("rocm").probe().reason
+    assert "no AMD GPU is visible; got RuntimeError: No HIP GPUs are available; look at rocminfo" in reason
+
+
+TRITON = {
+    "absent": (None, "the package triton is not installed", "comes with PyTorch's ROCm wheels"),
+    "stale": ("2.1.0", "the package triton is too old; got 2.1.0; allowed: 3.6 or later", "PyTorch's ROCm wheels"),
+}
+
+
+@pytest.mark.parametrize(("version", "what", "then"), TRITON.values(), ids=list(TRITON))
+def test_a_triton_that_will_not_do_is_a_reason(monkeypatch, version, what, then):
+    found = ModuleType("triton")
+    found.__version__ = version
+    monkeypatch.setattr(lazy, "find_spec", lambda name: None if version is None else found)
+    monkeypatch.setitem(sys.modules, "triton", found)
+    (kernel,) = (k for k in RocmBackend().kernels() if k.name == "triton")
+    support = kernel.supports(Problem(torch.bfloat16, "cuda", 4, 2, 64, 64))
+    assert not support.ok
+    assert what in support.reason
+    assert then in support.reason
 
 
 def test_looking_imports_nothing_of_the_vendor():

@@ -287,10 +287,11 @@ class Planted:
     wire: Callable[[Transport], Transport] = Through
     real: Any = field(default_factory=lambda: load("cpu"))
     name: str = "planted"
+    direct_transport: str = ""  # named, and not there
 
     @property
     def capabilities(self) -> Capabilities:
-        return self.real.capabilities
+        return replace(self.real.capabilities, direct_transport=self.direct_transport)
 
     def probe(self) -> Probe:
         return self.real.probe()

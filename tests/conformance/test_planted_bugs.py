@@ -82,6 +82,11 @@ def test_a_bug_in_a_transport_is_caught(bug, group, real):
     assert report.failures[0].message
 
 
+def test_a_transport_that_is_claimed_and_not_there_is_caught(real):
+    report = check_backend(Planted(real=real, direct_transport="peer_copy"), cases=["claims:direct-transport"])
+    assert "no connect_direct" in report.failures[0].message
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("bug", [planted.DropsLastHop, planted.DoesNotWait, None])
 def test_a_bug_between_processes_is_caught(bug, real):

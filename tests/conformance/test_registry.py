@@ -132,8 +132,9 @@ def test_a_kernel_of_a_package_that_is_absent_or_too_old_declines(vendor):
     absent = LazyKernel("theirs", "nowhere", "Kernel", needs="no_such_package")
     assert absent.supports(problem()).reason == "the package no_such_package is not installed"
     vendor(source="__version__ = '2.1.0+rocm'\n")
-    old = LazyKernel("theirs", "nowhere", "Kernel", needs="vendor_torch", at_least=(3, 6))
-    assert old.supports(problem()).reason == "the package vendor_torch is too old: 2.1.0+rocm, not 3.6 or later"
+    old = LazyKernel("theirs", "nowhere", "Kernel", needs="vendor_torch", at_least=(3, 6), install="pip install it")
+    told = "the package vendor_torch is too old; got 2.1.0+rocm; allowed: 3.6 or later; pip install it"
+    assert old.supports(problem()).reason == told
 
 
 def test_a_kernel_of_a_broken_package_is_an_error(vendor):

@@ -33,7 +33,7 @@ class AscendBackend(AcceleratorBackend):
     def make_kernels(self) -> Iterable[Kernel]:
         yield FusionKernel()
         home = "burst_portable.backends.ascend.triton_launch"
-        yield LazyKernel("triton", home, "AscendTritonKernel", needs="triton")
+        yield LazyKernel("triton", home, "AscendTritonKernel", needs="triton", install="pip install triton-ascend")
         yield ReferenceKernel()
 
     def describe(self, properties: Any) -> Facts:

@@ -43,7 +43,7 @@ class CudaBackend(AcceleratorBackend):
         if not torch.backends.cuda.is_built():
             return "this torch is built without CUDA; install a CUDA build of torch"
         if not torch.cuda.is_available():
-            return "no NVIDIA GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+            return self.why_none("no NVIDIA GPU is visible", "nvidia-smi and CUDA_VISIBLE_DEVICES")
         return ""
 
     def make_kernels(self) -> Iterable[Kernel]:
@@ -51,9 +51,22 @@ class CudaBackend(AcceleratorBackend):
         # one launch that merges in its epilogue, where the others take a call for every box and triangle. Elsewhere
         # nothing was measured against triton, so what is not ours waits to be named.
         yield HopperKernel()
-        yield LazyKernel("triton", "burst_portable.kernels.triton.launch", "TritonKernel", needs="triton")
+        yield LazyKernel(
+            "triton",
+            "burst_portable.kernels.triton.launch",
+            "TritonKernel",
+            needs="triton",
+            at_least=(3, 6),
+            install="pip install 'burst-portable[cuda]'",
+        )
         yield CudnnKernel()
-        yield LazyKernel("flash-attn-4", "burst_portable.backends.cuda.vendors", "Flash4Kernel", needs="flash_attn")
+        yield LazyKernel(
+            "flash-attn-4",
+            "burst_portable.backends.cuda.vendors",
+            "Flash4Kernel",
+            needs="flash_attn",
+            install="pip install flash-attn-4",
+        )
         yield CudaFlashKernel()
         yield ReferenceKernel()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from burst_portable.backends.base import wrong_with
 from burst_portable.backends.cuda.peers import unavailable
 
 
@@ -22,11 +23,10 @@ def libraries() -> dict[str, Any]:
 
 
 def _nvml_facts() -> dict[str, Any]:
-    """Driver and NVLink from NVML; the reason where it cannot be asked. Absent is a reason, broken is too."""
-    try:
-        nvml = import_module("pynvml")
-    except ModuleNotFoundError:
-        return {"nvml": "not installed: pip install nvidia-ml-py"}
+    """Driver and NVLink from NVML; the reason where it cannot be asked: absent, too old or broken."""
+    if reason := wrong_with("nvidia-ml-py", "12.560", module="pynvml"):
+        return {"nvml": reason}
+    nvml = import_module("pynvml")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

@@ -39,19 +39,30 @@ class RocmBackend(AcceleratorBackend):
                 "PyTorch's own package index has them, PyPI does not"
             )
         if not torch.cuda.is_available():
-            return (
-                "no AMD GPU is visible; look at rocminfo, at HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and whether "
-                "/dev/kfd and /dev/dri may be opened (groups video and render)"
+            where = (
+                "rocminfo, at HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and whether /dev/kfd and /dev/dri may be"
             )
+            return self.why_none("no AMD GPU is visible", f"{where} opened (groups video and render)")
         return ""
 
     def make_kernels(self) -> Iterable[Kernel]:
         # The order is not measured. Triton comes first because it takes every mask in one launch, merges in its
         # own epilogue and is deterministic; the others are a call for every box and triangle.
         yield LazyKernel(
-            "triton", "burst_portable.kernels.triton.launch", "TritonKernel", needs="triton", at_least=(3, 6)
+            "triton",
+            "burst_portable.kernels.triton.launch",
+            "TritonKernel",
+            needs="triton",
+            at_least=(3, 6),
+            install="install the triton that comes with PyTorch's ROCm wheels, from PyTorch's own package index",
         )
-        yield LazyKernel("aiter", "burst_portable.backends.rocm.aiter", "AiterKernel", needs="aiter")
+        yield LazyKernel(
+            "aiter",
+            "burst_portable.backends.rocm.aiter",
+            "AiterKernel",
+            needs="aiter",
+            install="AMD's images have it, and its repository says how to build it",
+        )
         yield RocmFlashKernel()
         yield ReferenceKernel()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
+
+from burst_portable.backends.base import wrong_with
 
 
 def architecture(properties: Any) -> str:
@@ -26,14 +27,14 @@ def libraries() -> dict[str, Any]:
 
 
 def amdsmi_facts() -> dict[str, Any]:
-    """Driver and xGMI links from amdsmi; the reason where it cannot be asked. Absent is a reason, broken is too."""
-    if find_spec("amdsmi") is None:
-        return {"amdsmi": "not installed: pip install amdsmi, of the version of the installed ROCm"}
-    try:
-        smi = import_module("amdsmi")
-    # The bindings are there and libamd_smi.so is not: they raise KeyError, OSError, AttributeError.
-    except Exception as error:  # noqa: BLE001
-        return {"amdsmi": f"broken: {type(error).__name__}: {error}; is libamd_smi.so of ROCm installed?"}
+    """Driver and xGMI links from amdsmi; the reason where it cannot be asked: absent, too old or broken.
+
+    Broken is mostly bindings without ROCm's libamd_smi.so: they raise KeyError, OSError or AttributeError.
+    """
+    install = "pip install the amdsmi of the installed ROCm: /opt/rocm/share/amd_smi has it"
+    if reason := wrong_with("amdsmi", "6.3", module="amdsmi", install=install):
+        return {"amdsmi": reason}
+    smi = import_module("amdsmi")
     try:
         smi.amdsmi_init()
     except smi.AmdSmiException as error:

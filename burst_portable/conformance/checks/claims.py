@@ -97,6 +97,15 @@ def _rates(subject: Subject) -> str:
     return "" if rates.tflops > 0 and rates.gbps > 0 else f"rates must be above 0: {rates}"
 
 
+def _direct_transport(subject: Subject) -> str:
+    """Named means there, and what is there is named: nobody would ask for it."""
+    named = subject.backend.capabilities.direct_transport
+    there = callable(getattr(subject.backend, "connect_direct", None))
+    if named and not there:
+        return f"it claims the direct transport {named!r}, and has no connect_direct"
+    return "it has connect_direct, and names no direct transport" if there and not named else ""
+
+
 _ASKED: dict[str, Callable[[Subject], str]] = {
     "device": _device,
     "probe": _probe,
@@ -104,6 +113,7 @@ _ASKED: dict[str, Callable[[Subject], str]] = {
     "streams": _streams,
     "kernel-names": _names,
     "rates": _rates,
+    "direct-transport": _direct_transport,
 }
 
 

@@ -1,0 +1,40 @@
+"""The evidence in backends/cuda is of the kernels and tuning tables as they are. No compiler runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from backends.cuda import machine_code
+from burst_portable.backends.cuda import hopper_aot
+from burst_portable.conformance.report import Report
+from burst_portable.kernels.triton.compile import KERNELS, named, tuned
+
+EVIDENCE = Path(__file__).resolve().parents[2] / "backends" / "cuda" / "evidence"
+
+
+def test_machine_code():
+    report = Report.from_json((EVIDENCE / "machine-code.json").read_text(encoding="utf-8"))
+    assert report.ok
+    portable = {
+        f"{chip} D={head} {kernel}, {named(tuned(chip, kernel, head))}"
+        for chip in machine_code.CHIPS
+        for head in machine_code.HEADS
+        for kernel in KERNELS
+    }
+    assert {r.name for r in report.results if r.check == "compile"} == portable
+    hopper = {f"sm_90 {build.name}" for build in hopper_aot.builds(machine_code.HEADS)}
+    assert {r.name for r in report.results if r.check == "hopper"} == hopper
+
+
+def test_the_compiler_is_asked(monkeypatch):
+    """A kernel that spills is a failure of the report."""
+    made = hopper_aot.Report("backward D=64 bf16", 255, 512, 0, 1024, 4, (), 1.0)
+    monkeypatch.setattr(hopper_aot, "compile_build", lambda build: made)
+    monkeypatch.setattr(machine_code, "kernel_table", lambda chips, heads: ())
+    report = machine_code.report(["sm_90"])
+    assert not report.ok
+    assert report.failures[0].message == "512 bytes of scratch, allowed 256"
