@@ -21,7 +21,7 @@ from burst_portable.conformance.trial import Check, Outcome, Trial, plain
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.contract import Options
 from burst_portable.numerics import State
-from burst_portable.plans import Compute, Plan
+from burst_portable.plans import Compute, PassPlan, Plan
 from burst_portable.profiling.partition import PARTS
 from burst_portable.profiling.session import Session, profile
 from burst_portable.runtime import Queries, Runtime, installed
@@ -131,7 +131,7 @@ def _complete(told: Facts, case: Case) -> str:
     return ""
 
 
-def _computes(plan: Plan, part: Any, rank: int) -> int:
+def _computes(plan: Plan, part: PassPlan, rank: int) -> int:
     return sum(step.compute is not None for step in part.rank(0 if plan.reshard else rank))
 
 
