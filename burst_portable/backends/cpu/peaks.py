@@ -32,7 +32,7 @@ def _measured(dtype: str, threads: int) -> Peaks:
         bandwidth = 2 * _COPIED / _shortest(lambda: target.copy_(source))  # read, and written
     name = platform.processor() or platform.machine()
     told = (
-        f"a matrix product of {_SIZE} x {_SIZE} and a copy of {_COPIED >> 20} MiB, {threads} threads, on this machine"
+        f"a matrix product of {_SIZE} x {_SIZE} and a copy of {_COPIED >> 20} MiB on this machine, threads: {threads}"
     )
     return Peaks(name, dtype, flops, bandwidth, told, measured=True)
 

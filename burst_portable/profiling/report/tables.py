@@ -90,16 +90,24 @@ def roofline_text(row: dict[str, Any]) -> str:
 
 
 def peaks_text(data: dict[str, Any]) -> list[str]:
-    """What is known of the devices' peaks and who says so, each once."""
-    told = []
+    """What is known of the devices' peaks and who says so, a line a kind of device and dtype."""
+    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for one in data.get("peaks", ()):
-        flops = "FLOP/s unknown" if one["flops"] is None else scaled(one["flops"], "FLOP/s")
-        memory = "memory unknown" if one["bandwidth"] is None else f"memory {scaled(one['bandwidth'], 'B/s')}"
-        kind = "measured: " if one["measured"] else ""
-        ranks = [p["rank"] for p in data["peaks"] if {**p, "rank": 0} == {**one, "rank": 0}]
-        whose = "" if len(ranks) == len({p["rank"] for p in data["peaks"]}) else f"rank {', '.join(map(str, ranks))}: "
-        told.append(f"{whose}{one['device'] or 'device'}, {one['dtype']}: {flops}, {memory} ({kind}{one['source']})")
-    return list(dict.fromkeys(told))
+        source = f"measured: {one['source']}" if one["measured"] else one["source"]
+        kinds.setdefault((one["device"] or "device", one["dtype"], source), []).append(one)
+    return [
+        f"{device}, {dtype}: {_span(ones, 'flops', 'FLOP/s')}, memory {_span(ones, 'bandwidth', 'B/s')} ({source})"
+        for (device, dtype, source), ones in kinds.items()
+    ]
+
+
+def _span(ones: list[dict[str, Any]], key: str, unit: str) -> str:
+    """From the least to the most of all ranks; "unknown" where one has none."""
+    values = [one[key] for one in ones]
+    if None in values:
+        return "FLOP/s unknown" if key == "flops" else "unknown"
+    low, high = scaled(min(values), unit), scaled(max(values), unit)
+    return low if low == high else f"{low} to {high}"
 
 
 def traced_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
