@@ -189,7 +189,8 @@ class RecordingRuntime:
 
     def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
         clock = self.recorder.clock(q.device)
-        self._facts.dtype = str(q.dtype).removeprefix("torch.")
+        if not self._facts.dtype:
+            self._facts.dtype = str(q.dtype).removeprefix("torch.")
         with self._of(False, compute):
             start = clock.mark()
             result = self.inner.attend(compute, q, k, v, options, state)
