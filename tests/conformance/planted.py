@@ -289,6 +289,10 @@ class Planted:
     name: str = "planted"
     direct_transport: str = ""  # named, and not there
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name: kernels may keep tensors of a device, and those are no other process's."""
+        return planted_again, (self.bug, self.wire, self.real.name, self.name, self.direct_transport)
+
     @property
     def capabilities(self) -> Capabilities:
         return replace(self.real.capabilities, direct_transport=self.direct_transport)
@@ -301,3 +305,8 @@ class Planted:
 
     def transport(self, group: Any, deadline: float) -> Transport:
         return self.wire(self.real.transport(group, deadline))
+
+
+def planted_again(bug: Any, wire: Any, real: str, name: str, direct_transport: str) -> Planted:
+    """In another process."""
+    return Planted(bug, wire, load(real), name, direct_transport)

@@ -7,6 +7,7 @@ On the cpu backend, or on another one that can run here::
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -93,6 +94,8 @@ def test_a_bug_between_processes_is_caught(bug, real):
     """`None`: the same wrapping without one passes."""
     report = examine(Planted(wire=bug or planted.Through, real=real), "group")
     assert report.ok is (bug is None), report.markdown()
+    # What a rank found, or ended with: not that none could be started.
+    assert all(re.search(r"\brank \d", failure.message) for failure in report.failures), report.markdown()
 
 
 def test_sinks_that_count_once_a_hop_are_caught(monkeypatch, real):
