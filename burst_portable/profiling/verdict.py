@@ -30,7 +30,7 @@ def losses_of(report: dict[str, Any]) -> list[Loss]:
         *_slow_ranks(report),
         *_uneven(report),
         *_links(report),
-        *_late(report, "outside", "came late to attention"),
+        *_late(report),
         *_host_gaps(report),
         *_contention(report),
     ]
@@ -85,7 +85,7 @@ def _slow_ranks(report: dict[str, Any]) -> list[Loss]:
         text += f", and others wait up to {time_text(most)} for it" if most else ""
         advice = (
             f"look at rank {number}: other processes on its device or cores, clocks, temperature, another model of "
-            "device; the plan gives it no more work than its FLOPs say"
+            "device (a larger share of the work, if the plan gives it one, is not counted in this)"
         )
         # What the last pass took too long nobody waited for any more; what nobody waited for at all cost nothing.
         lost = excess if most > _HEARD * excess else most
@@ -165,14 +165,23 @@ def _speeds(report: dict[str, Any], pair: tuple[int, int]) -> str:
     return f"it brings {mine}, others {median(others) / 1e6:.3g} MB/s" if others else f"it brings {mine}"
 
 
-def _late(report: dict[str, Any], kind: str, what: str) -> list[Loss]:
+def _late(report: dict[str, Any]) -> list[Loss]:
+    """Ranks that the others wait for while they do something else: one, or now this and now that."""
+    waited = _waited(report, "outside")
+    late = {rank["rank"]: max(waited.get(rank["rank"], {}).values(), default=0) for rank in report["ranks"]}
     found = []
-    for rank, who in _waited(report, kind).items():
-        most = max(who.values(), default=0)
-        text = f"rank {rank} {what}: others wait for it while it does something else"
-        advice = f"look at what rank {rank} does between attentions: data loading, uneven layers, logging"
-        found.append(_loss("late rank", most, text, advice, BOTH_ENDS, rank))
-    return found
+    for rank, most in late.items():
+        rest = [lost for other, lost in late.items() if other != rank]
+        if rest and most > _STANDS_OUT * median(rest):
+            text = f"rank {rank} came late to attention: others wait for it while it does something else"
+            advice = f"look at what rank {rank} does between attentions: data loading, uneven layers, logging"
+            found.append(_loss("late rank", most, text, advice, BOTH_ENDS, rank))
+    if found or not waited:
+        return found
+    most = max(sum(who.get(str(rank), 0) for who in waited.values()) for rank in late)
+    text = "ranks come to attention at different times, now this one late and now that one"
+    advice = "no rank stands out: look at what disturbs them all between attentions, such as other work on the host"
+    return [_loss("late ranks", most, text, advice, BOTH_ENDS)]
 
 
 def _host_gaps(report: dict[str, Any]) -> list[Loss]:

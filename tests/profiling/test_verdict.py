@@ -140,6 +140,19 @@ def test_a_rank_that_comes_late():
     assert "what rank 1 does between attentions: data loading" in advice
 
 
+def test_ranks_that_are_late_in_turn():
+    """Rank 1 begins its second attention 500 µs after rank 0, rank 0 its third 450 µs after rank 1."""
+    a, b = Maker(0), Maker(1)
+    for one, second, third in ((a, 110, 1210), (b, 610, 760)):
+        one.compute(0, 0, 100)
+        for call, begins, ends in ((1, second, 611), (2, third, 1211)):
+            one.call = call
+            one.collective(0, begins, ends)
+            one.compute(0, ends, ends + 100)
+    advice = verdict([a.records(), b.records()], "late ranks", 500)
+    assert "no rank stands out" in advice
+
+
 def test_gaps_between_kernels():
     a, b = Maker(0), Maker(1)
     for one in (a, b):

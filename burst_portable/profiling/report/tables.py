@@ -21,6 +21,7 @@ _LOSSES = {
     "uneven plan": "uneven plan",
     "communication": "communication exposed",
     "late rank": "late rank",
+    "late ranks": "ranks late in turn",
     "host": "gaps between kernels",
     "contention": "kernels slowed by communication",
     "waiting": "waiting",
