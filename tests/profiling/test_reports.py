@@ -9,7 +9,7 @@ import pytest
 import burst_portable as bp
 from burst_portable.cli import main
 from burst_portable.profiling.report import Report
-from tests.profiling.made import ring
+from tests.profiling.made import Maker, ring
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +18,25 @@ def files(tmp_path_factory):
     Report.of(ring(4, 6)).write_json(folder / "even.json")
     Report.of(ring(4, 6, slow=[2])).write_json(folder / "slow.json")
     return folder
+
+
+def test_what_was_not_seen_is_written_and_read_again(tmp_path):
+    """A link whose bytes were all there before anyone looked; hosts whose clocks nothing relates."""
+    a, b = Maker(0), Maker(1)
+    for one in (a, b):
+        one.compute(0, 0, 100)
+        one.message(1, 1 - one.rank, sends=True, posted=10, start=90, end=91, owner=one.rank, issued=0)
+        one.message(1, 1 - one.rank, sends=False, posted=10, start=100, end=101, owner=1 - one.rank, issued=0)
+    far = Maker(1, "another host")
+    far.compute(0, 0, 100)
+    plan = bp.plan(seq_len=256, ranks=2, heads=2, head_dim=16)
+    for name, makers in (("links", (a, b)), ("hosts", (a, far))):
+        report = Report.of([one.records(plan) for one in makers])
+        report.write_json(tmp_path / name)
+        report.write_html(tmp_path / f"{name}.html")
+        assert Report.load(tmp_path / name).data == report.data
+    assert [link["bytes_per_second"] for link in Report.load(tmp_path / "links").data["links"]] == [None, None]
+    assert Report.load(tmp_path / "hosts").data["clock"]["uncertainty_ns"] is None
 
 
 def test_the_terminal_begins_with_the_verdict(files, capsys):

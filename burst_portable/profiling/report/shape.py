@@ -80,7 +80,7 @@ _KERNEL = {"name": _text, "kind": _text, "backward": _switch, "times": _count, "
 # A dict needs these keys and may have more; a list holds any number of what it names, with `...` at least one.
 _REPORT: dict[str, Any] = {
     "device": _text,
-    "clock": {"evidence": _text, "method": _text, "uncertainty_ns": _number},
+    "clock": {"evidence": _text, "method": _text, "uncertainty_ns": _maybe},  # None: clocks that cannot be compared
     "verdict": _LOSS,
     "losses": [_LOSS],
     "ranks": [
@@ -96,13 +96,11 @@ _REPORT: dict[str, Any] = {
     "layers": [{"backward": _switch, "call": _whole, "ranks": [_SHARE, ...]}],
     "iterations": [{"iteration": _whole}],
     "links": [
-        dict.fromkeys(
-            (
-                *("source", "target", "messages", "bytes", "seen", "waited_late", "waited_on_its_way"),
-                "bytes_per_second",
-            ),
-            _number,
-        )
+        {
+            **dict.fromkeys(("source", "target", "messages", "bytes", "seen"), _number),
+            **dict.fromkeys(("waited_late", "waited_on_its_way"), _number),
+            "bytes_per_second": _maybe,  # no transfer was seen
+        }
     ],
     "plans": [
         {
