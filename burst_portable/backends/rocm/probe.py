@@ -15,6 +15,10 @@ def architecture(properties: Any) -> str:
     return str(properties.gcnArchName).partition(":")[0]
 
 
+NO_PEER_COPIES = "no: HIP documents stream waits for its own signal memory alone, not for what a peer writes"
+"""As of ROCm 7.0 (hipStreamWaitValue32). A flag would cost a kernel, which peer copies are there to spare."""
+
+
 def libraries() -> dict[str, Any]:
     """Libraries as torch sees them; driver and links where amdsmi can be asked."""
     return {
@@ -22,6 +26,7 @@ def libraries() -> dict[str, Any]:
         "miopen": torch.backends.cudnn.version(),
         "rccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "absent",
         "flash": str(torch.backends.cuda.preferred_rocm_fa_library()).rpartition(".")[2],
+        "peer_copy": NO_PEER_COPIES,
         **amdsmi_facts(),
     }
 
