@@ -34,6 +34,7 @@ if not __package__:  # started as a script by torchrun
 import burst_portable as bp
 from benchmarks.providers import Absent
 from benchmarks.ring_report import Measured, print_tables, write
+from benchmarks.ring_rows import QUICK_ROWS, ROWS, Row
 from benchmarks.rings import OTHERS, Calls, Contestant, Links, Task, ours
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.errors import BurstError
@@ -44,41 +45,6 @@ from burst_portable.tiles import find_tiles
 ERROR_LIMIT = 1.2e-2  # relative, against attention of one device; both lose 2e-3 to 4e-3 in bf16
 CALLS = 10
 LINK_SIZES = (8 << 20, 64 << 20, 256 << 20)
-
-
-@dataclass(frozen=True)
-class Row:
-    """length, (heads, K/V heads), head size, mask, layout of our strategies."""
-
-    length: int
-    heads: tuple[int, int]
-    head: int = 128
-    mask: str = "causal"
-    layout: str = "zigzag"
-
-
-def _pile_like(length: int) -> str:
-    """Documents as long as web text's: half of them under 500 tokens, a few of tens of thousands."""
-    chance, cuts = random.Random(0), [0]
-    while cuts[-1] < length:
-        cuts.append(min(length, cuts[-1] + max(16, int(chance.lognormvariate(6.2, 1.4)))))
-    return "documents:" + ",".join(map(str, cuts))
-
-
-ROWS: dict[str, Row] = {
-    "32k": Row(32768, (32, 32)),
-    "32k-gqa": Row(32768, (32, 8)),
-    "128k": Row(131072, (32, 32)),
-    "128k-gqa": Row(131072, (32, 8)),
-    "512k-gqa": Row(524288, (32, 8)),
-    "128k-few": Row(131072, (32, 4)),
-    "128k-documents": Row(131072, (32, 8), mask=_pile_like(131072), layout="document_zigzag"),
-    "128k-window": Row(131072, (32, 8), mask="window:4096", layout="contiguous"),
-    "32k-full": Row(32768, (32, 8), mask="full", layout="contiguous"),
-    "tiny": Row(256, (4, 4), 16),
-    "tiny-window": Row(255, (4, 2), 16, mask="window:64", layout="contiguous"),
-}
-QUICK_ROWS = ("32k-gqa", "128k-gqa")
 STRATEGIES = (
     "auto",
     "ring",

@@ -1,0 +1,152 @@
+"""Cutting tensors and batches and putting them together: `shard`, `unshard`, `positions`, `shard_batch`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.errors import (
+    DtypeError,
+    InputError,
+    MaskError,
+    MismatchError,
+    ShapeError,
+    UnknownNameError,
+)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_shard_and_unshard(layout, dim):
+    x = torch.randn(11, 11, 11)
+
+    def work(mesh):
+        mine = bp.shard(x, mesh, dim=dim, layout=layout)
+        where = bp.positions(mesh, seq_len=11, layout=layout)
+        assert torch.equal(mine, x.index_select(dim, where))
+        return bp.unshard(mine, mesh, seq_len=11, dim=dim, layout=layout)
+
+    assert all(torch.equal(whole, x) for whole in bp.run_local(3, work))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.complex64])
+def test_unshard_takes_every_dtype(dtype):
+    """Conjugated, which for complex numbers is a bit of the tensor and not of its memory."""
+    x = (torch.randn(11, 2) * (1 + 1j)).to(dtype) if dtype.is_complex else (torch.randn(11, 2) * 9).to(dtype)
+
+    def work(mesh):
+        return bp.unshard(bp.shard(x, mesh, dim=0).conj(), mesh, seq_len=11, dim=-2)
+
+    assert all(torch.equal(whole, x.conj()) for whole in bp.run_local(3, work))
+
+
+def test_unshard_refuses_to_guess_a_gradient():
+    with pytest.raises(InputError, match="no gradient"):
+        bp.unshard(torch.randn(1, 8, requires_grad=True), seq_len=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"dtype": torch.int32}, "dtype: float32 on rank 0 but int32 on rank 1"),
+        ({"heads": 3}, "shape of a row: .* on rank 0"),
+        ({"layout": "striped"}, "layout: zigzag on rank 0 but striped on rank 1"),
+        ({"rows": 5}, "rank 1 holds another number of rows"),
+        ({"dim": 9}, "no dimension"),
+        ({"grad": True}, "unshard has no gradient"),
+    ],
+)
+def test_ranks_that_unshard_different_things_are_told(change, told):
+    """Equal sizes in bytes above all: those made a tensor of nonsense, and others left the ranks waiting."""
+
+    def work(mesh):
+        mine = change if mesh.rank == 1 else {}
+        x = torch.ones(1, mine.get("rows", 4), mine.get("heads", 2), dtype=mine.get("dtype", torch.float32))
+        x.requires_grad_("grad" in mine)
+        with pytest.raises((MismatchError, InputError), match=told):
+            bp.unshard(x, mesh, seq_len=8, dim=mine.get("dim", 1), layout=mine.get("layout", "zigzag"))
+
+    bp.run_local(2, work)
+
+
+def test_a_batch_is_shifted_before_it_is_cut():
+    ids = torch.arange(100, 110).view(1, 10)
+
+    def work(mesh):
+        return bp.shard_batch(ids, mesh=mesh, documents=(0, 4, 10), layout="zigzag"), bp.positions(mesh, seq_len=10)
+
+    for batch, where in bp.run_local(2, work):
+        for column, position in enumerate(where.tolist()):
+            assert batch["input_ids"][0, column] == 100 + position
+            assert batch["position_ids"][0, column] == (position if position < 4 else position - 4)
+            last = position in (3, 9)
+            assert batch["labels"][0, column] == (-100 if last else 101 + position)
+
+
+IDS = torch.arange(10).view(1, 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"documents": (0, 4, 8)}, MaskError, "do not fill the sequence; got documents up to 8, and 10 tokens"),
+        ({"documents": (0, 4, 12)}, MaskError, "do not fill the sequence"),
+        ({"documents": (0, 4.5, 10)}, MaskError, "takes whole numbers"),
+        ({"documents": ()}, MaskError, "cumulative lengths"),
+        ({"position_ids": torch.arange(9).view(1, 9)}, ShapeError, "position_ids differ from input_ids"),
+        ({"position_ids": torch.arange(10)}, ShapeError, "position_ids must be"),
+        ({"position_ids": torch.rand(1, 10)}, DtypeError, "position_ids are integers"),
+        ({"labels": IDS[:, :9]}, ShapeError, "labels differ"),
+        ({"labels": [1, 2]}, ShapeError, "labels is no tensor"),
+        ({"input_ids": IDS[0]}, ShapeError, "input_ids must be"),
+        ({"input_ids": IDS.float()}, DtypeError, "not embeddings"),
+        ({"input_ids": IDS[:, :0]}, ShapeError, "none 0"),
+        ({"input_ids": IDS.tolist()}, ShapeError, "no tensor"),
+        ({"ignore_index": 0.5}, InputError, "ignore_index"),
+        ({"layout": 3}, UnknownNameError, "unknown layout"),
+    ],
+)
+def test_batches_that_cannot_be(arguments, error, message):
+    with pytest.raises(error, match=message):
+        bp.shard_batch(**{"input_ids": IDS} | arguments)
+
+
+def test_documents_of_a_batch_may_be_a_tensor_and_positions_one_row_for_all():
+    ids, ends = IDS.repeat(2, 1), torch.tensor([0, 4, 10], dtype=torch.int32)
+
+    def work(mesh):
+        found = bp.shard_batch(ids, documents=ends, mesh=mesh, layout="document_zigzag")
+        same = bp.shard_batch(ids, documents=(0, 4, 10), mesh=mesh, layout="document_zigzag")
+        assert all(torch.equal(found[name], same[name]) for name in same)
+        placed = bp.shard_batch(ids, position_ids=IDS, mesh=mesh)["position_ids"]
+        assert torch.equal(placed, bp.positions(mesh, seq_len=10).expand(2, -1))
+        named = bp.positions(mesh, seq_len=10, layout="document_zigzag", mask="documents:0,4,10")
+        assert torch.equal(found["input_ids"], named.expand(2, -1))
+
+    bp.run_local(2, work)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seq_len": 16.0}, "seq_len is no size"),
+        ({"seq_len": "16"}, "seq_len is no size"),
+        ({"layout": bp.make_layout("zigzag", 16, 2)}, "another mesh"),
+        ({"layout": "document_zigzag"}, "needs a mask of documents"),
+        ({"mask": 7}, "mask is no mask"),
+        ({"mesh": 7}, "no mesh"),
+    ],
+)
+def test_positions_that_cannot_be(arguments, message):
+    with pytest.raises(InputError, match=message):
+        bp.positions(**{"seq_len": 16} | arguments)
+
+
+@pytest.mark.parametrize("cut", [bp.shard, lambda x, dim=1: bp.unshard(x, seq_len=4, dim=dim)], ids=["there", "back"])
+def test_dimensions_that_cannot_be_cut(cut):
+    for dim in (3, -4, "1", 1.0):
+        with pytest.raises(ShapeError, match="dim is no dimension of x"):
+            cut(torch.zeros(4, 4, 4), dim=dim)
+    with pytest.raises(ShapeError, match="x is no tensor"):
+        cut([1, 2, 3, 4])
