@@ -130,6 +130,17 @@ def test_a_checkpoint_that_is_cut_off(checkpoint, tmp_path):
         loaded(folder)
 
 
+def test_weights_of_whole_numbers(checkpoint, tmp_path):
+    """Such as a quantized model's, whose config does not say so: they would be taken for plain ones."""
+
+    def change(weights):
+        name = "model.layers.0.self_attn.q_proj.weight"
+        weights[name] = weights[name].to(torch.int32)
+
+    with pytest.raises(InputError, match=r"no plain numbers; got I32: model\..*q_proj"):
+        loaded(changed(checkpoint, tmp_path, change))
+
+
 def test_a_quantized_checkpoint(checkpoint, tmp_path):
     folder = changed(checkpoint, tmp_path, lambda weights: None)
     config = tmp_path / "config.json"

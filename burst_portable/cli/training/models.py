@@ -74,7 +74,28 @@ def build(name: str, config: Any, dtype: torch.dtype, seed: int) -> tuple[Any, l
     # Files that are cut off, weights of other shapes: each library on the way raises its own.
     except Exception as error:
         raise InputError(explain(f"the checkpoint {name} cannot be loaded", got=told(error))) from error
+    _check_kinds(checkpoint, model)
     return model, _check_weights(name, information)
+
+
+def _check_kinds(checkpoint: Path, model: Any) -> None:
+    """Refuse parameters that are stored as anything but floating-point numbers of 16 bits or more: transformers casts
+    them without a word."""
+    from safetensors import safe_open
+
+    parameters = {name for name, _ in model.named_parameters()}
+    for path in sorted(Path(checkpoint).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as weights:
+            kinds = {name: weights.get_slice(name).get_dtype() for name in parameters.intersection(weights.keys())}
+        if packed := {name: kind for name, kind in kinds.items() if kind not in ("F64", "F32", "F16", "BF16")}:
+            raise InputError(
+                explain(
+                    f"{path} holds parameters that are no plain numbers",
+                    got=f"{', '.join(sorted(set(packed.values())))}: {_few(sorted(packed))}",
+                    allowed="F64, F32, F16, BF16",
+                    next_step="take the checkpoint that was not quantized",
+                )
+            )
 
 
 def _check_weights(name: str, information: dict[str, Any]) -> list[str]:
