@@ -51,32 +51,35 @@ def test_one_rank(name, dtype, deterministic):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's and HIP's")
 def test_a_captured_graph_replays():
-    """Forward and backward of one rank in a graph; what is in its tensors then is what it computes."""
+    """Forward and backward of one rank in a graph; what is in its tensors then is what it computes.
+
+    All of it on one stream, and no result keeps its autograd graph: gradients stay on the stream of their leaves.
+    """
     shapes = [(1, 300, heads, 64) for heads in (4, 2, 2, 4)]
-    q, k, v, dout = (torch.randn(shape, device=device(), dtype=torch.bfloat16) for shape in shapes)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
     mesh = bp.Mesh.single()
-
-    def step():
-        out = bp.attention(*leaves, mesh=mesh, deterministic=False)
-        return out, *torch.autograd.grad(out, leaves, dout)
-
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # plans, tables and compiled kernels are made before anything is captured
-        for _ in range(3):
+    with torch.cuda.stream(stream):
+        q, k, v, dout = (torch.randn(shape, device=device(), dtype=torch.bfloat16) for shape in shapes)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+
+        def step():
+            out = bp.attention(*leaves, mesh=mesh, deterministic=False)
+            return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+        for _ in range(3):  # plans, tables and compiled kernels are made before anything is captured
             step()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         captured = step()
-    for _ in range(2):
-        with torch.no_grad():
-            for x in (*leaves, dout):
-                x.copy_(torch.randn_like(x))
-        graph.replay()
-        torch.cuda.synchronize()
-        for found, expected in zip(captured, step(), strict=True):
-            torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            with torch.no_grad():
+                for x in (*leaves, dout):
+                    x.copy_(torch.randn_like(x))
+            graph.replay()
+            for found, expected in zip(captured, step(), strict=True):
+                torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators or more")
