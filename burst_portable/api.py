@@ -165,8 +165,11 @@ def _key(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, request: Request) -> Call:
     """Everything that can be refused is refused here, before a byte moves."""
     chosen = choose(q, k, v, sinks, mesh, request)
+    transport, _ = mesh.transport_for(q.device.type, direct=chosen.plan.direct)
+    if chosen.plan.direct and not transport.direct:  # `auto` may have counted on a transport that cannot be had
+        chosen = choose(q, k, v, sinks, mesh, request)
+        transport, _ = mesh.transport_for(q.device.type, direct=chosen.plan.direct)
     plan, said = chosen.plan, _statement(chosen.plan, chosen.backend, q, chosen.options, sinks)
-    transport, _ = mesh.transport_for(q.device.type, direct=plan.direct)
     room = inboxes(plan, mesh.rank) if transport.direct else Inboxes()
     runtime = PlainRuntime(chosen.kernel, transport, room.places)
     sizes = room.forward, room.backward

@@ -41,6 +41,7 @@ class Explanation:
         layout: its name, and what this rank holds.
         mask: its name, how many pairs a head it lets through, how many tokens see nothing.
         moves: what travels in "forward" and "backward", and along which route.
+        transport: what moves it. Whether these ranks can have a backend's own, they find out in their first call.
     """
 
     backend: Choice
@@ -48,6 +49,7 @@ class Explanation:
     layout: str
     mask: str
     moves: Mapping[str, str]
+    transport: Choice
     kernel: Choice
 
     def __str__(self) -> str:
@@ -57,6 +59,7 @@ class Explanation:
             "layout": [self.layout],
             "mask": [self.mask],
             "moves": [f"{name}: {what}" for name, what in self.moves.items()],
+            "transport": self.transport.lines(),
             "kernel": self.kernel.lines(),
         }
         return "\n".join(
@@ -100,6 +103,7 @@ def explain(
         layout=_layout(chosen.plan, mesh),
         mask=_mask(chosen.plan),
         moves=_moves(chosen.plan),
+        transport=_transport(chosen, mesh),
         kernel=_kernel(chosen),
     )
 
@@ -135,6 +139,11 @@ def _moves(plan: Plan) -> dict[str, str]:
         return f"{TRAVELS[name, plan.reshard or part.side]} ({'all_to_all' if plan.reshard else part.route.name})"
 
     return {name: what(name, part) for name, part in plan.passes()}
+
+
+def _transport(chosen: Choices, mesh: Mesh) -> Choice:
+    name, why = mesh.expected_transport(chosen.problem.device, direct=chosen.plan.direct)
+    return Choice(name, why, {})
 
 
 def _kernel(chosen: Choices) -> Choice:

@@ -152,36 +152,48 @@ class Mesh:
 
         Raises `UnknownNameError`, or `UnsupportedError` with the reason why the one named cannot serve.
         """
-        plain, named = self.transport(device_type), self.config.transport
-        if self.size == 1 or named == plain.name:
-            return plain, "one rank" if self.size == 1 else "named"
-        capabilities = self.backend_for(device_type).capabilities
-        name, on_request = capabilities.direct_transport, capabilities.direct_on_request
-        if named not in ("auto", name):
-            raise unknown_name("transport", named, filter(None, (plain.name, name)))
-        if named == "auto" and name and on_request:
-            return plain, f"not {name}: {on_request}"
-        found = self._direct_transport(device_type, name) if direct and name else ""
+        name, why = self.expected_transport(device_type, direct=direct)
+        plain = self.transport(device_type)
+        if name == plain.name:
+            return plain, why
+        found = self._direct_transport(device_type, name)
         if isinstance(found, Transport):
-            return found, "named" if named != "auto" else "straight from the owners"
-        reason = found if direct else "blocks are handed on from rank to rank"
+            return found, why
+        return plain, self.expected_transport(device_type, direct=direct)[1]  # raises, if it was named
+
+    def expected_transport(self, device_type: str, *, direct: bool) -> tuple[str, str]:
+        """The name of what `transport_for` gives, and why, as far as one rank can tell alone; raises as that does.
+
+        Whether the ranks can have the backend's own transport, they find out together when it is first wanted.
+        """
+        plain, named = self.transport(device_type).name, self.config.transport
+        if self.size == 1 or named == plain:
+            return plain, "one rank" if self.size == 1 else "named"
+        name = self.backend_for(device_type).capabilities.direct_transport
+        if named not in ("auto", name):
+            raise unknown_name("transport", named, filter(None, (plain, name)))
+        if not name:
+            return plain, "the only one"
+        found = self._direct.get(device_type) if direct else "blocks are handed on from rank to rank"
+        if self.group is None:
+            found = "these ranks are in no process group"
+        if not isinstance(found, str):
+            return name, "named" if named != "auto" else "messages go straight to where they are used"
         if named != "auto":
             raise UnsupportedError(
                 explain(
                     f"the transport {name!r} cannot serve this call",
-                    got=reason,
+                    got=found,
                     next_step="moves='fetch' or 'ulysses', or leave the transport to 'auto'",
                 )
             )
-        return plain, f"not {name}: {reason}" if name else "the only one"
+        return plain, f"not {name}: {found}"
 
     def may_be_direct(self, device_type: str) -> bool:
         """Whether the backend's own transport is there or untried: what plans may count on before any is connected."""
-        capabilities = self.backend_for(device_type).capabilities
-        names = {capabilities.direct_transport} | ({"auto"} if not capabilities.direct_on_request else set())
-        if self.config.transport not in names:
+        if self.group is None or isinstance(self._direct.get(device_type), str):
             return False
-        return not isinstance(self._direct.get(device_type), str)
+        return self.config.transport in ("auto", self.backend_for(device_type).capabilities.direct_transport)
 
     def _direct_transport(self, device_type: str, name: str) -> Transport | str:
         """The backend's own transport, or why these ranks cannot have it; settled once, by all ranks together."""

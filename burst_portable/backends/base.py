@@ -30,7 +30,6 @@ class Capabilities:
         rates: what plans are predicted with where nothing was measured.
         direct_transport: the name of a transport of its own for plans whose messages go straight to where they are
             used (`Plan.direct`); empty where there is none.
-        direct_on_request: why that one is taken where it is named, and not by "auto"; empty where "auto" takes it.
     """
 
     device_type: str
@@ -38,7 +37,6 @@ class Capabilities:
     streams: bool
     rates: Rates
     direct_transport: str = ""
-    direct_on_request: str = ""
 
 
 @dataclass(frozen=True, slots=True)

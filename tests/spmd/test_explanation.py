@@ -6,8 +6,13 @@ import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.config import Config
 from burst_portable.errors import InputError, UnknownNameError, UnsupportedError
+
+
+def local_transport(device_type):
+    return LocalTransport(Fabric(2, 1.0), 0)
 
 
 def qkv(rows=16, heads=4, kv_heads=2):
@@ -24,6 +29,7 @@ def test_what_is_told_is_what_runs(strategy, options):
         (call,) = mesh._calls.values()
         assert told.strategy.name == call.plan.strategy
         assert told.kernel.name == call.runtime.kernel.name
+        assert (told.transport.name, told.transport.why) == (call.runtime.transport.name, "the only one")
         assert told.layout.startswith(f"{call.plan.problem.q_layout.name}: rank {mesh.rank} of 2 holds 16 of 32")
         assert told.strategy.why.startswith("chose" if strategy == "auto" else "named")
         if not call.plan.reshard:
@@ -55,7 +61,8 @@ def test_every_reason_is_told():
     text = str(told).splitlines()
     assert "kernel    reference: the first of the backend's that serves it" in text
     assert "          not cpu_flash: it has no softcap" in text
-    assert "not ulysses" in bp.explain(*qkv(heads=3, kv_heads=3), mesh=bp.Mesh(0, 2, lambda device: None)).strategy.why
+    assert "transport local: one rank" in text
+    assert "not ulysses" in bp.explain(*qkv(heads=3, kv_heads=3), mesh=bp.Mesh(0, 2, local_transport)).strategy.why
     by_setting = bp.explain(*qkv(), mesh=bp.Mesh.single(Config(kernel="reference")))
     assert (by_setting.kernel.name, by_setting.kernel.why) == ("reference", "named by the settings (BURST_KERNEL)")
 

@@ -6,7 +6,6 @@ import copy
 import pickle
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import burst_portable as bp
+from burst_portable.api import _prepare
 from burst_portable.backends.registry import for_device
+from burst_portable.choices import requested
+from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.config import Config
 from burst_portable.errors import BackendUnavailableError, InputError, UnknownNameError, UnsupportedError
 from burst_portable.mesh import as_mesh
@@ -147,19 +149,67 @@ def test_one_rank_can_be_pickled_and_several_cannot():
     bp.run_local(2, work)
 
 
-def test_a_transport_that_waits_to_be_named_is_not_taken_unasked():
-    """auto leaves it, with the reason, and does not even connect it."""
-    direct = replace(
-        for_device("cpu").capabilities, direct_transport="peer_copy", direct_on_request="it was never tried"
-    )
-    backend = SimpleNamespace(name="cpu", capabilities=direct)
+class Straight:
+    """A backend with a transport of its own; `answer` is it, or the reason why these ranks cannot have it."""
 
-    def work(mesh):
-        mesh.backend_for = lambda device_type: backend
-        transport, reason = mesh.transport_for("cpu", direct=True)
-        assert (transport, reason) == (mesh.transport("cpu"), "not peer_copy: it was never tried")
-        assert not mesh.may_be_direct("cpu")
-        mesh.config = Config(transport="peer_copy")
-        assert mesh.may_be_direct("cpu")
+    name = "cpu"
 
-    bp.run_local(2, work)
+    def __init__(self, answer):
+        self.answer, self.asked = answer, 0
+        rates = replace(for_device("cpu").capabilities.rates, direct=((1, 1e6),))
+        self.capabilities = replace(for_device("cpu").capabilities, direct_transport="straight", rates=rates)
+        self.kernels = for_device("cpu").kernels
+
+    def connect_direct(self, other, group, deadline):
+        self.asked += 1
+        if isinstance(self.answer, str):
+            raise UnsupportedError(self.answer)
+        return self.answer
+
+
+def on_straight(one_process, backend, transport="auto"):
+    mesh = bp.Mesh(0, 2, lambda device_type: LocalTransport(Fabric(2, 1.0), 0), group=dist.group.WORLD)
+    mesh.config, mesh.backend_for = Config(transport=transport), lambda device_type: backend
+    return mesh
+
+
+def test_a_backend_s_own_transport_is_taken_unasked(one_process):
+    own = LocalTransport(Fabric(2, 1.0), 0)
+    backend = Straight(own)
+    mesh = on_straight(one_process, backend)
+    said = mesh.expected_transport("cpu", direct=True)
+    assert said == ("straight", "messages go straight to where they are used")
+    assert backend.asked == 0, "one rank asks alone"
+    for _ in range(2):
+        assert mesh.transport_for("cpu", direct=True) == (own, said[1])
+    assert backend.asked == 1
+    plain, why = mesh.transport_for("cpu", direct=False)
+    assert (plain.name, why) == ("local", "not straight: blocks are handed on from rank to rank")
+    named = on_straight(one_process, backend, "local")
+    assert named.transport_for("cpu", direct=True)[1] == "named"
+    assert not named.may_be_direct("cpu")
+    mesh.group = None  # ranks that are threads
+    assert mesh.transport_for("cpu", direct=True) == (plain, "not straight: these ranks are in no process group")
+    assert not mesh.may_be_direct("cpu")
+
+
+def test_a_transport_that_cannot_be_had(one_process):
+    """auto falls back and says why; what is named raises."""
+    mesh = on_straight(one_process, Straight("two hosts"))
+    assert mesh.may_be_direct("cpu")
+    assert mesh.transport_for("cpu", direct=True)[1] == "not straight: two hosts"
+    assert mesh.expected_transport("cpu", direct=True) == ("local", "not straight: two hosts")
+    assert not mesh.may_be_direct("cpu")
+    with pytest.raises(UnsupportedError, match="'straight' cannot serve this call; got two hosts"):
+        on_straight(one_process, Straight("two hosts"), "straight").transport_for("cpu", direct=True)
+
+
+def test_a_plan_does_not_count_on_a_transport_that_cannot_be_had(one_process):
+    """The first call of all finds out; its plan is one for what there is."""
+    backend = Straight("two hosts")
+    mesh = on_straight(one_process, backend)
+    x = torch.randn(1, 1 << 14, 4, 16)
+    counting_on_it = bp.explain(x, x, x, mesh=mesh).strategy.why
+    made = _prepare(x, x, x, None, mesh, requested("causal", "auto", "zigzag", None, None, None, "auto", None))
+    assert made.plan.reason == bp.explain(x, x, x, mesh=mesh).strategy.why != counting_on_it
+    assert made.runtime.transport.name == "local"

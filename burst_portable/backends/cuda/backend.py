@@ -34,7 +34,6 @@ class CudaBackend(AcceleratorBackend):
         streams=True,
         rates=Rates(tflops=500.0, gbps=150.0),
         direct_transport="peer_copy",
-        direct_on_request="it was not tried on GPUs yet; BURST_TRANSPORT=peer_copy takes it",
     )
 
     def missing(self) -> str:

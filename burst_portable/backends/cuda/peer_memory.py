@@ -93,7 +93,7 @@ class CudaPeerMemory:
             raise UnsupportedError(
                 explain(
                     "peer copies number their passes on the host, so a CUDA graph cannot hold them",
-                    next_step="set the transport to 'nccl' where graphs are captured",
+                    next_step="name the transport 'nccl' where graphs are captured (BURST_TRANSPORT)",
                 )
             )
         self._current = torch.cuda.current_stream(self._device)

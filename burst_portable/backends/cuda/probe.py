@@ -16,7 +16,7 @@ def libraries() -> dict[str, Any]:
     return {
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "peer_copy": unavailable() or "yes",
+        "peer_copy": unavailable() or "taken where messages go straight to where they are used",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "absent",
         **_nvml_facts(),
     }
