@@ -5,6 +5,7 @@ Nothing is sent and nothing is computed: `attention` runs what is chosen, and `e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -98,24 +99,25 @@ def choose(
         check_sinks(sinks, q)
     device = q.device.type if device is None else device
     backend = mesh.backend_for(device)
-    plan = _plan(q, k, v, mesh, request, backend)
     options = contract.Options(
         checked_scale(request.scale, q.shape[3]), checked_softcap(request.softcap), request.deterministic
     )
-    local = plan.forward.problem
-    problem = contract.Problem(
+    whole = contract.Problem(
         q.dtype,
         device,
-        local.heads,
-        local.kv_heads,
-        local.head_dim,
-        local.value_dim,
+        q.shape[2],
+        k.shape[2],
+        q.shape[3],
+        v.shape[3],
         request.softcap is not None,
         request.deterministic,
         options.positive_scale,
     )
     by_setting = request.kernel == "auto" and mesh.config.kernel != "auto"
     named = mesh.config.kernel if by_setting else request.kernel
+    plan = _plan(q, k, v, mesh, request, backend, lambda: choose_kernel(backend, whole, named)[0])
+    local = plan.forward.problem  # of fewer heads, where heads are sharded
+    problem = replace(whole, heads=local.heads, kv_heads=local.kv_heads)
     kernel, _ = choose_kernel(backend, problem, named)
     why = "the first of the backend's that serves it" if named == "auto" else "named"
     return Choices(
@@ -123,7 +125,16 @@ def choose(
     )
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, request: Request, backend: Backend) -> Plan:
+def _plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: Mesh,
+    request: Request,
+    backend: Backend,
+    kernel: Callable[[], contract.Kernel],
+) -> Plan:
+    """The plan of a call; `kernel` gives what will compute all heads, asked where plans are priced."""
     rows = q.shape[1]
     length = whole_length(request.layout, request.seq_len, rows, mesh)
     mask = mask_of(request.mask, length)
@@ -131,7 +142,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, request: Request, backend
     check_rows(layout, rows, mesh)
     strategy = strategy_of(request.strategy)
     if request.strategy == "auto":
-        rates = rates_of(backend, mesh.size)
+        rates = rates_of(backend, mesh.size, kernel())
         if rates.direct and not mesh.may_be_direct(q.device.type):
             rates = replace(rates, direct=())
         strategy = AutoStrategy(inner=mesh.inner, rates=rates)

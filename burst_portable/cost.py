@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import log
+from math import inf, log
 
+from burst_portable import handling
 from burst_portable.moves import Move
 from burst_portable.packets import message_size
 from burst_portable.plans import PASSES, PassName, Plan, Problem, Step
@@ -35,6 +36,11 @@ class Rates:
         hop_latency, launch_latency, backward_launch_latency: seconds; 0 backward means the same.
         link: the curve of messages between two ranks.
         direct: the same of messages that go straight to where they are used, where a transport of its own moves them.
+        spread: the same of messages to and from several ranks at once, over `link`; their bytes together.
+        holds_up: the share of its time that a message over `link` keeps a kernel waiting that runs beside it, forward
+            and backward: 0 where it takes nothing that kernels need, 1 where they take turns.
+        memory: GB/s at which blocks are packed, merged and added up outside of kernels; 0: that is not priced.
+        in_pieces: whether the kernel is an operator called on pieces, whose results are merged and added up so.
         source: where the numbers come from, for people.
         node: ranks a node, where there are several nodes; 0: all ranks are equally near.
         outer_gbps: GB/s a rank in each direction between nodes; a link of its own, beside the one inside.
@@ -48,6 +54,10 @@ class Rates:
     backward_launch_latency: float = 0.0
     link: Curve = ()
     direct: Curve = ()
+    spread: Curve = ()
+    holds_up: tuple[float, float] = (0.0, 0.0)
+    memory: float = 0.0
+    in_pieces: bool = False
     source: str = ""
     node: int = 0
     outer_gbps: float = OUTER_GBPS
@@ -56,9 +66,15 @@ class Rates:
         """Whether two ranks are on different nodes."""
         return self.node > 0 and rank // self.node != other // self.node
 
-    def transfer(self, size: float, messages: int = 1, *, direct: bool = False, outer: bool = False) -> float:
+    def spreads(self, direct: bool) -> bool:
+        """Whether messages from several ranks come at once, and not one after the other."""
+        return bool(self.spread) and not (direct and self.direct)
+
+    def transfer(
+        self, size: float, messages: int = 1, *, direct: bool = False, outer: bool = False, spread: bool = False
+    ) -> float:
         """Seconds of messages of so many bytes in all, one after the other; `outer`: between nodes."""
-        curve = () if outer else (direct and self.direct) or self.link
+        curve = () if outer else (direct and self.direct) or (spread and self.spread) or self.link
         if not curve:
             gbps = self.outer_gbps if outer else self.gbps
             return self.hop_latency * min(messages, 2) + size / (gbps * 1e9)
@@ -164,10 +180,12 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
     received = sum(size(m) for s in steps for m in (*s.receives, *s.result_receives))
     reshard = reshard_bytes(plan.problem, pass_name, rank) if plan.reshard else 0
     hops = sum(len(s.receives) + len(s.result_receives) for s in steps) + (2 if reshard else 0)
-    seconds = _simulated(plan, pass_name, steps, flops, size, rates)
+    seconds = _simulated(plan, pass_name, 0 if plan.reshard else rank, flops, size, rates)
     link = sum(_transfer(m, size(m), plan, rates) for s in steps for m in (*s.receives, *s.result_receives))
     if reshard:
         moving = _reshard_seconds(reshard, plan.problem.ranks, rates)
+        if rates.memory:
+            moving += handling.resharded(plan.problem, pass_name, rank) / (rates.memory * 1e9)
         seconds, link = seconds + moving, link + moving
     return PassCost(
         flops=sum(flops),
@@ -188,40 +206,89 @@ def _transfer(move: Move, size: int, plan: Plan, rates: Rates) -> float:
     return rates.transfer(size, direct=plan.direct, outer=rates.apart(move.source, move.target))
 
 
+_EXCHANGES = 4  # in a pass: Q, K, V and out, or dO, dQ, dK, dV
+
+
 def _reshard_seconds(size: int, ranks: int, rates: Rates) -> float:
     """There and back, to all others alike: those of the node over one link, the rest over the other, at once."""
     others = ranks - 1
     far = ranks - rates.node if 0 < rates.node < ranks else 0
-    near = rates.transfer(size * (others - far) / others, 2 * (others - far), direct=True) if others > far else 0.0
+    near = 0.0
+    if others > far:
+        spread = rates.spreads(direct=True)
+        parts = _EXCHANGES if spread else 2 * (others - far)
+        near = rates.transfer(size * (others - far) / others, parts, direct=True, spread=spread)
     return max(near, rates.transfer(size * far / others, 2 * far, outer=True) if far else 0.0)
+
+
+class _Timeline:
+    """One rank's kernels and its links, one inside its node and one between nodes; each does one thing at a time."""
+
+    def __init__(self, plan: Plan, pass_name: PassName, rates: Rates) -> None:
+        self._plan, self._rates = plan, rates
+        self._held_up = 0.0 if plan.direct and rates.direct else rates.holds_up[pass_name == "backward"]
+        self._pass_name = pass_name
+        self._kernels = 0.0
+        self._links = {False: 0.0, True: 0.0}
+        self._arrives: dict[Move, float] = {}
+
+    @property
+    def end(self) -> float:
+        return max(self._kernels, *self._links.values())
+
+    def wait(self, moves: Sequence[Move]) -> None:
+        """Kernels go on when these messages are there."""
+        self._kernels = max([self._kernels, *(self._arrives.get(m, 0.0) for m in moves)])
+
+    def receive(self, moves: Sequence[Move], size: Callable[[Move], int]) -> None:
+        """Messages are asked for, when kernels have got so far. A plain transport brings them all together."""
+        for outer in (False, True):
+            here = [m for m in moves if self._rates.apart(m.source, m.target) == outer]
+            together = len({m.source for m in here}) > 1 and not outer and self._rates.spreads(self._plan.direct)
+            for batch in [here] if together else [[m] for m in here]:
+                seconds = self._rates.transfer(
+                    sum(map(size, batch)), direct=self._plan.direct, outer=outer, spread=together
+                )
+                self._links[outer] = max(self._links[outer], self._kernels) + seconds
+                self._arrives.update(dict.fromkeys(batch, self._links[outer]))
+
+    def launch(self, flops: int) -> None:
+        """A kernel, perhaps beside messages."""
+        work, beside = self._rates.compute(flops, self._pass_name), max(0.0, self._links[False] - self._kernels)
+        slowed = work / (1 - self._held_up) if self._held_up < 1 else inf
+        self._kernels += min(slowed, work + self._held_up * beside)
+
+    def handle(self, size: int) -> None:
+        """Bytes of memory between kernels."""
+        self._kernels += size / (self._rates.memory * 1e9) if self._rates.memory else 0.0
 
 
 def _simulated(
     plan: Plan,
     pass_name: PassName,
-    steps: Sequence[Step],
+    rank: int,
     flops: Sequence[int],
     size: Callable[[Move], int],
     rates: Rates,
 ) -> float:
-    """Seconds of one rank: its compute stream and its links, one inside its node, each doing one thing at a time."""
-    compute_free = 0.0
-    link_free = {False: 0.0, True: 0.0}  # inside the node, and between nodes
-    arrives: dict[Move, float] = {}
-
-    def receive(moves: Sequence[Move], now: float) -> None:
-        for move in moves:
-            outer = rates.apart(move.source, move.target)
-            arrives[move] = link_free[outer] = max(link_free[outer], now) + _transfer(move, size(move), plan, rates)
-
-    for index, step in enumerate(steps):
-        ready = max([compute_free, *(arrives.get(m, 0.0) for m in step.arrivals)])
-        receive(step.receives, ready)
+    """Seconds of one rank."""
+    part = plan.forward if pass_name == "forward" else plan.backward
+    line, packed, launched = _Timeline(plan, pass_name, rates), set[tuple[int, int]](), False
+    for index, step in enumerate(part.rank(rank)):
+        line.wait(step.arrivals)
+        line.handle(handling.packed(part.problem, step.sends, rank, packed))
+        line.receive(step.receives, size)
+        line.handle(handling.made(part.problem, step.result_sends))
         if step.compute:
-            compute_free = ready + rates.compute(flops[index], pass_name)
-        compute_free = max([compute_free, *(arrives.get(m, 0.0) for m in step.result_arrivals)])
-        receive(step.result_receives, compute_free)
-    return max(compute_free, *link_free.values())
+            line.launch(flops[index])
+            line.handle(
+                handling.merged(part.problem, pass_name, step.compute, first=not launched, in_pieces=rates.in_pieces)
+            )
+            launched = True
+        line.wait(step.result_arrivals)
+        line.handle(handling.added(part.problem, step.result_arrivals))
+        line.receive(step.result_receives, size)
+    return line.end
 
 
 def _most_held(steps: Sequence[Step], size: Callable[[Move], int]) -> int:

@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tiles", "moves"),
     ("plans",),
     ("packets",),
+    ("handling",),
     ("cost", "verify"),
     ("backends.base", "comm.base", "kernels"),  # the contracts: a backend names its kernels and its transports
     ("comm", "backends.registry", "backends.accelerator", "backends"),
@@ -44,7 +45,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
     *("errors", "config", "values", "files", "mask", "layout", "tiles", "moves", "plans"),
-    *("packets", "cost", "verify", "strategies", "planning"),
+    *("packets", "handling", "cost", "verify", "strategies", "planning"),
 )
 PURE_NEVER = ("torch", "numpy", "triton", "transformers")
 

@@ -111,8 +111,9 @@ class Backend(Protocol):
 
     # A backend that has measurements of machines like this one may say so:
     #
-    # def measured_rates(self, ranks: int) -> Rates | None:
-    #     """What plans for so many ranks are predicted with; None where nothing was measured on such a machine."""
+    # def measured_rates(self, ranks: int, kernel: str) -> Rates | None:
+    #     """What plans for so many ranks are predicted with, where this kernel computes ("": not known yet); None where
+    #     nothing was measured on such a machine."""
     #
     # A backend that knows what its devices can do at most may say so:
     #

@@ -7,6 +7,7 @@ found when it runs from a checkout that was not installed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -135,10 +136,14 @@ def _first_for(device_type: str) -> Backend:
     )
 
 
-def rates_of(backend: Backend, ranks: int) -> Rates:
-    """What plans for so many ranks are predicted with: measured on machines like this one, else the backend's guess."""
+def rates_of(backend: Backend, ranks: int, kernel: Kernel | None = None) -> Rates:
+    """What plans for so many ranks are predicted with: measured on machines like this one, else the backend's guess.
+
+    `kernel` is what will compute, where that is known.
+    """
     measured = getattr(backend, "measured_rates", None)
-    return (measured(ranks) if measured else None) or backend.capabilities.rates
+    rates: Rates | None = measured(ranks, kernel.name if kernel else "") if measured else None
+    return replace(rates or backend.capabilities.rates, in_pieces=getattr(kernel, "in_pieces", False))
 
 
 def peaks_of(backend: Backend, dtype: str) -> Peaks:

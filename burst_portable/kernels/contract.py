@@ -66,7 +66,11 @@ class Support(NamedTuple):
 
 
 class Kernel(Protocol):
-    """One provider of local attention. It may have a `row_delta` of its own, as `numerics.row_delta` but faster."""
+    """One provider of local attention.
+
+    It may have a `row_delta` of its own, as `numerics.row_delta` but faster; and `in_pieces`, true where it calls an
+    operator on pieces and merges what those give in passes of their own, which `auto` prices.
+    """
 
     @property
     def name(self) -> str:

@@ -49,6 +49,11 @@ class LazyKernel:
             self._kernel = getattr(import_module(self._module), self._attribute)()
         return self._kernel
 
+    @property
+    def in_pieces(self) -> bool:
+        """See `kernels.contract.Kernel`; asked of a kernel that serves."""
+        return bool(getattr(self._real(), "in_pieces", False))
+
     def supports(self, problem: Problem) -> Support:
         """Raises `BackendUnavailableError` for a package that is broken: it is there, so somebody counts on it."""
         if self._kernel is None:

@@ -45,6 +45,8 @@ class PiecewiseKernel(ABC, Generic[P]):
     The operator sees ``[B, S, H, D]`` of one piece, with few K/V heads as they are, after `ready`.
     """
 
+    in_pieces = True
+
     @abstractmethod
     def lower(self, tile: Tile) -> Iterator[P]:
         """The calls that a tile takes: every pair in one of them, none with an empty row."""

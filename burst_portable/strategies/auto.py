@@ -23,6 +23,7 @@ from burst_portable.strategies.ulysses import UlyssesStrategy
 DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
 """A present-day accelerator, used where no backend says better."""
 
+_AT_ONCE = 16  # ranks whose blocks may all be held at once
 _SAMPLED_RANKS = 4  # above so many ranks, the costs of so many, spread over all: every rank's would be ranks² tiles
 
 
@@ -66,7 +67,9 @@ class AutoStrategy:
         yield "ring+fetch", RingStrategy(moves="fetch")
         yield "burst+fetch", BurstStrategy(moves="fetch")
         yield "ulysses", UlyssesStrategy()
-        if self.rates.direct:  # a transport that has room for all blocks of a pass: they may as well come at once
+        # Where it was measured what messages from several ranks take at once; not for many ranks, whose blocks fill
+        # the memory.
+        if (self.rates.direct or self.rates.spread) and ranks <= _AT_ONCE:
             yield "ring+fetch, all ahead", RingStrategy(moves="fetch", ahead=ranks)
             yield "burst+fetch, all ahead", BurstStrategy(moves="fetch", ahead=ranks)
             yield "ring+fetch, all together", RingStrategy(moves="fetch", ahead=ranks, together=ranks)

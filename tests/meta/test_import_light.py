@@ -36,7 +36,19 @@ def test_import_loads_nothing_heavy():
 
 @pytest.mark.parametrize(
     "module",
-    ["mask", "layout", "tiles", "moves", "plans", "packets", "cost", "verify", "strategies.registry", "planning"],
+    [
+        "mask",
+        "layout",
+        "tiles",
+        "moves",
+        "plans",
+        "packets",
+        "handling",
+        "cost",
+        "verify",
+        "strategies.registry",
+        "planning",
+    ],
 )
 def test_planning_needs_no_torch(module):
     # None in sys.modules makes an import of that name fail, also one of a submodule.

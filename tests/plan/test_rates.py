@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import burst_portable as bp
+from benchmarks.ring_rows import ROWS
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.cost import Rates, plan_cost, rank_cost
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.registry import make_strategy
 
 MIB = 1 << 20
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def plan(strategy, ranks=8, **changes):
@@ -28,6 +33,10 @@ def test_a_curve_is_read_by_size():
     assert rates.transfer(4 * MIB, messages=4) == pytest.approx(4 * MIB / 100e9)
     assert rates.transfer(MIB, direct=True) == pytest.approx(MIB / 400e9)
     assert rates.transfer(1) == 1e-6
+    assert rates.transfer(4 * MIB, spread=True) == rates.transfer(4 * MIB)  # nothing better is known
+    many = replace(rates, spread=((MIB, 300.0),))
+    assert many.transfer(4 * MIB, spread=True) == pytest.approx(4 * MIB / 300e9)
+    assert (many.spreads(direct=False), many.spreads(direct=True)) == (True, False)
 
 
 def test_what_leaves_a_node_takes_the_other_link():
@@ -68,6 +77,97 @@ def test_passes_have_rates_of_their_own():
     assert Rates(100.0, 1.0, launch_latency=1.0).compute(1e14, "backward") == pytest.approx(2.0)
 
 
+def test_messages_that_hold_kernels_up():
+    """Two ranks, full mask, by hand: a step computes for a second, and the one message takes three."""
+    made = bp.plan(seq_len=64, ranks=2, heads=8, head_dim=64, mask="full", layout="contiguous", strategy="ring")
+    flops = 4 * 32 * 32 * 8 * 64
+    size = rank_cost(made, "forward", 0, Rates(1, 1)).received
+    rates = Rates(flops / 1e12, size / 3e9, 0.0, 0.0)
+    for share, seconds in ((0.0, 4.0), (0.5, 4.0), (1.0, 5.0)):  # at half speed it ends before the message comes
+        found = rank_cost(made, "forward", 0, replace(rates, holds_up=(share, 0.0)))
+        assert found.seconds == pytest.approx(seconds, rel=1e-6)
+        assert found.compute_seconds == pytest.approx(2.0)
+    short = replace(rates, gbps=2 * size / 1e9, holds_up=(0.5, 0.0))  # half a second, half of it lost
+    assert rank_cost(made, "forward", 0, short).seconds == pytest.approx(2.25)
+    fetched = bp.plan(seq_len=64, ranks=2, heads=8, head_dim=64, mask="full", layout="contiguous",
+                      strategy=make_strategy("ring", moves="fetch"))  # fmt: skip
+    free = replace(short, direct=((1, short.gbps),))
+    assert rank_cost(fetched, "forward", 0, free).seconds == pytest.approx(2.0)
+
+
+def test_several_messages_at_once():
+    """Four ranks, full mask, nothing to compute: three blocks one by one, and all at once as fast as two go alone."""
+    usual = {"seq_len": 64, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
+    made = plan(make_strategy("ring", moves="fetch", ahead=3, together=3), ranks=4, **usual)
+    size = rank_cost(made, "forward", 0, Rates(1, 1)).received
+    one = Rates(1e9, 1.0, 0.0, 0.0, link=((1, size / 3e9),))
+    assert rank_cost(made, "forward", 0, one).seconds == pytest.approx(3.0, rel=1e-3)
+    assert rank_cost(made, "forward", 0, replace(one, spread=((1, size / 2e9),))).seconds == pytest.approx(
+        2.0, rel=1e-3
+    )
+
+
+def test_passes_over_memory_by_hand():
+    """Two ranks, 16 rows each of 8 heads of 64, full mask: what is packed, merged, made and added, in bytes."""
+    usual = {"seq_len": 32, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
+    kv, row = 16 * 8 * 128 * 2, 16 * 8 * 64
+    rates = Rates(1e9, 1e9, 0.0, 0.0, memory=1e-9)  # a byte a second, and all else at once
+
+    def seconds(strategy, pass_name, **changes):
+        cost = rank_cost(plan(make_strategy(strategy), ranks=2, **usual), pass_name, 0, replace(rates, **changes))
+        return pytest.approx(cost.seconds, rel=1e-6)
+
+    assert seconds("ring", "forward") == 2 * kv + 8 * row
+    assert seconds("ring", "forward", in_pieces=True) == 2 * kv + 26 * row
+    # dK and dV of the other's block, and those of our own that come from it.
+    assert seconds("ring", "backward") == 2 * kv + 3 * 2 * kv + 3 * 2 * kv
+    assert seconds("ring", "backward", in_pieces=True) == 14 * kv + 2 * (52 + 10) * row + 2 * 10 * 2 * row
+    assert seconds("ring", "backward", memory=0.0) == pytest.approx(0.0, abs=1e-3)
+    # Q, K and V there and out back; then dO there, and three gradients back.
+    assert seconds("ulysses", "forward") == 2 * row * (4 * 3 + 6)
+    assert seconds("ulysses", "backward") == 2 * row * (4 + 6 * 3)
+
+
+LABELS = {"ahead": "fetch, all ahead", "together": "fetch, all together"}
+
+
+def measured(*files):
+    """(row, kernel, transport) -> {strategy as `auto` calls it: milliseconds of both passes}, means over the files."""
+    found = defaultdict(lambda: defaultdict(list))
+    for file in files:
+        for one in json.loads((RESULTS / file).read_text())["results"]:
+            name, _, transport = one["contestant"].rpartition(" ")
+            if transport not in ("nccl", "peer_copy") or not one["milliseconds"]:
+                continue
+            base, _, how = name.partition("+")
+            label = one["chose"] if name == "auto" else f"{base}+{LABELS.get(how, how)}" if how else base
+            total = one["milliseconds"]["forward"] + one["milliseconds"]["backward"]
+            found[one["row"], one["kernel"], transport][label].append(total)
+    return {case: {label: sum(t) / len(t) for label, t in times.items()} for case, times in found.items()}
+
+
+MEASURED = measured(*(f"ring-h200x4-{name}-2026-11-21.json" for name in ("first", "gqa", "window")))
+
+
+@pytest.mark.parametrize("case", MEASURED, ids="-".join)
+def test_what_is_predicted_to_be_fastest_was_fastest(case):
+    """On four H200: of the strategies that were measured, the one that `auto` prefers is within 3 % of the best."""
+    (name, kernel, transport), times = case, MEASURED[case]
+    row, rates = ROWS[name], rates_of_machine("NVIDIA H200", 4, kernel)
+    rates = replace(rates, in_pieces=kernel == "cudnn", direct=rates.direct if transport == "peer_copy" else ())
+    predicted = {}
+    for label, strategy in AutoStrategy(rates=rates)._candidates(4):
+        if label in times and (transport == "nccl" or label not in ("ring", "burst")):
+            made = bp.plan(seq_len=row.length, ranks=4, heads=row.heads[0], kv_heads=row.heads[1], mask=row.mask,
+                           layout=row.layout, strategy=strategy)  # fmt: skip
+            predicted[label] = plan_cost(made, rates).seconds * 1e3
+    assert len(predicted) >= 3
+    chosen = min(predicted, key=predicted.__getitem__)
+    assert times[chosen] <= 1.03 * min(times[label] for label in predicted), (chosen, predicted, times)
+    for label, seconds in predicted.items():
+        assert seconds == pytest.approx(times[label], rel=0.13), label
+
+
 def test_more_ahead_is_never_predicted_slower_and_costs_memory():
     rates = rates_of_machine("NVIDIA H200", 8)
     for name in ("ring", "burst"):
@@ -82,9 +182,11 @@ def test_auto_on_a_known_machine():
     assert rates_of_machine("NVIDIA GeForce RTX 9090", 8) is None
     rates = rates_of_machine("NVIDIA H200", 8)
     reason = plan(AutoStrategy(rates=rates)).reason
-    assert reason.startswith("chose ulysses by predicted time at rates of an H100's kernels and links of H200")
+    assert reason.startswith("chose ulysses by predicted time at rates of hopper on H200 and their links")
     assert "all ahead" in reason
+    assert "all ahead" in plan(AutoStrategy(rates=replace(rates, direct=()))).reason
     assert "all ahead" not in plan(AutoStrategy(rates=rates_of_machine("NVIDIA H100 80GB HBM3", 8))).reason
+    assert "all ahead" not in plan(AutoStrategy(rates=rates), ranks=32, seq_len=4096).reason  # blocks of too many
     window = plan(AutoStrategy(rates=rates), seq_len=131072, mask="window:4096", layout="contiguous").reason
     assert window.startswith("chose ring+fetch")
     few_heads = plan(AutoStrategy(rates=rates), seq_len=524288, heads=12, kv_heads=3).reason

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable.backends.registry import for_device
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.config import Config
+from burst_portable.cost import Rates
 from burst_portable.errors import InputError, UnknownNameError, UnsupportedError
 
 
@@ -65,6 +69,25 @@ def test_every_reason_is_told():
     assert "not ulysses" in bp.explain(*qkv(heads=3, kv_heads=3), mesh=bp.Mesh(0, 2, local_transport)).strategy.why
     by_setting = bp.explain(*qkv(), mesh=bp.Mesh.single(Config(kernel="reference")))
     assert (by_setting.kernel.name, by_setting.kernel.why) == ("reference", "named by the settings (BURST_KERNEL)")
+
+
+def test_plans_are_priced_for_the_kernel_that_will_compute():
+    """The rates are asked for by its name, and by whether it is called on pieces."""
+    asked = []
+
+    def measured_rates(ranks, kernel):
+        asked.append((ranks, kernel))
+        return Rates(1.0, 1e-3, memory=1e-6)  # merging is all that counts
+
+    real = for_device("cpu")
+    backend = SimpleNamespace(
+        name="cpu", capabilities=real.capabilities, kernels=real.kernels, measured_rates=measured_rates
+    )
+    mesh = bp.Mesh(0, 2, local_transport)
+    mesh.backend_for = lambda device_type: backend
+    told = {name: bp.explain(*qkv(), mesh=mesh, kernel=name).strategy.why for name in ("cpu_flash", "reference")}
+    assert asked == [(2, "cpu_flash"), (2, "reference")]
+    assert told["cpu_flash"] != told["reference"]
 
 
 @pytest.mark.parametrize(

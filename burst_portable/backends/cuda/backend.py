@@ -76,9 +76,9 @@ class CudaBackend(AcceleratorBackend):
     def libraries(self) -> Facts:
         return libraries()
 
-    def measured_rates(self, ranks: int) -> Rates | None:
+    def measured_rates(self, ranks: int, kernel: str) -> Rates | None:
         """Those of the current GPU's kind."""
-        return rates_of_machine(torch.cuda.get_device_name(), ranks) if not self.missing() else None
+        return rates_of_machine(torch.cuda.get_device_name(), ranks, kernel) if not self.missing() else None
 
     def meter(self, index: int) -> Meter:
         return NvmlMeter(str(torch.cuda.get_device_properties(index).uuid))

@@ -1,4 +1,8 @@
-"""What was measured, by machine: kernels in benchmarks/results, links on eight H200.
+"""What was measured, by machine and kernel, for `auto`: see `cost.Rates`.
+
+Kernels: one causal call of bf16 with heads of 128, on an H100 (benchmarks/results/attention-h100-all-2026-11-21.json)
+and beside the ring on four H200 (benchmarks/results/ring-h200x4-first-2026-11-21.json, "plain call"). What a launch
+costs besides is what S 4096 takes longer than at that rate.
 
 Links: GB/s a rank, ten messages back to back, the slowest rank; NVLink through switches, NCCL 2.28.9, torch 2.11.0.
 """
@@ -10,24 +14,53 @@ from dataclasses import replace
 from burst_portable.backends.base import Curve, Rates
 
 MIB = 1 << 20
-# bf16, S 16384, D 128, causal, the hopper kernel: benchmarks/results/attention-h100-all-2026-11-21.json. What a launch
-# costs besides is what S 4096 takes longer than at that rate, full and causal alike.
-_HOPPER = Rates(
-    tflops=700.0,
-    backward=560.0,
-    gbps=150.0,
-    launch_latency=30e-6,
-    backward_launch_latency=110e-6,
-    source="one H100",
-)
-_NCCL_TWO: Curve = ((8 * MIB, 164.0), (64 * MIB, 266.0), (256 * MIB, 307.0))
-_NCCL_EIGHT: Curve = ((8 * MIB, 63.0), (64 * MIB, 79.0), (256 * MIB, 295.0))
-_PEER_COPY: Curve = ((8 * MIB, 318.0), (64 * MIB, 377.0), (256 * MIB, 388.0))
+_H100 = {
+    "hopper": Rates(700.0, 150.0, launch_latency=30e-6, backward=560.0, backward_launch_latency=110e-6),
+    "triton": Rates(485.0, 150.0, launch_latency=40e-6, backward=411.0, backward_launch_latency=175e-6),
+    "cudnn": Rates(618.0, 150.0, launch_latency=50e-6, backward=537.0, backward_launch_latency=180e-6),
+}
+_H200 = {
+    **_H100,  # the same chip with more memory, and the kernels on four of them at work
+    "hopper": replace(_H100["hopper"], tflops=660.0, backward=545.0),
+    "cudnn": replace(_H100["cudnn"], tflops=590.0, backward=515.0),
+}
+# From each rank to the next, by the number of ranks. Four: ring-h200x4-{gqa,window}-2026-11-21.json, their mean.
+_NCCL: dict[int, Curve] = {
+    2: ((8 * MIB, 164.0), (64 * MIB, 266.0), (256 * MIB, 307.0)),
+    4: ((8 * MIB, 99.0), (64 * MIB, 140.0), (256 * MIB, 286.0)),
+    8: ((8 * MIB, 63.0), (64 * MIB, 79.0), (256 * MIB, 295.0)),
+}
+_PEER_COPY: dict[int, Curve] = {
+    4: ((8 * MIB, 234.0), (64 * MIB, 343.0), (256 * MIB, 380.0)),
+    8: ((8 * MIB, 318.0), (64 * MIB, 377.0), (256 * MIB, 388.0)),
+}
+# To all others at once NCCL takes more multiprocessors: its all-to-all on eight H200.
+_NCCL_SPREAD: Curve = ((8 * MIB, 122.0), (64 * MIB, 262.0), (256 * MIB, 305.0))
+# Where NCCL moves a ring's blocks on four H200, a pass takes so much of its transfers longer than with nothing sent:
+# the forward kernel fills all multiprocessors until it ends; the backward one lets go of them block by block.
+_NCCL_HOLDS_UP = (0.9, 0.3)
+_MEMORY = 3500.0  # of 4800 GB/s, in torch's elementwise operators
 
 
-def rates_of_machine(name: str, ranks: int) -> Rates | None:
+def rates_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Rates | None:
     """By the name that the driver has for the GPU; None for one on which nothing was measured."""
-    if "H200" in name:  # the same chip as an H100, with more memory
-        link = _NCCL_TWO if ranks <= 2 else _NCCL_EIGHT
-        return replace(_HOPPER, link=link, direct=_PEER_COPY, source="an H100's kernels and links of H200")
-    return _HOPPER if "H100" in name else None
+    kernels = _H200 if "H200" in name else _H100 if "H100" in name else {}
+    if not kernels:
+        return None
+    rates, source = kernels.get(kernel, kernels["hopper"]), f"{kernel if kernel in kernels else 'hopper'} on"
+    if kernels is _H100:
+        return replace(rates, source=f"{source} one H100")
+    return replace(
+        rates,
+        link=_by_ranks(_NCCL, ranks),
+        spread=_NCCL_SPREAD if ranks > 2 else (),
+        direct=_by_ranks(_PEER_COPY, ranks),
+        holds_up=_NCCL_HOLDS_UP,
+        memory=_MEMORY,
+        source=f"{source} H200 and their links",
+    )
+
+
+def _by_ranks(curves: dict[int, Curve], ranks: int) -> Curve:
+    """The curve of so many ranks, or of the next number that was measured."""
+    return curves[min((n for n in curves if n >= ranks), default=max(curves))]
