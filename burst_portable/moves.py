@@ -26,6 +26,8 @@ from burst_portable.tiles import sees
 
 Side = Literal["kv", "q"]
 """Which side of the attention travels."""
+Own = Literal["first", "last"]
+"""When a rank computes with the block that is its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class Route(Protocol):
         """Whether only the rows that the target needs are sent: nobody hands them on."""
 
     def step(self, owner: int, rank: int) -> int:
-        """The step at which `rank` computes with the block of `owner`: 0 for its own."""
+        """The step at which `rank` computes with the block of `owner`."""
 
     def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
         """(source, issue) of the hop that brings the block of `owner` to `rank`; None if it need not come."""
@@ -197,15 +199,20 @@ class Fetch:
 
     A block is asked for `ahead` steps before it is needed: more ahead holds more blocks and waits for fewer. A step
     takes as many blocks `together`, in one launch: where blocks are short, launches and merges cost more than waiting.
+    A rank computes with its `own` block first, while the first of the others comes, or last, while the gradients of
+    the last of the others leave.
     """
 
     ranks: int
     ahead: int = 1
     together: int = 1
+    own: Own = "first"
     name: str = "fetch"
     trims: bool = True
 
     def step(self, owner: int, rank: int) -> int:
+        if owner == rank and self.own == "last":
+            return -(-(self.ranks - 1) // self.together) + 1
         return -(-((rank - owner) % self.ranks) // self.together)
 
     def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:

@@ -64,6 +64,7 @@ STRATEGIES: Mapping[str, Mapping[str, object]] = {
     "ring+fetch": {"moves": "fetch"},
     "ring+ahead": {"moves": "fetch", "ahead": 64},
     "ring+together": {"moves": "fetch", "together": 2},
+    "ring+last": {"moves": "fetch", "ahead": 64, "own": "last"},
     "burst": {},
     "burst+fetch": {"moves": "fetch"},
     "burst+together": {"moves": "fetch", "ahead": 64, "together": 64},

@@ -65,6 +65,7 @@ class AutoStrategy:
         yield "ring", RingStrategy()
         yield "burst", BurstStrategy()
         yield "ring+fetch", RingStrategy(moves="fetch")
+        yield "ring+fetch, own last", RingStrategy(moves="fetch", own="last")
         yield "burst+fetch", BurstStrategy(moves="fetch")
         yield "ulysses", UlyssesStrategy()
         # Where it was measured what messages from several ranks take at once; not for many ranks, whose blocks fill
@@ -72,7 +73,10 @@ class AutoStrategy:
         if (self.rates.direct or self.rates.spread) and ranks <= _AT_ONCE:
             yield "ring+fetch, all ahead", RingStrategy(moves="fetch", ahead=ranks)
             yield "burst+fetch, all ahead", BurstStrategy(moves="fetch", ahead=ranks)
-            yield "ring+fetch, all together", RingStrategy(moves="fetch", ahead=ranks, together=ranks)
+            yield "ring+fetch, all ahead, own last", RingStrategy(moves="fetch", ahead=ranks, own="last")
+            together = RingStrategy(moves="fetch", ahead=ranks, together=ranks)
+            yield "ring+fetch, all together", together
+            yield "ring+fetch, all together, own last", replace(together, own="last")
             yield "burst+fetch, all together", BurstStrategy(moves="fetch", ahead=ranks, together=ranks)
         if self.inner is not None and self.inner > 1:
             yield "double_ring", DoubleRingStrategy(inner=self.inner)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from burst_portable.errors import InputError, explain, shown, unknown_name
-from burst_portable.moves import DoubleRing, Fetch, Ring, Route, Side
+from burst_portable.moves import DoubleRing, Fetch, Own, Ring, Route, Side
 from burst_portable.plans import PassPlan, Plan, Problem
 
 Moves = Literal["neighbour", "fetch"]
@@ -86,24 +86,41 @@ def check_fetched(moves: Moves, ahead: object, together: object) -> None:
         )
 
 
-def route(ranks: int, moves: Moves, inner: int | None = None, ahead: int = 1, together: int = 1) -> Route:
+def check_own(moves: Moves, own: object) -> None:
+    """Refuse what is no place of the own block among the others."""
+    check_name("place of the own block", own, ("first", "last"))
+    if own != "first" and moves != "fetch":
+        raise InputError(
+            explain("a block that is handed on begins with its owner", got=f"own={own!r}", next_step='moves="fetch"')
+        )
+
+
+def route(
+    ranks: int, moves: Moves, inner: int | None = None, ahead: int = 1, together: int = 1, own: Own = "first"
+) -> Route:
     """The route for a way of moving: two levels where `inner` is given; fetched blocks come `ahead` steps early."""
     if moves == "fetch":
         others = max(1, ranks - 1)
         together = min(together, others)
-        return Fetch(ranks, min(ahead, -(-others // together)), together)
+        return Fetch(ranks, min(ahead, -(-others // together)), together, own)
     if inner is None:
         return Ring(ranks)
     check_divides(inner, ranks)
     return DoubleRing(ranks, inner)
 
 
-def ring_plan(problem: Problem, strategy: str, *, side: Side, path: Route, note: str = "") -> Plan:
-    """The plan of the whole ring family: K and V travel forward, `side` travels backward with its gradients."""
+def ring_plan(
+    problem: Problem, strategy: str, *, side: Side, path: Route, back: Route | None = None, note: str = ""
+) -> Plan:
+    """The plan of the whole ring family: K and V travel forward, `side` travels backward with its gradients.
+
+    Backward takes the route `back` where that is another.
+    """
+    back = back or path
     return Plan(
         problem,
         strategy,
         forward=PassPlan(problem, "kv", path),
-        backward=PassPlan(problem, side, path, results=path),
+        backward=PassPlan(problem, side, back, results=back),
         reason=note,
     )

@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from burst_portable.moves import Own
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import Moves, Traits, check_fetched, check_moves, ring_plan, route
+from burst_portable.strategies.base import Moves, Traits, check_fetched, check_moves, check_own, ring_plan, route
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,14 @@ class RingStrategy:
     moves: Moves = "neighbour"
     ahead: int = 1  # steps before it is needed that a block is fetched
     together: int = 1  # fetched blocks a launch
+    own: Own = "first"  # when backward computes with the own block: last hides gradients that leave behind it
     name: str = "ring"
     traits: ClassVar[Traits] = Traits()
 
     def __post_init__(self) -> None:
         check_moves(self.moves)
         check_fetched(self.moves, self.ahead, self.together)
+        check_own(self.moves, self.own)
 
     def plan(self, problem: Problem) -> Plan:
         return ring_plan(
@@ -38,4 +41,5 @@ class RingStrategy:
             self.name,
             side="kv",
             path=route(problem.ranks, self.moves, ahead=self.ahead, together=self.together),
+            back=route(problem.ranks, self.moves, ahead=self.ahead, together=self.together, own=self.own),
         )

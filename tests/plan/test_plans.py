@@ -191,6 +191,24 @@ def test_blocks_together_are_one_launch_and_one_piece_of_the_inbox():
     assert verify(causal) == []
 
 
+def test_the_own_block_last_by_hand():
+    """Rank 0 of 4, full mask, backward: gradients of the last foreign block leave while the own one is computed."""
+    options = {"mask": Mask.full(), "layout": "contiguous", "moves": "fetch", "ahead": 3}
+    first, last = (make_plan(own=own, **options) for own in ("first", "last"))
+    assert first.forward == last.forward
+    steps = last.backward.rank(0)
+    assert [s.compute.k_owners if s.compute else None for s in steps] == [None, (3,), (2,), (1,), (0,)]
+    assert [[m.owner for m in s.result_sends] for s in steps] == [[], [3], [2], [1], []]
+    assert [[m.source for m in s.result_arrivals] for s in steps] == [[], [], [1], [2], [3]]
+    together = make_plan(own="last", together=3, **options).backward.rank(0)
+    assert [s.compute.k_owners if s.compute else None for s in together] == [None, (1, 2, 3), (0,)]
+    # A step computes for a second, K and V take half of one to come, dK and dV a whole one to leave.
+    size = rank_cost(first, "forward", 0, Rates(1, 1)).received / 3
+    rates = Rates(10 * 16 * 16 * 8 * 64 / 1e12, 2 * size / 1e9, 0.0, 0.0)
+    assert rank_cost(first, "backward", 0, rates).seconds == pytest.approx(5.0, rel=1e-6)
+    assert rank_cost(last, "backward", 0, rates).seconds == pytest.approx(4.5, rel=1e-6)
+
+
 def test_flops_are_the_field_s():
     """Forward 4·area·H·D, backward two and a half times that."""
     problem = make_plan().problem
@@ -244,6 +262,8 @@ def test_auto_fetches_where_the_mask_is_narrow():
         ({"strategy": "ring", "inner": 2}, InputError, "no option 'inner'"),
         ({"strategy": "double_ring", "inner": 3}, InputError, "does not divide"),
         ({"strategy": "double_ring", "travels": "k"}, UnknownNameError, "travelling side"),
+        ({"strategy": "ring", "own": "last"}, InputError, "begins with its owner"),
+        ({"strategy": "ring", "moves": "fetch", "own": "middle"}, UnknownNameError, "first, last"),
         ({"strategy": "ring", "moves": "teleport"}, UnknownNameError, "fetch, neighbour"),
         ({"strategy": "ulysses", "heads": 6}, UnsupportedError, "cannot share these heads"),
         ({"strategy": "ulysses", "heads": 12, "kv_heads": 3}, UnsupportedError, "cannot share these heads"),

@@ -28,6 +28,7 @@ CASES = [
     Case(mask="causal", layout="contiguous", strategy="ulysses", ranks=4, heads="mha", batch=1, length=64),
     Case(mask="custom", layout="striped", strategy="ring", ranks=3),
     Case(mask="causal", strategy="ring+together", ranks=4, batch=2),
+    Case(mask="causal", strategy="ring+last", ranks=4, heads="mha"),
     Case(mask="documents", strategy="burst+together", ranks=4, dtype=torch.bfloat16),
 ]
 
