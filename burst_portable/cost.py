@@ -40,6 +40,7 @@ class Rates:
         holds_up: the share of its time that a message over `link` keeps a kernel waiting that runs beside it, forward
             and backward: 0 where it takes nothing that kernels need, 1 where they take turns.
         memory: GB/s at which blocks are packed, merged and added up outside of kernels; 0: that is not priced.
+        backward_together: of the rate backward, what is left where one launch takes several blocks.
         in_pieces: whether the kernel is an operator called on pieces, whose results are merged and added up so.
         source: where the numbers come from, for people.
         node: ranks a node, where there are several nodes; 0: all ranks are equally near.
@@ -58,6 +59,7 @@ class Rates:
     holds_up: tuple[float, float] = (0.0, 0.0)
     memory: float = 0.0
     in_pieces: bool = False
+    backward_together: float = 1.0
     source: str = ""
     node: int = 0
     outer_gbps: float = OUTER_GBPS
@@ -80,12 +82,17 @@ class Rates:
             return self.hop_latency * min(messages, 2) + size / (gbps * 1e9)
         return max(self.hop_latency, size / (_at(curve, size / messages) * 1e9))
 
-    def compute(self, flops: float, pass_name: PassName) -> float:
-        """Seconds of one launch."""
+    def compute(self, flops: float, pass_name: PassName, blocks: int = 1) -> float:
+        """Seconds of one launch, over so many blocks of the travelling side."""
         if pass_name == "forward":
             return self.launch_latency + flops / (self.tflops * 1e12)
         latency = self.backward_launch_latency or self.launch_latency
-        return latency + flops / ((self.backward or self.tflops) * 1e12)
+        rate = (self.backward or self.tflops) * (self.backward_together if blocks > 1 else 1.0)
+        return latency + flops / (rate * 1e12)
+
+    def handle(self, size: int) -> float:
+        """Seconds of passes over so many bytes of memory."""
+        return size / (self.memory * 1e9) if self.memory else 0.0
 
 
 def _at(curve: Curve, size: float) -> float:
@@ -176,17 +183,20 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         return message_size(part.problem, move)
 
     flops = [pass_flops(part.problem, pass_name, s.compute.tiles.area) if s.compute else 0 for s in steps]
+    work = [
+        rates.compute(f, pass_name, len(s.compute.pairs)) if s.compute else 0.0
+        for f, s in zip(flops, steps, strict=True)
+    ]
     sent = sum(size(m) for s in steps for m in (*s.sends, *s.result_sends))
     received = sum(size(m) for s in steps for m in (*s.receives, *s.result_receives))
     reshard = reshard_bytes(plan.problem, pass_name, rank) if plan.reshard else 0
     hops = sum(len(s.receives) + len(s.result_receives) for s in steps) + (2 if reshard else 0)
-    seconds = _simulated(plan, pass_name, 0 if plan.reshard else rank, flops, size, rates)
+    seconds = _simulated(plan, pass_name, 0 if plan.reshard else rank, work, size, rates)
     link = sum(_transfer(m, size(m), plan, rates) for s in steps for m in (*s.receives, *s.result_receives))
     if reshard:
         moving = _reshard_seconds(reshard, plan.problem.ranks, rates)
-        if rates.memory:
-            moving += handling.resharded(plan.problem, pass_name, rank) / (rates.memory * 1e9)
         seconds, link = seconds + moving, link + moving
+        seconds += rates.handle(handling.resharded(plan.problem, pass_name, rank))
     return PassCost(
         flops=sum(flops),
         memory=sum(pass_memory(part.problem, pass_name, s.compute.tiles) for s in steps if s.compute),
@@ -197,7 +207,7 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         tiles=sum(len(s.compute.tiles) for s in steps if s.compute),
         blocks_held=_most_held(steps, size),
         seconds=seconds,
-        compute_seconds=sum(rates.compute(f, pass_name) for f, s in zip(flops, steps, strict=True) if s.compute),
+        compute_seconds=sum(work),
         link_seconds=link,
     )
 
@@ -227,7 +237,6 @@ class _Timeline:
     def __init__(self, plan: Plan, pass_name: PassName, rates: Rates) -> None:
         self._plan, self._rates = plan, rates
         self._held_up = 0.0 if plan.direct and rates.direct else rates.holds_up[pass_name == "backward"]
-        self._pass_name = pass_name
         self._kernels = 0.0
         self._links = {False: 0.0, True: 0.0}
         self._arrives: dict[Move, float] = {}
@@ -252,26 +261,26 @@ class _Timeline:
                 self._links[outer] = max(self._links[outer], self._kernels) + seconds
                 self._arrives.update(dict.fromkeys(batch, self._links[outer]))
 
-    def launch(self, flops: int) -> None:
-        """A kernel, perhaps beside messages."""
-        work, beside = self._rates.compute(flops, self._pass_name), max(0.0, self._links[False] - self._kernels)
+    def launch(self, work: float) -> None:
+        """A kernel of so many seconds, perhaps beside messages."""
+        beside = max(0.0, self._links[False] - self._kernels)
         slowed = work / (1 - self._held_up) if self._held_up < 1 else inf
         self._kernels += min(slowed, work + self._held_up * beside)
 
     def handle(self, size: int) -> None:
         """Bytes of memory between kernels."""
-        self._kernels += size / (self._rates.memory * 1e9) if self._rates.memory else 0.0
+        self._kernels += self._rates.handle(size)
 
 
 def _simulated(
     plan: Plan,
     pass_name: PassName,
     rank: int,
-    flops: Sequence[int],
+    work: Sequence[float],
     size: Callable[[Move], int],
     rates: Rates,
 ) -> float:
-    """Seconds of one rank."""
+    """Seconds of one rank; `work` are those of its kernels, by step."""
     part = plan.forward if pass_name == "forward" else plan.backward
     line, packed, launched = _Timeline(plan, pass_name, rates), set[tuple[int, int]](), False
     for index, step in enumerate(part.rank(rank)):
@@ -280,7 +289,7 @@ def _simulated(
         line.receive(step.receives, size)
         line.handle(handling.made(part.problem, step.result_sends))
         if step.compute:
-            line.launch(flops[index])
+            line.launch(work[index])
             line.handle(
                 handling.merged(part.problem, pass_name, step.compute, first=not launched, in_pieces=rates.in_pieces)
             )

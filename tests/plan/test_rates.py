@@ -75,6 +75,10 @@ def test_passes_have_rates_of_their_own():
     assert rates.compute(1e14, "forward") == pytest.approx(2.0)
     assert rates.compute(1e14, "backward") == pytest.approx(4.0)
     assert Rates(100.0, 1.0, launch_latency=1.0).compute(1e14, "backward") == pytest.approx(2.0)
+    several = replace(rates, backward_together=0.5)
+    assert several.compute(1e14, "backward", 2) == pytest.approx(6.0)
+    assert several.compute(1e14, "backward") == rates.compute(1e14, "backward", 2)
+    assert several.compute(1e14, "forward", 2) == pytest.approx(2.0)
 
 
 def test_messages_that_hold_kernels_up():
