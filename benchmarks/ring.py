@@ -4,10 +4,11 @@
     torchrun --nproc-per-node 8 benchmarks/ring.py --rows 32k,128k-gqa --kernels hopper,cudnn --contestants all
 
 Every contestant gets the same local kernel. Correctness first: a wrong result has no speed. Then all in random order,
-ten calls back to back and single ones; the slowest rank counts. TFLOP/s are those of a GPU by exact mask area, forward
-4·area·H·D, backward 2.5 times that. "Nothing sent" has the same tiles and merges, and its blocks are there already;
-"plain call" is one call of the kernel on one rank's share of the area. The table comes last; JSON and a picture are
-written after every row, so that a run that ends early keeps what it has. On CPUs it runs with --rows tiny.
+ten calls back to back (fewer where one takes longer than 20 ms) and single ones; the slowest rank counts. TFLOP/s are
+those of a GPU by exact mask area, forward 4·area·H·D, backward 2.5 times that. "Nothing sent" has the same tiles and
+merges, and its blocks are there already; "plain call" is one call of the kernel on one rank's share of the area. What
+`auto` chose stands beside it. The table comes last; JSON and a picture are written after every row, so that a run that
+ends early keeps what it has. On CPUs it runs with --rows tiny.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from burst_portable.layout import Segment
 from burst_portable.tiles import find_tiles
 
 ERROR_LIMIT = 1.2e-2  # relative, against attention of one device; both lose 2e-3 to 4e-3 in bf16
-CALLS = 10
+CALLS, AT_ONCE = 10, 0.2  # calls back to back, at most; seconds that they should take together
+COLD = 4  # rounds with single calls; where they take longer than calls back to back may, the first alone
 LINK_SIZES = (8 << 20, 64 << 20, 256 << 20)
 STRATEGIES = (
     "auto",
@@ -213,6 +215,14 @@ class Entry:
     result: Measured
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
+    def due(self, which: str, rounds: int) -> tuple[int, ...]:
+        """How many calls back to back are to be measured after so many rounds; the same on all ranks."""
+        if not rounds:
+            return (1,)
+        one = self.seconds[f"{which}, cold"][0]
+        several = max(2, min(CALLS, round(AT_ONCE / one)))
+        return (several, 1) if several == CALLS and rounds < COLD else (several,)
+
 
 class Run:
     """All rows of one run."""
@@ -298,6 +308,9 @@ class Run:
             calls = contestant.prepare(task)
             found = calls[0](), *calls[1]()
             self.clock.settle()
+            result.chose, result.why = task.chose
+            if result.chose:
+                self.say(f"  {row}, {kernel}: {contestant.name} chose {result.chose}")
         except Absent as reason:
             result.reason = str(reason)
         except (BurstError, RuntimeError, ImportError, AttributeError, AssertionError, TypeError) as error:
@@ -319,9 +332,9 @@ class Run:
     def measure(self, entries: list[Entry], area: int, row: Row) -> None:
         """All in random order, round after round."""
         chance, started, rounds = random.Random(0), time.monotonic(), 0
-        kinds = [(which, calls) for which in ("forward", "backward") for calls in (CALLS, 1)]
         while rounds < 2 or self.clock.slowest(time.monotonic() - started) < self.arguments.seconds:
-            order = [(entry, which, calls) for entry in entries for which, calls in kinds]
+            passes = [(entry, which) for entry in entries for which in ("forward", "backward")]
+            order = [(entry, which, calls) for entry, which in passes for calls in entry.due(which, rounds)]
             chance.shuffle(order)
             for entry, which, calls in order:
                 seconds = self.clock.time(entry.calls[which == "backward"], calls)
@@ -330,7 +343,7 @@ class Run:
         flops = 4 * area * row.heads[0] * row.head / self.links.size
         for entry in entries:
             for which, times in entry.seconds.items():
-                seconds = statistics.median(times[1:])
+                seconds = statistics.median(times)
                 entry.result.milliseconds[which] = round(seconds * 1e3, 4)
                 entry.result.tflops[which] = round(flops * (2.5 if "backward" in which else 1) / seconds / 1e12, 4)
 
@@ -368,7 +381,9 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(QUICK_ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--kernels", default="hopper,cudnn", help="local kernels, each a turn of its own")
     parser.add_argument("--transports", default="nccl,peer_copy", help="what moves the blocks of our strategies")
-    parser.add_argument("--contestants", default="quick", help=f"quick, all, or of: {', '.join(names)}")
+    parser.add_argument(
+        "--contestants", default="quick", help=f"quick, all, peers (auto and the others), or of: {', '.join(names)}"
+    )
     parser.add_argument("--all-sent", action="store_true", help="leave out 'nothing sent'")
     parser.add_argument("--seconds", type=float, default=4.0, help="of measuring a row with one kernel, at least")
     parser.add_argument("--budget", type=float, default=400.0, help="seconds after which no row is begun")
@@ -381,7 +396,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in ("rows", "kernels", "transports"):
         setattr(arguments, name, getattr(arguments, name).split(","))
-    chosen = {"all": names, "quick": (*QUICK_STRATEGIES, *OTHERS)}
+    chosen = {"all": names, "quick": (*QUICK_STRATEGIES, *OTHERS), "peers": ("auto", *OTHERS)}
     arguments.contestants = chosen.get(arguments.contestants) or arguments.contestants.split(",")
     if unknown := set(arguments.rows) - set(ROWS) | set(arguments.contestants) - set(names):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")

@@ -22,6 +22,8 @@ class Measured:
     contestant: str
     kernel: str
     reason: str = ""
+    chose: str = ""  # by `auto`; and why
+    why: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     tflops: dict[str, float] = field(default_factory=dict)
     milliseconds: dict[str, float] = field(default_factory=dict)
@@ -46,6 +48,8 @@ def print_tables(results: list[Measured], links: list[dict[str, object]]) -> Non
             if still and still.milliseconds:
                 kept = (still.milliseconds[kind] / result.milliseconds[kind] for kind in KINDS[:2])
                 line += "  kept " + " / ".join(f"{x:.2f}" for x in kept)
+            if result.chose and "nothing sent" not in name:
+                line += f"  [{result.chose}]"
             print(line)
     for link in links:
         print(f"links, {link['transport']}: {link['bytes']} bytes to the next rank, {link['gbps']} GB/s")

@@ -67,6 +67,7 @@ class Task:
     v: Tensor
     dout: Tensor
     kernel: str
+    chose: tuple[str, str] = ("", "")  # what `auto` took, and why
 
     @property
     def scale(self) -> float:
@@ -103,12 +104,17 @@ def ours(strategy: str, transport: str, *, sent: bool = True) -> Contestant:
         mesh = task.links.mesh(found if sent else still)
         leaves = tuple(x.detach().requires_grad_() for x in (task.q, task.k, task.v))
 
-        def attention() -> Tensor:
-            return bp.attention(
-                *leaves, mask=task.mask, mesh=mesh, strategy=chosen, layout=task.layout, seq_len=task.length,
-                kernel=task.kernel, deterministic=False,
-            )  # fmt: skip
+        call: Any = {
+            "mask": task.mask, "mesh": mesh, "strategy": chosen, "layout": task.layout, "seq_len": task.length,
+            "kernel": task.kernel, "deterministic": False,
+        }  # fmt: skip
 
+        def attention() -> Tensor:
+            return bp.attention(*leaves, **call)
+
+        if chosen == "auto":
+            why = bp.explain(*leaves, **call).strategy.why
+            task.chose = why.removeprefix("chose ").partition(" by predicted time")[0], why
         if not sent:
             torch.autograd.grad(attention(), leaves, task.dout)  # with everything sent, to keep what came
             still.moving = False

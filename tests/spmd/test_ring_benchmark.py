@@ -10,7 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.ring import Entry
+from benchmarks.ring_report import Measured
+
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("seconds", "later"), [(1e-3, (10, 1)), (2e-2, (10, 1)), (5e-2, (4,)), (1.0, (2,))])
+def test_long_calls_are_made_less_often(seconds, later):
+    """First a single one; then as many back to back as take a fifth of a second, and more single ones of the short."""
+    entry = Entry((None, None), Measured("row", "name", "kernel"))
+    assert entry.due("forward", 0) == (1,)
+    entry.seconds["forward, cold"] = [seconds]
+    assert entry.due("forward", 1) == later
+    assert entry.due("forward", 9) == later[:1]
 
 
 @pytest.mark.slow
@@ -33,6 +46,11 @@ def test_on_cpus(tmp_path):
         assert by_name[name]["reason"] == ""
         assert max(by_name[name]["errors"].values()) < 1e-2
         assert by_name[name]["milliseconds"].keys() == {"forward", "backward", "forward, cold", "backward, cold"}
+    auto = by_name["auto gloo"]
+    assert auto["why"].startswith(f"chose {auto['chose']} by predicted time")
+    assert f"tiny, auto: auto gloo chose {auto['chose']}\n" in found.stdout
+    assert f"[{auto['chose']}]\n" in found.stdout
+    assert by_name["ring+fetch gloo"]["chose"] == ""
     assert "cudnn or flash" in by_name["context_parallel"]["reason"]
     assert by_name["ring+fetch gloo, nothing sent"]["milliseconds"]
     assert (tmp_path / "ring-test.svg").read_text().startswith("<svg")
