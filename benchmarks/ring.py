@@ -57,6 +57,8 @@ STRATEGIES = (
     "burst+ahead",
     "ring+together",
     "burst+together",
+    "ring+ahead+last",
+    "ring+together+last",
     "ulysses",
     "double_ring",
 )

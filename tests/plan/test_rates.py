@@ -133,6 +133,7 @@ def test_passes_over_memory_by_hand():
 
 
 LABELS = {"ahead": "fetch, all ahead", "together": "fetch, all together"}
+LABELS |= {f"{how}+last": f"{label}, own last" for how, label in LABELS.items()}
 
 
 def measured(*files):

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import burst_portable as bp
 from benchmarks.ring import Entry
 from benchmarks.ring_report import Measured
+from benchmarks.rings import Links, Task, ours
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,3 +57,25 @@ def test_on_cpus(tmp_path):
     assert "cudnn or flash" in by_name["context_parallel"]["reason"]
     assert by_name["ring+fetch gloo, nothing sent"]["milliseconds"]
     assert (tmp_path / "ring-test.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("strategy", ["ring+together+last", "ulysses"])
+def test_with_nothing_sent_the_blocks_are_those_that_came(strategy):
+    """Forward and backward give the same numbers as with everything sent, and no message leaves."""
+    q, k, v, dout = (torch.randn(1, 64, heads, 16) for heads in (4, 2, 2, 4))
+
+    def work(mesh):
+        plain, posted = mesh.transport("cpu"), []
+        links = Links(None, mesh.rank, 2, torch.device("cpu"), 10.0, {"local": plain})
+        layout = bp.make_layout("zigzag", 64, 2)
+        shards = [bp.shard(x, mesh, layout=layout) for x in (q, k, v, dout)]
+        task = Task(links, 64, bp.Mask.causal(), layout, *shards, kernel="auto")
+        sent = [calls() for calls in ours(strategy, "local").prepare(task)]
+        still = ours(strategy, "local", sent=False).prepare(task)
+        plain.post = lambda *arguments: posted.append(arguments)
+        return posted, sent, [calls() for calls in still]
+
+    for posted, sent, still in bp.run_local(2, work):
+        assert posted == []
+        for one, other in zip((sent[0], *sent[1]), (still[0], *still[1]), strict=True):
+            assert torch.equal(one, other)
