@@ -120,7 +120,7 @@ class Waits:
 def beside(device: Device, kernel: float, copy: float) -> Found:
     """A kernel of a length and a copy of another, begun together; then the rank waits for the copy."""
     plan = bp.plan(seq_len=64, ranks=2, heads=1, head_dim=16, mask="full", layout="contiguous", strategy="ring")
-    transport = SimpleNamespace(name="copies", rank=0, size=2, host="")
+    transport = SimpleNamespace(name="copies", rank=0, size=2, host="", lasting=True)
     arriving: list[Callable[[], None]] = []
 
     def post(sends: list[Any], receives: list[Any], label: str) -> tuple[list[Waits], list[Waits]]:

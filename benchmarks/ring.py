@@ -60,9 +60,11 @@ STRATEGIES = (
     "ring+ahead+last",
     "ring+together+last",
     "ulysses",
+    "ulysses+2",
+    "ulysses+4",
     "double_ring",
 )
-QUICK_STRATEGIES = ("auto", "ring+ahead", "ring+together", "ulysses", "ring")
+QUICK_STRATEGIES = ("auto", "ring+ahead", "ring+together", "ulysses", "ulysses+2", "ulysses+4", "ring")
 
 
 # -------------------------------------------------------------------------------------------- the ranks

@@ -124,12 +124,13 @@ def ours(strategy: str, transport: str, *, sent: bool = True) -> Contestant:
 
 
 def _strategy(text: str) -> Any:
-    """``ring+fetch`` -> RingStrategy(moves="fetch")."""
+    """``ring+fetch`` -> RingStrategy(moves="fetch"); ``ulysses+2`` -> UlyssesStrategy(groups=2)."""
     name, _, how = text.partition("+")
     options: dict[str, dict[str, Any]] = {"": {}, "fetch": {"moves": "fetch"}, "ahead": {"moves": "fetch", "ahead": 64}}
     options["together"] = {"moves": "fetch", "ahead": 64, "together": 64}
     options |= {f"{one}+last": {**options[one], "own": "last"} for one in ("ahead", "together")}
-    return "auto" if name == "auto" else make_strategy(name, **options[how])
+    chosen = {"groups": int(how)} if how.isdecimal() else options[how]
+    return "auto" if name == "auto" else make_strategy(name, **chosen)
 
 
 class Still(Transport):
@@ -160,13 +161,6 @@ class Still(Transport):
     def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
         if self.moving:
             self._pass.append(self._inner.inbox(size, device, peer, place))
-            return self._pass[-1]
-        self._next += 1
-        return self._pass[self._next - 1]
-
-    def inboxes(self, size: int, device: torch.device) -> Tensor:
-        if self.moving:
-            self._pass.append(self._inner.inboxes(size, device))
             return self._pass[-1]
         self._next += 1
         return self._pass[self._next - 1]

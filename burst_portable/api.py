@@ -135,14 +135,17 @@ def attention(
         if not isinstance(return_lse, bool):
             raise InputError(explain("return_lse is no choice", got=shown(return_lse), allowed="True or False"))
         request = requested(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)
-        key = _key(request, q, k, v, sinks)
-        call = mesh.remembered(key, lambda: _prepare(q, k, v, sinks, mesh, request))
+        key = return_lse, _key(request, q, k, v, sinks)
+        call = mesh.remembered(key, lambda: _prepare(q, k, v, sinks, mesh, request, return_lse))
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     except Exception as refusal:
         tell_the_others(mesh, refusal, q, k, v)
         raise
     out, lse = apply(call, q, k, v, sinks)
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None, "it was asked for"
+    return out, lse
 
 
 def _key(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Hashable:
@@ -162,22 +165,27 @@ def _key(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
         raise
 
 
-def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, request: Request) -> Call:
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, request: Request, with_lse: bool
+) -> Call:
     """Everything that can be refused is refused here, before a byte moves."""
     chosen = choose(q, k, v, sinks, mesh, request)
     transport, _ = mesh.transport_for(q.device.type, direct=chosen.plan.direct)
     if chosen.plan.direct and not transport.direct:  # `auto` may have counted on a transport that cannot be had
         chosen = choose(q, k, v, sinks, mesh, request)
         transport, _ = mesh.transport_for(q.device.type, direct=chosen.plan.direct)
-    plan, said = chosen.plan, _statement(chosen.plan, chosen.backend, q, chosen.options, sinks)
+    plan, said = chosen.plan, _statement(chosen.plan, chosen.backend, q, chosen.options, sinks, with_lse)
     room = inboxes(plan, mesh.rank) if transport.direct else Inboxes()
     runtime = PlainRuntime(chosen.kernel, transport, room.places)
     sizes = room.forward, room.backward
     row_delta = getattr(chosen.kernel, "row_delta", numerics.row_delta)
-    return Call(plan, runtime, chosen.options, said.of_pass("forward"), said.of_pass("backward"), sizes, row_delta)
+    passes = said.of_pass("forward"), said.of_pass("backward")
+    return Call(plan, runtime, chosen.options, *passes, sizes, with_lse, row_delta)
 
 
-def _statement(made: Plan, backend: Backend, q: Tensor, options: contract.Options, sinks: Tensor | None) -> Statement:
+def _statement(
+    made: Plan, backend: Backend, q: Tensor, options: contract.Options, sinks: Tensor | None, with_lse: bool
+) -> Statement:
     """What every rank must say alike. Kernels may differ, vendors may not: their partial results would be mixed."""
     p, there, back = made.problem, made.forward, made.backward
     moves = f"{made.strategy} by {there.route.name}, {back.side} travels backward"
@@ -192,10 +200,13 @@ def _statement(made: Plan, backend: Backend, q: Tensor, options: contract.Option
             "dtype": str(q.dtype).removeprefix("torch."),
             "mask": named(str(p.mask), p.mask.regions),
             "layout": named(p.q_layout.name, p.q_layout.shards),
-            "strategy": named(moves, (made.reshard, there.side, there.route, back.side, back.route, back.results)),
+            "strategy": named(
+                moves, (made.reshard, made.groups, there.side, there.route, back.side, back.route, back.results)
+            ),
             "scale": repr(options.scale),
             "softcap": repr(options.softcap),
             "sinks": "no" if sinks is None else "yes",
+            "LSE sent": "yes" if made.reshard and with_lse else "no",
         }
     )
 

@@ -32,6 +32,7 @@ from burst_portable.planning import layout_of, mask_of, planned, strategy_of
 from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
+from burst_portable.strategies.ulysses import in_rank_order
 from burst_portable.values import size
 
 
@@ -121,8 +122,18 @@ def choose(
     kernel, _ = choose_kernel(backend, problem, named)
     why = "the first of the backend's that serves it" if named == "auto" else "named"
     return Choices(
-        plan, backend, problem, kernel, "named by the settings (BURST_KERNEL)" if by_setting else why, options
+        suited(plan, kernel),
+        backend,
+        problem,
+        kernel,
+        "named by the settings (BURST_KERNEL)" if by_setting else why,
+        options,
     )
+
+
+def suited(plan: Plan, kernel: contract.Kernel) -> Plan:
+    """A plan as this kernel is best given it: rows of head shards as they come, if it takes any tiles in one launch."""
+    return in_rank_order(plan) if plan.reshard and not getattr(kernel, "in_pieces", False) else plan
 
 
 def _plan(

@@ -14,7 +14,7 @@ from math import inf, log
 
 from burst_portable import handling
 from burst_portable.moves import Move
-from burst_portable.packets import message_size
+from burst_portable.packets import head_fields, message_size
 from burst_portable.plans import PASSES, PassName, Plan, Problem, Step
 from burst_portable.tiles import Tiles
 
@@ -157,21 +157,22 @@ def _covered(ranges: list[tuple[int, int]]) -> int:
     return held
 
 
-def reshard_bytes(problem: Problem, pass_name: PassName, rank: int) -> int:
-    """Bytes that a rank sends to change from sequence shards to head shards and back (Ulysses)."""
-    ranks, rows = problem.ranks, problem.q_layout.count(rank)
-    others = problem.q_layout.length - rows
-    q_heads, kv_heads = problem.heads // ranks, max(1, problem.kv_heads // ranks)
-    d, dv = problem.head_dim, problem.value_dim
+def reshard_bytes(plan: Plan, pass_name: PassName, rank: int) -> list[tuple[int, int]]:
+    """Bytes that a rank sends to change from sequence shards to head shards, and back (Ulysses), by group of heads.
+
+    LSE is not in it: it comes home only where it is asked for.
+    """
+    p = plan.problem
+    rows = p.q_layout.count(rank)
+    others = p.q_layout.length - rows
     # There: my rows, for every other rank's heads. Back: everybody else's rows, of my heads.
-    data, wide = problem.itemsize, max(problem.itemsize, 4)
-    if pass_name == "forward":
-        there, back = data * (q_heads * d + kv_heads * (d + dv)), data * q_heads * dv
-    else:
-        # Gradients of K/V heads that ranks share are summed, so they come back in the accumulation dtype.
-        gradients = wide if problem.kv_heads < ranks else data
-        there, back = data * q_heads * dv, data * q_heads * d + gradients * kv_heads * (d + dv)
-    return problem.batch * (rows * (ranks - 1) * there + others * back)
+    return [
+        (
+            rows * (p.ranks - 1) * sum(field.bytes(p.batch) for field in there),
+            others * sum(field.bytes(p.batch) for field in back),
+        )
+        for there, back in head_fields(plan, pass_name)
+    ]
 
 
 def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassCost:
@@ -189,25 +190,25 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
     ]
     sent = sum(size(m) for s in steps for m in (*s.sends, *s.result_sends))
     received = sum(size(m) for s in steps for m in (*s.receives, *s.result_receives))
-    reshard = reshard_bytes(plan.problem, pass_name, rank) if plan.reshard else 0
-    hops = sum(len(s.receives) + len(s.result_receives) for s in steps) + (2 if reshard else 0)
-    seconds = _simulated(plan, pass_name, 0 if plan.reshard else rank, work, size, rates)
-    link = sum(_transfer(m, size(m), plan, rates) for s in steps for m in (*s.receives, *s.result_receives))
-    if reshard:
-        moving = _reshard_seconds(reshard, plan.problem.ranks, rates)
-        seconds, link = seconds + moving, link + moving
-        seconds += rates.handle(handling.resharded(plan.problem, pass_name, rank))
+    groups = reshard_bytes(plan, pass_name, rank) if plan.reshard else []
+    if groups:
+        sent = received = sum(there + back for there, back in groups)
+        moving = [(_exchanged(there, plan, rates), _exchanged(back, plan, rates)) for there, back in groups]
+        seconds, link = _by_groups(plan, pass_name, rank, sum(work), moving, rates), sum(map(sum, moving))
+    else:
+        seconds = _simulated(plan, pass_name, rank, work, size, rates)
+        link = sum(_transfer(m, size(m), plan, rates) for s in steps for m in (*s.receives, *s.result_receives))
     return PassCost(
-        flops=sum(flops),
-        memory=sum(pass_memory(part.problem, pass_name, s.compute.tiles) for s in steps if s.compute),
-        sent=sent + reshard,
-        received=received + reshard,
-        hops=hops,
-        launches=sum(s.compute is not None for s in steps),
-        tiles=sum(len(s.compute.tiles) for s in steps if s.compute),
+        flops=plan.groups * sum(flops),
+        memory=plan.groups * sum(pass_memory(part.problem, pass_name, s.compute.tiles) for s in steps if s.compute),
+        sent=sent,
+        received=received,
+        hops=2 * len(groups) or sum(len(s.receives) + len(s.result_receives) for s in steps),
+        launches=plan.groups * sum(s.compute is not None for s in steps),
+        tiles=plan.groups * sum(len(s.compute.tiles) for s in steps if s.compute),
         blocks_held=_most_held(steps, size),
         seconds=seconds,
-        compute_seconds=sum(work),
+        compute_seconds=plan.groups * sum(work),
         link_seconds=link,
     )
 
@@ -216,19 +217,17 @@ def _transfer(move: Move, size: int, plan: Plan, rates: Rates) -> float:
     return rates.transfer(size, direct=plan.direct, outer=rates.apart(move.source, move.target))
 
 
-_EXCHANGES = 4  # in a pass: Q, K, V and out, or dO, dQ, dK, dV
-
-
-def _reshard_seconds(size: int, ranks: int, rates: Rates) -> float:
-    """There and back, to all others alike: those of the node over one link, the rest over the other, at once."""
+def _exchanged(size: int, plan: Plan, rates: Rates) -> float:
+    """Seconds of so many bytes to all others alike: those of the node over one link, the rest over the other."""
+    ranks = plan.problem.ranks
     others = ranks - 1
     far = ranks - rates.node if 0 < rates.node < ranks else 0
     near = 0.0
     if others > far:
         spread = rates.spreads(direct=True)
-        parts = _EXCHANGES if spread else 2 * (others - far)
+        parts = 1 if spread else others - far
         near = rates.transfer(size * (others - far) / others, parts, direct=True, spread=spread)
-    return max(near, rates.transfer(size * far / others, 2 * far, outer=True) if far else 0.0)
+    return max(near, rates.transfer(size * far / others, far, outer=True) if far else 0.0)
 
 
 class _Timeline:
@@ -271,6 +270,15 @@ class _Timeline:
         """Bytes of memory between kernels."""
         self._kernels += self._rates.handle(size)
 
+    def exchange(self, seconds: float) -> float:
+        """All ranks exchange messages for so long, when kernels have got so far; when they will be there."""
+        self._links[False] = max(self._links[False], self._kernels) + seconds
+        return self._links[False]
+
+    def wait_until(self, at: float) -> None:
+        """Kernels go on then."""
+        self._kernels = max(self._kernels, at)
+
 
 def _simulated(
     plan: Plan,
@@ -297,6 +305,36 @@ def _simulated(
         line.wait(step.result_arrivals)
         line.handle(handling.added(part.problem, step.result_arrivals))
         line.receive(step.result_receives, size)
+    return line.end
+
+
+def _by_groups(
+    plan: Plan,
+    pass_name: PassName,
+    rank: int,
+    work: float,
+    moving: Sequence[tuple[float, float]],
+    rates: Rates,
+) -> float:
+    """Seconds of one rank whose heads are resharded, group after group: see `by_heads`.
+
+    `work` are those of a kernel, `moving` those of each group's messages there and back.
+    """
+    line = _Timeline(plan, pass_name, rates)
+    passes = handling.resharded(plan, pass_name, rank, in_pieces=rates.in_pieces, lent=bool(rates.direct))
+    arrivals, homes = [], []
+    for (there, _), handled in zip(moving, passes, strict=True):
+        line.handle(handled.packed)
+        arrivals.append(line.exchange(there))
+    for at, (_, back), handled in zip(arrivals, moving, passes, strict=True):
+        line.wait_until(at)
+        line.handle(handled.computed)
+        line.launch(work)
+        homes.append(line.exchange(back))
+    line.handle(sum(handled.kept for handled in passes))
+    for at, handled in zip(homes, passes, strict=True):
+        line.wait_until(at)
+        line.handle(handled.home)
     return line.end
 
 

@@ -7,15 +7,17 @@ Each number below is what the code named beside it reads and writes.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from burst_portable.moves import Move
-from burst_portable.packets import message_size
-from burst_portable.plans import Compute, PassName, Problem
+from burst_portable.packets import head_fields, message_size
+from burst_portable.plans import Compute, PassName, Plan, Problem
 
 _PACKED = 2  # a message is read and written once: `executor._Exchange._outgoing`
 _ADDED = 3  # a message of gradients that came is read and added to as many bytes: `executor._Results._add`
 _MADE = 3  # room for gradients is zeroed, then read and written by the kernel: `executor._Results.accumulators`
-_THERE, _BACK = 4, 6  # a tensor is packed and put in order; coming back, once more: `reshard`
+_COPIED = 2  # read and written once
+_GRADIENT = 5  # a gradient of 16 bits that was zeros in float32, and is rounded: `kernels.whole.added_up`
 # Bytes a number of 16 bits in float32: a kernel that merges in its epilogue reads and writes its running out, one that
 # is called on pieces takes `numerics.merge_into` and, backward, `numerics.surrogate_out` and a sum of each gradient.
 _RUNNING = 8
@@ -54,10 +56,27 @@ def merged(problem: Problem, pass_name: PassName, compute: Compute, *, first: bo
     return batch * (queries * problem.heads + _PIECE_ADDED * columns * problem.kv_heads * (d + dv))
 
 
-def resharded(problem: Problem, pass_name: PassName, rank: int) -> int:
-    """For taking a rank's tensors to head shards and back."""
-    rows = problem.q_layout.count(rank) * problem.batch * problem.itemsize
-    q, out = problem.heads * problem.head_dim, problem.heads * problem.value_dim
-    kv = max(problem.kv_heads, problem.ranks) * (problem.head_dim + problem.value_dim)
-    there, back = (q + kv, out) if pass_name == "forward" else (out, q + kv)
-    return rows * (_THERE * there + _BACK * back)
+class Resharded(NamedTuple):
+    """For a group of heads, in the order in which it is done: see `by_heads`."""
+
+    packed: int
+    computed: int
+    kept: int
+    home: int
+
+
+def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, lent: bool) -> list[Resharded]:
+    """For taking a rank's tensors to head shards and back; `lent`: what backward needs does not stay where it came."""
+    p = plan.problem
+    mine, everyone = p.q_layout.count(rank) * p.ranks, p.q_layout.length
+    groups = []
+    for there, back in head_fields(plan, pass_name):
+        coming, leaving = (sum(field.bytes(p.batch) for field in fields) for fields in (there, back))
+        if in_pieces:  # put in natural order, and what is made of it in the order of ranks
+            computed, kept = _COPIED * everyone * (coming + leaving), 0
+        elif pass_name == "forward":
+            computed, kept = 0, lent * _COPIED * everyone * coming
+        else:
+            computed, kept = _GRADIENT * everyone * leaving, 0
+        groups.append(Resharded(_COPIED * mine * coming, computed, kept, _COPIED * mine * leaving))
+    return groups

@@ -1,4 +1,6 @@
-"""What a message holds: the rows of a block, all fields of a row side by side. Bytes are counted here alone.
+"""What a message holds. Bytes are counted here alone.
+
+Of a block: its rows, all fields of a row side by side.
 
 ::
 
@@ -11,6 +13,8 @@ side      forward, and backward inputs  backward results
 kv        K, V                          dK, dV in the accumulation dtype
 q         Q, dO, LSE, delta             dQ in the accumulation dtype
 ========  ============================  =======================================================
+
+Where heads are resharded, a message holds some heads of one tensor, ``[rows, B, heads, dim]``.
 """
 
 from __future__ import annotations
@@ -34,10 +38,13 @@ class Field:
     dim: int | None
     itemsize: int
 
+    def bytes(self, batch: int) -> int:
+        """Bytes of a row."""
+        return batch * self.heads * (self.dim or 1) * self.itemsize
+
     def size(self, batch: int) -> int:
         """Bytes of a row, up to where the next field may start."""
-        size = batch * self.heads * (self.dim or 1) * self.itemsize
-        return -(-size // ALIGNMENT) * ALIGNMENT
+        return -(-self.bytes(batch) // ALIGNMENT) * ALIGNMENT
 
 
 def fields(problem: Problem, side: Side, *, result: bool) -> tuple[Field, ...]:
@@ -58,6 +65,30 @@ def message_size(problem: Problem, move: Move) -> int:
     return (move.rows[1] - move.rows[0]) * row
 
 
+def head_fields(plan: Plan, pass_name: PassName) -> list[tuple[tuple[Field, ...], tuple[Field, ...]]]:
+    """For each group of heads: what each rank gets of every other before it is computed, and sends it after."""
+    p, part = plan.problem, plan.forward.problem
+    data, d, dv = p.itemsize, p.head_dim, p.value_dim
+    gradients = max(data, 4) if p.kv_heads < p.ranks else data  # ranks add up what they have of a shared head
+    groups: list[tuple[tuple[Field, ...], tuple[Field, ...]]] = []
+    for group in plan.head_groups:
+        q, out = Field(part.heads, d, data), Field(part.heads, dv, data)
+        if pass_name == "forward":
+            kv = Field(part.kv_heads, d, data), Field(part.kv_heads, dv, data)
+            groups.append(((q, *(kv if group.first else ())), (out,)))
+        else:
+            kv = Field(part.kv_heads, d, gradients), Field(part.kv_heads, dv, gradients)
+            groups.append(((out,), (q, *(kv if group.last else ()))))
+    return groups
+
+
+def head_room(problem: Problem, row: int, *, back: bool) -> int:
+    """Bytes of a rank's inbox that one tensor takes, at so many bytes a row; the same on all ranks."""
+    ranks = problem.ranks
+    rows = ranks * max(map(problem.q_layout.count, range(ranks))) if back else problem.q_layout.length
+    return _aligned(rows * row)
+
+
 @dataclass(frozen=True, slots=True)
 class Inboxes:
     """Where messages come to lie, on a transport whose senders write into the memory of their receivers.
@@ -74,8 +105,8 @@ class Inboxes:
 
 def inboxes(plan: Plan, rank: int) -> Inboxes:
     """The inboxes of a plan as one rank needs them. Blocks that are needed together lie one after the other."""
-    if plan.reshard:  # every rank sends every other as much: the transport finds the places
-        return Inboxes(_reshard_inbox(plan.problem, "forward"), _reshard_inbox(plan.problem, "backward"))
+    if plan.reshard:  # `reshard` counts the places
+        return Inboxes(_reshard_inbox(plan, "forward"), _reshard_inbox(plan, "backward"))
     places: dict[Move, int] = {}
     sizes = []
     for _, part in plan.passes():
@@ -107,17 +138,14 @@ def _places(part: PassPlan, target: int) -> tuple[dict[Move, int], int]:
     return places, end
 
 
-def _reshard_inbox(problem: Problem, pass_name: PassName) -> int:
-    """The same where heads are resharded: what `autograd` sends there and back."""
-    ranks, rows = problem.ranks, max(map(problem.q_layout.count, range(problem.ranks)))
-    q, kv = problem.heads // ranks, max(1, problem.kv_heads // ranks)
-    d, dv, data, wide = problem.head_dim, problem.value_dim, problem.itemsize, max(problem.itemsize, 4)
-    if pass_name == "forward":
-        sizes = [q * d * data, kv * d * data, kv * dv * data, q * dv * data, q * wide]
-    else:
-        gradients = wide if problem.kv_heads < ranks else data
-        sizes = [q * dv * data, q * d * data, kv * d * gradients, kv * dv * gradients]
-    return sum(_aligned(problem.batch * rows * size) for size in sizes)
+def _reshard_inbox(plan: Plan, pass_name: PassName) -> int:
+    """The same where heads are resharded; forward with the LSE, which comes home where it is asked for."""
+    p, size = plan.problem, 0
+    for there, back in head_fields(plan, pass_name):
+        lse = Field(plan.forward.problem.heads, None, max(p.itemsize, 4))
+        size += sum(head_room(p, field.bytes(p.batch), back=False) for field in there)
+        size += sum(head_room(p, field.bytes(p.batch), back=True) for field in (*back, lse))
+    return -(-size // p.ranks)
 
 
 def _aligned(size: int) -> int:

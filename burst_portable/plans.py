@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
+from burst_portable.heads import HeadGroup, head_groups
 from burst_portable.layout import Layout, Segment
 from burst_portable.mask import Mask
 from burst_portable.moves import Move, Needs, Route, Side
@@ -216,7 +217,9 @@ def _tiles_of(mask: Mask, queries: tuple[Segment, ...], keys: tuple[Segment, ...
 class Plan:
     """All of one attention: both passes, what made it, and why.
 
-    `reshard` is "heads" where tensors go from sequence shards to head shards before, and back after (Ulysses).
+    `reshard` is "heads" where tensors go from sequence shards to head shards before, and back after (Ulysses). Then
+    `forward` and `backward` say what every rank does with one group of its heads, and it has so many `groups`; the
+    layout of their problem says in which order the rows of a head shard lie.
     """
 
     problem: Problem
@@ -224,6 +227,7 @@ class Plan:
     forward: PassPlan
     backward: PassPlan
     reshard: Literal["heads"] | None = None
+    groups: int = 1
     reason: str = ""
 
     @property
@@ -232,6 +236,12 @@ class Plan:
         return self.reshard is not None or all(
             part.route.trims and (part.results is None or part.results.trims) for _, part in self.passes()
         )
+
+    @property
+    def head_groups(self) -> tuple[HeadGroup, ...]:
+        """The groups of a rank's heads, where heads are resharded."""
+        p = self.problem
+        return head_groups(p.heads // p.ranks, max(1, p.kv_heads // p.ranks), self.groups)
 
     def passes(self) -> tuple[tuple[PassName, PassPlan], ...]:
         """Both, with their names."""

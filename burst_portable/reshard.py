@@ -1,4 +1,4 @@
-"""From sequence shards to head shards and back: the all-to-all around Ulysses.
+"""From sequence shards to head shards and back: the all-to-alls around Ulysses.
 
 ::
 
@@ -6,98 +6,156 @@
     rows  A   AaAb                  heads  Aa Ba   Ab Bb        (letters: rows; small ones: heads)
           B          BaBb
 
-Messages are packed in one copy a tensor, and put in order in another: what came may be used until the pass ends, and
-these tensors are kept for backward.
+Each tensor is packed in one copy, and what came lies rank after rank: that is a tensor as it is, if its plan takes
+rows in that order (`strategies.ulysses.in_rank_order`). What was made of it is sent as it is, and its pieces are put
+together in one copy. Everything is under way until it is waited for.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from burst_portable.comm.base import Transport
+from burst_portable.comm.base import Exchange, Message, Transport
+from burst_portable.heads import Span
 from burst_portable.layout import Layout
+from burst_portable.numerics import accumulation_dtype
+from burst_portable.packets import head_room
+from burst_portable.plans import Plan
 
 
-def heads_of(rank: int, ranks: int, heads: int) -> slice:
-    """The heads that a rank holds; ranks share a head where there are fewer heads than ranks."""
-    if heads >= ranks:
-        return slice(rank * heads // ranks, (rank + 1) * heads // ranks)
-    shared = rank * heads // ranks
-    return slice(shared, shared + 1)
+class Reshard:
+    """The all-to-alls of one pass on one rank. All ranks begin the same ones, in the same order."""
+
+    def __init__(self, plan: Plan, transport: Transport, device: torch.device) -> None:
+        self.problem, self.transport, self.device = plan.problem, transport, device
+        layout = plan.problem.q_layout
+        self.rows = [layout.count(rank) for rank in range(layout.ranks)]
+        self.starts = list(accumulate(self.rows, initial=0))
+        self.order, self.inverse = _orders(layout, plan.forward.problem.q_layout, device)
+        self._place = 0  # in every rank's inbox
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, the next one first."""
+        ranks, rank = self.transport.size, self.transport.rank
+        return [(rank + distance) % ranks for distance in range(1, ranks)]
+
+    @property
+    def lasting(self) -> bool:
+        """Whether what came may be kept when the pass is over."""
+        return self.inverse is not None or self.transport.lasting
+
+    def to_heads(self, parts: Sequence[tuple[Tensor, Span]]) -> ToHeads:
+        """Start bringing here all rows of some heads of this rank, of tensors ``[B, S_rank, H, D]``."""
+        rank, sends, receives, came = self.transport.rank, [], [], []
+        for x, heads in parts:
+            packed, owners = _packed(x, heads, self.transport.size)
+            row = packed[0, 0].numel() * x.itemsize
+            inbox, place = self._inbox(self.starts[-1] * row, row, back=False)
+            whole = inbox.view(x.dtype).view(-1, *packed.shape[2:])
+            pieces = torch.split(whole, self.rows)
+            pieces[rank].copy_(packed[owners[rank]])
+            at = place + self.starts[rank] * row
+            sends += [Message(_bytes(packed[owners[r]]), r, at) for r in self.others]
+            receives += [Message(_bytes(pieces[r]), r, place + self.starts[r] * row) for r in self.others]
+            came.append(whole)
+        return ToHeads(self, self.transport.exchange(sends, receives, "to heads"), came, sends)
+
+    def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, Span]]) -> ToSequence:
+        """Start bringing home what was made of some heads.
+
+        Args:
+            parts: of each tensor ``[B, S_all, h, D]``, its result ``[B, S_rank, H, D]`` that it becomes a part of, and
+                which of this rank's heads it holds. What ranks hold of a shared head is added up.
+        """
+        rank, ranks = self.transport.rank, self.transport.size
+        sends, receives, came = [], [], []
+        for x, result, heads in parts:
+            made = self._rows_first(x, accumulation_dtype(x.dtype) if result.shape[2] < ranks else result.dtype)
+            row = made[0].numel() * made.itemsize
+            mine = self.rows[rank] * row
+            inbox, place = self._inbox(ranks * mine, row, back=True)
+            pieces = inbox.view(made.dtype).view(ranks, self.rows[rank], *made.shape[1:])
+            leaving = torch.split(made, self.rows)
+            pieces[rank].copy_(leaving[rank])
+            sends += [Message(_bytes(leaving[r]), r, place + rank * self.rows[r] * row) for r in self.others]
+            receives += [Message(_bytes(pieces[r]), r, place + r * mine) for r in self.others]
+            came.append((pieces, result, heads))
+        return ToSequence(self.transport.exchange(sends, receives, "to sequence"), came, sends)
+
+    def _inbox(self, size: int, row: int, *, back: bool) -> tuple[Tensor, int]:
+        """So many bytes to receive into, and the place where they begin, which other ranks count as well."""
+        place = self._place
+        self._place += head_room(self.problem, row, back=back)
+        return self.transport.inbox(size, self.device, self.transport.rank, place), place
+
+    def _rows_first(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """``[B, S_all, h, D]`` -> ``[S_all, B, h, D]`` in one piece, rank after rank."""
+        rows = x.transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
+        return rows.contiguous() if self.order is None else rows.index_select(0, self.order)
 
 
-def to_heads(tensors: Sequence[Tensor], layout: Layout, transport: Transport) -> list[Tensor]:
-    """``[B, S_rank, H, D]`` -> ``[B, S_all, H / ranks, D]`` each, rows in their natural order."""
-    packed = [_by_rank(x, transport.size) for x in tensors]  # all before the first is sent: sending does not wait then
-    rows = [layout.count(rank) for rank in range(transport.size)]
-    return [_natural(_exchanged(list(parts), rows, transport, "to heads"), layout) for parts in packed]
+class ToHeads:
+    """Rows of all ranks on their way, and what this rank sends of its own."""
+
+    def __init__(self, reshard: Reshard, exchange: Exchange, came: list[Tensor], sends: list[Message]) -> None:
+        self._reshard, self._exchange, self._came, self._sends = reshard, exchange, came, sends
+
+    def wait(self) -> list[Tensor]:
+        """``[B, S_all, h, D]`` each, rows in the plan's order; where that is the order of ranks, in the inbox."""
+        self._exchange.wait()
+        inverse = self._reshard.inverse
+        ready = self._came if inverse is None else [x.index_select(0, inverse) for x in self._came]
+        return [x.squeeze(1).unsqueeze(0) if x.shape[1] == 1 else x.transpose(0, 1) for x in ready]
+
+    def left(self) -> None:
+        """Let go of what was sent, once it has left."""
+        self._exchange.left()
+        self._sends.clear()
+        self._came.clear()
 
 
-def to_sequence(x: Tensor, layout: Layout, transport: Transport, heads: int) -> Tensor:
-    """``[B, S_all, H / ranks, D]`` -> ``[B, S_rank, H, D]``; what ranks hold of a shared head is added up."""
-    ranks, rank = transport.size, transport.rank
-    order, _ = _orders(layout, x.device)
-    x = x if order is None else x.index_select(1, order)
-    rows = [layout.count(r) for r in range(ranks)]
-    sends = [part.contiguous() for part in torch.split(x, rows, dim=1)]
-    came = _exchanged(sends, [rows[rank]] * ranks, transport, "to sequence", even=len(set(rows)) == 1)
-    stacked = came if isinstance(came, Tensor) else torch.stack(came)  # [ranks, B, S, h, D]
-    if heads < ranks:
-        stacked = stacked.reshape(heads, ranks // heads, *stacked.shape[1:]).sum(1)
-    in_rows = stacked.permute(1, 2, 0, 3, 4)
-    return in_rows.clone(memory_format=torch.contiguous_format).flatten(2, 3)
+class ToSequence:
+    """Parts of results on their way home."""
+
+    def __init__(self, exchange: Exchange, came: list[tuple[Tensor, Tensor, Span]], sends: list[Message]) -> None:
+        self._exchange, self._came, self._sends = exchange, came, sends
+
+    def wait(self) -> None:
+        """Write what came into the results."""
+        self._exchange.wait()
+        for pieces, result, (first, past) in self._came:
+            owners = min(len(pieces), result.shape[2])
+            if owners < len(pieces):  # [ranks, S, B, h, D] -> [heads, S, B, 1, D]
+                pieces = pieces.view(owners, -1, *pieces.shape[1:]).sum(1)
+            _by_owner(result, owners)[:, :, :, first:past].copy_(pieces.permute(2, 1, 0, 3, 4))
+        self._exchange.left()
+        self._came.clear()
+        self._sends.clear()
 
 
-def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """``[B, S, H, D]`` -> ``[ranks, B, S, h, D]``: what goes to each rank, one after the other."""
-    heads = x.shape[2]
-    if heads < ranks:
-        x = x.repeat_interleave(ranks // heads, 2)
-    apart = x.reshape(*x.shape[:2], ranks, x.shape[2] // ranks, x.shape[3])
-    return apart.permute(2, 0, 1, 3, 4).contiguous()
+def _packed(x: Tensor, heads: Span, ranks: int) -> tuple[Tensor, list[int]]:
+    """``[B, S, H, D]`` -> ``[owners, S, B, h, D]``, and for each rank the owner of what it gets."""
+    owners = min(ranks, x.shape[2])
+    apart = _by_owner(x, owners)[:, :, :, slice(*heads)]
+    return apart.permute(2, 1, 0, 3, 4).contiguous(), [rank * owners // ranks for rank in range(ranks)]
 
 
-def _exchanged(
-    sends: list[Tensor], rows: list[int], transport: Transport, label: str, *, even: bool | None = None
-) -> Tensor | list[Tensor]:
-    """What every rank sent: ``[ranks, B, S, h, D]`` where all messages are as large as each other, else a list."""
-    rank, mine = transport.rank, sends[transport.rank]
-    shapes = [(mine.shape[0], count, *mine.shape[2:]) for count in rows]
-    came: Tensor | list[Tensor]
-    if len(set(rows)) == 1 if even is None else even:
-        size = math.prod(shapes[0]) * mine.itemsize
-        came = transport.inboxes(size, mine.device).view(mine.dtype).view(transport.size, *shapes[0])
-        came[rank].copy_(mine)
-    else:
-        came = [mine if r == rank else _inbox(mine, transport, r, shape) for r, shape in enumerate(shapes)]
-    transport.all_to_all(
-        [_bytes(s) for s in (*sends[:rank], came[rank], *sends[rank + 1 :])], [_bytes(r) for r in came], label
-    )
-    return came
-
-
-def _inbox(mine: Tensor, transport: Transport, peer: int, shape: tuple[int, ...]) -> Tensor:
-    """Where a peer's part will come."""
-    return transport.inbox(math.prod(shape) * mine.itemsize, mine.device, peer).view(mine.dtype).view(shape)
-
-
-def _natural(parts: Tensor | list[Tensor], layout: Layout) -> Tensor:
-    """Parts of all ranks as ``[B, S_all, h, D]``, rows in their natural order."""
-    _, inverse = _orders(layout, parts[0].device)
-    if inverse is None or not isinstance(parts, Tensor) or parts.shape[1] > 1:
-        whole = torch.cat(list(parts), dim=1)
-        return whole if inverse is None else whole.index_select(1, inverse)
-    return parts.view(1, -1, *parts.shape[3:]).index_select(1, inverse)
+def _by_owner(x: Tensor, owners: int) -> Tensor:
+    """``[B, S, H, D]`` as ``[B, S, owners, H / owners, D]``."""
+    return x.view(*x.shape[:2], owners, -1, x.shape[3])
 
 
 @lru_cache(maxsize=64)
-def _orders(layout: Layout, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """(rows in the order of ranks, and its inverse), or two None where that is their natural order."""
+def _orders(layout: Layout, within: Layout, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """(indices of the plan's rows in the order of ranks, and its inverse); two None where that is the plan's order."""
+    if within.shards == layout.joined().shards:
+        return None, None
     order = torch.cat([torch.arange(s.start, s.last + 1, s.step) for shard in layout.shards for s in shard])
     if torch.equal(order, torch.arange(layout.length)):
         return None, None

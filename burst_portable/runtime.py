@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport
-from burst_portable.kernels.contract import Kernel, Options
+from burst_portable.kernels import whole
+from burst_portable.kernels.contract import Gradients, Kernel, Options
 from burst_portable.moves import Move
 from burst_portable.numerics import State
 from burst_portable.plans import Compute, Plan
@@ -43,6 +44,12 @@ class Runtime(Protocol):
         into: tuple[Tensor, ...],
     ) -> None:
         """The kernel's backward, on one computation of the plan."""
+
+    def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
+        """The kernel, on a computation that nothing is merged with: see `kernels.whole`."""
+
+    def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
+        """The kernel's backward on such a computation, of (dO, q, k, v, out, LSE)."""
 
     def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
         """The transport's buffer of so many bytes for messages that are needed together, one after the other."""
@@ -76,6 +83,13 @@ class PlainRuntime:
         q, dout, lse, delta = queries
         dq, dk, dv = into
         self.kernel.attend_backward(dout, q, k, v, lse, compute.tiles, options, delta=delta, into=(dq, dk, dv))
+
+    def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
+        return whole.attend_whole(self.kernel, q, k, v, compute.tiles, options)
+
+    def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
+        dout, q, k, v, out, lse = tensors
+        return whole.gradients(self.kernel, dout, q, k, v, out, lse, compute.tiles, options)
 
     def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
         return self.transport.inbox(size, device, moves[0].source, self.places.get(moves[0]))

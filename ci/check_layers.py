@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "config", "values", "compiling"),
     ("numerics", "files"),
     ("mask", "layout"),
-    ("tiles", "moves"),
+    ("tiles", "moves", "heads"),
     ("plans",),
     ("packets",),
     ("handling",),
@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backends.base", "comm.base", "kernels"),  # the contracts: a backend names its kernels and its transports
     ("comm", "backends.registry", "backends.accelerator", "backends"),
     ("mesh", "runtime"),
-    ("executor", "reshard", "strategies"),
+    ("executor", "reshard", "by_heads", "strategies"),
     ("planning",),
     ("autograd", "checks", "choices"),
     ("sharding",),
@@ -44,7 +44,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
-    *("errors", "config", "values", "files", "mask", "layout", "tiles", "moves", "plans"),
+    *("errors", "config", "values", "files", "mask", "layout", "tiles", "moves", "heads", "plans"),
     *("packets", "handling", "cost", "verify", "strategies", "planning"),
 )
 PURE_NEVER = ("torch", "numpy", "triton", "transformers")

@@ -5,6 +5,7 @@ schema              "burst_portable.plan/1"; a change that breaks readers counts
 problem             the sizes that were asked for; mask and layout by name; `area`: (query, key) pairs a head;
                     `blind_rows`: tokens that see nothing
 strategy, reason    what plans, and why where it was chosen
+reshard, groups     "heads" where heads are resharded, and in how many groups a rank computes them
 rates               tflops and gbps a rank, that times are predicted with; outer_gbps between nodes of `node` ranks
 costed_ranks        the ranks that numbers below are taken over: all of them, or a sample
 passes              by "forward" and "backward": what travels how, and
@@ -22,6 +23,7 @@ check               whether every pair is computed exactly once, what is wrong i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from burst_portable import __version__
@@ -53,6 +55,7 @@ def plan_facts(plan: Plan, rates: Rates, rank: int) -> Facts:
         "strategy": plan.strategy,
         "reason": plan.reason,
         "reshard": plan.reshard,
+        "groups": plan.groups,
         "rates": {
             "tflops": rates.tflops,
             "gbps": rates.gbps,
@@ -135,13 +138,22 @@ def _pass(
         "mean": {column: sum(values) / len(values) for column, values in columns.items()},
         "bytes_a_hop": None if plan.reshard else _largest_hop(part, name, ranks),
         "memory": {
-            "shard": max(shard_bytes(part.problem, name, 0 if plan.reshard else r) for r in ranks),
+            "shard": _shard(plan, name, part, ranks),
             "in_flight": max(c.blocks_held for c in costs),
         },
         "seconds": seconds,
         "compute_seconds": max(flops) / per_second,
         "efficiency": sum(flops) / len(flops) / per_second / seconds if seconds else 1.0,
     }
+
+
+def _shard(plan: Plan, name: PassName, part: PassPlan, ranks: Sequence[int]) -> int:
+    """Of the rank that holds most: of its rows, or of all rows of its heads."""
+    if not plan.reshard:
+        return max(shard_bytes(part.problem, name, rank) for rank in ranks)
+    p = plan.problem
+    heads = replace(part.problem, heads=p.heads // p.ranks, kv_heads=max(1, p.kv_heads // p.ranks))
+    return shard_bytes(heads, name, 0)
 
 
 def shard_bytes(problem: Problem, pass_name: PassName, rank: int) -> int:

@@ -32,6 +32,23 @@ class Message(NamedTuple):
     place: int | None = None
 
 
+class Exchange:
+    """Messages between all ranks that are under way."""
+
+    def __init__(self, leaving: Sequence[Handle], arriving: Sequence[Handle]) -> None:
+        self._leaving, self._arriving = leaving, arriving
+
+    def wait(self) -> None:
+        """Return when all that comes to this rank may be used."""
+        for handle in dict.fromkeys(self._arriving):
+            handle.wait()
+
+    def left(self) -> None:
+        """Return when what this rank sends may be changed."""
+        for handle in dict.fromkeys(self._leaving):
+            handle.wait()
+
+
 class Transport(ABC):
     """The ranks of one group, as seen from one of them.
 
@@ -42,6 +59,7 @@ class Transport(ABC):
         passes: how many passes this rank has begun on it; see `comm.agreement`.
         agreed: digests of the calls that its ranks need not compare again; see `comm.agreement`.
         direct: whether it serves only passes whose messages go straight to where they are used.
+        lasting: whether what an inbox holds stays there when the pass is over.
     """
 
     name: str
@@ -50,6 +68,7 @@ class Transport(ABC):
     host: bool = True
     passes: int = 0
     direct: bool = False
+    lasting: bool = False
 
     @property
     def agreed(self) -> set[bytes]:
@@ -91,25 +110,22 @@ class Transport(ABC):
         """
         return self.buffer(size, device)
 
-    def inboxes(self, size: int, device: torch.device) -> Tensor:
-        """``[ranks, size]`` bytes: row r for the next message of rank r, the row of this rank left to itself.
-
-        As `inbox` for each, but in one piece; only where all ranks send all others as much, and ask for it.
-        """
-        return self.buffer(size * self.size, device).view(self.size, size)
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], label: str) -> Exchange:
+        """Start messages between all ranks, some for each pair; every rank does, with the same label."""
+        return Exchange(*self.post(sends, receives, label))
 
     def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
         """sends[r] goes to rank r, receives[r] comes from it; uint8, any sizes; returns when all have arrived."""
         if receives[self.rank].data_ptr() != sends[self.rank].data_ptr():
             receives[self.rank].copy_(sends[self.rank])
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        handles = self.post(
+        exchange = self.exchange(
             [Message(sends[r], r) for r in others if sends[r].numel()],
             [Message(receives[r], r) for r in reversed(others) if receives[r].numel()],
             label,
         )
-        for handle in (*handles[1], *handles[0]):
-            handle.wait()
+        exchange.wait()
+        exchange.left()
 
     def all_gather(self, send: Tensor, receives: Sequence[Tensor], label: str = "all_gather") -> None:
         """receives[r] is what rank r sent; uint8, any sizes; returns when all have arrived."""

@@ -30,7 +30,7 @@ from burst_portable.errors import CommunicationError, UnsupportedError, explain
 
 ALIGNMENT = 256
 """Messages begin at multiples of it."""
-MESSAGES = 16
+MESSAGES = 64
 """From one rank to another in one pass, at most."""
 _MARKS = 1 << 15  # passes that are told apart
 
@@ -105,8 +105,6 @@ class PeerCopyTransport(Transport):
         self._sent_to = _Places(self.size)
         self._coming = _Places(self.size)
         self._handed: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
-        self._arranged: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        self._stacked = 0
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         memory = self.memory
@@ -129,8 +127,6 @@ class PeerCopyTransport(Transport):
             places.clear()
         self._waited.clear()
         self._handed.clear()
-        self._arranged.clear()
-        self._stacked = 0
         memory.enter()
         for peer in self._others():
             memory.signal(peer, self._free_flag(self.rank), self._mark, copying=False)
@@ -149,17 +145,6 @@ class PeerCopyTransport(Transport):
         buffer = self.memory.inbox(peer * self._region + offset, size)
         self._handed[peer].append((index, buffer))
         return buffer
-
-    def inboxes(self, size: int, device: torch.device) -> Tensor:
-        if not self._open:
-            return self._other.inboxes(size, device)
-        base, self._stacked = self._stacked, self._stacked + -(-size * self.size // ALIGNMENT) * ALIGNMENT
-        whole = self.memory.inbox(base, size * self.size).view(self.size, size)
-        for peer in self._others():
-            index = self._take(self._coming, peer, size)[0]
-            self._handed[peer].append((index, whole[peer]))
-            self._arranged[peer].append((self._take(self._sent_to, peer, size)[0], base + self.rank * size))
-        return whole
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
         return self._other.buffer(size, device)
@@ -203,10 +188,7 @@ class PeerCopyTransport(Transport):
         memory, peer = self.memory, message.peer
         if message.place is not None:
             index, place = self._take(self._sent_to, peer, 0)[0], message.place
-        elif self._arranged[peer]:
-            index, place = self._arranged[peer].pop(0)
         else:
-            assert not self._stacked, "regions and one piece of all of them do not go together in a pass"
             index, offset = self._take(self._sent_to, peer, message.buffer.numel())
             place = self.rank * self._region + offset
         if peer not in self._waited:

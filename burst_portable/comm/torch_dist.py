@@ -68,6 +68,8 @@ class TorchDistTransport(Transport):
         in_watch: what the thread that watches over the deadline of batched moves does first, if anything.
     """
 
+    lasting = True
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,

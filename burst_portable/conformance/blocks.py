@@ -14,6 +14,7 @@ from burst_portable.conformance.cases import Case
 from burst_portable.conformance.inputs import Inputs, in_memory
 from burst_portable.conformance.oracle import Answer
 from burst_portable.conformance.running import Shard, options_of, together
+from burst_portable.kernels import whole
 from burst_portable.kernels.contract import Kernel
 from burst_portable.tiles import find_tiles
 
@@ -79,6 +80,18 @@ def run_kernel(
         dq, dk, dv = ((g.view / times).to(case.dtype).cpu() for g in block)
         shards.append(Shard(out.cpu(), lse.cpu(), dq, dk, dv, None))
     return together(shards, layout)
+
+
+def run_whole(kernel: Kernel, case: Case, x: Inputs, device: torch.device) -> Answer:
+    """A case of one block as `kernels.whole` asks for it: no state, no buffers to add to."""
+    layout, options = case.make_layout(), options_of(case)
+    q, k, v, dout = (in_memory(t[:, layout.positions(0)], case.memory, device) for t in (x.q, x.k, x.v, x.dout))
+    before = [tuple(t.clone() for t in (q, k, v, dout))]
+    tiles = find_tiles(case.make_mask(), layout.shards[0], layout.shards[0])
+    out, lse = numerics.finished(whole.attend_whole(kernel, q, k, v, tiles, options), case.dtype)
+    dq, dk, dv = whole.gradients(kernel, dout, q, k, v, out.to(case.dtype), lse, tiles, options)
+    _check_untouched([(q, k, v, dout)], before, [])
+    return together([Shard(*(t.to(case.dtype).cpu() for t in (out, lse, dq, dk, dv)), None)], layout)
 
 
 def _order(mine: int, blocks: int) -> list[int]:

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 
 from burst_portable.errors import InputError, LayoutError, explain, unknown_name
+from burst_portable.heads import can_group
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import UNBOUNDED, Mask, Region
@@ -71,6 +72,7 @@ STRATEGIES: Mapping[str, Mapping[str, object]] = {
     "double_ring": {},
     "double_ring+kv": {"travels": "kv"},
     "ulysses": {},
+    "ulysses+groups": {"groups": 2},
     "auto": {},
 }
 
@@ -158,9 +160,11 @@ class Case:
             return False
         if not self.make_mask().regions:
             return False
+        name, _, options = self.strategy.partition("+")
         heads, kv_heads, _, _ = self.sizes
         shares = heads % self.ranks == 0 and (kv_heads % self.ranks == 0 or self.ranks % kv_heads == 0)
-        return shares or self.strategy != "ulysses"
+        groups = 2 if options else 1
+        return name != "ulysses" or (shares and can_group(heads // self.ranks, max(1, kv_heads // self.ranks), groups))
 
 
 def _text(value: object) -> str:

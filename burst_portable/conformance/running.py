@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.autograd import Attention, Call
+from burst_portable.choices import suited
 from burst_portable.comm.agreement import agree, state
 from burst_portable.comm.base import Transport
 from burst_portable.conformance.cases import Case
@@ -91,6 +92,7 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
     """One rank's part of a case."""
     plan = plan_of(case)
     kernel = subject.choose(kernel_problem(case, device.type, plan))
+    plan = suited(plan, kernel)
     said = state({"case": case.spec()})
     runtime: Runtime = PlainRuntime(kernel, transport)
     if (wrap := installed.get()) is not None:  # as in a call: a profiling session records it
@@ -103,8 +105,10 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
     context: Any = _Context()
     with torch.no_grad():
         agree(runtime.transport, call.forward)
+        runtime.transport.begin(call.forward.digest)
         out, lse = Attention.forward(context, q, k, v, sinks, call)
         dq, dk, dv, dsinks, _ = Attention.backward(context, dout, None)
+    assert lse is not None, "it is asked for unless a call says otherwise"
     return Shard(*(None if t is None else t.cpu() for t in (out, lse, dq, dk, dv, dsinks)))  # type: ignore[arg-type]
 
 

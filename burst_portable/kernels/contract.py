@@ -68,8 +68,12 @@ class Support(NamedTuple):
 class Kernel(Protocol):
     """One provider of local attention.
 
-    It may have a `row_delta` of its own, as `numerics.row_delta` but faster; and `in_pieces`, true where it calls an
-    operator on pieces and merges what those give in passes of their own, which `auto` prices.
+    It may have more, which saves time and changes nothing:
+
+    - `row_delta`, as `numerics.row_delta` but faster;
+    - `attend_whole` and `gradients`, as in `kernels.whole`;
+    - `in_pieces`, true where it calls an operator on pieces and merges what those give in passes of their own: `auto`
+      prices that, and rows of several ranks are put in order for it, so that there are few pieces.
     """
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from burst_portable import numerics
 from burst_portable.errors import BackendUnavailableError, explain
+from burst_portable.kernels import whole
 from burst_portable.kernels.contract import Gradients, Kernel, Options, Problem, Support
 from burst_portable.numerics import State
 from burst_portable.tiles import Tiles
@@ -95,6 +96,24 @@ class LazyKernel:
         into: Gradients,
     ) -> None:
         self._real().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+    def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
+        """The kernel's own where it has one."""
+        return whole.attend_whole(self._real(), q, k, v, tiles, options)
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+    ) -> Gradients:
+        """The kernel's own where it has them."""
+        return whole.gradients(self._real(), dout, q, k, v, out, lse, tiles, options)
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
         """The kernel's own where it has one."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.kernels.contract import Gradients, Options
+from burst_portable.kernels.whole import added_up
 from burst_portable.numerics import State, accumulation_dtype, empty_state, merge_into, surrogate_out, widened
 from burst_portable.tiles import Tile, Tiles
 
@@ -108,6 +109,25 @@ class PiecewiseKernel(ABC, Generic[P]):
             )  # fmt: skip
             for total, part, where in zip(into, parts, (rows, columns, columns), strict=True):
                 total[:, where] += part
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+    ) -> Gradients:
+        """See `kernels.whole`: what the operator gives is handed through where one piece is all."""
+        pieces = [piece for tile in tiles for piece in self.lower(tile)]
+        whole = slice(0, q.shape[1]), slice(0, k.shape[1])
+        if len(pieces) != 1 or (pieces[0].rows, pieces[0].columns) != whole:
+            return added_up(self, dout, q, k, v, out, lse, tiles, options)
+        ready = (self.ready(x, q.dtype) for x in (dout, q, k, v, out))
+        return self.backward(*ready, lse, pieces[0], options.scale)
 
 
 class Triangle(NamedTuple):

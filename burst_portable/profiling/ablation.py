@@ -21,7 +21,7 @@ from torch import Tensor
 from burst_portable.backends.registry import for_device
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.errors import InputError, explain
-from burst_portable.kernels.contract import Options
+from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.mesh import Mesh, as_mesh
 from burst_portable.moves import Move
 from burst_portable.numerics import State, empty_state
@@ -105,6 +105,7 @@ class _Silent(Transport):
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
         self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
+        self.lasting = True
 
     @property
     def passes(self) -> int:  # type: ignore[override]
@@ -154,6 +155,17 @@ class _Ablated:
     ) -> None:
         if self._off != "computing":
             self._inner.attend_backward(compute, queries, k, v, options, into)
+
+    def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
+        if self._off == "computing":
+            return empty_state(q, v.shape[-1])
+        return self._inner.attend_whole(compute, q, k, v, options)
+
+    def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
+        if self._off == "computing":
+            _, q, k, v, *_ = tensors
+            return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return self._inner.gradients(compute, tensors, options)
 
     def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
         if self._off == "communication":

@@ -9,15 +9,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from burst_portable.backends.registry import for_device, meter_of, peaks_of, rates_of
-from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.comm.base import Exchange, Handle, Message, Transport
 from burst_portable.cost import pass_flops, rank_cost
-from burst_portable.kernels.contract import Options
+from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.moves import Move
 from burst_portable.numerics import State
 from burst_portable.plans import PASSES, Compute, Plan
@@ -29,6 +29,7 @@ from burst_portable.profiling.sensors import Sensors
 from burst_portable.runtime import Queries, Runtime
 
 Annotate = Callable[[Place], AbstractContextManager[object]]
+T = TypeVar("T")
 
 _PLANNED = ("flops", "memory", "sent", "received", "seconds", "compute_seconds", "link_seconds")
 LIGHT_KEPT = 100_000
@@ -188,14 +189,7 @@ class RecordingRuntime:
         return self.recorder.clock(device).mark()
 
     def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
-        clock = self.recorder.clock(q.device)
-        if not self._facts.dtype:
-            self._facts.dtype = str(q.dtype).removeprefix("torch.")
-        with self._of(False, compute):
-            start = clock.mark()
-            result = self.inner.attend(compute, q, k, v, options, state)
-            self._computed(False, compute, start, clock.mark())
-        return result
+        return self._watched(False, compute, q, lambda: self.inner.attend(compute, q, k, v, options, state))
 
     def attend_backward(
         self,
@@ -206,11 +200,24 @@ class RecordingRuntime:
         options: Options,
         into: tuple[Tensor, ...],
     ) -> None:
-        clock = self.recorder.clock(k.device)
-        with self._of(True, compute):
+        self._watched(True, compute, k, lambda: self.inner.attend_backward(compute, queries, k, v, options, into))
+
+    def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
+        return self._watched(False, compute, q, lambda: self.inner.attend_whole(compute, q, k, v, options))
+
+    def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
+        return self._watched(True, compute, tensors[1], lambda: self.inner.gradients(compute, tensors, options))
+
+    def _watched(self, backward: bool, compute: Compute, q: Tensor, call: Callable[[], T]) -> T:
+        """A call of the kernel, written down."""
+        clock = self.recorder.clock(q.device)
+        if not self._facts.dtype:
+            self._facts.dtype = str(q.dtype).removeprefix("torch.")
+        with self._of(backward, compute):
             start = clock.mark()
-            self.inner.attend_backward(compute, queries, k, v, options, into)
-            self._computed(True, compute, start, clock.mark())
+            result = call()
+            self._computed(backward, compute, start, clock.mark())
+        return result
 
     def named(self, backward: bool, step: int, what: str) -> AbstractContextManager[object]:
         """What happens inside, under the plan's names in the vendor's tracer; nothing where none runs."""
@@ -289,14 +296,28 @@ class RecordingHandle:
         runtime.row("message", self._backward, runtime.step, *self._what, start, end)
 
 
+class RecordingExchange(Exchange):
+    """See `comm.base.Exchange`. What waiting for it took is written down."""
+
+    def __init__(self, inner: Exchange, waited: Callable[[Callable[[], None]], None]) -> None:
+        self._inner, self._waited = inner, waited
+
+    def wait(self) -> None:
+        self._waited(self._inner.wait)
+
+    def left(self) -> None:
+        self._inner.left()
+
+
 class RecordingTransport(Transport):
     """See `comm.base.Transport`. Collectives are written down; messages are, by their moves, in the runtime."""
 
     def __init__(self, inner: Transport, runtime: RecordingRuntime) -> None:
         self._inner, self._runtime = inner, runtime
         self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
+        self.lasting = inner.lasting
         self._backward = False
-        self._agreed = self._begun = self._home = self._ordinal = 0
+        self._agreed = self._begun = self._ordinal = 0
 
     @property
     def passes(self) -> int:  # type: ignore[override]
@@ -331,19 +352,20 @@ class RecordingTransport(Transport):
     def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
         return self._inner.inbox(size, device, peer, place)
 
-    def inboxes(self, size: int, device: torch.device) -> Tensor:
-        return self._inner.inboxes(size, device)
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], label: str) -> Exchange:
+        inner, size = self._inner.exchange(sends, receives, label), sum(m.buffer.numel() for m in sends)
 
-    def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
-        if label == "to heads" and self._home >= 2:  # forward brings the output and the LSE home, and no more
-            self._begin_backward()
-        self._home += label == "to sequence"
-        size = sum(s.numel() for r, s in enumerate(sends) if r != self.rank)
-        clock = self._runtime.recorder.clock(sends[0].device)
-        with self._runtime.named(self._backward, self._runtime.step, f"all ranks, {label}"):
-            start = clock.mark()
-            self._inner.all_to_all(sends, receives, label)
-            self._collected(0, size, start, clock.mark())
+        def waited(wait: Callable[[], None]) -> None:
+            clock = self._runtime.recorder.clock(device)
+            with self._runtime.named(self._backward, self._runtime.step, f"all ranks, {label}"):
+                start = clock.mark()
+                wait()
+                self._collected(0, size, start, clock.mark())
+
+        if not sends:
+            return inner
+        device = sends[0].buffer.device
+        return RecordingExchange(inner, waited)
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
         self._agreed += 1

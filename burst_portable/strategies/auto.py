@@ -18,7 +18,7 @@ from burst_portable.strategies.base import Strategy, Traits, check_inner
 from burst_portable.strategies.burst import BurstStrategy
 from burst_portable.strategies.double_ring import DoubleRingStrategy
 from burst_portable.strategies.ring import RingStrategy
-from burst_portable.strategies.ulysses import UlyssesStrategy
+from burst_portable.strategies.ulysses import UlyssesStrategy, possible_groups
 
 DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
 """A present-day accelerator, used where no backend says better."""
@@ -45,7 +45,7 @@ class AutoStrategy:
         rates = self.rates if self.inner is None else replace(self.rates, node=self.inner)
         costs: dict[str, tuple[PlanCost, Plan]] = {}
         reasons = []
-        for label, strategy in self._candidates(problem.ranks):
+        for label, strategy in self._candidates(problem):
             try:
                 plan = strategy.plan(problem)
             except UnsupportedError as error:
@@ -61,7 +61,8 @@ class AutoStrategy:
         reason = f"chose {best} by predicted time{source} ({told})" + "".join(f"; {r}" for r in reasons)
         return replace(costs[best][1], reason=reason)
 
-    def _candidates(self, ranks: int) -> Iterator[tuple[str, Strategy]]:
+    def _candidates(self, problem: Problem) -> Iterator[tuple[str, Strategy]]:
+        ranks = problem.ranks
         yield "ring", RingStrategy()
         yield "burst", BurstStrategy()
         yield "ring+fetch", RingStrategy(moves="fetch")
@@ -78,6 +79,9 @@ class AutoStrategy:
             yield "ring+fetch, all together", together
             yield "ring+fetch, all together, own last", replace(together, own="last")
             yield "burst+fetch, all together", BurstStrategy(moves="fetch", ahead=ranks, together=ranks)
+        if self.rates.direct:  # copies that need no multiprocessors go on beside a kernel
+            for groups in possible_groups(problem):
+                yield f"ulysses, {groups} groups", UlyssesStrategy(groups=groups)
         if self.inner is not None and self.inner > 1:
             yield "double_ring", DoubleRingStrategy(inner=self.inner)
             yield "double_ring+kv", DoubleRingStrategy(inner=self.inner, travels="kv")

@@ -7,7 +7,8 @@
     out <- all-to-all: all heads of some rows
 
 Ranks hold whole K/V heads: their number must be a multiple of the ranks, or divide them (then ranks that share a
-K/V head each get a copy, and its gradients are added up).
+K/V head each get a copy, and its gradients are added up). With `groups`, a rank computes some of its heads after the
+others, while those that come next arrive and those that are done leave.
 """
 
 from __future__ import annotations
@@ -15,24 +16,33 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from burst_portable.errors import UnsupportedError, explain
-from burst_portable.layout import contiguous
+from burst_portable.errors import InputError, UnsupportedError, explain, shown
+from burst_portable.heads import can_group
+from burst_portable.layout import Layout, contiguous
 from burst_portable.moves import Ring
 from burst_portable.plans import PassPlan, Plan, Problem
 from burst_portable.strategies.base import Traits
 
+MOST_GROUPS = 8
+_SEGMENTS = 2  # of a rank, at most, for its rows to stay as they are: more would be too many tiles
+
 
 @dataclass(frozen=True)
 class UlyssesStrategy:
-    """Heads are sharded during the attention."""
+    """Heads are sharded during the attention; a rank computes them in so many `groups`."""
 
+    groups: int = 1
     name: str = "ulysses"
     traits: ClassVar[Traits] = Traits(shards="heads")
 
+    def __post_init__(self) -> None:
+        if type(self.groups) is not int or not 1 <= self.groups <= MOST_GROUPS:
+            allowed = f"an int from 1 to {MOST_GROUPS}"
+            raise InputError(explain("groups is no number of groups", got=shown(self.groups), allowed=allowed))
+
     def plan(self, problem: Problem) -> Plan:
         ranks = problem.ranks
-        shared = problem.kv_heads % ranks == 0 or ranks % problem.kv_heads == 0
-        if problem.heads % ranks or not shared:
+        if not _shares_out(problem):
             raise UnsupportedError(
                 explain(
                     "ulysses cannot share these heads out",
@@ -41,13 +51,47 @@ class UlyssesStrategy:
                     next_step="use the strategy 'ring' or 'burst'",
                 )
             )
+        heads, kv_heads = problem.heads // ranks, max(1, problem.kv_heads // ranks)
+        if not can_group(heads, kv_heads, self.groups):
+            allowed = [n for n in range(1, MOST_GROUPS + 1) if can_group(heads, kv_heads, n)]
+            raise UnsupportedError(
+                explain(
+                    f"ulysses cannot compute these heads in {self.groups} groups",
+                    got=f"{heads} query and {kv_heads} K/V heads a rank",
+                    allowed=f"groups of {', '.join(map(str, allowed))}",
+                )
+            )
         # After the first all-to-all every rank holds all rows, in their natural order: a problem of one rank.
         whole = replace(
             problem,
             q_layout=contiguous(problem.q_layout.length, 1),
             k_layout=contiguous(problem.k_layout.length, 1),
-            heads=problem.heads // ranks,
-            kv_heads=max(1, problem.kv_heads // ranks),
+            heads=heads // self.groups,
+            kv_heads=max(1, kv_heads // self.groups),
         )
         part = PassPlan(whole, "kv", Ring(1))
-        return Plan(problem, self.name, forward=part, backward=replace(part, results=Ring(1)), reshard="heads")
+        results = replace(part, results=Ring(1))
+        return Plan(problem, self.name, forward=part, backward=results, reshard="heads", groups=self.groups)
+
+
+def possible_groups(problem: Problem) -> tuple[int, ...]:
+    """Numbers of groups, above one, that are worth trying."""
+    if not _shares_out(problem):
+        return ()
+    heads, kv_heads = problem.heads // problem.ranks, max(1, problem.kv_heads // problem.ranks)
+    return tuple(n for n in (2, 4) if can_group(heads, kv_heads, n))
+
+
+def _shares_out(problem: Problem) -> bool:
+    """Whether all ranks can have equally many heads, and whole K/V heads with them."""
+    ranks, kv_heads = problem.ranks, problem.kv_heads
+    return problem.heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def in_rank_order(plan: Plan) -> Plan:
+    """The plan with rows of head shards left as they come, rank after rank, where that makes no crowd of tiles."""
+    layout: Layout = plan.problem.q_layout
+    if max(map(len, layout.shards)) > _SEGMENTS:
+        return plan
+    joined = replace(plan.forward.problem, q_layout=layout.joined(), k_layout=plan.problem.k_layout.joined())
+    return replace(plan, forward=replace(plan.forward, problem=joined), backward=replace(plan.backward, problem=joined))

@@ -14,6 +14,7 @@ from torch import Tensor
 from burst_portable.backends.base import Capabilities, Probe
 from burst_portable.backends.registry import load
 from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.kernels import whole
 from burst_portable.kernels.contract import Kernel
 from burst_portable.numerics import Compensated, State
 from burst_portable.tiles import Tile, Tiles, banded_box
@@ -152,6 +153,14 @@ class SwappedGradients(Around):
         dq, dk, dv = into
         into = (dq, dv, dk) if dk.shape == dv.shape else into
         super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+class SwappedAsAWhole(Around):
+    """dk and dv in each other's place, where all gradients are asked for at once."""
+
+    def gradients(self, dout, q, k, v, out, lse, tiles, options):
+        dq, dk, dv = whole.gradients(self.kernel, dout, q, k, v, out, lse, tiles, options)
+        return dq, dv, dk
 
 
 class Overwrites(Around):

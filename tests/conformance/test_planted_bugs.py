@@ -35,6 +35,7 @@ KERNELS = {
     planted.SixteenBits: ("kernels", "attention"),
     planted.SixteenBitsOf16: ("kernels", "steady"),
     planted.SwappedGradients: ("kernels", "attention"),
+    planted.SwappedAsAWhole: ("kernels",),
     planted.Overwrites: ("kernels", "attention"),
     planted.ForgetsRows: ("kernels", "blind"),
     planted.ClaimsTooMuch: ("claims",),

@@ -33,7 +33,7 @@ def test_every_plan_is_complete(strategy, layout):
     name, _, _ = strategy.partition("+")
     for mask, ranks in itertools.product(MASKS.values(), (1, 3, 8)):
         try:
-            plan = make_plan(mask, layout, name, ranks, LENGTH, 24, 24, **STRATEGIES[strategy])
+            plan = make_plan(mask, layout, name, ranks, LENGTH, 48, 48, **STRATEGIES[strategy])
         except LayoutError:
             assert layout == "document_zigzag"
             continue

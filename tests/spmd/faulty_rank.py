@@ -102,6 +102,14 @@ class StrikingRuntime:
         self._event()
         self._inner.attend_backward(*arguments)
 
+    def attend_whole(self, *arguments):
+        self._event()
+        return self._inner.attend_whole(*arguments)
+
+    def gradients(self, *arguments):
+        self._event()
+        return self._inner.gradients(*arguments)
+
 
 def train(meshes: list[bp.Mesh], strategy: str) -> None:
     """More steps than any fault waits for."""

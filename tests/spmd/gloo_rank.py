@@ -39,7 +39,7 @@ def wrong(mesh: bp.Mesh, case: Case) -> dict:
 
 
 def cases(ranks: int) -> list[Case]:
-    every = [Case(strategy=s, ranks=ranks, heads="mha", mask=m) for s, m in zip(STRATEGIES, MASKS, strict=False)]
+    every = [Case(strategy=s, ranks=ranks, heads="8x8x8x8", mask=m) for s, m in zip(STRATEGIES, MASKS, strict=False)]
     uneven = [Case(strategy="burst", ranks=ranks, layout=x, mask="documents") for x in ("striped", "document_zigzag")]
     low = [Case(strategy="ring", ranks=ranks, dtype=torch.bfloat16, sinks=True), Case(ranks=ranks, softcap=5.0)]
     return [*every, *uneven, *low]

@@ -44,6 +44,7 @@ class FusionKernel:
     """
 
     name = "npu_fusion"
+    in_pieces = True
 
     def __init__(self, operators: Any = None) -> None:
         self._operators = operators

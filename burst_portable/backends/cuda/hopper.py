@@ -144,6 +144,10 @@ class HopperKernel:
             )  # fmt: skip
         return state
 
+    def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
+        """See `kernels.whole`: out in the dtype of q."""
+        return self.attend(q, k, v, tiles, options, out_dtype=q.dtype)
+
     def attend_backward(
         self,
         dout: Tensor,

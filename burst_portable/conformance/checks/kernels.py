@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from burst_portable.conformance.blocks import Trespass, run_kernel
+from burst_portable.conformance.blocks import Trespass, run_kernel, run_whole
 from burst_portable.conformance.cases import DTYPES, HEADS, MASKS, MEMORY, VALUES, Case, covering
 from burst_portable.conformance.checks.attending import judged
 from burst_portable.conformance.checks.sizes import HEAD_SIZES
@@ -76,6 +76,7 @@ def cases(effort: str, axes: Mapping[str, tuple[Any, ...]]) -> Iterator[Case]:
         yield Case("full", "striped", ranks=3, heads="wide_values", softcap=5.0)
         yield Case("causal", "contiguous", ranks=3, length=48)  # blocks of one shape: what is kept of one fits the next
         yield Case("causal", "zigzag", ranks=2, heads="mha", dtype=torch.bfloat16, deterministic=False)
+        yield Case("causal", "contiguous", ranks=1)
         return
     yield from covering(axes)
     for size in HEAD_SIZES:
@@ -113,7 +114,7 @@ def _case_trial(subject: Subject, kernel: Kernel, case: Case) -> Trial:
 
 
 def _attempt(subject: Subject, kernel: Kernel, case: Case) -> Outcome:
-    """The numbers; then again with `out` for delta and gradients added twice, which must agree with the first."""
+    """The numbers; again with `out` for delta and gradients added twice; one block also asked for as a whole."""
     support = kernel.supports(kernel_problem(case, subject.device.type))
     if not support.ok:
         return Outcome(skipped=support.reason, wrong="" if support.reason else "it declines and gives no reason")
@@ -129,6 +130,10 @@ def _attempt(subject: Subject, kernel: Kernel, case: Case) -> Outcome:
     second = judged(case, x, by_out)
     if not second.ok:
         return Outcome(second.errors, f"with out in place of delta, gradients added twice: {second.wrong}".strip(": "))
+    if case.ranks == 1:
+        third = judged(case, x, run_whole(kernel, case, x, subject.device))
+        if not third.ok:
+            return Outcome(third.errors, f"asked for all at once: {third.wrong}".strip(": "))
     if case.deterministic and not all(torch.equal(getattr(first, n), getattr(by_out, n)) for n in ("out", "lse")):
         return Outcome(outcome.errors, "other bits the second time, though deterministic was asked for")
     return outcome

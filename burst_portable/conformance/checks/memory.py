@@ -85,9 +85,6 @@ class Delayed(Transport):
     def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
         return self._inner.inbox(size, device, peer, place)
 
-    def inboxes(self, size: int, device: torch.device) -> Tensor:
-        return self._inner.inboxes(size, device)
-
 
 def _keep_busy(device: torch.device, rounds: int) -> None:
     """Copies on the current stream; the host does not wait for them."""

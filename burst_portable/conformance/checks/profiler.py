@@ -19,7 +19,7 @@ from burst_portable.conformance.running import plan_of, run_case
 from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Check, Outcome, Trial, plain
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.contract import Options
+from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.numerics import State
 from burst_portable.plans import Compute, PassPlan, Plan
 from burst_portable.profiling.partition import PARTS
@@ -118,7 +118,7 @@ def _complete(told: Facts, case: Case) -> str:
     """Whether every pair of the mask is in the report once, and every byte of the plan."""
     plan = plan_of(case)
     seen = int(oracle.dense_mask(case.make_mask(), case.length).sum())
-    shared = case.ranks if plan.reshard else 1  # ranks that share heads out each see every pair
+    shared = case.ranks * plan.groups if plan.reshard else 1  # each group of heads sees every pair
     for backward, (name, part) in enumerate(plan.passes()):
         pieces = [step for step in told["steps"] if step["backward"] == backward]
         pairs = sum(cell["pairs"] for step in pieces for cell in step["ranks"])
@@ -132,7 +132,7 @@ def _complete(told: Facts, case: Case) -> str:
 
 
 def _computes(plan: Plan, part: PassPlan, rank: int) -> int:
-    return sum(step.compute is not None for step in part.rank(0 if plan.reshard else rank))
+    return plan.groups * sum(step.compute is not None for step in part.rank(0 if plan.reshard else rank))
 
 
 # ------------------------------------------------------------------------------------------------------- the clock
@@ -156,6 +156,13 @@ class _Held:
         self, compute: Compute, queries: Queries, k: Tensor, v: Tensor, options: Options, into: tuple[Tensor, ...]
     ) -> None:
         self.inner.attend_backward(compute, queries, k, v, options, into)
+
+    def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
+        time.sleep(HELD)
+        return self.inner.attend_whole(compute, q, k, v, options)
+
+    def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
+        return self.inner.gradients(compute, tensors, options)
 
     def post(self, sends: Any, receives: Any, label: str) -> Any:
         return self.inner.post(sends, receives, label)

@@ -1,0 +1,61 @@
+"""Heads as they are shared out where attention is resharded: which a rank holds, and in which groups it computes them.
+
+::
+
+    8 query heads, 2 K/V heads, 2 ranks, 2 groups       rank 0    q0 q1 | q2 q3    both read k0
+                                                        rank 1    q4 q5 | q6 q7    both read k1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Span = tuple[int, int]
+"""(first, past), among the heads that a rank holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """What a rank computes in one launch.
+
+    Attributes:
+        queries, keys: its query heads, and the K/V heads that they read.
+        first, last: whether no group before it, and none after it, reads these K/V heads: K and V come with the first,
+            dK and dV leave after the last.
+    """
+
+    queries: Span
+    keys: Span
+    first: bool
+    last: bool
+
+
+def heads_of(rank: int, ranks: int, heads: int) -> slice:
+    """The heads that a rank holds; ranks share a head where there are fewer heads than ranks."""
+    if heads >= ranks:
+        return slice(rank * heads // ranks, (rank + 1) * heads // ranks)
+    shared = rank * heads // ranks
+    return slice(shared, shared + 1)
+
+
+def can_group(heads: int, kv_heads: int, groups: int) -> bool:
+    """Whether a rank's heads make so many equal groups, each of whole K/V heads or within one."""
+    if groups < 1 or heads % groups:
+        return False
+    size, readers = heads // groups, heads // kv_heads
+    return size % readers == 0 or readers % size == 0
+
+
+def head_groups(heads: int, kv_heads: int, groups: int) -> tuple[HeadGroup, ...]:
+    """The groups of one rank's heads, in the order in which they are computed."""
+    assert can_group(heads, kv_heads, groups), "the strategy has looked"
+    size, readers = heads // groups, heads // kv_heads
+    return tuple(
+        HeadGroup(
+            (start, start + size),
+            (start // readers, (start + size - 1) // readers + 1),
+            start % readers == 0,
+            (start + size) % readers == 0,
+        )
+        for start in range(0, heads, size)
+    )

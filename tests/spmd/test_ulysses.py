@@ -1,0 +1,205 @@
+"""Resharded heads: in groups, rows as they come or in natural order, with every kernel; only what is needed is sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.backends.registry import for_device
+from burst_portable.choices import choose, requested
+from burst_portable.comm.local import LocalTransport, run_threads
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.tolerances import judge
+from burst_portable.cost import Rates, plan_cost
+from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.heads import can_group, head_groups
+from burst_portable.kernels.contract import Options
+from burst_portable.mask import Mask
+from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.strategies.ulysses import in_rank_order
+from burst_portable.verify import verify
+from tests.spmd.attention import expected, make_inputs, on_one_rank
+from tests.spmd.thread_peers import World, run_peers
+
+CASES = [
+    Case(strategy="ulysses", ranks=3, heads="gqa"),
+    Case(strategy="ulysses+groups", ranks=3, heads="gqa", layout="striped", mask="window"),
+    Case(
+        strategy="ulysses+groups", ranks=2, heads="mqa", mask="custom", sinks=True
+    ),  # one K/V head, both groups read it
+    Case(strategy="ulysses+groups", ranks=6, heads="wide_values", layout="contiguous", dtype=torch.bfloat16),
+    Case(strategy="ulysses+groups", ranks=3, heads="mha", batch=1, mask="documents", layout="document_zigzag"),
+    Case(strategy="ulysses+groups", ranks=2, heads="mha", mask="rows_see_nothing", dtype=torch.float64),
+]
+
+
+@pytest.mark.parametrize("peers", [False, True], ids=["messages", "peer_copies"])
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention(case, kernel, peers):
+    """The reference kernel takes rows in the order of ranks; the CPU's own is given them in natural order."""
+    inputs = make_inputs(case)
+    exact, plain = expected(case, inputs)
+
+    def work(mesh):
+        return on_one_rank(mesh, case, inputs, kernel)
+
+    for answer in run_peers(World(case.ranks), work) if peers else bp.run_local(case.ranks, work):
+        assert judge(answer, exact, plain, case.dtype) == {}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whoever_is_late(seed):
+    """Groups and passes that overtake each other on the copy stream: the bits of a calm run."""
+    cases = [Case(strategy="ulysses+groups", ranks=3, heads="gqa"), Case(strategy="ulysses", ranks=3, heads="mqa")]
+
+    def work(mesh):
+        return [on_one_rank(mesh, case, make_inputs(case), "reference").quantities() for case in (*cases, cases[0])]
+
+    calm, late = (run_peers(World(3, delay=delay, seed=seed), work) for delay in (0.0, 0.004))
+    for before, after in zip(calm, late, strict=True):
+        for one, other in zip(before, after, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def chosen(kernel, **options):
+    q, k, v = (torch.empty(1, 16, heads, 8) for heads in (4, 2, 2))
+    request = requested("causal", "ulysses", options.get("layout", "zigzag"), 64, None, None, kernel, True)
+    return choose(q, k, v, None, bp.Mesh(0, 4, lambda device: None), request).plan
+
+
+def test_rows_stay_as_they_come_for_kernels_of_one_launch():
+    natural, as_they_come = chosen("cpu_flash"), chosen("reference")
+    assert [s.start for s in natural.forward.problem.q_layout.shards[0]] == [0]
+    assert [s.start for s in as_they_come.forward.problem.q_layout.shards[0]] == [0, 56, 8, 48, 16, 40, 24]
+    for plan in (natural, as_they_come):
+        assert verify(plan) == []
+        assert plan.forward.rank(0)[0].compute.tiles.area == 64 * 65 // 2
+        assert plan.backward.problem.k_layout == plan.forward.problem.q_layout
+
+
+def test_rows_of_many_segments_are_put_in_order():
+    mask = Mask.documents(tuple(range(0, 65, 8)))
+    made = bp.plan(seq_len=64, ranks=2, heads=4, mask=mask, layout="document_zigzag", strategy="ulysses")
+    assert in_rank_order(made) is made
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "groups", "keys", "shared"),
+    [
+        (8, 2, 2, [(0, 1), (1, 2)], [(True, True)] * 2),
+        (8, 2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)], [(True, False), (False, True)] * 2),
+        (8, 4, 2, [(0, 2), (2, 4)], [(True, True)] * 2),
+        (6, 1, 3, [(0, 1)] * 3, [(True, False), (False, False), (False, True)]),
+    ],
+)
+def test_groups(heads, kv_heads, groups, keys, shared):
+    made = head_groups(heads, kv_heads, groups)
+    assert [g.keys for g in made] == keys
+    assert [(g.first, g.last) for g in made] == shared
+    assert [g.queries for g in made] == [(i, i + heads // groups) for i in range(0, heads, heads // groups)]
+
+
+def test_groups_that_cannot_be():
+    assert not can_group(6, 3, 2)  # three heads would read one K/V head and a half
+    with pytest.raises(InputError, match="groups is no number of groups; got 0"):
+        bp.make_strategy("ulysses", groups=0)
+    with pytest.raises(UnsupportedError, match="in 2 groups; got 6 query and 3 K/V heads a rank; allowed: groups of 1"):
+        bp.plan(seq_len=64, ranks=2, heads=12, kv_heads=6, strategy=bp.make_strategy("ulysses", groups=2))
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ulysses+groups"])
+@pytest.mark.parametrize("heads", ["gqa", "mqa", "wide_values"])
+def test_bytes_are_those_of_the_plan(strategy, heads):
+    """No LSE unless it is asked for; K and V once, however many groups read them."""
+    case = Case(strategy=strategy, ranks=3, heads=heads, dtype=torch.bfloat16)
+    x, where = make_inputs(case), case.make_layout()
+
+    def work(transport: LocalTransport):
+        mesh = bp.Mesh(transport.rank, case.ranks, lambda device_type: transport)
+        q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
+        out = bp.attention(q, k, v, mesh=mesh, strategy=case.make_strategy(), layout=where)
+        out.backward(bp.shard(x.dout, mesh, layout=where))
+        return transport.fabric.sent
+
+    sent = run_threads(case.ranks, work)[0]
+    heads_, kv_heads, d, dv = case.sizes
+    plan = bp.plan(
+        seq_len=case.length, ranks=3, heads=heads_, kv_heads=kv_heads, head_dim=d, value_dim=dv, batch=case.batch,
+        strategy=case.make_strategy(), layout=where,
+    )  # fmt: skip
+    cost = plan_cost(plan, Rates(1.0, 1.0))
+    assert [sent[r] for r in range(3)] == [
+        sum(cost.per_rank[name][r].sent for name in ("forward", "backward")) for r in range(3)
+    ]
+
+
+def test_no_gradients_are_wanted():
+    """The same out, and LSE where it is asked for; nothing is kept."""
+    case = Case(strategy="ulysses+groups", ranks=3)
+    x, where = make_inputs(case), case.make_layout()
+
+    def work(mesh):
+        q, k, v = (bp.shard(t, mesh, layout=where) for t in (x.q, x.k, x.v))
+        call = {"mesh": mesh, "strategy": case.make_strategy(), "layout": where}
+        out, lse = bp.attention(q, k, v, **call, return_lse=True)
+        with_gradients = bp.attention(q.requires_grad_(), k, v, **call)
+        return torch.equal(out, with_gradients), tuple(lse.shape) == (case.batch, 12, q.shape[1])
+
+    assert bp.run_local(3, work) == [(True, True)] * 3
+
+
+def test_a_rank_whose_result_is_unused_still_helps_the_others():
+    case = Case(strategy="ulysses+groups", ranks=2, mask="full", heads="mha")
+    x, where = make_inputs(case), case.make_layout()
+
+    def work(mesh):
+        q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
+        out = bp.attention(q, k, v, mask="full", mesh=mesh, strategy=case.make_strategy(), layout=where)
+        (out.sum() if mesh.rank == 0 else out.sum() * 0).backward()
+        return k.grad
+
+    assert all(bool(g.any()) and bool(g.isfinite().all()) for g in bp.run_local(2, work))
+
+
+def test_groups_hide_what_moves():
+    """Two groups: half of what moves is exposed, at the cost of a launch; more is sent nowhere."""
+    rates = Rates(tflops=400.0, gbps=100.0, hop_latency=0.0, launch_latency=0.0, direct=((1, 100.0),))
+    size = {"seq_len": 32768, "ranks": 4, "heads": 32, "kv_heads": 16}
+    one, two, four = (
+        plan_cost(bp.plan(strategy=bp.make_strategy("ulysses", groups=n), **size), rates).per_rank["forward"][0]
+        for n in (1, 2, 4)
+    )
+    assert one.seconds == pytest.approx(one.compute_seconds + one.link_seconds)
+    assert two.seconds == pytest.approx(one.compute_seconds + one.link_seconds / 2)
+    assert four.seconds == pytest.approx(one.compute_seconds + one.link_seconds / 4)
+    assert one.sent == two.sent == four.sent
+    assert (one.flops, one.launches, four.launches) == (four.flops, 1, 4)
+    slow = replace(rates, launch_latency=1.0)
+    assert bp.plan(strategy=AutoStrategy(rates=slow), **size).groups == 1
+
+
+def test_whole_gradients_are_handed_through():
+    """A mask that is one call of the operator: its gradients are not added to zeros first."""
+    kernel = next(k for k in for_device("cpu").kernels() if k.name == "cpu_flash")
+    case = Case(mask="causal", ranks=1, layout="contiguous", heads="mha")
+    seen: list[tuple[torch.Tensor, ...]] = []
+    backward = kernel.backward
+
+    def watched(*arguments):
+        seen.append(backward(*arguments))
+        return seen[-1]
+
+    x = make_inputs(case)
+    tiles = bp.plan(seq_len=case.length, ranks=1, heads=12, layout="contiguous").forward.rank(0)[0].compute.tiles
+    options = Options(0.3)
+    out, lse = kernel.attend(x.q, x.k, x.v, tiles, options)
+    kernel.backward = watched
+    try:
+        made = kernel.gradients(x.dout, x.q, x.k, x.v, out, lse, tiles, options)
+    finally:
+        del kernel.backward
+    assert all(a is b for a, b in zip(made, seen[0], strict=True))
