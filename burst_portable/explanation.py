@@ -136,7 +136,10 @@ def _moves(plan: Plan) -> dict[str, str]:
     def what(name: PassName, part: PassPlan) -> str:
         if plan.problem.ranks == 1:
             return "nothing, one rank holds all"
-        return f"{TRAVELS[name, plan.reshard or part.side]} ({'all_to_all' if plan.reshard else part.route.name})"
+        how = part.route.name
+        if plan.reshard:
+            how = f"all_to_all, {plan.groups} groups of heads" if plan.groups > 1 else "all_to_all"
+        return f"{TRAVELS[name, plan.reshard or part.side]} ({how})"
 
     return {name: what(name, part) for name, part in plan.passes()}
 

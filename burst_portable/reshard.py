@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from burst_portable.numerics import accumulation_dtype
 from burst_portable.packets import head_room
 from burst_portable.plans import Plan
 
+_RUNS = 64  # that are put together one by one
+
 
 class Reshard:
     """The all-to-alls of one pass on one rank. All ranks begin the same ones, in the same order."""
@@ -36,7 +38,7 @@ class Reshard:
         layout = plan.problem.q_layout
         self.rows = [layout.count(rank) for rank in range(layout.ranks)]
         self.starts = list(accumulate(self.rows, initial=0))
-        self.order, self.inverse = _orders(layout, plan.forward.problem.q_layout, device)
+        self.to_ranks, self.to_plan = _orders(layout, plan.forward.problem.q_layout, device)
         self._place = 0  # in every rank's inbox
 
     @property
@@ -48,23 +50,23 @@ class Reshard:
     @property
     def lasting(self) -> bool:
         """Whether what came may be kept when the pass is over."""
-        return self.inverse is not None or self.transport.lasting
+        return self.to_plan is not None or self.transport.lasting
 
     def to_heads(self, parts: Sequence[tuple[Tensor, Span]]) -> ToHeads:
         """Start bringing here all rows of some heads of this rank, of tensors ``[B, S_rank, H, D]``."""
-        rank, sends, receives, came = self.transport.rank, [], [], []
+        rank, sends, receives, came, own = self.transport.rank, [], [], [], []
         for x, heads in parts:
             packed, owners = _packed(x, heads, self.transport.size)
             row = packed[0, 0].numel() * x.itemsize
             inbox, place = self._inbox(self.starts[-1] * row, row, back=False)
             whole = inbox.view(x.dtype).view(-1, *packed.shape[2:])
             pieces = torch.split(whole, self.rows)
-            pieces[rank].copy_(packed[owners[rank]])
+            own.append((pieces[rank], packed[owners[rank]]))
             at = place + self.starts[rank] * row
             sends += [Message(_bytes(packed[owners[r]]), r, at) for r in self.others]
             receives += [Message(_bytes(pieces[r]), r, place + self.starts[r] * row) for r in self.others]
             came.append(whole)
-        return ToHeads(self, self.transport.exchange(sends, receives, "to heads"), came, sends)
+        return ToHeads(self, self._exchange(sends, receives, own, "to heads"), came, sends)
 
     def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, Span]]) -> ToSequence:
         """Start bringing home what was made of some heads.
@@ -74,7 +76,7 @@ class Reshard:
                 which of this rank's heads it holds. What ranks hold of a shared head is added up.
         """
         rank, ranks = self.transport.rank, self.transport.size
-        sends, receives, came = [], [], []
+        sends, receives, came, own = [], [], [], []
         for x, result, heads in parts:
             made = self._rows_first(x, accumulation_dtype(x.dtype) if result.shape[2] < ranks else result.dtype)
             row = made[0].numel() * made.itemsize
@@ -82,11 +84,20 @@ class Reshard:
             inbox, place = self._inbox(ranks * mine, row, back=True)
             pieces = inbox.view(made.dtype).view(ranks, self.rows[rank], *made.shape[1:])
             leaving = torch.split(made, self.rows)
-            pieces[rank].copy_(leaving[rank])
+            own.append((pieces[rank], leaving[rank]))
             sends += [Message(_bytes(leaving[r]), r, place + rank * self.rows[r] * row) for r in self.others]
             receives += [Message(_bytes(pieces[r]), r, place + r * mine) for r in self.others]
             came.append((pieces, result, heads))
-        return ToSequence(self.transport.exchange(sends, receives, "to sequence"), came, sends)
+        return ToSequence(self._exchange(sends, receives, own, "to sequence"), came, sends)
+
+    def _exchange(
+        self, sends: list[Message], receives: list[Message], own: list[tuple[Tensor, Tensor]], label: str
+    ) -> Exchange:
+        """Messages, and what stays here: put beside what comes while that is on its way."""
+        exchange = self.transport.exchange(sends, receives, label)
+        for place, piece in own:
+            place.copy_(piece)
+        return exchange
 
     def _inbox(self, size: int, row: int, *, back: bool) -> tuple[Tensor, int]:
         """So many bytes to receive into, and the place where they begin, which other ranks count as well."""
@@ -97,7 +108,7 @@ class Reshard:
     def _rows_first(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """``[B, S_all, h, D]`` -> ``[S_all, B, h, D]`` in one piece, rank after rank."""
         rows = x.transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
-        return rows.contiguous() if self.order is None else rows.index_select(0, self.order)
+        return rows.contiguous() if self.to_ranks is None else self.to_ranks(rows)
 
 
 class ToHeads:
@@ -109,8 +120,8 @@ class ToHeads:
     def wait(self) -> list[Tensor]:
         """``[B, S_all, h, D]`` each, rows in the plan's order; where that is the order of ranks, in the inbox."""
         self._exchange.wait()
-        inverse = self._reshard.inverse
-        ready = self._came if inverse is None else [x.index_select(0, inverse) for x in self._came]
+        put = self._reshard.to_plan
+        ready = self._came if put is None else [put(x) for x in self._came]
         return [x.squeeze(1).unsqueeze(0) if x.shape[1] == 1 else x.transpose(0, 1) for x in ready]
 
     def left(self) -> None:
@@ -151,15 +162,36 @@ def _by_owner(x: Tensor, owners: int) -> Tensor:
     return x.view(*x.shape[:2], owners, -1, x.shape[3])
 
 
+class _Order:
+    """Another order of rows: a few runs of them, put together at the speed of a copy; else by their indices."""
+
+    def __init__(self, index: Tensor, runs: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self._runs = runs
+        self._index = None if runs else index.to(device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._index is not None:
+            return x.index_select(0, self._index)
+        return torch.cat([x[start:stop] for start, stop in self._runs])
+
+
 @lru_cache(maxsize=64)
-def _orders(layout: Layout, within: Layout, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """(indices of the plan's rows in the order of ranks, and its inverse); two None where that is the plan's order."""
-    if within.shards == layout.joined().shards:
+def _orders(layout: Layout, within: Layout, device: torch.device) -> tuple[_Order | None, _Order | None]:
+    """(from the plan's order of rows to that of ranks, and back); two None where they are the same."""
+    index = torch.cat([torch.arange(s.start, s.last + 1, s.step) for shard in layout.shards for s in shard])
+    if within.shards == layout.joined().shards or torch.equal(index, torch.arange(layout.length)):
         return None, None
-    order = torch.cat([torch.arange(s.start, s.last + 1, s.step) for shard in layout.shards for s in shard])
-    if torch.equal(order, torch.arange(layout.length)):
-        return None, None
-    return order.to(device), torch.argsort(order).to(device)
+    inverse = torch.argsort(index)
+    return _Order(index, _runs(index), device), _Order(inverse, _runs(inverse), device)
+
+
+def _runs(index: Tensor) -> list[tuple[int, int]]:
+    """[start, stop) of the runs of indices that follow each other; none where they are many."""
+    breaks = (index.diff() != 1).nonzero().flatten() + 1
+    if len(breaks) >= _RUNS:
+        return []
+    edges = [0, *breaks.tolist(), len(index)]
+    return [(int(index[start]), int(index[stop - 1]) + 1) for start, stop in pairwise(edges)]
 
 
 def _bytes(x: Tensor) -> Tensor:

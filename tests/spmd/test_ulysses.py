@@ -17,7 +17,9 @@ from burst_portable.cost import Rates, plan_cost
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.heads import can_group, head_groups
 from burst_portable.kernels.contract import Options
+from burst_portable.layout import make_layout
 from burst_portable.mask import Mask
+from burst_portable.reshard import _orders
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.ulysses import in_rank_order
 from burst_portable.verify import verify
@@ -203,3 +205,19 @@ def test_whole_gradients_are_handed_through():
     finally:
         del kernel.backward
     assert all(a is b for a, b in zip(made, seen[0], strict=True))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "document_zigzag"])
+def test_orders_of_rows(layout):
+    """There and back, by runs where they are few and by indices where they are many."""
+    mask = Mask.documents(tuple(range(0, 1001, 100)))
+    where, one = make_layout(layout, 1000, 4, mask), make_layout("contiguous", 1000, 1)
+    to_ranks, to_plan = _orders(where, one, torch.device("cpu"))
+    natural = torch.arange(1000)
+    by_rank = torch.tensor([p for rank in range(4) for p in where.positions(rank)])
+    if layout == "contiguous":
+        assert (to_ranks, to_plan) == (None, None)
+    else:
+        assert torch.equal(to_ranks(natural), by_rank)
+        assert torch.equal(to_plan(by_rank), natural)
+    assert _orders(where, where.joined(), torch.device("cpu")) == (None, None)
