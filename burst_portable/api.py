@@ -180,7 +180,8 @@ def _prepare(
     sizes = room.forward, room.backward
     row_delta = getattr(chosen.kernel, "row_delta", numerics.row_delta)
     passes = said.of_pass("forward"), said.of_pass("backward")
-    return Call(plan, runtime, chosen.options, *passes, sizes, with_lse, row_delta)
+    by_out = plan.backward.side == "kv" and getattr(chosen.kernel, "in_pieces", False)
+    return Call(plan, runtime, chosen.options, *passes, sizes, by_out, with_lse, row_delta)
 
 
 def _statement(

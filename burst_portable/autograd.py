@@ -32,6 +32,7 @@ class Call:
     forward: Statement
     backward: Statement
     inboxes: tuple[int, int] = (0, 0)  # bytes that a rank gets from another, forward and backward: see `packets`
+    by_out: bool = False  # whether backward kernels are given out in place of delta
     with_lse: bool = True  # whether LSE is asked for: where heads are resharded, it travels
     row_delta: Callable[[Tensor, Tensor], Tensor] = numerics.row_delta  # or the kernel's own, in one pass
 
@@ -107,10 +108,11 @@ def _backward(call: Call, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[
     if dout is None:  # a rank whose result nobody used still takes part: others wait for it
         dout = torch.zeros_like(out)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    delta = call.row_delta(dout, out)
+    delta = None if call.by_out and sinks is None else call.row_delta(dout, out)
+    given = out if call.by_out or delta is None else delta
     part, rank = call.plan.backward, call.runtime.transport.rank
-    dq, dk, dv = run_backward(part, rank, call.runtime, call.options, dout, q, k, v, lse, delta)
-    dsinks = None if sinks is None else numerics.sinks_gradient(sinks, lse, delta)
+    dq, dk, dv = run_backward(part, rank, call.runtime, call.options, dout, q, k, v, lse, given)
+    dsinks = None if sinks is None or delta is None else numerics.sinks_gradient(sinks, lse, delta)
     return (dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)), dsinks
 
 

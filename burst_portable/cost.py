@@ -298,9 +298,7 @@ def _simulated(
         line.handle(handling.made(part.problem, step.result_sends))
         if step.compute:
             line.launch(work[index])
-            line.handle(
-                handling.merged(part.problem, pass_name, step.compute, first=not launched, in_pieces=rates.in_pieces)
-            )
+            line.handle(handling.merged(part, pass_name, step.compute, first=not launched, in_pieces=rates.in_pieces))
             launched = True
         line.wait(step.result_arrivals)
         line.handle(handling.added(part.problem, step.result_arrivals))

@@ -52,7 +52,7 @@ def run_backward(
     lse: Tensor,
     delta: Tensor,
 ) -> Gradients:
-    """(dq, dk, dv) of this rank's shard, in the accumulation dtype. LSE and delta are global."""
+    """(dq, dk, dv) of this rank's shard, in the accumulation dtype. LSE and delta are global: see `runtime.Queries`."""
     dq, dk, dv = (torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v))
     travels_kv = part.side == "kv"
     own_block, own_gradients = ((k, v), (dk, dv)) if travels_kv else ((q, dout, lse, delta), (dq,))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from burst_portable.moves import Move
 from burst_portable.packets import head_fields, message_size
-from burst_portable.plans import Compute, PassName, Plan, Problem
+from burst_portable.plans import Compute, PassName, PassPlan, Plan, Problem
 
 _PACKED = 2  # a message is read and written once: `executor._Exchange._outgoing`
 _ADDED = 3  # a message of gradients that came is read and added to as many bytes: `executor._Results._add`
@@ -19,7 +19,8 @@ _MADE = 3  # room for gradients is zeroed, then read and written by the kernel: 
 _COPIED = 2  # read and written once
 _GRADIENT = 5  # a gradient of 16 bits that was zeros in float32, and is rounded: `kernels.whole.added_up`
 # Bytes a number of 16 bits in float32: a kernel that merges in its epilogue reads and writes its running out, one that
-# is called on pieces takes `numerics.merge_into` and, backward, `numerics.surrogate_out` and a sum of each gradient.
+# is called on pieces takes `numerics.merge_into` and, backward, a sum of each gradient; where queries travel, it is
+# made an out by `numerics.surrogate_out`.
 _RUNNING = 8
 _PIECE_MERGED, _PIECE_STARTED, _PIECE_ADDED = 26, 52, 10
 
@@ -41,8 +42,9 @@ def made(problem: Problem, result_sends: Iterable[Move]) -> int:
     return sum(_MADE * message_size(problem, m) for m in result_sends)
 
 
-def merged(problem: Problem, pass_name: PassName, compute: Compute, *, first: bool, in_pieces: bool) -> int:
+def merged(part: PassPlan, pass_name: PassName, compute: Compute, *, first: bool, in_pieces: bool) -> int:
     """For putting what a launch makes to what launches before it have made; `first`: there was none."""
+    problem = part.problem
     rows = [tile.rows for tile in compute.tiles]
     d, dv, batch = problem.head_dim, problem.value_dim, problem.batch
     if pass_name == "forward":
@@ -52,7 +54,8 @@ def merged(problem: Problem, pass_name: PassName, compute: Compute, *, first: bo
     if not in_pieces:
         return 0
     columns = sum(tile.columns for tile in compute.tiles)
-    queries = _PIECE_STARTED * max(rows, default=0) * dv + _PIECE_ADDED * sum(rows) * d
+    started = _PIECE_STARTED * max(rows, default=0) if part.side == "q" else 0  # else out is at hand
+    queries = started * dv + _PIECE_ADDED * sum(rows) * d
     return batch * (queries * problem.heads + _PIECE_ADDED * columns * problem.kv_heads * (d + dv))
 
 

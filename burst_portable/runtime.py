@@ -21,7 +21,10 @@ from burst_portable.numerics import State
 from burst_portable.plans import Compute, Plan
 
 Queries = tuple[Tensor, ...]
-"""What the query side brings to the backward pass: (q, dO, LSE, delta), the last two global."""
+"""What the query side brings to the backward pass: (q, dO, LSE, delta), the last two global.
+
+Where queries stay, out may be in the place of delta: operators on pieces want it.
+"""
 
 
 class Runtime(Protocol):
@@ -82,7 +85,8 @@ class PlainRuntime:
     ) -> None:
         q, dout, lse, delta = queries
         dq, dk, dv = into
-        self.kernel.attend_backward(dout, q, k, v, lse, compute.tiles, options, delta=delta, into=(dq, dk, dv))
+        given = {"delta": delta} if delta.dim() == 3 else {"out": delta}
+        self.kernel.attend_backward(dout, q, k, v, lse, compute.tiles, options, **given, into=(dq, dk, dv))
 
     def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
         return whole.attend_whole(self.kernel, q, k, v, compute.tiles, options)

@@ -26,6 +26,7 @@ from burst_portable.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from burst_portable.kernels import pieces
 from burst_portable.kernels.contract import Problem
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.tiles import Tile
@@ -315,3 +316,19 @@ def test_a_kernel_s_own_row_delta_is_used(monkeypatch):
     q = torch.randn(1, 8, 2, 4, requires_grad=True)
     bp.attention(q, q, q, mesh=bp.Mesh.single(), kernel="reference").sum().backward()
     assert asked == [(1, 8, 2, 4)]
+
+
+def test_operators_are_given_out_where_it_is_at_hand(monkeypatch):
+    """Where queries travel, delta alone comes with them; where K and V do, nothing like an out need be made."""
+    made: list[str] = []
+    once = pieces.surrogate_out
+    monkeypatch.setattr(pieces, "surrogate_out", lambda dout, delta: made.append("out") or once(dout, delta))
+
+    def work(mesh, strategy):
+        q, k, v = (torch.randn(1, 16, 2, 8, requires_grad=True) for _ in range(3))
+        bp.attention(q, k, v, mesh=mesh, strategy=strategy, kernel="cpu_flash").sum().backward()
+
+    bp.run_local(2, lambda mesh: work(mesh, "ring"))
+    assert not made
+    bp.run_local(2, lambda mesh: work(mesh, "burst"))
+    assert made
