@@ -113,7 +113,7 @@ def on_two(machine, work):
 
 
 def attention_is_right(machine, strategy):
-    case = Case(mask="causal", strategy=strategy, ranks=2, heads="gqa", batch=1, length=64)
+    case = Case(mask="causal", strategy=strategy, ranks=2, heads="8x4x8x8", batch=1, length=64)
     inputs = make_inputs(case)
     exact, plain = expected(case, inputs)
 
@@ -126,7 +126,7 @@ def attention_is_right(machine, strategy):
         assert judge(answer, exact, plain, case.dtype) == {}
 
 
-@pytest.mark.parametrize("strategy", ["ring+fetch", "burst+fetch", "ulysses"])
+@pytest.mark.parametrize("strategy", ["ring+fetch", "burst+fetch", "ulysses", "ulysses+groups"])
 def test_attention(machine, strategy):
     attention_is_right(machine, strategy)
     assert len(machine.allocated) == 2, "what the trial took is enough for this one"

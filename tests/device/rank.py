@@ -12,7 +12,7 @@ import torch.distributed as dist
 import burst_portable as bp
 from burst_portable.backends.registry import for_device
 from burst_portable.conformance import oracle
-from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES
+from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES, Case
 from burst_portable.conformance.oracle import Answer
 from burst_portable.conformance.tolerances import judge
 from burst_portable.strategies.registry import make_strategy
@@ -26,7 +26,7 @@ def tried(ranks: int) -> dict[str, tuple[str, str, str, torch.dtype]]:
     for index, (strategy, mask) in enumerate((s, m) for s in STRATEGIES for m in ("causal", "documents", "window")):
         layout = ("zigzag", "striped", "contiguous")[index % 3]
         dtype = (torch.bfloat16, torch.float32)[index % 2]
-        if strategy != "ulysses" or HEADS % ranks == 0:
+        if Case(strategy=strategy, ranks=ranks, heads=f"{HEADS}x{KV_HEADS}x{DIM}x{DIM}").possible():
             cases[f"{strategy}-{mask}-{layout}-{dtype}"] = (mask, layout, strategy, dtype)
     return cases
 

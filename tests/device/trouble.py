@@ -44,7 +44,9 @@ def train(mesh: bp.Mesh, device: torch.device, length: int, seed: int, strategy:
     whole = [torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes]
     q, k, v, dout = (bp.shard(x, mesh) for x in whole)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    chosen = make_strategy(strategy, **({} if strategy == "ulysses" else {"moves": "fetch", "ahead": 1 + seed % 3}))
+    groups = 2 if HEADS // mesh.size > 1 else 1
+    options = {"groups": groups} if strategy == "ulysses" else {"moves": "fetch", "ahead": 1 + seed % 3}
+    chosen = make_strategy(strategy, **options)
     out = bp.attention(*leaves, mesh=mesh, strategy=chosen, deterministic=True)
     out.backward(dout)
     return [out.detach(), *(x.grad for x in leaves)]

@@ -25,7 +25,7 @@ def cases(effort: str) -> Iterator[Case]:
 
 def trials(subject: Subject) -> Iterator[Trial]:
     """See `cases`."""
-    yield from case_trials(NAME, subject, cases(subject.effort))
+    yield from case_trials(NAME, subject, (case for case in cases(subject.effort) if case.possible()))
 
 
 def of_case(subject: Subject, case: Case, kernel: str) -> Trial:
