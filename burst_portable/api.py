@@ -110,7 +110,8 @@ def attention(
         mesh: a `Mesh` (keep it: it remembers plans), a DeviceMesh of one axis, a process group, or None for the
             default group or, without one, this process alone.
         strategy: "auto" or one of the registry's names, or a strategy object with its options.
-        layout: which rows a rank holds: "contiguous", "zigzag", "striped", "document_zigzag", or a `Layout`.
+        layout: which rows a rank holds: "contiguous", "zigzag", "striped", or a `Layout`; of documents
+            "whole_documents" and "document_zigzag".
         seq_len: tokens of the whole sequence. None means those of a `Layout`, or that all ranks hold equally many.
         scale: of the scores; 1/sqrt(D) unless given.
         softcap: scores become softcap·tanh(scores / softcap).

@@ -4,6 +4,7 @@
     zigzag          00 11 22 33 33 22 11 00      rank r holds chunks r and 2W-1-r: causal work is even
     striped         0123 0123 0123 0123          position p lies on rank p mod W
     document_zigzag a zigzag of its own for every document
+    whole_documents each document on one rank; a few, the longest, as zigzags, so that work and rows are even
 
 Lengths that the ranks (or twice the ranks) do not divide give uneven shards; nothing is padded.
 """
@@ -14,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from itertools import chain, pairwise
 from math import gcd
 
@@ -23,6 +25,9 @@ from burst_portable.values import as_int, size
 
 MOST_RANKS = 1 << 14
 """Planning one rank looks at every other; above so many it takes minutes, see docs/plans.md."""
+
+_BLOCK = 128  # rows that kernels take at once: chunks of so many times some leave no block half empty
+_UNEVEN = 1.03  # what the busiest rank may have of the mean, before another document is cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +154,78 @@ def document_zigzag(cumulative: Sequence[int], ranks: int) -> Layout:
     return Layout("document_zigzag", cumulative[-1], tuple(shards))
 
 
+def whole_documents(cumulative: Sequence[int], ranks: int) -> Layout:
+    """Documents dealt out whole, so that little is sent; the longest cut into zigzags, as few as evenness allows.
+
+    Of the pairs of a causal mask, and of the rows, the busiest rank has 3 % above the mean at most, if documents allow
+    it. Chunks of what is cut are whole blocks of kernels, and come first on their rank, side by side: what others
+    need is one range.
+    """
+    longest = sorted(pairwise(cumulative), key=lambda d: (d[0] - d[1], d))
+    most = sum(stop - start >= 2 * ranks for start, stop in longest)
+    cut, best = 0, _Dealt(longest, 0, ranks)
+    while best.uneven > _UNEVEN and cut < most:
+        cut = min(most, cut + 1 + cut // 2)
+        best = min(best, _Dealt(longest, cut, ranks), key=lambda dealt: dealt.uneven)
+    return Layout("whole_documents", cumulative[-1], best.shards)
+
+
+class _Dealt:
+    """Documents shared out to ranks, the first `cut` of them as zigzags; the others to who has least so far."""
+
+    def __init__(self, documents: Sequence[tuple[int, int]], cut: int, ranks: int) -> None:
+        self._pairs, self._rows = [0] * ranks, [0] * ranks
+        self._all = sum((b - a) ** 2 for a, b in documents), sum(b - a for a, b in documents)
+        chunks: list[list[Segment]] = [[] for _ in range(ranks)]
+        rests: list[tuple[int, int, int]] = []  # first row of its document, its own first, past its last
+        for index, (start, stop) in enumerate(documents[:cut]):
+            block = min(_BLOCK, (stop - start) // (2 * ranks))
+            blocks = (stop - start) // block
+            for turn in range(ranks):
+                rank = (turn + index) % ranks  # some chunks are a block longer: not always the same ranks'
+                for piece in (turn, 2 * ranks - 1 - turn):
+                    chunk = _chunk(blocks, 2 * ranks, piece)
+                    first, past = (start + at * block for at in (chunk.start, chunk.start + chunk.count))
+                    chunks[rank].append(self._give(rank, start, first, past))
+            rests.append((start, start + blocks * block, stop))
+        whole: list[list[Segment]] = [[] for _ in range(ranks)]
+        least = [(self._load(rank), rank) for rank in range(ranks)]
+        heapify(least)
+        for start, first, stop in (*rests, *((a, a, b) for a, b in documents[cut:])):
+            if first < stop:
+                rank = least[0][1]
+                (whole if first == start else chunks)[rank].append(self._give(rank, start, first, stop))
+                heapreplace(least, (self._load(rank), rank))
+        self.shards = tuple(_merged([*chunks[r], *sorted(whole[r], key=_start)]) for r in range(ranks))
+        self.uneven = max(
+            max(held) * ranks / every for held, every in zip((self._pairs, self._rows), self._all, strict=True)
+        )
+
+    def _give(self, rank: int, start: int, first: int, past: int) -> Segment:
+        """Rows [first, past) of a document that begins at `start`."""
+        self._pairs[rank] += (past - start) ** 2 - (first - start) ** 2
+        self._rows[rank] += past - first
+        return Segment(first, past - first)
+
+    def _load(self, rank: int) -> int:
+        """Pairs and rows alike, each as a share of all."""
+        return self._pairs[rank] * self._all[1] + self._rows[rank] * self._all[0]
+
+
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
     "contiguous": contiguous,
     "zigzag": zigzag,
     "striped": striped,
 }
-NAMES = (*LAYOUTS, "document_zigzag")
+OF_DOCUMENTS: dict[str, Callable[[Sequence[int], int], Layout]] = {
+    "document_zigzag": document_zigzag,
+    "whole_documents": whole_documents,
+}
+NAMES = (*LAYOUTS, *OF_DOCUMENTS)
 
 
 def make_layout(name: str, length: int, ranks: int, mask: Mask | None = None) -> Layout:
-    """The layout of that name; `document_zigzag` reads the documents from the mask.
+    """The layout of that name; `OF_DOCUMENTS` read the documents from the mask.
 
     Raises `UnknownNameError` for a name that is none, `InputError` for sizes that are none, `LayoutError` for lengths
     and ranks that do not fit.
@@ -183,12 +250,12 @@ def _made(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
                 allowed=f"at most {length} ranks",
             )
         )
-    if name == "document_zigzag":
-        return document_zigzag(_document_bounds(mask, length), ranks)
+    if name in OF_DOCUMENTS:
+        return OF_DOCUMENTS[name](_document_bounds(name, mask, length), ranks)
     return LAYOUTS[name](length, ranks)
 
 
-def _document_bounds(mask: Mask | None, length: int) -> tuple[int, ...]:
+def _document_bounds(name: str, mask: Mask | None, length: int) -> tuple[int, ...]:
     """Where documents end: the square regions on the diagonal that tile the sequence."""
     bounds = [0]
     for region in mask.regions if mask is not None else ():
@@ -198,7 +265,7 @@ def _document_bounds(mask: Mask | None, length: int) -> tuple[int, ...]:
     if bounds[-1] != length:
         raise LayoutError(
             explain(
-                "the layout 'document_zigzag' needs a mask of documents that fill the sequence",
+                f"the layout {name!r} needs a mask of documents that fill the sequence",
                 got=f"the mask {str(mask)!r} and {length} tokens",
                 next_step="pass Mask.documents(...), or use the layout 'zigzag'",
             )

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from burst_portable.errors import InputError, LayoutError, ShapeError, explain, shown, unknown_name
 from burst_portable.layout import NAMES as LAYOUTS
-from burst_portable.layout import Layout, make_layout
+from burst_portable.layout import OF_DOCUMENTS, Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.base import Strategy
@@ -66,9 +66,9 @@ def mask_of(mask: Mask | str, length: int) -> Mask:
 
 
 def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) -> Layout:
-    """The layout that a user passed, for so many tokens and ranks. Only `document_zigzag` reads the mask."""
+    """The layout that a user passed, for so many tokens and ranks. Only layouts of documents read the mask."""
     if isinstance(layout, str):
-        return make_layout(layout, length, ranks, mask if layout == "document_zigzag" else None)
+        return make_layout(layout, length, ranks, mask if layout in OF_DOCUMENTS else None)
     if not isinstance(layout, Layout):
         raise unknown_name("layout", layout, LAYOUTS)
     if layout.ranks != ranks or layout.length != length:

@@ -29,7 +29,7 @@ def positions(
     mask: Mask | str | None = None,
     device: Any = None,
 ) -> Tensor:
-    """The global positions of this rank's rows, in order: int64 ``[S]``. `mask` is for `document_zigzag`."""
+    """The global positions of this rank's rows, in order: int64 ``[S]``. `mask` is for layouts of documents."""
     mesh = as_mesh(mesh)
     where, device = _layout(layout, size("seq_len", seq_len), mesh, mask), checked_device(device)
     return torch.cat([torch.arange(s.start, s.last + 1, s.step, device=device) for s in where.shards[mesh.rank]])

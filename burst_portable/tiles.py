@@ -182,8 +182,11 @@ class _KeySearch:
 
     def __init__(self, keys: Sequence[Segment]) -> None:
         self._pairs = list(zip(keys, accumulate((k.count for k in keys), initial=0), strict=False))
-        rising = len(keys) > _SEARCHED and all(a.last < b.start for a, b in pairwise(keys))
-        self._starts = [k.start for k in keys] if rising else None
+        self._starts: list[int] | None = None
+        if len(keys) > _SEARCHED:
+            rising = sorted(self._pairs, key=lambda pair: pair[0].start)
+            if all(a.last < b.start for (a, _), (b, _) in pairwise(rising)):
+                self._pairs, self._starts = rising, [k.start for k, _ in rising]
 
     def between(self, first: int, last: int) -> Sequence[tuple[Segment, int]]:
         """Segments that may hold a position of [first, last], each with the local index of its first row."""

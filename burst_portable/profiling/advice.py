@@ -19,7 +19,7 @@ def layout(report: Report) -> str:
     """Where the plan is uneven: the layout that spreads it best."""
     plans = [plan for plan in report["plans"] if plan.get("layouts")]
     if not plans:
-        return "spread the sequence with layout='zigzag' or 'striped', for packed documents 'document_zigzag'"
+        return "spread the sequence with layout='zigzag' or 'striped', for packed documents 'whole_documents'"
     told = plans[0]["layouts"]
     best = min(told, key=lambda name: told[name])
     others = ", ".join(f"{name} {value:.2g}" for name, value in sorted(told.items(), key=lambda one: one[1]))

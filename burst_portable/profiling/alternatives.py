@@ -6,7 +6,7 @@ from typing import Any
 
 from burst_portable.cost import Rates, rank_cost
 from burst_portable.errors import InputError, LayoutError, UnsupportedError
-from burst_portable.layout import NAMES, make_layout
+from burst_portable.layout import NAMES, OF_DOCUMENTS, make_layout
 from burst_portable.planning import planned
 from burst_portable.plans import PASSES, Plan, Problem
 from burst_portable.strategies.registry import make_strategy
@@ -48,7 +48,7 @@ def layouts(problem: Problem) -> dict[str, float]:
     found = {}
     for name in NAMES:
         try:
-            layout = make_layout(name, length, ranks, mask if name == "document_zigzag" else None)
+            layout = make_layout(name, length, ranks, mask if name in OF_DOCUMENTS else None)
         except (InputError, LayoutError):
             continue  # documents are asked for, and the mask has none
         every = layout.joined().shards[0]

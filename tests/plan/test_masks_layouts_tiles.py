@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
 import tracemalloc
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -13,9 +15,12 @@ from hypothesis import strategies as st
 
 from burst_portable.conformance.cases import LENGTH, MASKS
 from burst_portable.conformance.oracle import dense_mask
+from burst_portable.cost import Rates, plan_cost
 from burst_portable.errors import LayoutError, MaskError, UnknownNameError
-from burst_portable.layout import NAMES, Layout, Segment, make_layout
+from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, Segment, make_layout
 from burst_portable.mask import UNBOUNDED, Mask, Region, band_area
+from burst_portable.plans import Problem
+from burst_portable.strategies.ring import RingStrategy
 from burst_portable.tiles import Tile, banded_box, find_tiles, fuse, sees
 
 sizes = st.integers(1, 9)
@@ -90,7 +95,7 @@ def test_tiles_cover_every_pair_exactly_once(name, layout, ranks):
     try:
         where = make_layout(layout, LENGTH, ranks, mask)
     except LayoutError:
-        assert layout == "document_zigzag"
+        assert layout in OF_DOCUMENTS
         return
     covered = torch.zeros(LENGTH, LENGTH, dtype=torch.int64)
     for q_shard in range(ranks):
@@ -162,6 +167,58 @@ def test_layouts_hold_every_position_once_and_leave_no_rank_empty(length, ranks,
     counts = [where.count(r) for r in range(ranks)]
     assert min(counts) >= 1
     assert max(counts) - min(counts) <= 2
+
+
+lengths = st.lists(st.integers(1, 700), min_size=1, max_size=40)
+
+
+@given(lengths, st.integers(1, 9))
+def test_whole_documents_hold_every_position_once(lengths, ranks):
+    """What is cut is cut into two chunks a rank, and perhaps a rest; all else lies whole on one rank."""
+    ends = [0, *accumulate(lengths)]
+    mask = Mask.documents(ends)
+    try:
+        where = make_layout("whole_documents", ends[-1], ranks, mask)
+    except LayoutError:  # fewer documents than ranks, and none that is long enough to be cut
+        assert len(lengths) < 2 * ranks
+        return
+    assert sorted(p for r in range(ranks) for p in where.positions(r)) == list(range(ends[-1]))
+    for start, stop in pairwise(ends):
+        parts = [within for shard in where.shards for s in shard if (within := _shared(s, start, stop))]
+        assert len(parts) == 1 or (stop - start >= 2 * ranks and len(parts) <= 2 * ranks + 1)
+    if ranks == 1:
+        assert where.shards[0] == (Segment(0, ends[-1]),)
+
+
+def _shared(segment, start, stop):
+    return max(0, min(stop, segment.start + segment.count) - max(start, segment.start))
+
+
+@pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (4, 0), (8, 1)])
+def test_whole_documents_are_even_and_little_is_sent(ranks, seed):
+    """Lengths as of web text: pairs and rows within 3 %, a fraction of the bytes, chunks of whole blocks first."""
+    chance, ends = random.Random(seed), [0]
+    while ends[-1] < 131072:
+        ends.append(min(131072, ends[-1] + max(16, int(chance.lognormvariate(6.2, 1.4)))))
+    mask = Mask.documents(ends)
+    sent = {}
+    for name in OF_DOCUMENTS:
+        where = make_layout(name, ends[-1], ranks, mask)
+        problem = Problem(mask, where, where, 32, 8, 128, 128)
+        plan = RingStrategy(moves="fetch").plan(problem)
+        sent[name] = plan_cost(plan, Rates(600.0, 300.0)).sent
+        pairs = [sum(s.compute.tiles.area for s in plan.forward.rank(r) if s.compute) for r in range(ranks)]
+        assert sum(pairs) == mask.area(ends[-1])
+        for held in (pairs, [where.count(rank) for rank in range(ranks)]):
+            assert max(held) * ranks < 1.03 * sum(held)
+    assert sent["whole_documents"] < 0.5 * sent["document_zigzag"]
+    cut = [stop - start for start, stop in pairwise(ends) if not _on_one_rank(where, start, stop)]
+    for shard in where.shards:
+        assert sum(s.count % 128 == 0 for s in shard[: len(cut)]) == len(cut)
+
+
+def _on_one_rank(where, start, stop):
+    return any(_shared(s, start, stop) == stop - start for shard in where.shards for s in shard)
 
 
 @st.composite

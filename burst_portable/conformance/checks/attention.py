@@ -19,6 +19,7 @@ _QUICK = (
     Case("window_both", "contiguous", "burst+fetch", 3, "mqa"),
     Case("documents", "document_zigzag", "burst", 4, "gqa", sinks=True),
     Case("documents_full", "zigzag", "ulysses", 2, "gqa", softcap=5.0),
+    Case("documents", "whole_documents", "ring+fetch", 2, "gqa"),
     Case("documents_window", "striped", "double_ring", 4, "mha"),
     Case("prefix", "zigzag", "double_ring+kv", 4, "gqa"),
     Case("sink_window", "contiguous", "auto", 3, "mha"),

@@ -18,7 +18,7 @@ from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of, 
 from burst_portable.integrations.transformers.masks import wanted_mask
 from burst_portable.integrations.transformers.padding import check_padded_model, has_padding
 from burst_portable.integrations.transformers.router import check_router, with_router_loss
-from burst_portable.layout import NAMES, Layout, make_layout
+from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
 from burst_portable.mask import Mask, cumulative_lengths
 from burst_portable.mesh import as_mesh
 from burst_portable.sharding import positions, shard, shard_batch
@@ -280,4 +280,4 @@ def _layout(name: str, length: int, ranks: int, documents: tuple[int, ...] | Non
             raise InputError(explain("documents end before the sequence", got=documents[-1], allowed=length))
     # A sequence without documents is one document.
     whole = Mask.documents((0, length)) if mask is None else mask
-    return make_layout(name, length, ranks, whole if name == "document_zigzag" else None)
+    return make_layout(name, length, ranks, whole if name in OF_DOCUMENTS else None)
