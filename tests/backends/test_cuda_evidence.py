@@ -32,7 +32,7 @@ def test_machine_code():
 
 def test_the_compiler_is_asked(monkeypatch):
     """A kernel that spills is a failure of the report."""
-    made = hopper_aot.Report("backward D=64 bf16", 255, 512, 0, 1024, 4, (), 1.0)
+    made = hopper_aot.Report("backward D=64 bf16", 255, 512, 0, 1024, 4, 0, (), 1.0)
     monkeypatch.setattr(hopper_aot, "compile_build", lambda build: made)
     monkeypatch.setattr(machine_code, "kernel_table", lambda chips, heads: ())
     report = machine_code.report(["sm_90"])

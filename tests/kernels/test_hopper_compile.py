@@ -37,8 +37,19 @@ def test_backward(dim):
 def check(report):
     assert not report.warnings, "ptxas serialises wgmma (C7510 to C7517)"
     assert report.wgmma > 0
+    assert report.early_releases == 0
     assert report.shared_bytes <= hopper_aot.SHARED_LIMIT
     print(report)
+
+
+def test_a_slot_released_before_all_warps_have_read_it():
+    good = "wgmma.wait_group.sync.aligned 0;\nbar.sync 0, 128;\n@%p mbarrier.arrive.shared::cta.b64 _, [%r];\n"
+    # as it once stood here: the barrier that another instruction needed lay between the product's start and its end
+    early = (
+        "wgmma.mma_async\nbar.sync 0, 128;\nwgmma.wait_group.sync.aligned 0;\n@%p mbarrier.arrive.shared::cta.b64 _;\n"
+    )
+    assert hopper_aot._early_releases(good * 2) == 0
+    assert hopper_aot._early_releases(good + early + good) == 1
 
 
 def test_reasons_without_a_device():

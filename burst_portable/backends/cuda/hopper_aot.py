@@ -38,6 +38,8 @@ class Report:
     spill_bytes: int
     shared_bytes: int
     wgmma: int
+    early_releases: int
+    """Barriers that one warp arrives at while others may still wait for the product before: see `_early_releases`."""
     warnings: tuple[str, ...]
     seconds: float
 
@@ -123,9 +125,28 @@ def compile_build(build: Build) -> Report:
         spill_bytes=int(usage[2]) + int(usage[3]),
         shared_bytes=compiled.metadata.shared,
         wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
+        early_releases=_early_releases(compiled.asm["ptx"]),
         warnings=tuple(sorted(set(re.findall(r"C75\d\d[^\n]*", said)))),
         seconds=seconds,
     )
+
+
+def _early_releases(ptx: str) -> int:
+    """Arrivals at a barrier with no barrier of the warpgroup since its last wait for a product.
+
+    One thread arrives for its warpgroup, and lets a slot be filled again; the three other warps may still be reading
+    it. Triton puts a barrier of the warpgroup before an arrival where it finds none since shared memory was last used,
+    and takes the start of an asynchronous product for its end.
+    """
+    waited, early = False, 0
+    for line in ptx.splitlines():
+        if "wgmma.wait_group" in line:
+            waited = True
+        elif "bar.sync" in line or "barrier.sync" in line:
+            waited = False
+        elif "mbarrier.arrive.shared" in line:
+            early += waited
+    return early
 
 
 def _ptxas(tools: Path, ptx: str) -> str:

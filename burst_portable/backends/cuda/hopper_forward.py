@@ -243,11 +243,12 @@ def _consumer(
         mbarrier.wait(q_rdy, turn & 1)
         slot = it % NS
         mbarrier.wait(k_rdy.index(slot), (it // NS) & 1)
-        s = gl.zeros([64, BN], gl.float32, sl)
-        s = warpgroup_mma(q, k_sm.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
-        tma.store_wait(0)  # of the item before
+        # of the item before; not beside the product, or no barrier stands between its end and the slot's release
+        tma.store_wait(0)
         if MODE == _MERGE_32:
             mbarrier.arrive(o_emp, count=1, pred=turn > 0)
+        s = gl.zeros([64, BN], gl.float32, sl)
+        s = warpgroup_mma(q, k_sm.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_emp.index(slot), count=1)
         s = _hide(s, left, right, BN, sl)
