@@ -20,7 +20,7 @@ PACKAGE = "burst_portable"
 # From low to high. A module may import its own layer and those below. A name stands for a module and for all
 # that lies under it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "config", "values", "compiling"),
+    ("errors", "config", "values", "compiling", "background"),
     ("numerics", "files"),
     ("mask", "layout"),
     ("tiles", "moves", "heads"),
@@ -53,7 +53,9 @@ PURE_NEVER = ("torch", "numpy", "triton", "transformers")
 KNOW_NO_PROFILER = {"api", "runtime"}
 
 # backends/<vendor>/ sees the contract and the tools that it is made of, nothing of who calls it.
-VENDOR_MAY_IMPORT = ("backends.base", "backends.accelerator", "kernels", "comm", "numerics", "tiles", "errors")
+VENDOR_MAY_IMPORT = (
+    *("backends.base", "backends.accelerator", "kernels", "comm", "numerics", "tiles", "errors", "background"),
+)
 SHARED_BACKEND_MODULES = {"base", "registry", "accelerator"}
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}

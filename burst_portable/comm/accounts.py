@@ -7,9 +7,11 @@ another group. Nothing is written while all is well: a store may be a file, whic
 from __future__ import annotations
 
 import threading
-from time import monotonic, sleep
+from time import monotonic
 
 import torch.distributed as dist
+
+from burst_portable.background import Background
 
 _PATIENCE = 2.0  # seconds: for others to leave their word, and for a store whose host may be the rank that is gone
 _POLL = 0.05
@@ -22,20 +24,13 @@ def compare_accounts(group: dist.ProcessGroup, mine: str) -> str:
 
     Takes a few seconds at most. Empty where the store cannot be reached, or the group has one rank.
     """
-    told: dict[int, str] = {}
     ranks = dist.get_process_group_ranks(group)
     place = f"{mine[:_LONGEST]} [group {group.group_name}: {_few(ranks)}]"
-
-    def exchange() -> None:
-        try:
-            _exchange(dist.group.WORLD.get_group_store(), ranks, dist.get_rank(), place, told)
-        except RuntimeError:  # DistStoreError and the like: the store went away with its host
-            return
-
+    exchange = _Exchange(ranks, place)
     # A store blocks for minutes where its host is stopped: then what it said so far is all.
-    thread = threading.Thread(target=exchange, name="accounts of a fault", daemon=True)
-    thread.start()
-    thread.join(_PATIENCE + 1)
+    exchange.thread.wake(exchange)
+    exchange.over.wait(_PATIENCE + 1)
+    told = exchange.told
     if not told:
         return ""
     others = [(r, told.get(global_rank, "")) for r, global_rank in enumerate(ranks) if global_rank != dist.get_rank()]
@@ -44,17 +39,35 @@ def compare_accounts(group: dist.ProcessGroup, mine: str) -> str:
     return "; ".join([*heard, *([f"nothing is heard of {_few(silent)}"] if silent else [])])
 
 
-def _exchange(store: dist.Store, ranks: list[int], mine: int, text: str, told: dict[int, str]) -> None:
-    """Fill `told` with what is in the store, by global rank, until all have spoken or patience ends."""
-    keys = {rank: f"burst_portable/account/{rank}" for rank in ranks}
-    until = monotonic() + _PATIENCE
-    store.set(keys[mine], text)
-    told[mine] = text
-    while len(told) < len(ranks) and monotonic() < until:
-        for rank in ranks:
-            if rank not in told and store.check([keys[rank]]):
-                told[rank] = store.get(keys[rank]).decode(errors="replace")
-        sleep(_POLL)
+class _Exchange:
+    """Leaves this rank's word, and fills `told` with what is in the store, by global rank."""
+
+    def __init__(self, ranks: list[int], text: str) -> None:
+        self._ranks, self._text = ranks, text
+        self.told: dict[int, str] = {}
+        self.over = threading.Event()
+        self.thread = Background(self, _Exchange._run, "accounts of a fault")
+
+    def _run(self) -> None:
+        """Until all have spoken or patience ends."""
+        try:
+            self._ask(dist.group.WORLD.get_group_store(), dist.get_rank())
+        except RuntimeError:  # DistStoreError and the like: the store went away with its host
+            return
+        finally:
+            self.over.set()
+
+    def _ask(self, store: dist.Store, mine: int) -> None:
+        keys = {rank: f"burst_portable/account/{rank}" for rank in self._ranks}
+        until = monotonic() + _PATIENCE
+        store.set(keys[mine], self._text)
+        self.told[mine] = self._text
+        while len(self.told) < len(keys) and monotonic() < until:
+            for rank in self._ranks:
+                if rank not in self.told and store.check([keys[rank]]):
+                    self.told[rank] = store.get(keys[rank]).decode(errors="replace")
+            if not self.thread.pause(_POLL):
+                return
 
 
 def _few(ranks: list[int]) -> str:

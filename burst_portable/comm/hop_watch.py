@@ -17,6 +17,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from burst_portable.background import Background
 from burst_portable.errors import DeadlineError, explain
 
 _EVERY = 0.2  # seconds between looks
@@ -38,6 +39,7 @@ class _Hop:
     ready: _Event | None
     works: Sequence[_Work] = ()
     incoming: Sequence[Tensor] = ()
+    since: float | None = None  # the time at which it was first seen under way
 
     def over(self) -> bool:
         return self.ready is not None and all(work.is_completed() for work in self.works)
@@ -61,48 +63,51 @@ class HopWatch:
         self.failed: DeadlineError | None = None
         self._deadline, self._settle, self._prepare = deadline, settle, prepare
         self._hops: deque[_Hop] = deque()
-        self._some = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._thread: Background[HopWatch] | None = None
 
     def starting(self, what: str, incoming: Sequence[Tensor]) -> _Hop:
         """The host is about to start transfers: that may block as well, where a peer is gone."""
         if self.failed is not None:
             raise self.failed
         hop = _Hop(what, None, incoming=incoming)
-        with self._some:
-            self._hops.append(hop)
-            self._some.notify()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="burst_portable hop watch", daemon=True)
-            self._thread.start()
+            self._thread = Background(self, HopWatch._watch, "burst_portable hop watch")
+        with self._lock:
+            self._hops.append(hop)
+            first = len(self._hops) == 1
+        if first:
+            self._thread.wake(self)
         return hop
 
     def forget(self, hop: _Hop) -> None:
         """It could not be started, and somebody else says so."""
-        with self._some:
+        with self._lock:
             self._hops.remove(hop)
 
-    def _run(self) -> None:
-        if self._prepare:
+    # ------------------------------------------------------------------------------------------ the thread
+
+    def _watch(self) -> None:
+        """Until no transfer is under way."""
+        if self._prepare is not None:
             self._prepare()
-        since: dict[int, float] = {}
-        while self.failed is None:
-            with self._some:
-                self._some.wait_for(lambda: self._hops)
-            time.sleep(min(_EVERY, self._deadline / 4))
-            late = self._look(since)
+            self._prepare = None
+        assert self._thread is not None, "this is the thread"
+        while self._hops and self.failed is None and self._thread.pause(min(_EVERY, self._deadline / 4)):
+            late = self._look()
             if late is not None:
                 self._fail(late.what)
 
-    def _look(self, since: dict[int, float]) -> _Hop | None:
+    def _look(self) -> _Hop | None:
         """Let go of what is over; the first transfer if it has been under way for too long."""
-        with self._some:
+        with self._lock:
             while self._hops and self._hops[0].over():
-                since.pop(id(self._hops.popleft()), None)
+                self._hops.popleft()
             if not self._hops or not (self._hops[0].ready is None or self._hops[0].ready.query()):
                 return None
-            first = since.setdefault(id(self._hops[0]), time.monotonic())
-            return self._hops[0] if time.monotonic() - first >= self._deadline else None
+            first = self._hops[0]
+            first.since = time.monotonic() if first.since is None else first.since
+            return first if time.monotonic() - first.since >= self._deadline else None
 
     def _fail(self, what: str) -> None:
         self.failed = DeadlineError(

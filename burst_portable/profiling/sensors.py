@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from statistics import fmean
-from threading import Event, Thread
 from typing import Any
 
 from burst_portable.backends.base import Meter
+from burst_portable.background import Background
 
 NAMES = ("watts", "megahertz", "celsius")
 _EVERY = 0.1  # seconds
@@ -21,24 +21,25 @@ class Sensors:
     def __init__(self, meter: Meter | str) -> None:
         self.reason = meter if isinstance(meter, str) else ""
         self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=_KEPT)
-        self._over = Event()
-        self._thread: Thread | None = None
+        self._meter = meter
+        self._thread: Background[Sensors] | None = None
         if not isinstance(meter, str):
-            self._thread = Thread(target=self._watch, args=(meter,), name="burst_portable sensors", daemon=True)
-            self._thread.start()
+            self._thread = Background(self, Sensors._watch, "burst_portable sensors")
+            self._thread.wake(self)
 
     def stop(self) -> None:
         """Read no more."""
-        self._over.set()
         if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            self._thread.stop()
 
-    def _watch(self, meter: Meter) -> None:
+    def _watch(self) -> None:
+        meter, thread = self._meter, self._thread
+        assert thread is not None, "this is the thread"
+        assert not isinstance(meter, str), "there is none where there is no meter"
         try:
             while True:
                 self._rows.append((time.perf_counter_ns(), meter.read()))
-                if self._over.wait(_EVERY):
+                if not thread.pause(_EVERY):
                     return
         finally:
             meter.close()

@@ -96,7 +96,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(peer_memory, "driver", lambda index: Driver())
     monkeypatch.setattr(peer_memory.dist, "get_rank", lambda group: here.rank)
     monkeypatch.setattr(peer_memory.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(peer_watch.Watch, "_run", lambda self: None)  # stand-ins never hang
+    monkeypatch.setattr(peer_watch.Watch, "_watch", lambda self: None)  # stand-ins never hang
     monkeypatch.setattr(peers, "unavailable", lambda: "")
     monkeypatch.setattr(peers, "here", lambda: DEVICE)
     return machine

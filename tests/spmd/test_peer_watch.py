@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -44,7 +45,13 @@ def watched(device, deadline, marks):
     ]
     one = _Pass(Event(lambda: True), device.ended(expected), expected)
     watch._passes.append(one)
+    pause(watch, time.sleep)
     return watch, one
+
+
+def pause(watch, sleep):
+    """The test is the watch's thread; `Background.pause` says whether to go on."""
+    watch._thread = SimpleNamespace(pause=lambda seconds: sleep(seconds) is None)
 
 
 def test_a_message_that_never_comes(capsys):
@@ -80,7 +87,8 @@ def test_slow_is_not_late_while_messages_come(left_over, monkeypatch):
         now += seconds
         device.flags[: int(now / 0.2)] = [PASS | CALL] * min(4, int(now / 0.2))
 
-    monkeypatch.setattr(peer_watch, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(peer_watch, "time", SimpleNamespace(monotonic=lambda: now))
+    pause(watch, sleep)
     watch._stay_with(one)
     assert watch.failed is None
     assert device.released == []

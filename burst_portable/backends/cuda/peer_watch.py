@@ -8,7 +8,6 @@ nothing looks right, and the next thing that this rank asks of the transport rai
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from burst_portable.backends.cuda.driver import leave_captures_alone
+from burst_portable.background import Background
 from burst_portable.comm.peer_copy import Watched
 from burst_portable.errors import CommunicationError, DeadlineError, MismatchError, explain
 
@@ -61,9 +61,8 @@ class Watch:
         self.failed: CommunicationError | None = None
         self._device, self.deadline, self._read, self._release = device, deadline, read, release
         self._passes: deque[_Pass] = deque()
-        self._some = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._stopped = False
+        self._thread: Background[Watch] | None = None
+        self._ready = False
 
     def begin(self, stream: torch.cuda.Stream) -> None:
         """A pass begins on a stream."""
@@ -71,11 +70,9 @@ class Watch:
         entered.record(stream)
         self._passes.append(_Pass(entered))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="burst_portable peer watch", daemon=True)
-            self._thread.start()
-        elif len(self._passes) == 1:
-            with self._some:
-                self._some.notify()
+            self._thread = Background(self, Watch._watch, "burst_portable peer watch")
+        if len(self._passes) == 1:
+            self._thread.wake(self)
 
     def expect(self, flag: int, mark: int, what: Watched) -> None:
         """The pass waits for a flag."""
@@ -90,32 +87,36 @@ class Watch:
 
     def stop(self) -> None:
         """The memory goes away."""
-        self._stopped = True
-        with self._some:
-            self._some.notify()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.stop()
 
     # ------------------------------------------------------------------------------------------ the thread
 
-    def _run(self) -> None:
+    def _watch(self) -> None:
+        """Until all passes are over."""
+        if not self._ready:
+            self._prepare()
+            self._ready = True
+        while self._passes and self.failed is None and self._pause(_EVERY):
+            while self._passes and self._passes[0].over():
+                self._passes.popleft()
+            if self._passes and self._passes[0].entered.query():
+                self._stay_with(self._passes[0])
+
+    def _prepare(self) -> None:
+        """What the thread needs: a stream of its own, and no harm to graphs that others capture."""
         torch.cuda.set_device(self._device)
         leave_captures_alone()
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            while not self._stopped and self.failed is None:
-                with self._some:
-                    self._some.wait_for(lambda: self._passes or self._stopped)
-                time.sleep(_EVERY)
-                while self._passes and self._passes[0].over():
-                    self._passes.popleft()
-                if self._passes and self._passes[0].entered.query():
-                    self._stay_with(self._passes[0])
+        torch.cuda.set_stream(torch.cuda.Stream(self._device))
+
+    def _pause(self, seconds: float) -> bool:
+        assert self._thread is not None, "this is the thread"
+        return self._thread.pause(seconds)
 
     def _stay_with(self, one: _Pass) -> None:
         """Until a pass that the device has begun is over, or nothing came for too long."""
         since, seen = time.monotonic(), None
-        while not self._stopped and not one.over():
-            time.sleep(min(_EVERY, self.deadline / 4))
+        while not one.over() and self._pause(min(_EVERY, self.deadline / 4)):
             if time.monotonic() - since < min(_QUIET, self.deadline / 2):
                 continue
             now = self._read()
@@ -144,8 +145,7 @@ class Watch:
             one = self._passes.popleft()
             self._release([(flag, mark) for flag, mark, _ in one.expected])
             until = time.monotonic() + _RUNNING_OUT
-            while not one.over() and time.monotonic() < until:
-                time.sleep(_EVERY / 10)
+            while not one.over() and time.monotonic() < until and self._pause(_EVERY / 10):
                 self._release([(flag, mark) for flag, mark, _ in one.expected])  # the host may still be adding to it
 
 
