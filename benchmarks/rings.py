@@ -29,6 +29,7 @@ from burst_portable.config import Config
 from burst_portable.kernels.contract import Kernel, Options, Problem
 from burst_portable.kernels.pieces import TriangleKernel
 from burst_portable.layout import Layout, Segment
+from burst_portable.numerics import finished
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.tiles import Tile, Tiles, find_tiles
 
@@ -195,8 +196,9 @@ class Local:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         if self.operator is not None:
             return self.operator.operate(q, k, v, causal, scale)
-        out, lse = self.kernel.attend(q, k, v, _tiles(q, k, causal), Options(scale, deterministic=False))
-        return out.to(q.dtype), lse.float()
+        state = self.kernel.attend(q, k, v, _tiles(q, k, causal), Options(scale, deterministic=False))
+        out, lse = finished(state, q.dtype)
+        return out.to(q.dtype), lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
@@ -227,7 +229,7 @@ def plain(task: Task) -> Calls:
     kernel, _ = choose_kernel(for_device(device.type), problem, task.kernel)
     whole = (Segment(0, task.length),)
     tiles, options = find_tiles(task.mask, whole, whole), Options(task.scale, deterministic=False)
-    out, lse = kernel.attend(q, k, v, tiles, options)
+    out, lse = finished(kernel.attend(q, k, v, tiles, options), q.dtype)
     into = tuple(torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (q, k, v))
 
     def backward() -> Gradients:

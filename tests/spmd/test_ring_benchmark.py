@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import burst_portable as bp
-from benchmarks.ring import Entry
+from benchmarks.ring import Entry, _dense
 from benchmarks.ring_report import Measured
-from benchmarks.rings import Links, Task, ours
+from benchmarks.rings import Links, Local, Task, ours, plain
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,3 +79,19 @@ def test_with_nothing_sent_the_blocks_are_those_that_came(strategy):
         assert posted == []
         for one, other in zip((sent[0], *sent[1]), (still[0], *still[1]), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu_flash"])
+def test_the_local_kernel_as_others_call_it(kernel):
+    """The plain call, and the kernel that others are given: both passes, also where LSE is wider than gradients."""
+    mask, generator = bp.Mask.causal(), torch.Generator().manual_seed(1)
+    q, k, v, dout = (torch.randn(1, 48, heads, 16, generator=generator).bfloat16() for heads in (2, 1, 1, 2))
+    right = _dense(mask, q, k, v, dout)
+    task = Task(Links(None, 0, 1, q.device, 10.0), 48, mask, bp.make_layout("zigzag", 48, 1), q, k, v, dout, kernel)
+    forward, backward = plain(task)  # makes the same numbers by itself
+    local = Local(kernel, q, k)
+    out, lse = local.forward(q, k, v, True, task.scale)
+    found = (forward(), *backward()), (out, *local.backward(dout, q, k, v, out, lse, True, task.scale))
+    for parts in found:
+        for (name, expected), part in zip(right.items(), parts, strict=True):
+            assert float((part.float() - expected).norm() / expected.norm()) < 1e-2, name
