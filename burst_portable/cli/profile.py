@@ -39,7 +39,8 @@ def profile(
     if markdown is not None:
         markdown.write_text(read.markdown(), encoding="utf-8")
     if as_json:
-        JsonOption("-").write({name: read.data[name] for name in ("schema", "verdict", "losses", "ranks")})
+        told = ("schema", "verdict", "losses", "ranks", "ablation")
+        JsonOption("-").write({name: read.data[name] for name in told if name in read.data})
     else:
         read.print(console())
 

@@ -68,6 +68,14 @@ def run(
     deep: Annotated[
         bool, typer.Option("--deep", help="--profile with torch's tracer beside it: which kernels ran at which step.")
     ] = False,
+    ablated: Annotated[
+        bool,
+        typer.Option(
+            "--ablate",
+            help="--profile, and at the end one step 13 times more, without learning: as it is, and without attention's "
+            "messages, its kernels, or both. Says what each adds; holds a second set of gradients.",
+        ),
+    ] = False,
     report: Annotated[
         str | None, typer.Option(help="A folder for report.html and report.json; made if absent.")
     ] = None,
@@ -114,7 +122,8 @@ def run(
             moves=moves,
             layout=layout,
             dtype=dtype,
-            profiled="deep" if deep else "session" if profiled else "",
+            profiled="deep" if deep else "session" if profiled or ablated else "",
+            ablated=ablated,
             local=place is None,
         )
         view.heading(prepared, checked)

@@ -94,7 +94,11 @@ class View:
 
             show(profile, self._console)
             return
+        from burst_portable.profiling.report.tables import ablation_text
+
         self._console.print(f"time    {profile['verdict']['text']}", markup=False)
+        if ablated := ablation_text(profile):
+            self._console.print(f"        {ablated}", markup=False)
         self._console.print(f"profile {report / 'profile.html'}", markup=False)
 
 

@@ -1,22 +1,26 @@
-"""A step again with communication off, and again with computing off: what overlap is worth, where no trace shows it.
+"""A step again with communication off, with computing off, and with both: what each adds, where no trace shows it.
 
-    found = ablate(step, mesh=mesh)         # every rank calls it, with the same step
-    found.exposed_communication             # seconds that communication adds
-    found.hidden                            # seconds that overlapping saves
+    found = ablate(step, mesh=mesh, model=model)    # every rank calls it, with the same step
+    found.exposed_communication                     # seconds that communication adds
+    found.hidden                                    # seconds that overlapping saves
 
-With communication off, nothing is sent and blocks hold whatever their memory holds; with computing off, kernels are
-skipped. The results of such steps are nonsense, so `step` must not keep them: no optimizer, no statistics.
+A whole step is the rest of it (what runs with both off), what communication adds, what computing adds, and what either
+hides of the other; the four add up exactly. Only attention's messages and kernels are switched off: the rest of a
+model runs as ever. With communication off nothing is sent or waited for, late ranks included, and blocks hold whatever
+their memory holds; with computing off kernels are skipped. So the results of such steps are nonsense, and `step` must
+not keep them: no optimizer, no statistics. Gradients and buffers of `model`, and torch's random numbers, are put back.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from burst_portable.backends.registry import for_device
 from burst_portable.comm.base import Handle, Message, Transport
@@ -28,32 +32,67 @@ from burst_portable.numerics import State, empty_state
 from burst_portable.plans import Compute, Plan
 from burst_portable.runtime import Queries, Runtime, installed
 
+REPEAT = 3
+_KINDS = ((), ("communication",), ("computing",), ("communication", "computing"))
+STEPS = 1 + len(_KINDS) * REPEAT
+"""Steps that an ablation runs unless told otherwise: one that warms up, and so many of each kind."""
+
 
 @dataclass(frozen=True)
 class Ablation:
-    """Seconds of one step on this rank, the best of a few: as it is, without communication, without computing."""
+    """Seconds of one step on this rank, the best of `repeat`: as it is, without communication, computing, or both."""
 
     whole: float
     without_communication: float
     without_computing: float
+    without_both: float
+    repeat: int = REPEAT
 
     @property
     def exposed_communication(self) -> float:
-        """What communication adds to the step; contention with kernels counts as its cost."""
+        """What communication adds to the step; waiting for a late rank, and contention with kernels, are its cost."""
         return self.whole - self.without_communication
+
+    @property
+    def exposed_computing(self) -> float:
+        """What attention's kernels add to the step, where communication is there either way."""
+        return self.whole - self.without_computing
 
     @property
     def hidden(self) -> float:
         """What doing both at once saves, against one after the other."""
-        return self.without_communication + self.without_computing - self.whole
+        return self.without_communication + self.without_computing - self.whole - self.without_both
+
+    def facts(self) -> dict[str, int]:
+        """Whole nanoseconds for a report, where the parts add up exactly."""
+        names = ("whole", "without_communication", "without_computing", "without_both")
+        whole, silent, idle, both = (round(getattr(self, name) * 1e9) for name in names)
+        return {
+            **dict(zip(names, (whole, silent, idle, both), strict=True)),
+            "exposed_communication": whole - silent,
+            "exposed_computing": whole - idle,
+            "hidden": silent + idle - whole - both,
+            "repeat": self.repeat,
+        }
 
 
-def ablate(step: Callable[[], Any], *, mesh: Any = None, repeat: int = 3, device: str = "cpu") -> Ablation:
-    """Time a step whole, without communication and without computing. All ranks of the mesh must call it together.
+def ablate(
+    step: Callable[[], Any],
+    *,
+    mesh: Any = None,
+    model: nn.Module | None = None,
+    repeat: int = REPEAT,
+    device: str = "cpu",
+) -> Ablation:
+    """Time a step whole, without communication, without computing, and without both. All ranks must call it together.
+
+    It costs 1 + 4 * repeat steps, and for a model the memory of a second set of gradients.
 
     Args:
-        step: attention calls, forward and backward, that may be repeated; what they give is thrown away.
-        repeat: how often each is run; the shortest counts.
+        step: a forward pass, and backward, that may be repeated; what it gives is thrown away.
+        mesh: the ranks: a Mesh, or what `attention` takes for one.
+        model: whose gradients and buffers are to be as before afterwards.
+        repeat: how often each is run, in turns; the shortest counts.
         device: the type of the step's tensors.
 
     Raises `InputError` for fewer than one repetition.
@@ -61,17 +100,39 @@ def ablate(step: Callable[[], Any], *, mesh: Any = None, repeat: int = 3, device
     if repeat < 1:
         raise InputError(explain("a step must be run at least once", got=repeat))
     mesh = as_mesh(mesh)
-    step()  # warm
-    best = [min(_timed(step, mesh, device, off) for _ in range(repeat)) for off in ("", "communication", "computing")]
-    return Ablation(*best)
+    with _put_back(model, device):
+        _timed(step, mesh, device, ())  # warm; ranks meet there, so all have kept their random numbers by then
+        runs = [[_timed(step, mesh, device, off) for off in _KINDS] for _ in range(repeat)]
+    _meet(mesh, device)
+    return Ablation(*(min(times) for times in zip(*runs, strict=True)), repeat=repeat)
 
 
-def _timed(step: Callable[[], Any], mesh: Mesh, device: str, off: str) -> float:
+@contextmanager
+def _put_back(model: nn.Module | None, device: str) -> Iterator[None]:
+    """Gradients, buffers and random numbers as before, whatever happens inside."""
+    parameters, buffers = (list(model.parameters()), list(model.buffers())) if model is not None else ([], [])
+    gradients, kept = [p.grad for p in parameters], [b.detach().clone() for b in buffers]
+    for p in parameters:
+        p.grad = None
+    numbered = for_device(device).capabilities.streams
+    of_device = {"devices": [torch.get_device_module(device).current_device()], "device_type": device}
+    with torch.random.fork_rng(**(of_device if numbered else {"devices": []})):
+        try:
+            yield
+        finally:
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient
+            with torch.no_grad():
+                for b, before in zip(buffers, kept, strict=True):
+                    b.copy_(before)
+
+
+def _timed(step: Callable[[], Any], mesh: Mesh, device: str, off: Sequence[str]) -> float:
     def wrap(runtime: Runtime, _: Plan) -> Runtime:
-        return _Ablated(runtime, off)
+        return _Ablated(runtime, off) if off else runtime
 
     streams = for_device(device).capabilities.streams
-    token = installed.set(wrap) if off else None
+    token = installed.set(wrap)  # in the place of a session that is open: nothing of this is recorded
     try:
         _meet(mesh, device)
         began = time.perf_counter()
@@ -80,8 +141,7 @@ def _timed(step: Callable[[], Any], mesh: Mesh, device: str, off: str) -> float:
             torch.get_device_module(device).synchronize()
         return time.perf_counter() - began
     finally:
-        if token is not None:
-            installed.reset(token)
+        installed.reset(token)
 
 
 def _meet(mesh: Mesh, device: str) -> None:
@@ -100,7 +160,8 @@ class _Done:
 
 
 class _Silent(Transport):
-    """See `comm.base.Transport`. Whether ranks agree is still asked; blocks stay at home."""
+    """See `comm.base.Transport`. Blocks stay at home; whether ranks agree, which would wait for the latest, is taken as
+    said: they did in the whole step."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
@@ -129,18 +190,19 @@ class _Silent(Transport):
         return self._inner.buffer(size, device)
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
-        return self._inner.share(data, label, deadline)
+        return [data] * self.size
 
 
 class _Ablated:
     """See `runtime.Runtime`."""
 
-    def __init__(self, inner: Runtime, off: str) -> None:
-        self._inner, self._off = inner, off
-        self.transport = _Silent(inner.transport) if off == "communication" else inner.transport
+    def __init__(self, inner: Runtime, off: Sequence[str]) -> None:
+        self._inner = inner
+        self._silent, self._idle = "communication" in off, "computing" in off
+        self.transport = _Silent(inner.transport) if self._silent else inner.transport
 
     def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
-        if self._off == "computing":
+        if self._idle:
             return empty_state(q, v.shape[-1]) if state is None else state
         return self._inner.attend(compute, q, k, v, options, state)
 
@@ -153,28 +215,28 @@ class _Ablated:
         options: Options,
         into: tuple[Tensor, ...],
     ) -> None:
-        if self._off != "computing":
+        if not self._idle:
             self._inner.attend_backward(compute, queries, k, v, options, into)
 
     def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
-        if self._off == "computing":
+        if self._idle:
             return empty_state(q, v.shape[-1])
         return self._inner.attend_whole(compute, q, k, v, options)
 
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
-        if self._off == "computing":
+        if self._idle:
             _, q, k, v, *_ = tensors
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         return self._inner.gradients(compute, tensors, options)
 
     def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
-        if self._off == "communication":
+        if self._silent:
             return self.transport.inbox(size, device, moves[0].source)
         return self._inner.inbox(moves, size, device)
 
     def post(
         self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], label: str
     ) -> tuple[list[Handle], list[Handle]]:
-        if self._off == "communication":
+        if self._silent:
             return [_Done() for _ in sends], [_Done() for _ in receives]
         return self._inner.post(sends, receives, label)

@@ -65,6 +65,7 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
         "traced": [
             {"rank": one.rank, **traced_facts(one.traced, one.tables.get("compute"))} for one in aligned if one.traced
         ],
+        "ablation": [{"rank": one.rank, **one.facts["ablation"]} for one in aligned if "ablation" in one.facts],
         "evidence": EVIDENCE,
     }
     report["balance"] = balance(report["ranks"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-KINDS = ("events", "trace", "plan", "estimate")
+KINDS = ("events", "trace", "plan", "ablation", "estimate")
 
 _TOLD: Mapping[str, tuple[str, ...]] = {
     "events: from the first mark of a rank to its last": ("span", "window"),
@@ -27,6 +27,11 @@ _TOLD: Mapping[str, tuple[str, ...]] = {
     "events: the device's own sensors, read ten times a second": ("watts", "megahertz", "celsius", "sensors"),
     "events: FLOPs of the plan over marked time": ("flop_rate",),
     "trace: the vendor's own tracer, joined by the launching call": ("time",),
+    "ablation: the host's clock around a step with attention's messages off, its kernels off, and both, the shortest of "
+    "some runs each; and differences of these": (
+        *("whole", "without_communication", "without_computing", "without_both"),
+        *("exposed_communication", "exposed_computing", "hidden"),
+    ),
     "plan: exact mask area, and the bytes of the buffers that were sent": (
         *("flops", "pairs", "tiles", "bytes", "sent", "sent_bytes", "received_bytes", "messages", "messages_sent"),
         *("planned_sent", "planned", "layouts"),

@@ -16,7 +16,7 @@ inherited by their backward passes. Off, nothing of it is imported.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Token
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 
 from burst_portable.errors import InputError, explain
 from burst_portable.mesh import Mesh, as_mesh
@@ -33,6 +34,7 @@ from burst_portable.profiling.recording import Recorder, RecordingRuntime
 from burst_portable.runtime import Runtime, installed
 
 if TYPE_CHECKING:
+    from burst_portable.profiling.ablation import Ablation
     from burst_portable.profiling.deep import Tracer
     from burst_portable.profiling.report import Report
 
@@ -45,6 +47,7 @@ class Session:
     def __init__(self, level: str, mesh: Any) -> None:
         self.level, self._mesh = level, mesh
         self._recorders: dict[int, Recorder] = {}
+        self._ablations: dict[int, Ablation] = {}
         self._lock = Lock()
         self._token: Token[Any] | None = None
         self._tracer = _tracer() if level == "deep" else None
@@ -82,6 +85,19 @@ class Session:
         for recorder in list(self._recorders.values()):
             recorder.next_iteration()
 
+    def ablate(
+        self, step: Callable[[], Any], *, model: nn.Module | None = None, repeat: int = 3, device: str = "cpu"
+    ) -> Ablation:
+        """What communication and computing add to a step, see `ablation.ablate`; it is kept for the report.
+
+        All ranks of the mesh must call it. Nothing of these steps is recorded.
+        """
+        from burst_portable.profiling.ablation import ablate
+
+        mesh = as_mesh(self._mesh)
+        found = self._ablations[mesh.rank] = ablate(step, mesh=mesh, model=model, repeat=repeat, device=device)
+        return found
+
     def totals(self) -> tuple[float, float]:
         """Seconds in kernels and in waiting so far, over this process's ranks; 0 where only the device knows."""
         recorders = list(self._recorders.values())
@@ -90,10 +106,15 @@ class Session:
     def records(self) -> list[RankRecords]:
         """What this process recorded, a rank an entry; waits for the device, where that works on its own."""
         mine = [self._recorders[rank].records() for rank in sorted(self._recorders)]
+        mine = [self._with_ablation(one) for one in mine]
         if self._tracer is None:
             return mine
         traced = self._tracer.joined()
         return [replace(one, traced=traced.get(one.rank)) for one in mine]
+
+    def _with_ablation(self, one: RankRecords) -> RankRecords:
+        found = self._ablations.get(one.rank)
+        return one if found is None else replace(one, facts={**one.facts, "ablation": found.facts()})
 
     def write_trace(self, path: str | Path) -> None:
         """The file of the vendor's tracer, for ui.perfetto.dev: all that ran, attention under the plan's names.

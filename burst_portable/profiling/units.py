@@ -8,7 +8,7 @@ def time_text(nanoseconds: float) -> str:
     for size, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "µs")):
         if abs(nanoseconds) >= size * 0.9995:
             value = nanoseconds / size
-            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+            return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f} {unit}"
     return f"{nanoseconds:.0f} ns"
 
 

@@ -89,6 +89,20 @@ def profiled(mesh: bp.Mesh, path: Path, steps: int, *, gradients: bool) -> None:
         report.write_json(path)
 
 
+def ablated(mesh: bp.Mesh, path: Path) -> None:
+    """A step whose kernels sleep on one rank, timed again with either off."""
+    q, k, v = (torch.randn(1, 64, 2, 16) for _ in range(3))
+
+    def step() -> None:
+        bp.attention(q, k, v, mesh=mesh, mask="full", strategy="ring")
+
+    with bp.profile(mesh=mesh) as session:
+        step()
+        session.ablate(step)
+    if report := session.report():
+        report.write_json(path)
+
+
 def main(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
@@ -108,6 +122,8 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     profiled(mesh, folder / "compute.json", 2, gradients=True)
     if rank == SLOW_RANK:
         (folder / "compute.delays").write_text(json.dumps(slept))
+    if ranks == 2:
+        ablated(mesh, folder / "ablated.json")
     dist.barrier()
 
 

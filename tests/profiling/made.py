@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import burst_portable as bp
 from burst_portable.plans import Plan
+from burst_portable.profiling.ablation import Ablation
 from burst_portable.profiling.record import COLUMNS, NEVER, RankRecords, Table
 from burst_portable.profiling.recording import PlanFacts
 
@@ -71,3 +73,9 @@ def ring(ranks: int, steps: int, *, slow: Sequence[int] = ()) -> list[RankRecord
                 )
     plan = bp.plan(seq_len=64 * ranks, ranks=ranks, heads=2, head_dim=16, itemsize=4, strategy="ring")
     return [one.records(plan) for one in makers]
+
+
+def ablated(records: Sequence[RankRecords]) -> list[RankRecords]:
+    """The same, with an ablation on every rank: 10 ms of the rest, 3 of messages, 5 of kernels, 2 of both at once."""
+    facts = Ablation(0.020, 0.017, 0.015, 0.010).facts()
+    return [replace(one, facts={**one.facts, "ablation": facts}) for one in records]

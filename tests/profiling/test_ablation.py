@@ -1,51 +1,160 @@
-"""A step with communication off, and with computing off: each takes away what it should."""
+"""A step with communication off, computing off, and both: each takes away what it should, and nothing else."""
 
 from __future__ import annotations
 
+import copy
 import time
 
 import pytest
 import torch
+from torch import nn
 
 import burst_portable as bp
 from burst_portable.backends.cpu.attention import CpuFlashKernel
 from burst_portable.comm.local import LocalTransport
-from burst_portable.profiling.ablation import ablate
+from burst_portable.profiling.ablation import STEPS, ablate
 
-DELAY = 0.03
+SLOW_KERNEL, SLOW_LINK = 0.06, 0.04  # seconds
+SHORT = 0.004  # a tenth of the shorter one
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-@pytest.mark.parametrize("slow", ["kernel", "transport"])
-def test_what_is_slow_goes_away_with_its_half(slow, strategy, monkeypatch):
-    owner, name = (CpuFlashKernel, "attend") if slow == "kernel" else (LocalTransport, "post")
-    fast = getattr(owner, name)
+class Late:
+    """A message that is there a while after it was posted."""
 
-    def late(self, *arguments, **options):
-        label = str(arguments[-1])
-        if slow == "kernel" or label.startswith(("forward", "to heads")):
-            time.sleep(DELAY)
-        return fast(self, *arguments, **options)
+    def __init__(self, handle) -> None:
+        self._handle, self._from = handle, time.perf_counter() + SLOW_LINK
 
-    monkeypatch.setattr(owner, name, late)
+    def wait(self) -> None:
+        self._handle.wait()
+        time.sleep(max(0.0, self._from - time.perf_counter()))
+
+
+def slow_down(monkeypatch, *places: str) -> None:
+    attend, post = CpuFlashKernel.attend, LocalTransport.post
+
+    def slow_attend(self, *arguments, **options):
+        time.sleep(SLOW_KERNEL)
+        return attend(self, *arguments, **options)
+
+    def slow_post(self, sends, receives, label=""):
+        leaving, arriving = post(self, sends, receives, label)
+        late = label.startswith(("forward", "to heads"))
+        return leaving, [Late(h) for h in arriving] if late else arriving
+
+    if "kernel" in places:
+        monkeypatch.setattr(CpuFlashKernel, "attend", slow_attend)
+    if "link" in places:
+        monkeypatch.setattr(LocalTransport, "post", slow_post)
+
+
+def ablated(strategy: str):
+    """What two ranks find of a forward pass; and that nothing stays switched off."""
 
     def work(mesh):
         q, k, v = (torch.ones(1, 16, 4, 8) for _ in range(3))
 
         def step():
-            bp.attention(q, k, v, mesh=mesh, strategy=strategy, mask="full")
+            return bp.attention(q, k, v, mesh=mesh, strategy=strategy, mask="full")
 
-        found = ablate(step, mesh=mesh, repeat=2)
-        after = bp.attention(q, k, v, mesh=mesh, strategy=strategy, mask="full")
-        return found, after
+        found = ablate(step, mesh=mesh)
+        assert torch.isfinite(step()).all()
+        return found
 
-    for found, after in bp.run_local(2, work):
-        assert found.whole >= DELAY
-        gone = found.without_computing if slow == "kernel" else found.without_communication
-        assert gone < found.whole - 0.7 * DELAY
-        if slow == "transport":
-            assert found.exposed_communication >= 0.7 * DELAY
-        assert torch.isfinite(after).all(), "nothing stays switched off"
+    return bp.run_local(2, work)
+
+
+@pytest.mark.parametrize(("strategy", "kernels"), [("ring", 2), ("ulysses", 1)])
+@pytest.mark.parametrize("slow", ["kernel", "link"])
+def test_a_delay_comes_out_within_a_tenth(slow, strategy, kernels, monkeypatch):
+    slow_down(monkeypatch, slow)
+    for found in ablated(strategy):
+        if slow == "kernel":
+            assert found.exposed_computing == pytest.approx(kernels * SLOW_KERNEL, rel=0.1)
+            assert found.exposed_communication < SHORT
+        else:
+            assert found.exposed_communication == pytest.approx(SLOW_LINK, rel=0.1)
+            assert found.exposed_computing < SHORT
+        assert found.without_both < SHORT
+
+
+def test_a_link_behind_a_kernel_is_hidden(monkeypatch):
+    """The block is on its way while the rank computes with its own."""
+    slow_down(monkeypatch, "kernel", "link")
+    for found in ablated("ring"):
+        assert found.hidden == pytest.approx(SLOW_LINK, abs=SHORT)
+        assert found.exposed_communication < SHORT
+        facts = found.facts()
+        parts = ("without_both", "exposed_communication", "exposed_computing", "hidden")
+        assert facts["whole"] == sum(facts[name] for name in parts)
+
+
+class Model(nn.Module):
+    """Attention between what draws random numbers and what keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 3 * 8), nn.Linear(8, 8)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.into(self.drop(x)).view(1, -1, 3, 1, 8).unbind(2)
+        return self.out(self.norm(bp.attention(q, k, v).flatten(0, 2))).square().mean()
+
+
+@pytest.mark.parametrize("watched", ["closed", "open"])
+def test_training_goes_on_as_if_there_had_been_none(watched):
+    torch.manual_seed(0)
+    first = Model()
+    other = copy.deepcopy(first)
+    x, seen = torch.randn(12, 8), []
+
+    def trained(model: Model, between) -> tuple:
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses.append(model(x))
+            losses[-1].backward()
+            gradients = [p.grad.clone() for p in model.parameters()]
+            between(model)
+            assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+            optimizer.step()
+        moments = [m for s in optimizer.state.values() for m in s.values()]
+        return [*losses, *model.parameters(), *model.buffers(), *moments, torch.get_rng_state()]
+
+    def extra(model: Model) -> None:
+        def step() -> None:
+            seen.append(model(x))
+            seen[-1].backward()
+
+        session = bp.profile()
+        if watched == "open":
+            with session:
+                session.ablate(step, model=model)
+        else:
+            session.ablate(step, model=model)
+        assert all(len(table) == 0 for one in session.records() for table in one.tables.values())
+
+    plain, ablations = trained(first, lambda model: None), trained(other, extra)
+    assert len(seen) == 3 * STEPS
+    assert len({loss.item() for loss in seen if loss.isfinite()}) > 1, "these steps draw numbers of their own"
+    assert all(torch.equal(a, b) for a, b in zip(plain, ablations, strict=True))
+
+
+def test_what_was_taken_away_is_given_back_after_an_error():
+    model, x = Model(), torch.randn(12, 8)
+    model(x).backward()
+    before = [model.into.weight.grad.clone(), model.norm.running_mean.clone(), torch.get_rng_state()]
+
+    def step() -> None:
+        model(x).backward()
+        raise OSError("it broke")
+
+    with pytest.raises(OSError, match="it broke"):
+        ablate(step, model=model)
+    after = [model.into.weight.grad, model.norm.running_mean, torch.get_rng_state()]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
 def test_it_must_run():

@@ -10,7 +10,7 @@ from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.html import page
 from burst_portable.profiling.units import percent, scaled, time_text
 from tests.profiling import chromium
-from tests.profiling.made import ring
+from tests.profiling.made import ablated, ring
 
 UNITS = {
     **dict.fromkeys(("flop_rate", "planned_flop_rate"), "FLOP/s"),
@@ -23,7 +23,7 @@ needs_chromium = pytest.mark.skipif(chromium.path() is None, reason="no chromium
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return Report.of(ring(4, 12, slow=[2]))
+    return Report.of(ablated(ring(4, 12, slow=[2])))
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ def test_numbers_on_the_page_are_the_json_s(browser, report):
         "[...document.querySelectorAll('[data-path]')].map(e => [e.dataset.path, e.dataset.value, e.textContent])"
     )
     assert len(cells) > 40
+    assert {path for path, *_ in cells} >= {f"ablation.3.{name}" for name in ("whole", "exposed_computing", "hidden")}
     for path, value, text in cells:
         found = report.data
         for key in path.split("."):

@@ -36,6 +36,8 @@ def reports(request, tmp_path_factory):
             p.kill()
     assert [p.returncode for p in processes] == [0] * ranks, "\n".join(outputs)
     found = {}
+    if ranks == 2:
+        found["ablated"] = Report.load(folder / "ablated.json").data, []
     for what in ("link", "compute"):
         delays = json.loads((folder / f"{what}.delays").read_text())
         assert min(delays) >= DELAY
@@ -62,6 +64,17 @@ def test_a_slow_link_is_named_with_the_time_it_costs(reports):
     link = next(x for x in data["links"] if (x["source"], x["target"]) == (source, target))
     assert len(delays) == link["messages"]
     assert verdict["lost"] == pytest.approx(sum(delays) * 1e9, rel=0.1)
+
+
+def test_an_ablation_finds_the_slow_kernels_without_any_event(reports):
+    ranks, found = reports
+    if ranks == 2:
+        rows = found["ablated"][0]["ablation"]
+        assert [row["rank"] for row in rows] == [0, 1]
+        assert rows[SLOW_RANK]["exposed_computing"] == pytest.approx(2 * DELAY * 1e9, rel=0.1)
+        for row in rows:
+            parts = ("without_both", "exposed_communication", "exposed_computing", "hidden")
+            assert row["whole"] == sum(row[name] for name in parts)
 
 
 def test_partitions_add_up_and_clocks_are_one(reports):

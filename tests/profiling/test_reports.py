@@ -9,7 +9,8 @@ import pytest
 import burst_portable as bp
 from burst_portable.cli import main
 from burst_portable.profiling.report import Report
-from tests.profiling.made import Maker, ring
+from burst_portable.profiling.report.tables import ablation_text
+from tests.profiling.made import Maker, ablated, ring
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,24 @@ def test_other_forms_are_written(files, capsys):
     assert printed["verdict"]["rank"] == 2
     assert report.verdict in names[0].read_text(encoding="utf-8")
     assert report.verdict in names[2].read_text(encoding="utf-8")
+
+
+def test_an_ablation_is_in_every_form(tmp_path, capsys):
+    report = Report.of(ablated(ring(2, 3)))
+    report.write_json(tmp_path / "a.json")
+    wanted = ["--html", str(tmp_path / "a.html"), "--markdown", str(tmp_path / "a.md")]
+    assert main(["profile", str(tmp_path / "a.json"), *wanted]) == 0
+    printed = capsys.readouterr().out
+    row = ("20.0 ms", "3.00 ms", "5.00 ms", "2.00 ms", "10.0 ms")
+    assert f"rank 1 {' '.join(row)}" in " ".join(printed.split())
+    assert max(map(len, printed.splitlines()[2:])) <= 80
+    assert f"| rank 1 | {' | '.join(row)} |" in (tmp_path / "a.md").read_text(encoding="utf-8")
+    assert ">Ablation<" in (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert main(["profile", str(tmp_path / "a.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ablation"] == report.data["ablation"]
+    assert "a step of 20.0 ms on rank 0" in ablation_text(report.data)
+    told = {name: text for names, text in report.data["evidence"].items() for name in names.split(", ")}
+    assert told["hidden"].startswith("ablation: ")
 
 
 def test_the_trace_has_every_rank_and_every_event(files):

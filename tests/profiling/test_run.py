@@ -6,19 +6,23 @@ import pytest
 
 from burst_portable.cli import main
 from burst_portable.profiling.report import Report
+from burst_portable.profiling.report.tables import ablation_text
 
 
 @pytest.mark.slow
 def test_a_run_leaves_its_profile(tmp_path, capsys):
     folder = tmp_path / "report"
     asked = ["run", "--seq-len", "128", "--ranks", "2", "--steps", "3", "--deep", "--report", str(folder)]
-    assert main(asked) == 0
+    assert main([*asked, "--ablate", "--check"]) == 0, "the ablation leaves losses and gradients alone"
     printed = capsys.readouterr().out
     data = Report.load(folder / "profile.json").data
     assert f"time    {data['verdict']['text']}" in " ".join(printed.splitlines())
     assert str(folder / "profile.html") in printed
     assert (folder / "profile.html").stat().st_size > 10_000
     assert [rank["rank"] for rank in data["ranks"]] == [0, 1]
+    assert f"{ablation_text(data)}" in " ".join(printed.split())
+    assert [row["rank"] for row in data["ablation"]] == [0, 1]
+    assert all(row["without_both"] < row["whole"] for row in data["ablation"])
     assert [one["iteration"] for one in data["iterations"]] == [1, 2], "the first step warms up, and is left out"
     assert {(one["call"], one["backward"]) for one in data["layers"]} == {(c, b) for c in range(4) for b in (0, 1)}
     kernels = [k["name"] for one in data["traced"] for k in one["kernels"]]

@@ -22,6 +22,7 @@ class Job:
         backend, device_type, process_group: the backend by name, and its capabilities of these names.
         strategy, inner, travels, moves: see `cli.strategies`.
         profile: the level of profiling, "session" or "deep"; "" for none.
+        ablate: whether a step is run again with attention's messages off, its kernels off, and both.
         threads: of torch's CPU operators, a rank.
     """
 
@@ -45,6 +46,7 @@ class Job:
     travels: str | None = None
     moves: str | None = None
     profile: str = ""
+    ablate: bool = False
 
     def save(self, path: Path) -> None:
         """Write it where `load` finds it."""

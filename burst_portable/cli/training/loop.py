@@ -123,6 +123,15 @@ def score(model: Any, data: Iterable[Tensor], where: Where, sharded: Sharded | N
     return course
 
 
+def once(model: Any, ids: Tensor, where: Where, sharded: Sharded | None, *, scoring: bool) -> None:
+    """A step's attention and what is between: forward and, in training, backward. Gradients come on top of what the
+    model has; nothing is summed over ranks, and nothing learns."""
+    with torch.set_grad_enabled(not scoring):
+        loss, _ = _forward(model, ids, where, sharded)
+        if not scoring:
+            loss.backward()
+
+
 def _forward(model: Any, ids: Tensor, where: Where, sharded: Sharded | None) -> tuple[Tensor, int]:
     """This rank's part of the mean loss, and how many tokens the mean is over."""
     ids = ids.to(where.device)

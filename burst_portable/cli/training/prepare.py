@@ -64,6 +64,7 @@ def prepare(
     layout: str,
     dtype: str,
     profiled: str,
+    ablated: bool,
     local: bool,
 ) -> Prepared:
     """A job from what was typed. `local`: all ranks run on this machine. Raises `BurstError`."""
@@ -121,6 +122,7 @@ def prepare(
         dtype=dtype,
         threads=max(1, cores() // ranks) if local else torch.get_num_threads(),
         profile=profiled,
+        ablate=ablated,
     )
     return Prepared(job, plan, name, about, reason)
 

@@ -6,6 +6,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from burst_portable.backends.registry import load
 from burst_portable.cli.strategies import asked_strategy
 from burst_portable.cli.training.job import Job
-from burst_portable.cli.training.loop import Course, OnStep, Sharded, Where, score, train
+from burst_portable.cli.training.loop import Course, OnStep, Sharded, Where, once, score, train
 from burst_portable.cli.training.models import build, checkpoint_of, config_of, quiet
 from burst_portable.cli.training.texts import batches, tokens_of
 from burst_portable.integrations.transformers import parallelize
@@ -59,11 +60,14 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
             handle = parallelize(model, mesh, strategy=strategy, layout=job.layout)
             return Sharded(handle, mesh, session, timed=not capabilities.streams)
 
+        def again(step: Callable[[], object], model: Any) -> None:
+            session.ablate(step, model=model, device=device.type)
+
         def done(course: Course) -> None:
             session.mark()
             on_step(course)
 
-        outcome, gradients = _run(job, device, prepare, done)
+        outcome, gradients = _run(job, device, prepare, done, again if job.ablate else None)
     if job.profile and (report := session.report(skip=1 if job.steps > 1 else 0)):
         outcome = replace(outcome, profile=report.data)
     return outcome, gradients
@@ -75,7 +79,11 @@ def run_reference(job: Job, device: torch.device, on_step: OnStep) -> tuple[Outc
 
 
 def _run(
-    job: Job, device: torch.device, prepare: Callable[[Any], Sharded | None], on_step: OnStep
+    job: Job,
+    device: torch.device,
+    prepare: Callable[[Any], Sharded | None],
+    on_step: OnStep,
+    again: Callable[[Callable[[], object], Any], None] | None = None,
 ) -> tuple[Outcome, Gradients]:
     quiet()
     tokens, _ = tokens_of(job.text, checkpoint_of(job.model))
@@ -88,8 +96,11 @@ def _run(
         course = score(model, data, where, sharded, on_step)
     else:
         course = train(model, data, job.learning_rate, where, sharded, on_step)
-    timed = bool(sharded and sharded.timed)
-    outcome = Outcome(asdict(course), peak_memory(device), _fingerprint(model), timed, notes)
+    timed, memory = bool(sharded and sharded.timed), peak_memory(device)
+    if again is not None:
+        first = next(iter(batches(tokens, job.seq_len, job.batch, 1)))
+        again(partial(once, model, first, where, sharded, scoring=job.scoring), model)
+    outcome = Outcome(asdict(course), memory, _fingerprint(model), timed, notes)
     return outcome, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

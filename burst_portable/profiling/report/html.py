@@ -13,6 +13,7 @@ from burst_portable.profiling.contention import contended
 from burst_portable.profiling.evidence import evidence_of
 from burst_portable.profiling.partition import PARTS
 from burst_portable.profiling.report.tables import (
+    ABLATED,
     NAMES,
     layer_rows,
     loss_name,
@@ -71,6 +72,8 @@ def page(data: dict[str, Any]) -> str:
         layers=layer_rows(data)[:_MOST_ROWS],
         prediction=prediction_rows(data),
         contended=contended(data),
+        ablation=data.get("ablation", ())[:_MOST_ROWS],
+        ablated=ABLATED,
         achieved=list(enumerate(data.get("achieved", ())))[:_MOST_ROWS],
         balance=data.get("balance", ()),
         peaks=peaks_text(data),

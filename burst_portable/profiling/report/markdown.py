@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from burst_portable.profiling.report.tables import loss_name, peaks_text, roofline_text
+from burst_portable.profiling.report.tables import ABLATED, loss_name, peaks_text, roofline_text
 from burst_portable.profiling.units import percent, scaled, time_text
 
 _RANKS = 32
@@ -26,6 +26,10 @@ def markdown(data: dict[str, Any]) -> str:
         lines.append(f"| {rank['rank']} | {' | '.join(time_text(rank[name]) for name in names)} |")
     if len(data["ranks"]) > _RANKS:
         lines.append(f"| and {len(data['ranks']) - _RANKS} more | | | | | | |")
+    if ablated := data.get("ablation"):
+        lines += ["", f"| ablation | {' | '.join(ABLATED.values())} |", f"| --- |{' ---: |' * len(ABLATED)}"]
+        for row in ablated[:_RANKS]:
+            lines.append(f"| rank {row['rank']} | {' | '.join(time_text(row[name]) for name in ABLATED)} |")
     if data.get("achieved"):
         lines += ["", "| rank | pass | in kernels | planned | of the roofline |", "| ---: | --- | ---: | ---: | ---: |"]
         for row in data["achieved"][: 2 * _RANKS]:

@@ -141,6 +141,11 @@ _LATER: dict[str, Any] = {  # files of earlier releases have none of these
     "balance": {"pass": _text, **dict.fromkeys(("planned", "planned_rank", "measured", "measured_rank"), _number)},
     "sensors": {"rank": _whole, "reason": _text, "time": _curve},
     "contention": {"rank": _whole, **_CONTENTION},
+    "ablation": {
+        **dict.fromkeys(("rank", "whole", "without_communication", "without_computing", "without_both"), _whole),
+        **dict.fromkeys(("exposed_communication", "exposed_computing", "hidden"), _whole),
+        "repeat": _count,
+    },
 }
 _TRACED = {"rank": _whole, "on_device": _switch, "kernels": [_KERNEL], "contention": _anything, "partition": _anything}
 

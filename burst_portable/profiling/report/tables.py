@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from burst_portable.profiling.units import percent, scaled
+from burst_portable.profiling.units import percent, scaled, time_text
 
 NAMES = {
     "compute": "computing",
@@ -32,6 +32,29 @@ _LOSSES = {
 def loss_name(kind: str) -> str:
     """A kind of loss in words."""
     return _LOSSES.get(kind, kind)
+
+
+ABLATED = {
+    "whole": "a step",
+    "exposed_communication": "messages add",
+    "exposed_computing": "kernels add",
+    "hidden": "hidden",
+    "without_both": "the rest",
+}
+"""Columns of an ablation: a step is the sum of the others."""
+
+
+def ablation_text(data: dict[str, Any]) -> str:
+    """What the ablation says of the rank whose step takes longest, in a sentence; "" where there was none."""
+    if not data.get("ablation"):
+        return ""
+    one = max(data["ablation"], key=lambda row: row["whole"])
+    told = {name: time_text(abs(one[name]) if name == "hidden" else one[name]) for name in ABLATED}
+    both = f"{told['hidden']} {'are hidden' if one['hidden'] >= 0 else 'are won back by leaving out both'}"
+    return (
+        f"of a step of {told['whole']} on rank {one['rank']}, "
+        f"attention's messages add {told['exposed_communication']}, its kernels add {told['exposed_computing']}, {both}, and the rest takes {told['without_both']}"
+    )
 
 
 def step_rows(data: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from burst_portable.profiling.contention import contended
 from burst_portable.profiling.partition import PARTS
-from burst_portable.profiling.report.tables import loss_name, peaks_text, step_rows, traced_rows
+from burst_portable.profiling.report.tables import ABLATED, loss_name, peaks_text, step_rows, traced_rows
 from burst_portable.profiling.sensors import told
 from burst_portable.profiling.units import percent, scaled, time_text
 
@@ -40,6 +40,9 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
     say.print(f"  {total}", soft_wrap=True)
     if beside := contended(data):
         say.print(f"  beside communication, kernels of rank {beside['rank']} take {beside['ratio']:.2f} x as long")
+    if ablated := data.get("ablation"):
+        say.print(_ablation(ablated[:_RANKS]))
+        say.print(f"  shortest of {ablated[0]['repeat']} runs; hidden: what either hides of the other", style="dim")
     if data.get("achieved"):
         say.print(_achieved(data["achieved"][: 2 * _RANKS]))
         for line in peaks_text(data):
@@ -98,6 +101,15 @@ def _bar(rank: dict[str, Any], longest: int) -> str:
             drawn.append(f"[{_COLOURS[part]}]{'█' * (until - at)}[/]")
         at = until
     return "".join(drawn)
+
+
+def _ablation(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("ablation", *ABLATED.values()):
+        table.add_column(name, justify="left" if name == "ablation" else "right", no_wrap=True)
+    for r in rows:
+        table.add_row(f"rank {r['rank']}", *(time_text(r[name]) for name in ABLATED))
+    return table
 
 
 def _achieved(rows: list[dict[str, Any]]) -> Table:
