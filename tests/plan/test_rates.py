@@ -143,29 +143,45 @@ def test_passes_over_memory_by_hand():
 
 LABELS = {"ahead": "fetch, all ahead", "together": "fetch, all together"}
 LABELS |= {f"{how}+last": f"{label}, own last" for how, label in LABELS.items()}
+FIRST, LATER = ("first", "gqa", "window"), ("hopper", "cudnn")  # runs on four H200
 
 
-def measured(*files):
-    """(row, kernel, transport) -> {strategy as `auto` calls it: milliseconds of both passes}, means over the files."""
+def as_auto_says(one):
+    """A contestant's strategy in the words of `auto`, and its transport."""
+    name, _, transport = one["contestant"].rpartition(" ")
+    base, _, how = name.partition("+")
+    if name == "auto":
+        return one["chose"], transport
+    if base == "ulysses":
+        return f"{base}, {how} groups" if how else base, transport
+    return f"{base}+{LABELS.get(how, how)}" if how else base, transport
+
+
+def measured():
+    """(row, kernel, transport) -> {strategy: milliseconds of both passes}, means of what was measured several times.
+
+    From the first runs only what computes today as it did then: not Ulysses, and no operators on pieces.
+    """
     found = defaultdict(lambda: defaultdict(list))
-    for file in files:
-        for one in json.loads((RESULTS / file).read_text())["results"]:
-            name, _, transport = one["contestant"].rpartition(" ")
-            if transport not in ("nccl", "peer_copy") or not one["milliseconds"]:
-                continue
-            base, _, how = name.partition("+")
-            label = one["chose"] if name == "auto" else f"{base}+{LABELS.get(how, how)}" if how else base
-            total = one["milliseconds"]["forward"] + one["milliseconds"]["backward"]
-            found[one["row"], one["kernel"], transport][label].append(total)
+    for run in (*FIRST, *LATER):
+        for one in json.loads((RESULTS / f"ring-h200x4-{run}-2026-11-21.json").read_text())["results"]:
+            label, transport = as_auto_says(one)
+            old = run in FIRST and (label.startswith("ulysses") or one["kernel"] == "cudnn")
+            if transport in ("nccl", "peer_copy") and one["milliseconds"] and not old:
+                total = one["milliseconds"]["forward"] + one["milliseconds"]["backward"]
+                found[one["row"], one["kernel"], transport][label].append(total)
     return {case: {label: sum(t) / len(t) for label, t in times.items()} for case, times in found.items()}
 
 
-MEASURED = measured(*(f"ring-h200x4-{name}-2026-11-21.json" for name in ("first", "gqa", "window")))
+MEASURED = measured()
 
 
 @pytest.mark.parametrize("case", MEASURED, ids="-".join)
 def test_what_is_predicted_to_be_fastest_was_fastest(case):
-    """On four H200: of the strategies that were measured, the one that `auto` prefers is within 3 % of the best."""
+    """On four H200: of the strategies that were measured, the one that `auto` prefers is within 3 % of the best.
+
+    Times of one strategy, measured twice, differ by up to 5 % at 32K, so predictions cannot be held much closer.
+    """
     (name, kernel, transport), times = case, MEASURED[case]
     row, rates = ROWS[name], rates_of_machine("NVIDIA H200", 4, kernel)
     rates = replace(rates, in_pieces=kernel == "cudnn", direct=rates.direct if transport == "peer_copy" else ())
@@ -175,12 +191,11 @@ def test_what_is_predicted_to_be_fastest_was_fastest(case):
         if label in times and (transport == "nccl" or label not in ("ring", "burst")):
             made = bp.plan(**usual, layout=row.layout, strategy=strategy)
             predicted[label] = plan_cost(made, rates).seconds * 1e3
-    assert len(predicted) >= 3
+    assert len(predicted) >= 2
     chosen = min(predicted, key=predicted.__getitem__)
     assert times[chosen] <= 1.03 * min(times[label] for label in predicted), (chosen, predicted, times)
     for label, seconds in predicted.items():
-        if not (rates.in_pieces and label.startswith("ring")):  # measured before operators were given out backward
-            assert seconds == pytest.approx(times[label], rel=0.13), label
+        assert seconds == pytest.approx(times[label], rel=0.12), label
 
 
 def test_more_ahead_is_never_predicted_slower_and_costs_memory():

@@ -1,8 +1,8 @@
 """What was measured, by machine and kernel, for `auto`: see `cost.Rates`.
 
-Kernels: one causal call of bf16 with heads of 128, on an H100 (benchmarks/results/attention-h100-all-2026-11-21.json)
-and beside the ring on four H200 (benchmarks/results/ring-h200x4-first-2026-11-21.json, "plain call"). What a launch
-costs besides is what S 4096 takes longer than at that rate.
+Kernels: one causal call of bf16 with heads of 128, on an H100 (benchmarks/results/attention-h100-all-2026-11-21.json);
+what a launch costs besides is what S 4096 takes longer than at that rate. On four H200 at work: between what a plain
+call and what whole passes of 32,768 and 131,072 tokens took (benchmarks/results/ring-h200x4-*-2026-11-21.json).
 
 Links: GB/s a rank, ten messages back to back, the slowest rank; NVLink through switches, NCCL 2.28.9, torch 2.11.0.
 """
@@ -22,8 +22,8 @@ _H100 = {
 _H200 = {
     **_H100,  # the same chip with more memory, and the kernels on four of them at work
     # One backward launch over three blocks of 32,768 tokens, with nothing sent, took 3 % longer than three launches.
-    "hopper": replace(_H100["hopper"], tflops=660.0, backward=545.0, backward_together=0.96),
-    "cudnn": replace(_H100["cudnn"], tflops=590.0, backward=515.0),
+    "hopper": Rates(640.0, 150.0, 20e-6, 60e-6, 540.0, 130e-6, backward_together=0.96),
+    "cudnn": Rates(575.0, 150.0, 20e-6, 80e-6, 515.0, 180e-6),
 }
 # From each rank to the next, by the number of ranks. Four: ring-h200x4-{gqa,window}-2026-11-21.json, their mean.
 _NCCL: dict[int, Curve] = {
