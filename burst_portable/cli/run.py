@@ -72,8 +72,8 @@ def run(
         bool,
         typer.Option(
             "--ablate",
-            help="--profile, and at the end one step 13 times more, without learning: as it is, and without attention's "
-            "messages, its kernels, or both. Says what each adds; holds a second set of gradients.",
+            help="--profile, and at the end one step 13 times more, without learning: as it is, and without "
+            "attention's messages, its kernels, or both. Says what each adds; holds a second set of gradients.",
         ),
     ] = False,
     report: Annotated[

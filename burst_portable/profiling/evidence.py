@@ -27,8 +27,8 @@ _TOLD: Mapping[str, tuple[str, ...]] = {
     "events: the device's own sensors, read ten times a second": ("watts", "megahertz", "celsius", "sensors"),
     "events: FLOPs of the plan over marked time": ("flop_rate",),
     "trace: the vendor's own tracer, joined by the launching call": ("time",),
-    "ablation: the host's clock around a step with attention's messages off, its kernels off, and both, the shortest of "
-    "some runs each; and differences of these": (
+    "ablation: the host's clock around a step with attention's messages off, its kernels off, and both, the shortest "
+    "of some runs each; and differences of these": (
         *("whole", "without_communication", "without_computing", "without_both"),
         *("exposed_communication", "exposed_computing", "hidden"),
     ),

@@ -53,7 +53,8 @@ def ablation_text(data: dict[str, Any]) -> str:
     both = f"{told['hidden']} {'are hidden' if one['hidden'] >= 0 else 'are won back by leaving out both'}"
     return (
         f"of a step of {told['whole']} on rank {one['rank']}, "
-        f"attention's messages add {told['exposed_communication']}, its kernels add {told['exposed_computing']}, {both}, and the rest takes {told['without_both']}"
+        f"attention's messages add {told['exposed_communication']}, its kernels add {told['exposed_computing']}, "
+        f"{both}, and the rest takes {told['without_both']}"
     )
 
 
