@@ -18,6 +18,7 @@ _HOMES = {
     "explain": "explanation",
     "partial_attention": "api",
     "plan": "planning",
+    "plan_on": "choices",
     "profile": "profiling.session",
     "positions": "sharding",
     "shard": "sharding",
@@ -42,6 +43,7 @@ __all__ = [*sorted(_HOMES), "__version__"]
 if TYPE_CHECKING:
     from burst_portable.api import attention as attention
     from burst_portable.api import partial_attention as partial_attention
+    from burst_portable.choices import plan_on as plan_on
     from burst_portable.errors import BurstError as BurstError
     from burst_portable.explanation import explain as explain
     from burst_portable.layout import Layout as Layout

@@ -111,7 +111,7 @@ def attention(
             default group or, without one, this process alone.
         strategy: "auto" or one of the registry's names, or a strategy object with its options.
         layout: which rows a rank holds: "contiguous", "zigzag", "striped", or a `Layout`; of documents
-            "whole_documents" and "document_zigzag".
+            "whole_documents" and "document_zigzag". `plan_on` tells which is fastest.
         seq_len: tokens of the whole sequence. None means those of a `Layout`, or that all ranks hold equally many.
         scale: of the scores; 1/sqrt(D) unless given.
         softcap: scores become softcap·tanh(scores / softcap).

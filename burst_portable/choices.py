@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from burst_portable.checks import (
     check_rows,
     check_sinks,
     check_tensors,
+    checked_device,
     checked_scale,
     checked_softcap,
     whole_length,
@@ -27,8 +28,8 @@ from burst_portable.errors import InputError, explain, shown
 from burst_portable.kernels import contract
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
-from burst_portable.mesh import Mesh
-from burst_portable.planning import layout_of, mask_of, planned, strategy_of
+from burst_portable.mesh import Mesh, as_mesh
+from burst_portable.planning import layout_of, mask_of, plan, planned, strategy_of
 from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
@@ -116,13 +117,13 @@ def choose(
     )
     by_setting = request.kernel == "auto" and mesh.config.kernel != "auto"
     named = mesh.config.kernel if by_setting else request.kernel
-    plan = _plan(q, k, v, mesh, request, backend, lambda: choose_kernel(backend, whole, named)[0])
-    local = plan.forward.problem  # of fewer heads, where heads are sharded
+    made = _plan(q, k, v, mesh, request, backend, lambda: choose_kernel(backend, whole, named)[0])
+    local = made.forward.problem  # of fewer heads, where heads are sharded
     problem = replace(whole, heads=local.heads, kv_heads=local.kv_heads)
     kernel, _ = choose_kernel(backend, problem, named)
     why = "the first of the backend's that serves it" if named == "auto" else "named"
     return Choices(
-        suited(plan, kernel),
+        suited(made, kernel),
         backend,
         problem,
         kernel,
@@ -131,9 +132,9 @@ def choose(
     )
 
 
-def suited(plan: Plan, kernel: contract.Kernel) -> Plan:
+def suited(made: Plan, kernel: contract.Kernel) -> Plan:
     """A plan as this kernel is best given it: rows of head shards as they come, if it takes any tiles in one launch."""
-    return in_rank_order(plan) if plan.reshard and not getattr(kernel, "in_pieces", False) else plan
+    return in_rank_order(made) if made.reshard and not getattr(kernel, "in_pieces", False) else made
 
 
 def _plan(
@@ -151,12 +152,7 @@ def _plan(
     mask = mask_of(request.mask, length)
     layout = layout_of(request.layout, length, mesh.size, mask)
     check_rows(layout, rows, mesh)
-    strategy = strategy_of(request.strategy)
-    if request.strategy == "auto":
-        rates = rates_of(backend, mesh.size, kernel())
-        if rates.direct and not mesh.may_be_direct(q.device.type):
-            rates = replace(rates, direct=())
-        strategy = AutoStrategy(inner=mesh.inner, rates=rates)
+    strategy = _strategy(request.strategy, mesh, q.device.type, backend, kernel)
     problem = Problem(
         mask=mask,
         q_layout=layout,
@@ -169,3 +165,86 @@ def _plan(
         itemsize=q.dtype.itemsize,
     )
     return planned(strategy, problem)
+
+
+def _strategy(
+    asked: Strategy | str, mesh: Mesh, device: str, backend: Backend, kernel: Callable[[], contract.Kernel]
+) -> Strategy:
+    """The strategy that a user passed; "auto" predicts with what was measured on machines like this one."""
+    if asked != "auto":
+        return strategy_of(asked)
+    rates = rates_of(backend, mesh.size, kernel())
+    if rates.direct and not mesh.may_be_direct(device):
+        rates = replace(rates, direct=())
+    return AutoStrategy(inner=mesh.inner, rates=rates)
+
+
+def plan_on(
+    mesh: Any = None,
+    *,
+    seq_len: int,
+    heads: int,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    value_dim: int | None = None,
+    mask: Mask | str = "causal",
+    strategy: Strategy | str = "auto",
+    layout: Layout | str = "auto",
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    device: Any = None,
+    kernel: str = "auto",
+    deterministic: bool | None = None,
+) -> Plan:
+    """What `attention` would do on this mesh, before there are tensors; above all, with which layout it is fastest.
+
+    As `plan`, but with what is known of this machine, its links and the kernel that will compute. `.layout` of it goes
+    to `shard` and to `attention`, `.reason` says why; every rank that asks the same is told the same.
+
+    Args:
+        mesh, mask, strategy, layout, kernel, deterministic: as `attention` takes them; the layout "auto" is the one
+            whose plan is predicted to take least.
+        dtype: of q, k and v.
+        device: theirs; None for torch's default.
+
+    Raises as `plan`, and `UnsupportedError` where no kernel, or not the one that was named, serves such a call.
+    """
+    mesh = as_mesh(mesh)
+    kv_heads = heads if kv_heads is None else kv_heads
+    planner = strategy_on(
+        mesh, strategy, device, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype,
+        kernel=kernel, deterministic=deterministic,
+    )  # fmt: skip
+    return plan(
+        seq_len=seq_len, ranks=mesh.size, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+        mask=mask, strategy=planner, layout=layout, batch=batch, itemsize=dtype.itemsize,
+    )  # fmt: skip
+
+
+def strategy_on(
+    mesh: Mesh,
+    strategy: Strategy | str,
+    device: Any,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    dtype: torch.dtype,
+    kernel: str = "auto",
+    deterministic: bool | None = None,
+) -> Strategy:
+    """The strategy that a user passed, with all that `auto` is to know of this machine: see `plan_on`."""
+    if not isinstance(dtype, torch.dtype):
+        raise InputError(explain("dtype is none of torch's", got=shown(dtype)))
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    sizes = size("heads", heads), size("kv_heads", kv_heads), size("head_dim", head_dim)
+    device_type = (checked_device(device) or torch.get_default_device()).type
+    problem = contract.Problem(
+        dtype, device_type, *sizes, sizes[2] if value_dim is None else size("value_dim", value_dim),
+        deterministic=deterministic,
+    )  # fmt: skip
+    backend = mesh.backend_for(device_type)
+    named = mesh.config.kernel if kernel == "auto" else kernel
+    return _strategy(strategy, mesh, device_type, backend, lambda: choose_kernel(backend, problem, named)[0])

@@ -7,8 +7,10 @@ Each number below is what the code named beside it reads and writes.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
+from burst_portable.layout import Layout
 from burst_portable.moves import Move
 from burst_portable.packets import head_fields, message_size
 from burst_portable.plans import Compute, PassName, PassPlan, Plan, Problem
@@ -17,6 +19,7 @@ _PACKED = 2  # a message is read and written once: `executor._Exchange._outgoing
 _ADDED = 3  # a message of gradients that came is read and added to as many bytes: `executor._Results._add`
 _MADE = 3  # room for gradients is zeroed, then read and written by the kernel: `executor._Results.accumulators`
 _COPIED = 2  # read and written once
+_SEGMENTS = 2  # of a rank, at most, for rows of head shards to stay as they come
 _GRADIENT = 5  # a gradient of 16 bits that was zeros in float32, and is rounded: `kernels.whole.added_up`
 # Bytes a number of 16 bits in float32: a kernel that merges in its epilogue reads and writes its running out, one that
 # is called on pieces takes `numerics.merge_into` and, backward, a sum of each gradient; where queries travel, it is
@@ -59,6 +62,18 @@ def merged(part: PassPlan, pass_name: PassName, compute: Compute, *, first: bool
     return batch * (queries * problem.heads + _PIECE_ADDED * columns * problem.kv_heads * (d + dv))
 
 
+def comes_in_order(layout: Layout, in_pieces: bool) -> bool:
+    """Whether a head shard is computed as it comes, rank after rank; else its rows are put in natural order first.
+
+    They are where the layout is in that order itself, and for a kernel that takes any tiles in one launch where ranks
+    hold few segments: more would be a crowd of tiles.
+    """
+    if not in_pieces and max(map(len, layout.shards)) <= _SEGMENTS:
+        return True
+    joined = [s for shard in layout.shards for s in shard]
+    return all(s.step == 1 for s in joined) and all(a.last + 1 == b.start for a, b in pairwise(joined))
+
+
 class Resharded(NamedTuple):
     """For a group of heads, in the order in which it is done: see `by_heads`."""
 
@@ -72,14 +87,14 @@ def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, le
     """For taking a rank's tensors to head shards and back; `lent`: what backward needs does not stay where it came."""
     p = plan.problem
     mine, everyone = p.q_layout.count(rank) * p.ranks, p.q_layout.length
+    as_it_comes = comes_in_order(p.q_layout, in_pieces)
     groups = []
     for there, back in head_fields(plan, pass_name):
         coming, leaving = (sum(field.bytes(p.batch) for field in fields) for fields in (there, back))
-        if in_pieces:  # put in natural order, and what is made of it in the order of ranks
-            computed, kept = _COPIED * everyone * (coming + leaving), 0
-        elif pass_name == "forward":
-            computed, kept = 0, lent * _COPIED * everyone * coming
-        else:
-            computed, kept = _GRADIENT * everyone * leaving, 0
+        # Put in natural order, which is memory that stays, and what is made of it in the order of ranks.
+        computed = 0 if as_it_comes else _COPIED * everyone * (coming + leaving)
+        kept = _COPIED * everyone * coming if pass_name == "forward" and as_it_comes and lent else 0
+        if pass_name == "backward" and not in_pieces:
+            computed += _GRADIENT * everyone * leaving
         groups.append(Resharded(_COPIED * mine * coming, computed, kept, _COPIED * mine * leaving))
     return groups

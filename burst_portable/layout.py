@@ -12,7 +12,7 @@ Lengths that the ranks (or twice the ranks) do not divide give uneven shards; no
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heapify, heapreplace
@@ -237,6 +237,19 @@ def make_layout(name: str, length: int, ranks: int, mask: Mask | None = None) ->
     if not isinstance(mask, Mask | None):
         raise LayoutError(explain("a layout reads documents from a Mask", got=shown(mask)))
     return _made(name, length, ranks, mask)
+
+
+def suited(mask: Mask, length: int, ranks: int) -> Iterator[Layout]:
+    """Layouts that may be the best for a mask; the first is taken where nothing speaks for another."""
+    yield make_layout("zigzag", length, ranks)
+    if ranks > 1:
+        yield make_layout("contiguous", length, ranks)
+    if ranks > 1 and len(mask.regions) > 1:
+        for name in OF_DOCUMENTS:
+            try:
+                yield make_layout(name, length, ranks, mask)
+            except LayoutError:  # these regions are no documents, or too few
+                continue
 
 
 @lru_cache(maxsize=256)

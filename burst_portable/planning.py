@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from burst_portable.errors import InputError, LayoutError, ShapeError, explain, shown, unknown_name
 from burst_portable.layout import NAMES as LAYOUTS
-from burst_portable.layout import OF_DOCUMENTS, Layout, make_layout
+from burst_portable.layout import OF_DOCUMENTS, Layout, make_layout, suited
 from burst_portable.mask import Mask
 from burst_portable.plans import Plan, Problem
+from burst_portable.strategies.auto import AutoStrategy, as_time
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import NAMES as STRATEGIES
 from burst_portable.strategies.registry import make_strategy
@@ -33,6 +35,9 @@ def plan(
 ) -> Plan:
     """The plan that `attention` would run, made without a device, for any number of ranks.
 
+    With the layout "auto", the one whose plan is predicted to take least: `plan(...).layout` then goes to `shard` and
+    to `attention`. Predicted with the rates of the strategy where that is an `AutoStrategy`.
+
     Raises `InputError` or `UnsupportedError` as `attention` would. See `cost.plan_cost` and `verify.verify`.
     """
     seq_len, ranks, heads = size("seq_len", seq_len), size("ranks", ranks), size("heads", heads)
@@ -45,15 +50,31 @@ def plan(
             raise InputError(explain(f"{name} is too large", got=given, allowed=f"at most {_LARGEST_HEAD}"))
     check_heads(heads, kv_heads)
     mask = mask_of(mask, seq_len)
-    where = layout_of(layout, seq_len, ranks, mask)
+    left_open = isinstance(layout, str) and layout == "auto"
+    where = layout_of("zigzag" if left_open else layout, seq_len, ranks, mask)
     problem = Problem(mask, where, where, heads, kv_heads, head_dim, value_dim, batch=batch, itemsize=itemsize)
-    return planned(strategy_of(strategy), problem)
+    make = planned_with_layout if left_open else planned
+    return make(strategy_of(strategy), problem)
 
 
 @lru_cache(maxsize=256)
 def planned(strategy: Strategy, problem: Problem) -> Plan:
     """The strategy's plan for a problem; made once."""
     return strategy.plan(problem)
+
+
+@lru_cache(maxsize=256)
+def planned_with_layout(strategy: Strategy, problem: Problem) -> Plan:
+    """The same with the layout whose plan is predicted to take least, in place of the problem's own."""
+    pricing = strategy if isinstance(strategy, AutoStrategy) else AutoStrategy()
+    tried: dict[str, tuple[float, Plan]] = {}
+    for layout in suited(problem.mask, problem.q_layout.length, problem.ranks):
+        made = planned(strategy, replace(problem, q_layout=layout, k_layout=layout))
+        tried[layout.name] = pricing.cost(made).seconds, made
+    best = min(tried, key=lambda name: round(tried[name][0], 7))
+    told = ", ".join(f"{name} {as_time(tried[name][0])}" for name in sorted(tried, key=lambda name: tried[name][0]))
+    made = tried[best][1]
+    return replace(made, reason="; ".join(filter(None, (f"layout {best} by predicted time ({told})", made.reason))))
 
 
 def mask_of(mask: Mask | str, length: int) -> Mask:
@@ -67,6 +88,14 @@ def mask_of(mask: Mask | str, length: int) -> Mask:
 
 def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) -> Layout:
     """The layout that a user passed, for so many tokens and ranks. Only layouts of documents read the mask."""
+    if isinstance(layout, str) and layout == "auto":
+        raise InputError(
+            explain(
+                "rows are cut and attended to by one layout, which is settled before",
+                got="the layout 'auto'",
+                next_step="plan_on(mesh, seq_len=..., heads=...).layout is the fastest: pass it to shard and attention",
+            )
+        )
     if isinstance(layout, str):
         return make_layout(layout, length, ranks, mask if layout in OF_DOCUMENTS else None)
     if not isinstance(layout, Layout):

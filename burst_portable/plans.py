@@ -231,6 +231,11 @@ class Plan:
     reason: str = ""
 
     @property
+    def layout(self) -> Layout:
+        """Which rows each rank holds, of queries and, unless that is another, of keys."""
+        return self.problem.q_layout
+
+    @property
     def direct(self) -> bool:
         """Whether every message goes straight from the rank that made it to the one that uses it."""
         return self.reshard is not None or all(

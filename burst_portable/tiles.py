@@ -165,6 +165,11 @@ def sees(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> boo
     return next(_pieces(mask, queries, keys), None) is not None
 
 
+def area(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> int:
+    """How many pairs of two blocks it lets through."""
+    return sum(piece.area for piece in _pieces(mask, queries, keys))
+
+
 def _pieces(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> Iterator[Tile]:
     find = _KeySearch(keys)
     q_offset = 0

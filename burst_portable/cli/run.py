@@ -52,7 +52,7 @@ def run(
     layout: Annotated[
         str,
         typer.Option(help=LAYOUT),
-    ] = "zigzag",
+    ] = "auto",
     inner: Annotated[int | None, typer.Option(help=INNER)] = None,
     travels: Annotated[str | None, typer.Option(help=TRAVELS)] = None,
     moves: Annotated[str | None, typer.Option(help=MOVES)] = None,

@@ -7,7 +7,10 @@ from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
 
 STRATEGY = "auto (the least predicted time), ring, burst, double_ring or ulysses."
-LAYOUT = "contiguous, zigzag, striped, or, where the mask is of documents, whole_documents or document_zigzag."
+LAYOUT = (
+    "auto (the least predicted time), contiguous, zigzag or striped; whole_documents or document_zigzag where the mask "
+    "is of documents."
+)
 MOVES = "For ring and burst: neighbour (from rank to rank) or fetch (straight from the owner); neighbour unless given."
 TRAVELS = "For double_ring: kv or q, what goes round in the backward pass; q unless given."
 INNER = "Ranks a node, for double_ring and auto; unless given, auto leaves double_ring out."

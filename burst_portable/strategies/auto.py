@@ -9,22 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 from burst_portable.cost import PlanCost, Rates, plan_cost
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
+from burst_portable.layout import Segment
 from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.base import Strategy, Traits, check_inner
 from burst_portable.strategies.burst import BurstStrategy
 from burst_portable.strategies.double_ring import DoubleRingStrategy
 from burst_portable.strategies.ring import RingStrategy
 from burst_portable.strategies.ulysses import UlyssesStrategy, possible_groups
+from burst_portable.tiles import area
 
 DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
 """A present-day accelerator, used where no backend says better."""
 
 _AT_ONCE = 16  # ranks whose blocks may all be held at once
-_SAMPLED_RANKS = 4  # above so many ranks, the costs of so many, spread over all: every rank's would be ranks² tiles
+_SAMPLED_RANKS = 4  # above so many ranks, the costs of so many and the busiest: every rank's would be ranks² tiles
+_LOOKED_AT = 1 << 13  # segments, and ranks times regions, among which the busiest rank is looked for
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,12 @@ class AutoStrategy:
         if not isinstance(self.rates, Rates):
             raise InputError(explain("rates are none", got=shown(self.rates), allowed="burst_portable.cost.Rates"))
 
-    def plan(self, problem: Problem) -> Plan:
+    def cost(self, plan: Plan) -> PlanCost:
+        """What is compared: a plan's cost at these rates; of many ranks, that of a few."""
         rates = self.rates if self.inner is None else replace(self.rates, node=self.inner)
+        return plan_cost(plan, rates, _sample(plan.problem))
+
+    def plan(self, problem: Problem) -> Plan:
         costs: dict[str, tuple[PlanCost, Plan]] = {}
         reasons = []
         for label, strategy in self._candidates(problem):
@@ -51,13 +59,14 @@ class AutoStrategy:
             except UnsupportedError as error:
                 reasons.append(f"not {label}: {error}")
                 continue
-            costs[label] = plan_cost(plan, rates, _sample(problem.ranks)), plan
+            costs[label] = self.cost(plan), plan
         best = min(costs, key=lambda label: (round(costs[label][0].seconds, 7), costs[label][0].sent))
         ranking = sorted(costs, key=lambda label: costs[label][0].seconds)
-        told = ", ".join(f"{label} {_told(costs[label][0].seconds)}" for label in ranking)
-        source = f" at rates of {rates.source}" if rates.source else ""
-        if 0 < rates.node < problem.ranks:
-            source += f", {rates.outer_gbps:g} GB/s between nodes of {rates.node}"
+        told = ", ".join(f"{label} {as_time(costs[label][0].seconds)}" for label in ranking)
+        source = f" at rates of {self.rates.source}" if self.rates.source else ""
+        node = self.inner or self.rates.node
+        if 0 < node < problem.ranks:
+            source += f", {self.rates.outer_gbps:g} GB/s between nodes of {node}"
         reason = f"chose {best} by predicted time{source} ({told})" + "".join(f"; {r}" for r in reasons)
         return replace(costs[best][1], reason=reason)
 
@@ -87,7 +96,7 @@ class AutoStrategy:
             yield "double_ring+kv", DoubleRingStrategy(inner=self.inner, travels="kv")
 
 
-def _told(seconds: float) -> str:
+def as_time(seconds: float) -> str:
     """A time of three digits."""
     return (
         f"{seconds * 1e3:.3g} ms"
@@ -98,7 +107,18 @@ def _told(seconds: float) -> str:
     )
 
 
-def _sample(ranks: int) -> tuple[int, ...]:
+@lru_cache(maxsize=64)
+def _sample(problem: Problem) -> tuple[int, ...]:
+    """The ranks whose costs are compared: all of few; of more, some that are spread over all, and the busiest."""
+    ranks, mask = problem.ranks, problem.mask
     if ranks <= _SAMPLED_RANKS:
         return tuple(range(ranks))
-    return tuple(sorted({i * (ranks - 1) // (_SAMPLED_RANKS - 1) for i in range(_SAMPLED_RANKS)}))
+    chosen = {i * (ranks - 1) // (_SAMPLED_RANKS - 1) for i in range(_SAMPLED_RANKS)}
+    queries, keys = problem.q_layout, problem.k_layout
+    segments = [s for layout in (queries, keys) for shard in layout.shards for s in shard]
+    if max(len(segments), ranks * len(mask.regions)) <= _LOOKED_AT and all(s.step == 1 for s in segments):
+        every_query, every_key = ((Segment(0, layout.length),) for layout in (queries, keys))
+        by_rows = [area(mask, shard, every_key) for shard in queries.shards]
+        by_columns = [area(mask, every_query, shard) for shard in keys.shards]
+        chosen |= {pairs.index(max(pairs)) for pairs in (by_rows, by_columns)}
+    return tuple(sorted(chosen))

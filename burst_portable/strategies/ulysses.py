@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
+from burst_portable.handling import comes_in_order
 from burst_portable.heads import can_group
 from burst_portable.layout import Layout, contiguous
 from burst_portable.moves import Ring
@@ -24,7 +25,6 @@ from burst_portable.plans import PassPlan, Plan, Problem
 from burst_portable.strategies.base import Traits
 
 MOST_GROUPS = 8
-_SEGMENTS = 2  # of a rank, at most, for its rows to stay as they are: more would be too many tiles
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _shares_out(problem: Problem) -> bool:
 def in_rank_order(plan: Plan) -> Plan:
     """The plan with rows of head shards left as they come, rank after rank, where that makes no crowd of tiles."""
     layout: Layout = plan.problem.q_layout
-    if max(map(len, layout.shards)) > _SEGMENTS:
+    if not comes_in_order(layout, in_pieces=False):
         return plan
     joined = replace(plan.forward.problem, q_layout=layout.joined(), k_layout=plan.problem.k_layout.joined())
     return replace(plan, forward=replace(plan.forward, problem=joined), backward=replace(plan.backward, problem=joined))

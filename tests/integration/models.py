@@ -96,7 +96,7 @@ def on_ranks(
         out.loss.backward()
         sum_gradients(mine.parameters(), mesh)
         loss = sum_over_ranks(out.loss.detach().reshape(1), mesh).item()
-        layout = handle._layout_of(ids.shape[1], None)
+        layout = handle.layout_of(ids.shape[1], None)
         logits = unshard(out.logits.detach(), mesh, seq_len=ids.shape[1], layout=layout)
         return Answer(loss, logits, gradients_of(mine))
 

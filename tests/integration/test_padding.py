@@ -56,7 +56,7 @@ def test_equal_to_one_device_wherever_a_token_is(kind: str, ranks: int, held: Te
         mine = copy.deepcopy(model)
         handle = parallelize(mine, mesh)
         inputs = handle.shard(ids, labels, attention_mask=mask)
-        layout = handle._layout_of(LENGTH, None)
+        layout = handle.layout_of(LENGTH, None)
         return answer(mine, inputs, mesh, lambda x: unshard(x, mesh, seq_len=LENGTH, layout=layout))
 
     alone = copy.deepcopy(model)

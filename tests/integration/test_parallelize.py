@@ -11,6 +11,7 @@ import torch
 from burst_portable import Mesh, run_local
 from burst_portable.errors import InputError
 from burst_portable.integrations.transformers import parallelize, sum_gradients
+from burst_portable.layout import OF_DOCUMENTS
 from tests.integration.models import MODELS, assert_same, gradients_of, make, on_one_device, on_ranks, tokens
 
 
@@ -98,7 +99,7 @@ def test_packed_documents_see_only_themselves():
         inputs = handle.shard(ids, documents=torch.tensor(ends))
         assert inputs["num_items_in_batch"] == 2 * (47 - 4)
         whole = mine(**inputs).logits
-        where = handle._layout_of(47, ends).positions(mesh.rank)
+        where = handle.layout_of(47, ends).positions(mesh.rank)
         return (whole - logits[:, where]).abs().max().item()
 
     assert max(run_local(2, work)) < 1e-12
@@ -113,7 +114,7 @@ def test_two_models_on_two_meshes():
         a, b = copy.deepcopy(first), copy.deepcopy(second)
         over_ranks, alone = parallelize(a, mesh), parallelize(b, Mesh.single(), layout="contiguous")
         a_logits, b_logits = a(**over_ranks.shard(ids)).logits, b(**alone.shard(ids)).logits
-        where = over_ranks._layout_of(47, None).positions(mesh.rank)
+        where = over_ranks.layout_of(47, None).positions(mesh.rank)
         apart = (a_logits - expected[0].logits[:, where], b_logits - expected[1].logits)
         return [x.abs().max().item() for x in apart]
 
@@ -130,7 +131,7 @@ def test_an_inner_model_called_on_its_own():
         handle = parallelize(mine, mesh)
         inputs = handle.shard(ids)
         hidden = mine.model(input_ids=inputs["input_ids"], seq_len=47).last_hidden_state
-        return (hidden - expected[:, handle._layout_of(47, None).positions(mesh.rank)]).abs().max().item()
+        return (hidden - expected[:, handle.layout_of(47, None).positions(mesh.rank)]).abs().max().item()
 
     assert max(run_local(2, work)) < 1e-12
 
@@ -150,7 +151,7 @@ def test_under_autocast(dtype: torch.dtype):
         with torch.autocast("cpu", dtype):  # of this thread: autocast is no context variable
             out = mine(**handle.shard(ids))
         out.loss.backward()
-        return (out.logits - exact[:, handle._layout_of(47, None).positions(mesh.rank)]).abs().max()
+        return (out.logits - exact[:, handle.layout_of(47, None).positions(mesh.rank)]).abs().max()
 
     # No further from the exact logits than one device's autocast, within a factor for the places that rounding takes.
     allowed = 1.5 * (expected - exact).abs().max()
@@ -170,3 +171,22 @@ def test_undo_gives_the_model_back():
     assert model.config._attn_implementation == "sdpa"
     assert not any(hasattr(module, "_burst_portable") for module in model.modules())
     torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("llama", "zigzag"), ("mistral", "contiguous")])
+def test_the_layout_that_is_predicted_to_be_fastest(kind: str, layout: str):
+    """Mistral's windows reach neighbours alone; documents, a long one among them, have layouts of their own."""
+    model, ids = make(kind), tokens()
+    expected = on_one_device(model, ids)
+    for answer in on_ranks(2, model, ids, layout="auto"):
+        assert_same(answer, expected)
+
+    def work(mesh: Mesh) -> tuple[str, str]:
+        handle = parallelize(make(kind), mesh, layout="auto")
+        ends = [0, 1900, *range(2000, 4000, 130), 4096]
+        return handle.layout_of(4096).name, handle.layout_of(4096, documents=ends).name
+
+    first, second = run_local(2, work)
+    assert first == second
+    assert first[0] == layout
+    assert first[1] in OF_DOCUMENTS

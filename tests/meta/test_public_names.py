@@ -27,6 +27,7 @@ PUBLIC = [
     "merge",
     "partial_attention",
     "plan",
+    "plan_on",
     "positions",
     "profile",
     "run_local",

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from burst_portable import __version__
-from burst_portable.backends.registry import load
+from burst_portable.backends.registry import load, rates_of
 from burst_portable.cli.plan_facts import plan_facts
 from burst_portable.cli.training.loop import PHASES, Course
 from burst_portable.cli.training.prepare import Prepared
@@ -132,7 +132,7 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
         "phases": [_phases(o, c) for o, c in zip(outcomes, courses, strict=True)],
         "peak_memory_bytes": [o.peak_memory_bytes for o in outcomes],
         "device_memory": load(job.backend).capabilities.streams,
-        "plan": plan_facts(plan, load(job.backend).capabilities.rates, 0),
+        "plan": plan_facts(plan, rates_of(load(job.backend), job.ranks), 0),
         "device": platform.processor() or platform.machine(),
         "versions": {
             "python": platform.python_version(),

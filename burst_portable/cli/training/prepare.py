@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import known, load
+from burst_portable.backends.registry import known, load, rates_of
 from burst_portable.cli.strategies import asked_strategy
 from burst_portable.cli.training.job import DTYPES, Job
 from burst_portable.cli.training.limits import check_memory, check_numbers, check_processes, cores
@@ -19,7 +19,7 @@ from burst_portable.cli.training.texts import check_tokens, tokens_of
 from burst_portable.config import from_environment
 from burst_portable.errors import BackendUnavailableError, InputError, explain, unknown_name
 from burst_portable.integrations.transformers.checks import check_model, check_positions
-from burst_portable.mask import Mask
+from burst_portable.integrations.transformers.layouts import masks_of, sizes_of
 from burst_portable.planning import plan as make_plan
 from burst_portable.plans import Plan
 from burst_portable.strategies.base import Strategy
@@ -79,7 +79,7 @@ def prepare(
     kernels = [kernel.name for kernel in chosen.kernels()]
     if settings.kernel not in ("auto", *kernels):
         raise unknown_name("kernel in BURST_KERNEL", settings.kernel, ("auto", *kernels))
-    planner = asked_strategy(strategy, inner, travels, moves, chosen.capabilities.rates)
+    planner = asked_strategy(strategy, inner, travels, moves, rates_of(chosen, ranks))
     config = config_of(model, seq_len)
     checkpoint = checkpoint_of(model)
     sketch = outline(config)
@@ -118,7 +118,7 @@ def prepare(
         inner=inner,
         travels=travels,
         moves=moves,
-        layout=layout,
+        layout=plan.layout.name,
         dtype=dtype,
         threads=max(1, cores() // ranks) if local else torch.get_num_threads(),
         profile=profiled,
@@ -188,33 +188,20 @@ def _check_dropout(config: Any, scoring: bool) -> None:
 
 def _plan(config: Any, seq_len: int, ranks: int, batch: int, strategy: Strategy, layout: str, dtype: str) -> Plan:
     """The plan of the layers with the most work; plans of the others are made too, so that they can refuse."""
-    heads = config.num_attention_heads
     plans = [
         make_plan(
             seq_len=seq_len,
             ranks=ranks,
-            heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            **sizes_of(config),
             mask=mask,
             strategy=strategy,
             layout=layout,
             batch=batch,
             itemsize=getattr(torch, dtype).itemsize,
         )
-        for mask in _masks(config)
+        for mask in masks_of(config)
     ]
     return max(plans, key=lambda plan: plan.problem.area)
-
-
-def _masks(config: Any) -> list[Mask]:
-    """What the layers of a decoder let through, as its config says."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    return [
-        Mask.window(window - 1) if kind == "sliding_attention" and window else Mask.causal()
-        for kind in dict.fromkeys(kinds)
-    ]
 
 
 def _about(name: str, config: Any, sketch: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from burst_portable.backends.registry import load
+from burst_portable.backends.registry import load, rates_of
 from burst_portable.cli.strategies import asked_strategy
 from burst_portable.cli.training.job import Job
 from burst_portable.cli.training.loop import Course, OnStep, Sharded, Where, once, score, train
@@ -52,8 +52,9 @@ class Outcome:
 
 def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tuple[Outcome, Gradients]:
     """Train or score this rank's shard; the outcome, and the gradients of the last step, summed over the ranks."""
-    capabilities = load(job.backend).capabilities
-    strategy = asked_strategy(job.strategy, job.inner, job.travels, job.moves, capabilities.rates)
+    backend = load(job.backend)
+    capabilities = backend.capabilities
+    strategy = asked_strategy(job.strategy, job.inner, job.travels, job.moves, rates_of(backend, job.ranks))
     with profile(job.profile or "light", mesh=mesh) as session:  # type: ignore[arg-type]  # checked where typed
 
         def prepare(model: Any) -> Sharded:

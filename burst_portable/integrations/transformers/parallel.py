@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -10,16 +9,17 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, explain, unknown_name
+from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, explain
 from burst_portable.integrations.transformers.arguments import check_arguments, checked_positions, parameters_of, takes
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, Sequence, attend
 from burst_portable.integrations.transformers.checks import check_model, check_positions
+from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of, sharded_loss, shifts_labels
 from burst_portable.integrations.transformers.masks import wanted_mask
 from burst_portable.integrations.transformers.padding import check_padded_model, has_padding
 from burst_portable.integrations.transformers.router import check_router, with_router_loss
-from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
-from burst_portable.mask import Mask, cumulative_lengths
+from burst_portable.layout import Layout
+from burst_portable.mask import cumulative_lengths
 from burst_portable.mesh import as_mesh
 from burst_portable.sharding import positions, shard, shard_batch
 from burst_portable.strategies.base import Strategy
@@ -46,7 +46,8 @@ def parallelize(
     Args:
         model: a decoder of transformers; it is changed in place, and restored by `Parallel.undo`.
         mesh: as `attention` takes it; None is the default process group.
-        strategy, layout, kernel: as `attention` takes them; the layout by name.
+        strategy, layout, kernel: as `attention` takes them; the layout by name, or "auto": the one that is predicted to
+            be the fastest for each sequence, with the strategy, on the device that the model is on now.
         seq_len: tokens of the whole sequence, for calls that name none; None: all ranks hold equally many.
 
     Returns:
@@ -84,8 +85,7 @@ class Parallel:
             raise InputError("the model is parallelized already; undo() its handle first")
         if isinstance(strategy, str):
             make_strategy(strategy)
-        if layout not in NAMES:
-            raise unknown_name("layout", layout, NAMES)
+        self._layouts = Layouts(layout, model, as_mesh(mesh), strategy, kernel)
         self.model, self.mesh, self.strategy, self.layout = model, as_mesh(mesh), strategy, layout
         self.seq_len, self.kernel = seq_len, kernel
         self.call: Sequence | None = None
@@ -191,10 +191,17 @@ class Parallel:
     def _cut(self, input_ids: Tensor, documents: tuple[int, ...] | None) -> Layout:
         if input_ids.dim() != 2:
             raise ShapeError(explain("input_ids must be [batch, tokens]", got=tuple(input_ids.shape)))
-        return self._layout_of(input_ids.shape[1], documents)
+        return self.layout_of(input_ids.shape[1], documents)
 
-    def _layout_of(self, length: int, documents: tuple[int, ...] | None) -> Layout:
-        return _layout(self.layout, length, self.mesh.size, documents)
+    def layout_of(self, seq_len: int, documents: Any = None) -> Layout:
+        """Which rows of a sequence each rank holds; what `unshard` puts outputs together by.
+
+        Args:
+            seq_len, documents: of the sequence, as `shard` is given it.
+        """
+        return self._layouts.of(
+            seq_len, None if documents is None else tuple(cumulative_lengths("documents", documents))
+        )
 
     # ------------------------------------------------------------------------------------------------ the hooks
 
@@ -250,7 +257,7 @@ class Parallel:
         seq_len = self.seq_len if seq_len is None else seq_len
         length = rows * self.mesh.size if seq_len is None else int(seq_len)
         bounds = None if documents is None else tuple(cumulative_lengths("documents", documents))
-        layout = self._layout_of(length, bounds)
+        layout = self.layout_of(length, bounds)
         if layout.count(self.mesh.rank) != rows:
             raise LayoutError(
                 explain(
@@ -269,15 +276,3 @@ class Parallel:
             return where
         starts = torch.tensor(sequence.documents[:-1], device=device)
         return where - starts[torch.searchsorted(starts, where, right=True) - 1]
-
-
-@lru_cache(maxsize=256)
-def _layout(name: str, length: int, ranks: int, documents: tuple[int, ...] | None) -> Layout:
-    mask = None if documents is None else Mask.documents(documents)
-    if mask is not None:
-        mask.check_lengths(length, length)
-        if documents is not None and documents[-1] != length:
-            raise InputError(explain("documents end before the sequence", got=documents[-1], allowed=length))
-    # A sequence without documents is one document.
-    whole = Mask.documents((0, length)) if mask is None else mask
-    return make_layout(name, length, ranks, whole if name in OF_DOCUMENTS else None)

@@ -1,0 +1,94 @@
+"""Which layout a parallelized model's sequences have: the one that was named, or what is predicted to be fastest."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from burst_portable.choices import strategy_on
+from burst_portable.errors import InputError, explain, unknown_name
+from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
+from burst_portable.mask import Mask
+from burst_portable.mesh import Mesh
+from burst_portable.planning import plan
+from burst_portable.strategies.base import Strategy
+
+_KEPT = 64
+
+
+class Layouts:
+    """Of sequences by length and documents, the same on all ranks.
+
+    What is known of the machine is asked for here, once: a data loader's worker, which must not touch a device, then
+    arrives at the same layouts. They are those of the layers whose attention is the most work.
+    """
+
+    def __init__(self, name: str, model: PreTrainedModel, mesh: Mesh, strategy: Strategy | str, kernel: str) -> None:
+        if name not in ("auto", *NAMES):
+            raise unknown_name("layout", name, ("auto", *NAMES))
+        self.name, self._ranks, self._config = name, mesh.size, model.config
+        self._kept: dict[tuple[int, tuple[int, ...] | None], Layout] = {}
+        if name == "auto" and mesh.size > 1:
+            like = next(model.parameters())
+            dtype = torch.get_autocast_dtype(like.device.type) if like.dtype is torch.float32 else like.dtype
+            self._strategy = strategy_on(
+                mesh, strategy, like.device.type, **sizes_of(model.config), dtype=dtype, kernel=kernel
+            )
+
+    def of(self, length: int, documents: tuple[int, ...] | None) -> Layout:
+        """That of so many tokens, packed up to these ends."""
+        if self.name != "auto" or self._ranks == 1:
+            return _named("zigzag" if self.name == "auto" else self.name, length, self._ranks, documents)
+        key = length, documents
+        if key not in self._kept:
+            if len(self._kept) >= _KEPT:
+                self._kept.clear()
+            self._kept[key] = self._cheapest(length, documents)
+        return self._kept[key]
+
+    def _cheapest(self, length: int, documents: tuple[int, ...] | None) -> Layout:
+        masks = masks_of(self._config) if documents is None else [_packed(length, documents)]
+        most = max(masks, key=lambda mask: mask.area(length))
+        made = plan(
+            seq_len=length, ranks=self._ranks, **sizes_of(self._config), mask=most, strategy=self._strategy,
+            layout="auto",
+        )  # fmt: skip
+        return made.layout
+
+
+def sizes_of(config: Any) -> dict[str, int]:
+    """heads, kv_heads and head_dim of a decoder's attention."""
+    heads = config.num_attention_heads
+    return {
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+    }
+
+
+def masks_of(config: Any) -> list[Mask]:
+    """What the layers of a decoder let through, as its config says."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    return [
+        Mask.window(window - 1) if kind == "sliding_attention" and window else Mask.causal()
+        for kind in dict.fromkeys(kinds)
+    ]
+
+
+def _packed(length: int, documents: tuple[int, ...]) -> Mask:
+    mask = Mask.documents(documents)
+    mask.check_lengths(length, length)
+    if documents[-1] != length:
+        raise InputError(explain("documents end before the sequence", got=documents[-1], allowed=length))
+    return mask
+
+
+@lru_cache(maxsize=256)
+def _named(name: str, length: int, ranks: int, documents: tuple[int, ...] | None) -> Layout:
+    # A sequence without documents is one document.
+    mask = _packed(length, (0, length) if documents is None else documents)
+    return make_layout(name, length, ranks, mask if name in OF_DOCUMENTS else None)

@@ -1,0 +1,75 @@
+"""Which layout a plan takes where the user leaves it open, and what that is decided by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import burst_portable as bp
+from benchmarks.ring_rows import ROWS
+from burst_portable.backends.cuda.machines import rates_of_machine
+from burst_portable.cost import Rates, plan_cost
+from burst_portable.errors import InputError
+from burst_portable.mask import Mask
+from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.verify import verify
+
+H200 = rates_of_machine("NVIDIA H200", 4)
+DOCUMENTS = (0, 9000, 9100, 12000, 12345, 16000, 20001, 22000, 32768)
+
+
+def plan(rates=H200, layout="auto", **changes):
+    usual = {"seq_len": 32768, "ranks": 4, "heads": 32, "kv_heads": 8, "strategy": AutoStrategy(rates=rates)}
+    return bp.plan(layout=layout, **{**usual, **changes})
+
+
+def seconds(made, rates=H200):
+    return plan_cost(made, rates).seconds
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 7])
+@pytest.mark.parametrize("mask", ["causal", "full", "window:2000", Mask.documents(DOCUMENTS)], ids=str)
+def test_no_other_layout_is_predicted_to_be_faster(mask, ranks):
+    made = plan(mask=mask, ranks=ranks)
+    assert made.reason.startswith(f"layout {made.layout.name} by predicted time (")
+    assert "; chose " in made.reason
+    names = ["zigzag", "contiguous"] + ["whole_documents", "document_zigzag"] * (not isinstance(mask, str))
+    for name in names:
+        assert f"{name} " in made.reason.partition(")")[0]
+        other = plan(layout=name, mask=mask, ranks=ranks)
+        assert seconds(made) <= seconds(other) + 1e-7, name
+    assert verify(made) == []
+
+
+def test_layouts_that_suit_their_masks():
+    assert plan().layout.name == "zigzag"  # where all are alike
+    assert plan(mask="window:2000").layout.name == "contiguous"  # neighbours alone
+    # Operators on pieces want natural order: contiguous needs no pass over memory for it.
+    pieces = plan(rates=replace(H200, in_pieces=True))
+    assert (pieces.strategy, pieces.layout.name) == ("ulysses", "contiguous")
+    row = ROWS["128k-documents"]
+    assert plan(mask=row.mask, seq_len=row.length).layout.name == "whole_documents"
+    assert plan(ranks=1).layout.name == "zigzag"
+    with_strategy = plan(strategy="ring")  # a strategy that is named stays
+    assert (with_strategy.strategy, with_strategy.layout.name) == ("ring", "zigzag")
+    assert with_strategy.reason.startswith("layout zigzag by predicted time (zigzag ")
+
+
+def test_what_is_named_stays():
+    made = plan(layout="contiguous")
+    assert made.layout.name == "contiguous"
+    assert made.reason.startswith("chose ")
+    with pytest.raises(InputError, match=r"plan_on\(mesh, .*\)\.layout"):
+        bp.positions(seq_len=8, layout="auto")
+
+
+def test_the_busiest_rank_is_among_those_that_are_priced():
+    """Sixteen ranks, and one long document that lies on the fourth alone."""
+    ends = [*range(0, 3072, 64), 3072, *range(4096, 16385, 64)]
+    made = plan(mask=Mask.documents(ends), layout="contiguous", ranks=16, seq_len=16384, strategy="ring")
+    rates = Rates(1.0, 100.0)
+    compared = AutoStrategy(rates=rates).cost(made)
+    assert 3 in compared.ranks
+    assert len(compared.ranks) < 8
+    assert compared.seconds == pytest.approx(plan_cost(made, rates).seconds)

@@ -1,0 +1,62 @@
+"""`plan_on`: one layout for cutting and for attention, the same on every rank, without tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.conformance import oracle
+from burst_portable.errors import InputError, UnknownNameError
+
+LENGTH = 53
+SIZES = {"seq_len": LENGTH, "heads": 4, "kv_heads": 2, "head_dim": 16}
+
+
+@pytest.mark.parametrize("mask", ["causal", "window:9", bp.Mask.documents((0, 6, 30, 31, 53))], ids=str)
+def test_its_layout_goes_to_shard_and_to_attention(mask):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, LENGTH, n, 16, generator=generator, dtype=torch.float64) for n in (4, 2, 2, 4))
+    made = bp.Mask.parse(mask, LENGTH) if isinstance(mask, str) else mask
+    seen = oracle.dense_mask(made, LENGTH)
+    exact = oracle.attention(q, k, v, dout, seen, scale=0.25, dtype=torch.float64)
+
+    def work(mesh):
+        plan = bp.plan_on(mesh, mask=mask, dtype=torch.float64, device="cpu", **SIZES)
+        where = plan.layout
+        mine = [bp.shard(x, mesh, layout=where).requires_grad_() for x in (q, k, v)]
+        out = bp.attention(*mine, mask=mask, mesh=mesh, layout=where)
+        out.backward(bp.shard(dout, mesh, layout=where))
+        ran = bp.explain(*mine, mask=mask, mesh=mesh, layout=where)
+        assert plan.reason.endswith(ran.strategy.why)  # the same choice as the call's own
+        results = (out, *(x.grad for x in mine))
+        return plan, [bp.unshard(x.detach(), mesh, seq_len=LENGTH, layout=where) for x in results]
+
+    plans, answers = zip(*bp.run_local(3, work), strict=True)
+    assert len(set(plans)) == 1
+    for answer in answers:
+        for found, right in zip(answer, (exact.out, exact.dq, exact.dk, exact.dv), strict=True):
+            torch.testing.assert_close(found, right, atol=1e-10, rtol=1e-10)
+
+
+def test_what_is_named_stays():
+    def work(mesh):
+        plan = bp.plan_on(mesh, layout="striped", strategy="burst", **SIZES)
+        return plan.layout.name, plan.strategy
+
+    assert bp.run_local(2, work) == [("striped", "burst")] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "told"),
+    [
+        ({"layout": "zigzig"}, UnknownNameError, "did you mean 'zigzag'"),
+        ({"kernel": "none"}, UnknownNameError, "kernel"),
+        ({"dtype": 2}, InputError, "dtype"),
+        ({"device": "cpus"}, InputError, "device"),
+        ({"kv_heads": 3}, InputError, "multiple"),
+    ],
+)
+def test_what_is_refused(change, error, told):
+    with pytest.raises(error, match=told):
+        bp.plan_on(**{**SIZES, **change})
