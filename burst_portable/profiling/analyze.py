@@ -50,6 +50,7 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
             "uncertainty_ns": clocks.uncertainty_ns,
             "offsets_ns": list(clocks.offsets_ns),
         },
+        "drift": [{"rank": one.rank, **one.facts["drift"]} for one in aligned if one.facts.get("drift")],
         "plans": _plans(aligned),
         "ranks": [_rank(one, timelines[one.rank]) for one in aligned],
         "steps": _cut(aligned, timelines, ("backward", "step")),

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from burst_portable.profiling.record import NEVER
 
-_ANCHORS = 5  # when a session begins: the one that was waited for least is kept
+_ANCHORS = 5  # when a session begins, and when it is read: the one that was waited for least is kept
 _BASE_EVERY = 512  # marks: elapsed times are 32-bit milliseconds, exact to a microsecond for some seconds only
 
 
@@ -32,8 +33,27 @@ class Clock(Protocol):
     def arrival(self, wait: Callable[[], None]) -> Any:
         """Note when something that runs on its own is over, without the current stream waiting; or `NEVER`."""
 
+    def end(self) -> Drift | None:
+        """All marks are taken, and will be read: how far the device's clock went from the host's, or None where they
+        are one. Waits for the device."""
+
     def read(self, mark: Any) -> int:
         """A mark in nanoseconds of the host's monotonic clock. May wait for the device."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How much slower a device's clock is than the host's, between the anchors of a session, in millionths.
+
+    Attributes:
+        ppm: above zero where the device's clock is the slower one.
+        uncertainty_ppm: what the anchors cannot tell: how long the host waited for them, over the time between.
+        corrected: whether marks are stretched to fit, which they are where there is more drift than uncertainty.
+    """
+
+    ppm: float
+    uncertainty_ppm: float
+    corrected: bool
 
 
 class HostClock:
@@ -44,6 +64,9 @@ class HostClock:
 
     def arrival(self, wait: Callable[[], None]) -> int:
         return NEVER  # nothing here could wait but the rank itself
+
+    def end(self) -> None:
+        return None
 
     def read(self, mark: int) -> int:
         return mark
@@ -60,7 +83,11 @@ class DeviceMark:
 
 
 class DeviceClock:
-    """For devices with streams: events from a pool, anchored to the host's clock by one that was waited for."""
+    """For devices with streams: events from a pool, anchored to the host's clock at both ends of a session.
+
+    An anchor is an event that was waited for. The two clocks run at rates of their own, some millionths apart, which is
+    milliseconds in an hour: what lies between the anchors is interpolated.
+    """
 
     evidence = "device events"
 
@@ -68,12 +95,17 @@ class DeviceClock:
         self._device = device
         self._pool: list[Any] = []
         self._marks = 0
-        (self._base, moment, _), *others = sorted((self._anchor() for _ in range(_ANCHORS)), key=lambda a: a[2])
-        self._pool += [event for event, *_ in others]
-        self._offset: dict[int, int] = {id(self._base): moment}
+        self._base, self._from, self._took = self._best_anchor()
+        self._stretch = 0.0  # nanoseconds of the host more, for each of the device
+        self._offset: dict[int, int] = {id(self._base): self._from}
         self._before: dict[int, Any] = {}  # the base before a base; all are kept, so that no id is used again
         self._kept = [self._base]
         self._watcher: Any = None
+
+    def _best_anchor(self) -> tuple[Any, int, int]:
+        best, *others = sorted((self._anchor() for _ in range(_ANCHORS)), key=lambda anchor: anchor[2])
+        self._pool += [event for event, *_ in others]
+        return best
 
     def _anchor(self) -> tuple[Any, int, int]:
         """An event, the host's time in the middle of waiting for it, and how long that took."""
@@ -106,13 +138,27 @@ class DeviceClock:
             event.record()
         return DeviceMark(self._base, event)
 
+    def end(self) -> Drift:
+        event, until, took = self._best_anchor()
+        told = self._at(self._base, event)
+        self._pool.append(event)
+        span, unsure = max(1, told - self._from), (self._took + took) // 2
+        corrected = abs(until - told) > unsure
+        self._stretch = (until - told) / span if corrected else 0.0
+        return Drift(1e6 * (until - told) / span, 1e6 * unsure / span, corrected)
+
     def read(self, mark: DeviceMark) -> int:
         if mark.time is None:
             mark.event.synchronize()
-            mark.time = self._start(mark.base) + round(mark.base.elapsed_time(mark.event) * 1e6)
+            told = self._at(mark.base, mark.event)
+            mark.time = told + round((told - self._from) * self._stretch)
             self._pool.append(mark.event)
             mark.event = None
         return mark.time
+
+    def _at(self, base: Any, event: Any) -> int:
+        """When an event was reached, by the device's clock from the first anchor on."""
+        return self._start(base) + round(base.elapsed_time(event) * 1e6)
 
     def _start(self, base: Any) -> int:
         """When a base was reached: the way from one base to the next, added up."""

@@ -79,10 +79,11 @@ class Recorder:
 
     def records(self) -> RankRecords:
         """All that was recorded, in nanoseconds. On a device with streams, waits for what was marked last."""
+        clock = self._clocks[self._device] if self._device else None
+        drift = clock.end() if clock else None
         for kind, rows in self.rows.items():
             times = [i for i, name in enumerate(COLUMNS[kind]) if name in TIMES]
             self.rows[kind] = deque((self._read(row, times) for row in rows), maxlen=rows.maxlen)
-        clock = self._clocks[self._device] if self._device else None
         device = self._device.type if self._device else "cpu"
         plans = [facts for _, _, facts in self._plans.values()]
         dtypes = sorted({facts.dtype for facts in plans if facts.dtype})
@@ -96,6 +97,7 @@ class Recorder:
             {
                 "device": device,
                 "light": self.light,
+                "drift": drift and asdict(drift),
                 "sensors": self.sensors.facts() if self.sensors else {"reason": "not read", "time": []},
                 "transport": {
                     "used": self.transport,

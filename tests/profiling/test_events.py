@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 
 from burst_portable.profiling import events
@@ -61,6 +62,52 @@ def test_a_host_that_is_late_sets_the_clock_wrong_by_little(monkeypatch):
     monkeypatch.setattr(events.time, "perf_counter_ns", lambda: host["now"])
     clock = clock_of_fakes(monkeypatch)
     assert abs(clock._start(clock._base) - (1_000_000_000 + 16_000_000)) <= 20_000
+
+
+def drifting(monkeypatch, ppm: float, wait: int = 10_000):
+    """A clock of a device that is slower than the host by so many millionths, and the host's time to set; every anchor
+    is waited for as long as told, in nanoseconds."""
+    host = {"now": 5_000_000_000}
+    begin = host["now"]
+
+    def record(self):
+        self.time = (host["now"] - begin) * (1 - ppm * 1e-6)
+
+    def synchronize(self):
+        host["now"] += wait
+
+    monkeypatch.setattr(FakeEvent, "record", record)
+    monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
+    monkeypatch.setattr(events.time, "perf_counter_ns", lambda: host["now"])
+    return clock_of_fakes(monkeypatch), host
+
+
+@pytest.mark.parametrize("ppm", [40.0, -15.0])
+def test_a_device_whose_clock_drifts_is_put_back_on_the_host_s(ppm, monkeypatch):
+    """Ten minutes at 40 ppm are 24 ms; what is left is what an anchor is uncertain by, and rounding."""
+    clock, host = drifting(monkeypatch, ppm)
+    marks = []
+    for _ in range(6000):
+        host["now"] += 100_000_000
+        marks.append((host["now"], clock.mark()))
+    drift = clock.end()
+    assert drift.ppm == pytest.approx(ppm, abs=0.1)
+    assert drift.corrected
+    assert drift.uncertainty_ppm < 0.1
+    assert max(abs(clock.read(mark) - at) for at, mark in marks) < 60_000
+
+
+def test_a_drift_that_the_anchors_cannot_tell_is_left_alone(monkeypatch):
+    """Ten milliseconds: what the host waits for an anchor is a thousand millionths of them."""
+    clock, host = drifting(monkeypatch, 40.0)
+    marks = [clock.mark()]
+    host["now"] += 10_000_000
+    marks.append(clock.mark())
+    drift = clock.end()
+    assert not drift.corrected
+    assert abs(drift.ppm) < drift.uncertainty_ppm
+    first, last = (clock.read(mark) for mark in marks)
+    assert abs(last - first - 10_000_000 * (1 - 40e-6)) < 10
 
 
 def test_steps_between_neighbours_are_exact_to_a_microsecond(monkeypatch):

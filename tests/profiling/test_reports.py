@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -75,6 +76,18 @@ def test_an_ablation_is_in_every_form(tmp_path, capsys):
     assert "a step of 20.0 ms on rank 0" in ablation_text(report.data)
     told = {name: text for names, text in report.data["evidence"].items() for name in names.split(", ")}
     assert told["hidden"].startswith("ablation: ")
+
+
+def test_a_report_says_how_far_device_clocks_drift(tmp_path, capsys):
+    records = ring(2, 3)
+    told = [{"ppm": 12.5 * one.rank, "uncertainty_ppm": 0.2, "corrected": True} for one in records]
+    report = Report.of([replace(r, facts={**r.facts, "drift": t}) for r, t in zip(records, told, strict=True)])
+    assert [row["ppm"] for row in report.data["drift"]] == [0.0, 12.5]
+    report.write_json(tmp_path / "d.json")
+    assert main(["profile", str(tmp_path / "d.json"), "--html", str(tmp_path / "d.html")]) == 0
+    text = "device clocks drift by up to 12 ppm, taken out"
+    assert text in " ".join(capsys.readouterr().out.split())
+    assert text in (tmp_path / "d.html").read_text(encoding="utf-8")
 
 
 def test_the_trace_has_every_rank_and_every_event(files):

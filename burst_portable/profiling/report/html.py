@@ -15,6 +15,7 @@ from burst_portable.profiling.partition import PARTS
 from burst_portable.profiling.report.tables import (
     ABLATED,
     NAMES,
+    drift_text,
     layer_rows,
     loss_name,
     peaks_text,
@@ -78,6 +79,7 @@ def page(data: dict[str, Any]) -> str:
         balance=data.get("balance", ()),
         peaks=peaks_text(data),
         sensors=_curves(data),
+        drift=drift_text(data),
         traced=traced_rows(data)[:_MOST_KERNELS],
         left_out=left_out,
         style=Markup((folder / "style.css").read_text(encoding="utf-8")),

@@ -141,6 +141,7 @@ _LATER: dict[str, Any] = {  # files of earlier releases have none of these
     "balance": {"pass": _text, **dict.fromkeys(("planned", "planned_rank", "measured", "measured_rank"), _number)},
     "sensors": {"rank": _whole, "reason": _text, "time": _curve},
     "contention": {"rank": _whole, **_CONTENTION},
+    "drift": {"rank": _whole, "ppm": _number, "uncertainty_ppm": _number, "corrected": _switch},
     "ablation": {
         **dict.fromkeys(("rank", "whole", "without_communication", "without_computing", "without_both"), _whole),
         **dict.fromkeys(("exposed_communication", "exposed_computing", "hidden"), _whole),

@@ -58,6 +58,15 @@ def ablation_text(data: dict[str, Any]) -> str:
     )
 
 
+def drift_text(data: dict[str, Any]) -> str:
+    """By how much the clocks of devices went from their hosts', and whether times are corrected; "" on hosts."""
+    if not data.get("drift"):
+        return ""
+    worst = max(data["drift"], key=lambda row: abs(row["ppm"]))
+    done = "taken out" if worst["corrected"] else f"not taken out: uncertain by {worst['uncertainty_ppm']:.2g}"
+    return f"device clocks drift by up to {abs(worst['ppm']):.2g} ppm, {done}"
+
+
 def step_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
     """A row a ring step of a pass: means over ranks of a mean call, the slowest rank, and what it works on."""
     rows = []

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from burst_portable.profiling.contention import contended
 from burst_portable.profiling.partition import PARTS
-from burst_portable.profiling.report.tables import ABLATED, loss_name, peaks_text, step_rows, traced_rows
+from burst_portable.profiling.report.tables import ABLATED, drift_text, loss_name, peaks_text, step_rows, traced_rows
 from burst_portable.profiling.sensors import told
 from burst_portable.profiling.units import percent, scaled, time_text
 
@@ -56,8 +56,9 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
         say.print(_traced(traced))
     clock = data["clock"]
     uncertain = f", uncertain by {time_text(clock['uncertainty_ns'])}" if clock["uncertainty_ns"] else ""
+    drift = f", {text}" if (text := drift_text(data)) else ""
     say.print(
-        f"  evidence: {clock['evidence']}, {clock['method']}{uncertain}; FLOPs and bytes from the plan",
+        f"  evidence: {clock['evidence']}, {clock['method']}{uncertain}{drift}; FLOPs and bytes from the plan",
         style="dim",
         markup=False,
     )
