@@ -7,8 +7,8 @@ Every contestant gets the same local kernel. Correctness first: a wrong result h
 ten calls back to back (fewer where one takes longer than 20 ms) and single ones; the slowest rank counts. TFLOP/s are
 those of a GPU by exact mask area, forward 4·area·H·D, backward 2.5 times that. "Nothing sent" has the same tiles and
 merges, and its blocks are there already; "plain call" is one call of the kernel on one rank's share of the area. What
-`auto` chose stands beside it. The table comes last; JSON and a picture are written after every row, so that a run that
-ends early keeps what it has. On CPUs it runs with --rows tiny.
+`auto` chose, its layout too, stands beside it; our other strategies have the row's layout. The table comes last; JSON
+and a picture are written after every row: a run that ends early keeps what it has. On CPUs it runs with --rows tiny.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ class Run:
         right = expected(row, mask, whole)
         entries = []
         for contestant in self.contestants():
-            layout = bp.make_layout(contestant.layout or row.layout, row.length, self.links.size, mask)
+            layout = contestant.settle(self.links, row, mask, kernel)
             shards = [bp.shard(x, mesh, layout=layout).contiguous() for x in whole]
             task = Task(self.links, row.length, mask, layout, *shards, kernel=kernel)
             timer = self.guard.watch(self.arguments.contestant_limit, f"preparing {contestant.name} on {name}")
@@ -305,7 +305,7 @@ class Run:
     def prepare(
         self, row: str, kernel: str, contestant: Contestant, task: Task, right: Expected, mesh: bp.Mesh
     ) -> list[Entry]:
-        result = Measured(row, contestant.name, kernel)
+        result = Measured(row, contestant.name, kernel, layout=task.layout.name)
         self.results.append(result)
         started = time.monotonic()
         try:
@@ -314,7 +314,7 @@ class Run:
             self.clock.settle()
             result.chose, result.why = task.chose
             if result.chose:
-                self.say(f"  {row}, {kernel}: {contestant.name} chose {result.chose}")
+                self.say(f"  {row}, {kernel}: {contestant.name} chose {result.chose}, layout {result.layout}")
         except Absent as reason:
             result.reason = str(reason)
         except (BurstError, RuntimeError, ImportError, AttributeError, AssertionError, TypeError) as error:

@@ -24,6 +24,7 @@ class Measured:
     reason: str = ""
     chose: str = ""  # by `auto`; and why
     why: str = ""
+    layout: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     tflops: dict[str, float] = field(default_factory=dict)
     milliseconds: dict[str, float] = field(default_factory=dict)
@@ -49,7 +50,7 @@ def print_tables(results: list[Measured], links: list[dict[str, object]]) -> Non
                 kept = (still.milliseconds[kind] / result.milliseconds[kind] for kind in KINDS[:2])
                 line += "  kept " + " / ".join(f"{x:.2f}" for x in kept)
             if result.chose and "nothing sent" not in name:
-                line += f"  [{result.chose}]"
+                line += f"  [{result.chose}; {result.layout}]"
             print(line)
     for link in links:
         print(f"links, {link['transport']}: {link['bytes']} bytes to the next rank, {link['gbps']} GB/s")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,9 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import burst_portable as bp
 from benchmarks.providers import Absent
+from benchmarks.ring_rows import Row
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.comm.base import Transport
 from burst_portable.config import Config
+from burst_portable.errors import BurstError
 from burst_portable.kernels.contract import Kernel, Options, Problem
 from burst_portable.kernels.pieces import TriangleKernel
 from burst_portable.layout import Layout, Segment
@@ -77,11 +79,25 @@ class Task:
 
 @dataclass(frozen=True)
 class Contestant:
-    """layout: whose rows it wants; "" for what suits the mask best."""
+    """layout: whose rows it wants; "" for the row's own, "auto" for what the library chooses with its `transport`."""
 
     name: str
     prepare: Callable[[Task], Calls]
     layout: str = ""
+    transport: str = ""
+
+    def settle(self, links: Links, row: Row, mask: bp.Mask, kernel: str) -> Layout:
+        """Its layout for a row. Where the library can choose none, it has the row's, and `prepare` is told why."""
+        transport = links.transports.get(self.transport)
+        if self.layout == "auto" and isinstance(transport, Transport):
+            with suppress(BurstError):
+                return bp.plan_on(
+                    links.mesh(transport), seq_len=row.length, heads=row.heads[0], kv_heads=row.heads[1],
+                    head_dim=row.head, mask=mask, dtype=torch.bfloat16, device=links.device, kernel=kernel,
+                    deterministic=False,
+                ).layout  # fmt: skip
+        named = self.layout if self.layout not in ("", "auto") else row.layout
+        return bp.make_layout(named, row.length, links.size, mask)
 
 
 def through_autograd(attention: Callable[[], Tensor], leaves: tuple[Tensor, ...], dout: Tensor) -> Calls:
@@ -121,7 +137,8 @@ def ours(strategy: str, transport: str, *, sent: bool = True) -> Contestant:
             still.moving = False
         return through_autograd(attention, leaves, task.dout)
 
-    return Contestant(f"{strategy} {transport}{'' if sent else ', nothing sent'}", prepare)
+    name = f"{strategy} {transport}{'' if sent else ', nothing sent'}"
+    return Contestant(name, prepare, "auto" if strategy == "auto" else "", transport)
 
 
 def _strategy(text: str) -> Any:

@@ -14,7 +14,8 @@ import torch
 import burst_portable as bp
 from benchmarks.ring import Entry, _dense
 from benchmarks.ring_report import Measured
-from benchmarks.rings import Links, Local, Task, ours, plain
+from benchmarks.ring_rows import Row
+from benchmarks.rings import OTHERS, Links, Local, Task, ours, plain
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,12 +52,25 @@ def test_on_cpus(tmp_path):
         assert by_name[name]["milliseconds"].keys() == {"forward", "backward", "forward, cold", "backward, cold"}
     auto = by_name["auto gloo"]
     assert auto["why"].startswith(f"chose {auto['chose']} by predicted time")
-    assert f"tiny, auto: auto gloo chose {auto['chose']}\n" in found.stdout
-    assert f"[{auto['chose']}]\n" in found.stdout
+    assert f"tiny, auto: auto gloo chose {auto['chose']}, layout {auto['layout']}\n" in found.stdout
+    assert f"[{auto['chose']}; {auto['layout']}]\n" in found.stdout
+    assert [by_name[name]["layout"] for name in ("ring+fetch gloo", "ulysses by the book")] == ["zigzag", "contiguous"]
     assert by_name["ring+fetch gloo"]["chose"] == ""
     assert "cudnn or flash" in by_name["context_parallel"]["reason"]
     assert by_name["ring+fetch gloo, nothing sent"]["milliseconds"]
     assert (tmp_path / "ring-test.svg").read_text().startswith("<svg")
+
+
+def test_auto_has_the_layout_that_the_library_chooses():
+    """For windows the contiguous one, whatever the row's is; all others keep the row's, or their own."""
+
+    def work(mesh):
+        links = Links(None, mesh.rank, 2, torch.device("cpu"), 10.0, {"local": mesh.transport("cpu")})
+        row = (links, Row(256, (4, 2), 16, "window:16"), bp.Mask.window(16), "auto")
+        contestants = ours("auto", "local"), ours("auto", "gloo"), ours("ring", "local"), OTHERS["ulysses by the book"]
+        return [one.settle(*row).name for one in contestants]
+
+    assert bp.run_local(2, work) == [["contiguous", "zigzag", "zigzag", "contiguous"]] * 2
 
 
 @pytest.mark.parametrize("strategy", ["ring+together+last", "ulysses"])
