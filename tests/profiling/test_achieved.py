@@ -171,6 +171,10 @@ def test_the_page_the_terminal_and_markdown_say_unknown(capsys):
         ("cuda", ("NVIDIA H200", "float16"), 989.4, 4800),
         ("cuda", ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16"), None, None),
         ("cuda", ("NVIDIA H200", "float32"), None, 4800),
+        ("cuda", ("NVIDIA H200 NVL", "bfloat16"), None, None),  # another clock than the H200's
+        ("cuda", ("NVIDIA L40S", "bfloat16"), 362.05, 864),
+        ("rocm", ("AMD Instinct MI250X / MI250", "gfx90a", 110, "bfloat16"), 191.5, 1638.4),
+        ("rocm", ("AMD Instinct MI250X / MI250", "gfx90a", 104, "bfloat16"), 181.05, 1638.4),
         ("rocm", ("AMD Instinct MI300X", "gfx942", 304, "bfloat16"), 1307.4, 5300),
         ("rocm", ("AMD Instinct MI300X", "gfx942", 38, "bfloat16"), None, None),
         ("rocm", ("AMD Instinct MI210", "gfx90a", 104, "float32"), None, 1638.4),
@@ -182,6 +186,7 @@ def test_data_sheets_by_the_device_s_name(name, arguments, tflops, gbps):
     found = import_module(f"burst_portable.backends.{name}.peaks").peaks(*arguments)
     assert found.flops == (None if tflops is None else tflops * 1e12)
     assert found.bandwidth == (None if gbps is None else gbps * 1e9)
+    assert found.flops is None or found.source.startswith(("NVIDIA ", "AMD Instinct ")), "the sheet is named"
     assert found.source
     assert not found.measured
 
