@@ -111,11 +111,12 @@ def _uneven(report: dict[str, Any]) -> list[Loss]:
     lost, most, worst = 0.0, 1.0, -1
     for name in PASSES:
         own = [(r["passes"][name]["flops"], r["passes"][name]["compute"], r["rank"]) for r in report["ranks"]]
-        flops, time = sum(o[0] for o in own), sum(o[1] for o in own)
+        flops = sum(o[0] for o in own)
         if flops and len(own) > 1:
             largest, _, rank = max(own)
             mean = flops / len(own)
-            lost += (largest - mean) * time / flops
+            # At the middle rank's speed: what a slow rank takes longer is a loss of its own.
+            lost += (largest - mean) * median(time / work for work, time, _ in own if work)
             if largest / mean > most:
                 most, worst = largest / mean, rank
     if most < 1.02:

@@ -73,6 +73,16 @@ def test_layouts_are_as_even_as_their_plans():
         assert told == pytest.approx(2 * max(pairs) / sum(pairs)), name
 
 
+def test_a_slow_rank_does_not_make_an_uneven_plan_dearer():
+    """FLOPs as 1 to 3 to 2, a nanosecond each, but ten on rank 0: the plan costs what rank 1 has above the mean."""
+    makers = [Maker(rank) for rank in range(3)]
+    for one, flops, took in zip(makers, (1000, 3000, 2000), (10, 3, 2), strict=True):
+        one.compute(0, 0, took, flops=flops)
+        one.collective(0, took, 10.1, backward=1)
+    losses = analyze([one.records() for one in makers])["losses"]
+    assert [loss["lost"] for loss in losses if loss["kind"] == "uneven plan"] == [1000]
+
+
 def test_a_slow_link_is_charged_once_however_many_wait_for_it():
     """Four ranks in a ring: what rank 2 waits for on the link from 1, ranks 3, 0 and 1 wait for in their turn."""
     makers = [Maker(rank) for rank in range(4)]
