@@ -98,6 +98,28 @@ def test_the_trace_has_every_rank_and_every_event(files):
     assert {name for _, name in tracks} == {"compute", "communication: waiting", "communication: transfers"}
     assert {rank for rank, _ in tracks} == {0, 1, 2, 3}
     spans = [e for e in events if e["ph"] == "X"]
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    for e in events:  # what Perfetto and Chrome want of the two kinds that there are
+        assert e["ph"] in "XM"
+        assert isinstance(e["pid"], int)
+        if e["ph"] == "M":
+            assert set(e["args"]) == {"sort_index" if e["name"].endswith("sort_index") else "name"}
+        else:
+            assert (e["pid"], e["tid"]) in named
+            assert min(e["ts"], e["dur"]) >= 0
+            assert e["name"]
+    by_track: dict[tuple, list] = {}
+    for e in sorted(spans, key=lambda e: (e["ts"], -e["dur"])):
+        by_track.setdefault((e["pid"], e["tid"]), []).append(
+            (round(e["ts"] * 1000), round((e["ts"] + e["dur"]) * 1000))
+        )
+    for track in by_track.values():  # one that began within another and outlived it would be drawn wrong
+        open_until: list[int] = []
+        for start, end in track:
+            while open_until and open_until[-1] <= start:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1]
+            open_until.append(end)
     assert len(spans) == sum(len(r["kind"]) for r in report.data["events"]["ranks"])
     kernels = [e for e in spans if e["cat"] == "compute" and e["pid"] == 2]
     assert [e["dur"] for e in kernels] == [300.0] * 6
