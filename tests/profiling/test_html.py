@@ -103,6 +103,16 @@ def test_the_page_does_not_scroll_sideways(browser):
     for width in (1200, 420):
         browser.resize(width)
         assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    browser.resize(700)  # A4 and letter, without their margins
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    assert (
+        browser.run(
+            "[...document.querySelectorAll('.tile b')].filter(e => e.scrollWidth > e.clientWidth).map(e => [e.textContent, e.scrollWidth, e.clientWidth])"
+        )
+        == []
+    )
+    browser.call("Emulation.setEmulatedMedia", media="")
     browser.call("Emulation.clearDeviceMetricsOverride")
 
 
