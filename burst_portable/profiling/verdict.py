@@ -17,7 +17,7 @@ PASSES = ("forward", "backward")
 _WORTH = 0.03  # of a rank's time: what is less is not worth a verdict
 _HEARD = 0.25  # of a slow rank's excess: what others waited for it, so that all of it counts
 _THROTTLED = 0.95  # of the other ranks' clock
-_STANDS_OUT = 2.0  # a link is slow when ranks wait this many times longer for it than for the middle one
+_STANDS_OUT = 2.0  # a link is slow when ranks wait so many times longer for it than for the middle one, at such a rate
 
 BOTH_ENDS = "events: both ends of each message"
 Loss = dict[str, Any]
@@ -136,7 +136,7 @@ def _links(report: dict[str, Any]) -> list[Loss]:
     if times:
         pair, worst = max(times.items(), key=lambda one: one[1])
         rest = median(t for p, t in times.items() if p != pair) if len(times) > 1 else 0.0
-        if len(times) > 1 and worst > _STANDS_OUT * rest:
+        if len(times) > 1 and worst > _STANDS_OUT * rest and _brings_less(report, pair):
             excess = worst - rest
             source, target = pair
             text = f"the link from rank {source} to rank {target} is slow: {_speeds(report, pair)}"
@@ -156,6 +156,14 @@ def _links(report: dict[str, Any]) -> list[Loss]:
     text = "communication is exposed: ranks stand still while blocks are on their way"
     found.append(_loss("communication", everywhere, text, change.exposed(report), BOTH_ENDS))
     return found
+
+
+def _brings_less(report: dict[str, Any], pair: tuple[int, int]) -> bool:
+    """Whether a link that is waited for longest is slow as well, where its transfers and others' were seen: ranks also
+    wait longer for a link like the others, for its receiver was early or had more to come."""
+    speeds = {(link["source"], link["target"]): link["bytes_per_second"] for link in report["links"]}
+    others = [s for p, s in speeds.items() if p != pair and s]
+    return not speeds[pair] or not others or _STANDS_OUT * speeds[pair] < median(others)
 
 
 def _speeds(report: dict[str, Any], pair: tuple[int, int]) -> str:

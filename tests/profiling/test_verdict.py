@@ -11,6 +11,7 @@ import burst_portable as bp
 from burst_portable.profiling.alternatives import layouts
 from burst_portable.profiling.analyze import analyze
 from burst_portable.profiling.record import RankRecords
+from burst_portable.profiling.verdict import losses_of
 from burst_portable.strategies.ring import RingStrategy
 from tests.profiling.made import Maker
 
@@ -101,6 +102,17 @@ def test_a_slow_link_is_charged_once_however_many_wait_for_it():
     (everywhere,) = (loss for loss in report["losses"] if loss["kind"] == "communication")
     # 10 µs of each link, the agreement's last 10 of each rank, and what the three others waited at the usual pace.
     assert everywhere["lost"] < 60_000
+
+
+@pytest.mark.parametrize(("others", "kind"), [(250_000_000, "slow link"), (150_000_000, "communication")])
+def test_a_link_as_fast_as_the_others_is_not_slow_though_it_is_waited_for(others, kind):
+    """It brings 100 MB/s. Only where the others bring twice that is it the link, and not that one rank was early."""
+    report = analyze(exposed())
+    report["links"][0]["bytes_per_second"], report["links"][1]["bytes_per_second"] = 100_000_000, others
+    causes = {(c["rank"], c["peer"]): c for c in report["causes"] if c["kind"] == "link"}
+    first, second = ((link["source"], link["target"]) for link in report["links"])
+    causes[second]["waited"] = {who: lost // 10 for who, lost in causes[second]["waited"].items()}
+    assert losses_of(report)[0]["kind"] == kind, causes[first]
 
 
 def test_exposed_communication_and_the_side_that_travels_less():

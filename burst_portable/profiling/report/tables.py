@@ -50,7 +50,7 @@ def ablation_text(data: dict[str, Any]) -> str:
         return ""
     one = max(data["ablation"], key=lambda row: row["whole"])
     told = {name: time_text(abs(one[name]) if name == "hidden" else one[name]) for name in ABLATED}
-    both = f"{told['hidden']} {'are hidden' if one['hidden'] >= 0 else 'are won back by leaving out both'}"
+    both = f"{told['hidden']} {'are hidden' if one['hidden'] >= 0 else 'of these go away with either'}"
     return (
         f"of a step of {told['whole']} on rank {one['rank']}, "
         f"attention's messages add {told['exposed_communication']}, its kernels add {told['exposed_computing']}, "
