@@ -171,7 +171,7 @@ def _strategy(
     asked: Strategy | str, mesh: Mesh, device: str, backend: Backend, kernel: Callable[[], contract.Kernel]
 ) -> Strategy:
     """The strategy that a user passed; "auto" predicts with what was measured on machines like this one."""
-    if asked != "auto":
+    if not isinstance(asked, str) or asked != "auto":  # arrays are compared one by one
         return strategy_of(asked)
     rates = rates_of(backend, mesh.size, kernel())
     if rates.direct and not mesh.may_be_direct(device):

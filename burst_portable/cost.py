@@ -168,7 +168,7 @@ def reshard_bytes(plan: Plan, pass_name: PassName, rank: int) -> list[tuple[int,
     # There: my rows, for every other rank's heads. Back: everybody else's rows, of my heads.
     return [
         (
-            rows * (p.ranks - 1) * sum(field.bytes(p.batch) for field in there),
+            rows * (p.ranks - 1) * sum(field.size(p.batch) for field in there),
             others * sum(field.bytes(p.batch) for field in back),
         )
         for there, back in head_fields(plan, pass_name)

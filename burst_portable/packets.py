@@ -14,7 +14,8 @@ kv        K, V                          dK, dV in the accumulation dtype
 q         Q, dO, LSE, delta             dQ in the accumulation dtype
 ========  ============================  =======================================================
 
-Where heads are resharded, a message holds some heads of one tensor, ``[rows, B, heads, dim]``.
+Where heads are resharded, a message there holds some heads of all tensors, side by side too, ``[rows, B, heads, dim]``
+each; one back holds those of one tensor.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def head_fields(plan: Plan, pass_name: PassName) -> list[tuple[tuple[Field, ...]
 
 
 def head_room(problem: Problem, row: int, *, back: bool) -> int:
-    """Bytes of a rank's inbox that one tensor takes, at so many bytes a row; the same on all ranks."""
+    """Bytes of a rank's inbox that one exchange takes, at so many bytes a row; the same on all ranks."""
     ranks = problem.ranks
     rows = ranks * max(map(problem.q_layout.count, range(ranks))) if back else problem.q_layout.length
     return _aligned(rows * row)
@@ -143,7 +144,7 @@ def _reshard_inbox(plan: Plan, pass_name: PassName) -> int:
     p, size = plan.problem, 0
     for there, back in head_fields(plan, pass_name):
         lse = Field(plan.forward.problem.heads, None, max(p.itemsize, 4))
-        size += sum(head_room(p, field.bytes(p.batch), back=False) for field in there)
+        size += head_room(p, sum(field.size(p.batch) for field in there), back=False)
         size += sum(head_room(p, field.bytes(p.batch), back=True) for field in (*back, lse))
     return -(-size // p.ranks)
 

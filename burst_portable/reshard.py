@@ -6,9 +6,10 @@
     rows  A   AaAb                  heads  Aa Ba   Ab Bb        (letters: rows; small ones: heads)
           B          BaBb
 
-Each tensor is packed in one copy, and what came lies rank after rank: that is a tensor as it is, if its plan takes
-rows in that order (`strategies.ulysses.in_rank_order`). What was made of it is sent as it is, and its pieces are put
-together in one copy. Everything is under way until it is waited for.
+All that a rank gets of another for a group of heads is one message, tensors side by side in every row, each packed in
+one copy. What came lies rank after rank: that is tensors as they are, if the plan takes rows in that order
+(`strategies.ulysses.in_rank_order`). What was made of them is sent as it is, and its pieces are put together in one
+copy. Everything is under way until it is waited for.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from burst_portable.comm.base import Exchange, Message, Transport
 from burst_portable.heads import Span
 from burst_portable.layout import Layout
 from burst_portable.numerics import accumulation_dtype
-from burst_portable.packets import head_room
+from burst_portable.packets import Field, head_room
 from burst_portable.plans import Plan
 
 _RUNS = 64  # that are put together one by one
@@ -53,20 +54,22 @@ class Reshard:
         return self.to_plan is not None or self.transport.lasting
 
     def to_heads(self, parts: Sequence[tuple[Tensor, Span]]) -> ToHeads:
-        """Start bringing here all rows of some heads of this rank, of tensors ``[B, S_rank, H, D]``."""
-        rank, sends, receives, came, own = self.transport.rank, [], [], [], []
-        for x, heads in parts:
-            packed, owners = _packed(x, heads, self.transport.size)
-            row = packed[0, 0].numel() * x.itemsize
-            inbox, place = self._inbox(self.starts[-1] * row, row, back=False)
-            whole = inbox.view(x.dtype).view(-1, *packed.shape[2:])
-            pieces = torch.split(whole, self.rows)
-            own.append((pieces[rank], packed[owners[rank]]))
-            at = place + self.starts[rank] * row
-            sends += [Message(_bytes(packed[owners[r]]), r, at) for r in self.others]
-            receives += [Message(_bytes(pieces[r]), r, place + self.starts[r] * row) for r in self.others]
-            came.append(whole)
-        return ToHeads(self, self._exchange(sends, receives, own, "to heads"), came, sends)
+        """Start bringing here all rows of some heads of this rank, of tensors ``[B, S_rank, H, D]`` of one dtype."""
+        rank, like = self.transport.rank, parts[0][0]
+        fields = [Field(past - first, x.shape[3], x.itemsize) for x, (first, past) in parts]
+        row = sum(field.size(like.shape[0]) for field in fields)
+        packed = like.new_empty(self.transport.size, like.shape[1], row // like.itemsize)
+        for (x, heads), into in zip(parts, _fields(packed, fields, like.shape[0]), strict=True):
+            owned = _by_owner(x, min(len(packed), x.shape[2]))[:, :, :, slice(*heads)].permute(2, 1, 0, 3, 4)
+            into.view(len(owned), -1, *into.shape[1:]).copy_(owned.unsqueeze(1))  # ranks may share an owner's heads
+        inbox, place = self._inbox(self.starts[-1] * row, row, back=False)
+        whole = inbox.view(like.dtype).view(self.starts[-1], -1)
+        pieces = torch.split(whole, self.rows)
+        at = place + self.starts[rank] * row
+        sends = [Message(_bytes(packed[r]), r, at) for r in self.others]
+        receives = [Message(_bytes(pieces[r]), r, place + self.starts[r] * row) for r in self.others]
+        exchange = self._exchange(sends, receives, [(pieces[rank], packed[rank])], "to heads")
+        return ToHeads(self, exchange, whole, fields, like.shape[0], sends)
 
     def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, Span]]) -> ToSequence:
         """Start bringing home what was made of some heads.
@@ -114,21 +117,29 @@ class Reshard:
 class ToHeads:
     """Rows of all ranks on their way, and what this rank sends of its own."""
 
-    def __init__(self, reshard: Reshard, exchange: Exchange, came: list[Tensor], sends: list[Message]) -> None:
-        self._reshard, self._exchange, self._came, self._sends = reshard, exchange, came, sends
+    def __init__(
+        self,
+        reshard: Reshard,
+        exchange: Exchange,
+        came: Tensor,
+        fields: Sequence[Field],
+        batch: int,
+        sends: list[Message],
+    ) -> None:
+        self._reshard, self._exchange, self._sends = reshard, exchange, sends
+        self._came, self._fields, self._batch = came, fields, batch
 
     def wait(self) -> list[Tensor]:
         """``[B, S_all, h, D]`` each, rows in the plan's order; where that is the order of ranks, in the inbox."""
         self._exchange.wait()
         put = self._reshard.to_plan
-        ready = self._came if put is None else [put(x) for x in self._came]
+        ready = _fields(self._came if put is None else put(self._came), self._fields, self._batch)
         return [x.squeeze(1).unsqueeze(0) if x.shape[1] == 1 else x.transpose(0, 1) for x in ready]
 
     def left(self) -> None:
         """Let go of what was sent, once it has left."""
         self._exchange.left()
         self._sends.clear()
-        self._came.clear()
 
 
 class ToSequence:
@@ -150,11 +161,14 @@ class ToSequence:
         self._sends.clear()
 
 
-def _packed(x: Tensor, heads: Span, ranks: int) -> tuple[Tensor, list[int]]:
-    """``[B, S, H, D]`` -> ``[owners, S, B, h, D]``, and for each rank the owner of what it gets."""
-    owners = min(ranks, x.shape[2])
-    apart = _by_owner(x, owners)[:, :, :, slice(*heads)]
-    return apart.permute(2, 1, 0, 3, 4).contiguous(), [rank * owners // ranks for rank in range(ranks)]
+def _fields(rows: Tensor, fields: Sequence[Field], batch: int) -> list[Tensor]:
+    """``[..., row]`` -> of each field a view ``[..., B, h, D]``."""
+    found, at = [], 0
+    for field in fields:
+        numbers = rows[..., at : at + field.bytes(batch) // rows.itemsize]
+        found.append(numbers.view(*rows.shape[:-1], batch, field.heads, -1))
+        at += field.size(batch) // rows.itemsize
+    return found
 
 
 def _by_owner(x: Tensor, owners: int) -> Tensor:

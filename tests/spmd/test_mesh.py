@@ -210,6 +210,6 @@ def test_a_plan_does_not_count_on_a_transport_that_cannot_be_had(one_process):
     mesh = on_straight(one_process, backend)
     x = torch.randn(1, 1 << 14, 4, 16)
     counting_on_it = bp.explain(x, x, x, mesh=mesh).strategy.why
-    made = _prepare(x, x, x, None, mesh, requested("causal", "auto", "zigzag", None, None, None, "auto", None))
+    made = _prepare(x, x, x, None, mesh, requested("causal", "auto", "zigzag", None, None, None, "auto", None), False)
     assert made.plan.reason == bp.explain(x, x, x, mesh=mesh).strategy.why != counting_on_it
     assert made.runtime.transport.name == "local"

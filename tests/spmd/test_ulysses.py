@@ -13,7 +13,7 @@ from burst_portable.choices import choose, requested
 from burst_portable.comm.local import LocalTransport, run_threads
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.tolerances import judge
-from burst_portable.cost import Rates, plan_cost
+from burst_portable.cost import Rates, plan_cost, reshard_bytes
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.heads import can_group, head_groups
 from burst_portable.kernels.contract import Options
@@ -65,6 +65,37 @@ def test_whoever_is_late(seed):
     for before, after in zip(calm, late, strict=True):
         for one, other in zip(before, after, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("groups", "heads"), [(1, "4x4x20x12"), (2, "8x4x20x12"), (2, "4x1x20x12")])
+def test_what_a_rank_gets_of_another_is_one_message_a_group(groups, heads):
+    """Q, K and V side by side in every row; with sizes that leave gaps between them, and as many bytes as planned."""
+    case = Case(strategy="ulysses+groups" if groups > 1 else "ulysses", ranks=2, heads=heads, dtype=torch.bfloat16)
+    inputs, sizes = make_inputs(case), []
+    exact, plain = expected(case, inputs)
+
+    def work(mesh):
+        transport = mesh.transport("cpu")
+        post = transport.post
+
+        def counted(sends, receives, label=""):
+            if label == "to heads" and mesh.rank == 0:
+                sizes.append([message.buffer.numel() for message in sends])
+            return post(sends, receives, label)
+
+        transport.post = counted
+        return on_one_rank(mesh, case, inputs)
+
+    for answer in bp.run_local(2, work):
+        assert judge(answer, exact, plain, case.dtype) == {}
+    count, kv_count, d, dv = case.sizes
+    made = bp.plan(
+        seq_len=case.length, ranks=2, heads=count, kv_heads=kv_count, head_dim=d, value_dim=dv, batch=case.batch,
+        strategy=case.make_strategy(),
+    )  # fmt: skip
+    planned = [there for name in ("forward", "backward") for there, _ in reshard_bytes(made, name, 0)]
+    assert sizes == [[there] for there in planned]
+    assert len(sizes) == 2 * groups
 
 
 def chosen(kernel, **options):
