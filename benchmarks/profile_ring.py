@@ -199,7 +199,7 @@ def by_marks(one: RankRecords, every: list[RankRecords]) -> Found:
     compute, message, collective = (one.tables[kind] for kind in ("compute", "message", "collective"))
     mine = (messages.target == one.rank) & messages.known
     moved = np.stack((messages.ready[mine], messages.arrived[mine]), axis=1)
-    waits = np.concatenate((message.spans(), collective.where(collective["agreement"] == 0).spans()))
+    waits = np.concatenate((message.waits(), collective.where(collective["agreement"] == 0).spans()))
     return _between(Timeline.of(compute.spans(), np.concatenate((waits, moved))))
 
 

@@ -86,7 +86,7 @@ def _without_first(one: RankRecords, skip: int) -> RankRecords:
 def timeline_of(one: RankRecords, messages: Messages) -> Timeline:
     """A rank's sets: what it computes, and what of its communication was seen."""
     message, collective = (one.tables.get(kind, Table.of(kind, [])) for kind in ("message", "collective"))
-    waits = np.concatenate((message.spans(), collective.spans()))
+    waits = np.concatenate((message.waits(), collective.spans()))
     posts = np.stack((message["posted"], message["left"]), axis=1)[message["posted"] != NEVER]
     seen = messages.known & (messages.target == one.rank)
     transfers = np.stack((messages.ready, messages.arrived), axis=1)[seen]
@@ -222,7 +222,7 @@ def _links(messages: Messages) -> list[dict[str, Any]]:
     """Each pair of ranks that a message went between, as its receiver saw it."""
     links = []
     pairs = np.stack((messages.source, messages.target), axis=1)
-    start, end = messages.receive["start"], messages.receive["end"]
+    start, end = messages.receive["start"], messages.receive.until
     arrived = np.clip(messages.ready, start, end)
     for source, target in np.unique(pairs, axis=0).tolist():
         mine = (messages.source == source) & (messages.target == target)

@@ -127,8 +127,8 @@ def _add_messages(segments: dict[int, list[Segment]], messages: Messages) -> Non
         (messages.receive, messages.target, messages.source),
         (messages.send, messages.source, messages.target),
     ):
-        ready = np.clip(messages.ready, end["start"], end["end"])
-        columns = (rank, peer, messages.source, messages.target, end["start"], ready, end["end"])
+        ready = np.clip(messages.ready, end["start"], end.until)
+        columns = (rank, peer, messages.source, messages.target, end["start"], ready, end.until)
         for mine, other, source, target, start, both, stop in np.stack(columns, axis=1).tolist():
             link = Cause("link", source, target)
             if both > start:

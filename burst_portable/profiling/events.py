@@ -33,6 +33,9 @@ class Clock(Protocol):
     def arrival(self, wait: Callable[[], None]) -> Any:
         """Note when something that runs on its own is over, without the current stream waiting; or `NEVER`."""
 
+    def rejoin(self) -> None:
+        """What comes after on the current stream comes after all arrivals that were asked for."""
+
     def end(self) -> Drift | None:
         """All marks are taken, and will be read: how far the device's clock went from the host's, or None where they
         are one. Waits for the device."""
@@ -64,6 +67,9 @@ class HostClock:
 
     def arrival(self, wait: Callable[[], None]) -> int:
         return NEVER  # nothing here could wait but the rank itself
+
+    def rejoin(self) -> None:
+        """Nothing runs on its own."""
 
     def end(self) -> None:
         return None
@@ -101,6 +107,7 @@ class DeviceClock:
         self._before: dict[int, Any] = {}  # the base before a base; all are kept, so that no id is used again
         self._kept = [self._base]
         self._watcher: Any = None
+        self._apart = False  # the watcher was given something that no other stream has waited for
 
     def _best_anchor(self) -> tuple[Any, int, int]:
         best, *others = sorted((self._anchor() for _ in range(_ANCHORS)), key=lambda anchor: anchor[2])
@@ -136,7 +143,13 @@ class DeviceClock:
             wait()
             event = self._event()
             event.record()
+            self._apart = True
         return DeviceMark(self._base, event)
+
+    def rejoin(self) -> None:
+        if self._apart:
+            torch.accelerator.current_stream(self._device).wait_stream(self._watcher)
+            self._apart = False
 
     def end(self) -> Drift:
         event, until, took = self._best_anchor()

@@ -42,8 +42,12 @@ class Messages:
 
     @property
     def ready(self) -> Column:
-        """When both ends had posted: nothing could move before."""
-        return np.maximum(self.send["posted"], self.receive["posted"])
+        """When both ends had posted: nothing could move before.
+
+        A host's messages may move while it still posts others; what it gives to a device, when the device comes to it.
+        """
+        begun, given = (np.maximum(self.send[when], self.receive[when]) for when in ("posted", "left"))
+        return np.where(self.receive["arrived"] == NEVER, begun, given)
 
     @property
     def arrived(self) -> Column:

@@ -5,7 +5,7 @@ table       a row is
 ==========  ==========================================================================================
 compute     one kernel call of the plan: which blocks, how many pairs, tiles and FLOPs, from when to when
 message     one move as this rank saw it: when it was posted, when it was there (where a stream could watch for
-            that), and how long a later wait for it took
+            that; of one that was sent, if it is known), and how long a later wait for it took
 collective  what all ranks do together: a reshard's all-to-all, or asking whether ranks agree before a pass
 ==========  ==========================================================================================
 
@@ -75,6 +75,19 @@ class Table:
     def spans(self) -> NDArray[np.int64]:
         """``[n, 2]``: from when to when."""
         return np.stack((self["start"], self["end"]), axis=1)
+
+    @property
+    def until(self) -> NDArray[np.int64]:
+        """Of messages: when a wait had nothing more to wait for.
+
+        Where a stream saw the message come, that is when it came; until `end` the device stood idle for its host.
+        """
+        end = np.clip(self["arrived"], self["start"], self["end"])
+        return np.where(self["arrived"] == NEVER, self["end"], end)
+
+    def waits(self) -> NDArray[np.int64]:
+        """Of messages, ``[n, 2]``: from when to when they were waited for."""
+        return np.stack((self["start"], self.until), axis=1)
 
     def shifted(self, nanoseconds: int) -> Table:
         """The same on another clock."""

@@ -63,6 +63,11 @@ class Recorder:
                 self.sensors = Sensors(meter_of(backend, device.index))
         return self._clocks[device]
 
+    def rejoin(self) -> None:
+        """A pass is over: its messages are not waited for any longer, by any stream."""
+        for clock in self._clocks.values():
+            clock.rejoin()
+
     def facts(self, plan: Plan) -> PlanFacts:
         """A plan that is about to run, by its number; what it says is looked up once."""
         known = self._plans.get(id(plan))
@@ -258,9 +263,11 @@ class RecordingRuntime:
                 leaving, arriving = self.inner.post(sends, receives, label)
                 left = clock.mark()
 
+        # A handle of a whole batch is watched once; one of sends alone is not worth it.
+        arrivals = {} if light else {handle: clock.arrival(handle.wait) for handle in dict.fromkeys(arriving)}
+
         def watched(handle: Handle, move: Move, buffer: Tensor, sent: bool) -> Handle:
-            peer = move.target if sent else move.source
-            arrived = NEVER if light or sent else clock.arrival(handle.wait)
+            peer, arrived = move.target if sent else move.source, arrivals.get(handle, NEVER)
             what = issued, int(sent), peer, move.owner, int(move.result), buffer.numel(), posted, left, arrived
             return RecordingHandle(handle, self, buffer.device, backward, None if sent else move.needed, what)
 
@@ -346,6 +353,7 @@ class RecordingTransport(Transport):
         self._inner.begin(digest, inbox)
 
     def end(self) -> None:
+        self._runtime.recorder.rejoin()
         self._inner.end()
 
     def buffer(self, size: int, device: torch.device) -> Tensor:

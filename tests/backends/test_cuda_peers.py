@@ -247,3 +247,25 @@ def test_graphs_are_refused(machine, monkeypatch):
             transport.begin(b"call", 0)
 
     on_two(machine, work)
+
+
+@pytest.mark.parametrize("by_copies", [False, True])
+def test_another_stream_than_the_pass_s_waits_by_itself(machine, monkeypatch, by_copies):
+    """As the profiler's does, which watches messages come: the stream that computes must not wait for them then."""
+    asked = []
+
+    class Noting(Driver):
+        def wait_flag(self, stream, address, value):
+            asked.append(stream)
+
+    monkeypatch.setattr(peer_memory, "driver", lambda index: Noting())
+    machine.here.rank = 0
+    memory = peer_memory.CudaPeerMemory(None, DEVICE, lambda data, what: [data], 5.0, by_copies=by_copies)
+    memory._starts = [0, 0]
+    memory.enter()
+    other = Stream()
+    other.cuda_stream = 7
+    memory.wait(0, 1, None, copying=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: other)
+    memory.wait(0, 1, None, copying=False)
+    assert asked == [0, 7]

@@ -28,12 +28,14 @@ class Maker:
     def message(
         self, step: int, peer: int, *, sends: bool, posted: float, start: float, end: float, size: int = 1000,
         owner: int = 0, backward: int = 0, issued: int | None = None, arrived: float | None = None,
+        left: float | None = None,
     ) -> None:  # fmt: skip
         place = self.iteration, self.call, backward, step
         issued = max(0, step - 1) if issued is None else issued
         what = issued, int(sends), peer, owner, 0, size
         there = NEVER if arrived is None else _ns(arrived)
-        self._rows["message"].append((*place, *what, _ns(posted), _ns(posted), there, _ns(start), _ns(end)))
+        posting = _ns(posted), _ns(posted if left is None else left)
+        self._rows["message"].append((*place, *what, *posting, there, _ns(start), _ns(end)))
 
     def collective(self, ordinal: int, start: float, end: float, backward: int = 0) -> None:
         place = self.iteration, self.call, backward, 0

@@ -135,7 +135,10 @@ def test_an_arrival_is_watched_by_a_stream_of_its_own(monkeypatch):
 
     class FakeStream:
         def __init__(self, *_: object) -> None:
-            pass
+            self.waited: list[object] = []
+
+        def wait_stream(self, other: object) -> None:
+            self.waited.append(other)
 
         def __enter__(self) -> None:
             current.append("watcher")
@@ -153,6 +156,11 @@ def test_an_arrival_is_watched_by_a_stream_of_its_own(monkeypatch):
     arrived = clock.arrival(wait)
     assert current == ["compute"]
     assert clock.read(arrived) - clock.read(before) == 7_000_000
+    compute = FakeStream()
+    monkeypatch.setattr(events.torch.accelerator, "current_stream", lambda device: compute)
+    for _ in range(2):  # the watcher is waited for once
+        clock.rejoin()
+        assert compute.waited == [clock._watcher]
 
 
 def test_what_is_done_when_it_returns_is_timed_by_the_host():

@@ -129,10 +129,34 @@ def test_a_transfer_that_a_stream_watched_by_hand():
     one.compute(1, 331, 400)
     report = analyze([zero.records(), one.records()])
     (link,) = report["links"]
-    assert (link["seen"], link["transfer"], link["waited_late"], link["waited_on_its_way"]) == (1, 100_000, 0, 1_000)
+    assert (link["seen"], link["transfer"], link["waited_late"], link["waited_on_its_way"]) == (1, 100_000, 0, 0)
     rank = report["ranks"][1]
-    assert (rank["overlap"], rank["comm"], rank["exposed_comm"], rank["compute"]) == (100_000, 101_000, 1_000, 399_000)
+    assert (rank["overlap"], rank["comm"], rank["exposed_comm"], rank["compute"]) == (100_000, 100_000, 0, 399_000)
+    assert rank["idle"] == 1_000, "from 330 to 331 nothing was on its way"
     assert {"transfer"} <= {report["events"]["kinds"][kind] for kind in report["events"]["ranks"][1]["kind"]}
+
+
+def test_a_stream_that_stands_idle_for_its_host_does_not_wait_for_a_message():
+    """Both posted from 0 to 20; it came at 130, and only at 160 did the host say to go on.
+
+    ::
+
+        rank 1   compute 20-100 | waits 100-130, stands idle 130-160 | compute 160-200
+    """
+    zero, one = Maker(0), Maker(1)
+    zero.compute(0, 20, 200)
+    zero.message(1, 1, sends=True, posted=0, left=20, arrived=130, start=200, end=210, issued=0)
+    one.message(1, 0, sends=False, posted=0, left=20, arrived=130, start=100, end=160, issued=0)
+    one.compute(0, 20, 100)
+    one.compute(1, 160, 200)
+    report = analyze([zero.records(), one.records()])
+    (link,) = report["links"]
+    assert (link["transfer"], link["waited_late"], link["waited_on_its_way"]) == (110_000, 0, 30_000)
+    sender, rank = report["ranks"]
+    assert (rank["overlap"], rank["blocking"], rank["idle"]) == (80_000, 30_000, 30_000)
+    assert rank["exposed_comm"] == 20_000 + 30_000, "posting, and waiting"
+    assert sender["blocking"] == 0
+    assert {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]} == {("link", 0, 1): {"1": 30_000}}
 
 
 @pytest.mark.parametrize("layout_rank", [0, 2])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import burst_portable as bp
 from burst_portable.cost import Rates, rank_cost
-from burst_portable.profiling.record import pack, unpack
+from burst_portable.profiling.record import NEVER, pack, unpack
+from burst_portable.profiling.recording import Recorder, RecordingRuntime
 
 RANKS = 3
 LENGTH = 96
@@ -163,3 +165,37 @@ def test_backward_after_the_session_was_closed_is_still_recorded():
     session.mark()
     with pytest.raises(bp.BurstError, match="open already"), session, session:
         pass
+
+
+class Arrived:
+    def wait(self):
+        """It is there."""
+
+
+def test_a_batch_is_watched_once_and_sends_of_their_own_are_not():
+    plan = bp.plan(seq_len=64, ranks=2, heads=1, head_dim=16, mask="full", layout="contiguous", strategy="ring")
+    step = plan.forward.rank(0)[0]
+    buffer, log = torch.empty(8, dtype=torch.uint8), []
+    batch, apart = Arrived(), Arrived()
+    clock = SimpleNamespace(
+        mark=lambda: 1, arrival=lambda wait: log.append(wait) or 5, rejoin=lambda: log.append("over")
+    )
+
+    def arrivals(sending):
+        inner = SimpleNamespace(
+            transport=SimpleNamespace(name="", rank=0, size=2, host="", lasting=True, end=lambda: log.append("end")),
+            post=lambda *_: ([sending], [batch]),
+        )
+        recorder = Recorder(0, "host", light=False)
+        recorder._clocks[buffer.device] = clock
+        runtime = RecordingRuntime(inner, plan, recorder)
+        leaving, arriving = runtime.post([(step.sends[0], buffer)], [(step.receives[0], buffer)], "forward step 0")
+        for handle in (*leaving, *arriving):
+            handle.wait()
+        runtime.transport.end()
+        table = recorder.records().tables["message"]
+        return dict(zip(table["sends"].tolist(), table["arrived"].tolist(), strict=True))
+
+    assert arrivals(batch) == {1: 5, 0: 5}
+    assert arrivals(apart) == {1: NEVER, 0: 5}
+    assert log == [batch.wait, "over", "end"] * 2, "the pass waits for those who watch, before it is over"

@@ -115,7 +115,7 @@ class CudaPeerMemory:
         self._driver.copy(self._copying, target, source.data_ptr(), source.numel())
 
     def sent(self) -> _Sent:
-        return _Sent(self, self._stream)
+        return _Sent(self._device, self._stream)
 
     def signal(self, peer: int, flag: int, mark: int, *, copying: bool) -> None:
         stream, address = self._copying if copying else self._compute, self._starts[peer] + 4 * flag
@@ -129,12 +129,16 @@ class CudaPeerMemory:
     def wait(self, flag: int, mark: int, what: Watched, *, copying: bool) -> None:
         self.watch.expect(flag, mark, what)
         address = self._starts[self.rank] + 4 * flag
-        if copying or self._waiting is None:
-            self._driver.wait_flag(self._copying if copying else self._compute, address, mark)
+        if copying:
+            self._driver.wait_flag(self._copying, address, mark)
             return
-        self._waiting.wait_event(_recorded(self._current))
+        current = torch.cuda.current_stream(self._device)
+        if self._waiting is None or current.cuda_stream != self._compute:  # another stream waits as those of copies do
+            self._driver.wait_flag(current.cuda_stream, address, mark)
+            return
+        self._waiting.wait_event(_recorded(current))
         self._driver.wait_flag(self._waiting.cuda_stream, address, mark)
-        self._current.wait_event(_recorded(self._waiting))
+        current.wait_event(_recorded(self._waiting))
 
     def check(self) -> None:
         if self.watch.failed is not None:
@@ -205,10 +209,10 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
 class _Sent:
     """What the copy stream had been given when this was made."""
 
-    __slots__ = ("_event", "_memory")
+    __slots__ = ("_device", "_event")
 
-    def __init__(self, memory: CudaPeerMemory, stream: torch.cuda.Stream) -> None:
-        self._memory, self._event = memory, _recorded(stream)
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device, self._event = device, _recorded(stream)
 
     def wait(self) -> None:
-        self._memory._current.wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
