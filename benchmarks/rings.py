@@ -116,7 +116,7 @@ def ours(strategy: str, transport: str, *, sent: bool = True) -> Contestant:
         found = task.links.transports.get(transport, "not asked for")
         if isinstance(found, str):
             raise Absent(f"no {transport}: {found}")
-        chosen: Any = _strategy(strategy)
+        chosen = strategy_named(strategy)
         still = Still(found)
         mesh = task.links.mesh(found if sent else still)
         leaves = tuple(x.detach().requires_grad_() for x in (task.q, task.k, task.v))
@@ -141,7 +141,7 @@ def ours(strategy: str, transport: str, *, sent: bool = True) -> Contestant:
     return Contestant(name, prepare, "auto" if strategy == "auto" else "", transport)
 
 
-def _strategy(text: str) -> Any:
+def strategy_named(text: str) -> Any:
     """``ring+fetch`` -> RingStrategy(moves="fetch"); ``ulysses+2`` -> UlyssesStrategy(groups=2)."""
     name, _, how = text.partition("+")
     options: dict[str, dict[str, Any]] = {"": {}, "fetch": {"moves": "fetch"}, "ahead": {"moves": "fetch", "ahead": 64}}
