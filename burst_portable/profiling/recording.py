@@ -64,7 +64,7 @@ class Recorder:
         return self._clocks[device]
 
     def rejoin(self) -> None:
-        """A pass is over: its messages are not waited for any longer, by any stream."""
+        """A pass is over when no stream waits for a message of it any longer."""
         for clock in self._clocks.values():
             clock.rejoin()
 
@@ -252,10 +252,8 @@ class RecordingRuntime:
     ) -> tuple[list[Handle], list[Handle]]:
         backward, issued = label.startswith("backward"), int(label.rpartition(" ")[2])
         self.step = issued
-        light = self.recorder.light
-        if light:
-            leaving, arriving = self.inner.post(sends, receives, label)
-            posted = left = NEVER
+        if light := self.recorder.light:
+            (leaving, arriving), posted, left = self.inner.post(sends, receives, label), NEVER, NEVER
         else:
             clock = self.recorder.clock((sends or receives)[0][1].device)
             with self.named(backward, issued, "posts messages"):
@@ -264,7 +262,7 @@ class RecordingRuntime:
                 left = clock.mark()
 
         # A handle of a whole batch is watched once; one of sends alone is not worth it.
-        arrivals = {} if light else {handle: clock.arrival(handle.wait) for handle in dict.fromkeys(arriving)}
+        arrivals = {} if light else {one: clock.arrival(one.wait) for one in dict.fromkeys(arriving)}
 
         def watched(handle: Handle, move: Move, buffer: Tensor, sent: bool) -> Handle:
             peer, arrived = move.target if sent else move.source, arrivals.get(handle, NEVER)
