@@ -58,7 +58,8 @@ class Recorder:
         if device not in self._clocks:
             backend = for_device(device.type)
             self._clocks[device] = make_clock(device, streams=backend.capabilities.streams)
-            self._device = device
+            if not self._device or backend.capabilities.streams:  # else marks are times already
+                self._device = device
             if self.sensors is None and not self.light and device.index is not None:
                 self.sensors = Sensors(meter_of(backend, device.index))
         return self._clocks[device]
@@ -104,10 +105,7 @@ class Recorder:
                 "light": self.light,
                 "drift": drift and asdict(drift),
                 "sensors": self.sensors.facts() if self.sensors else {"reason": "not read", "time": []},
-                "transport": {
-                    "used": self.transport,
-                    "direct": for_device(device).capabilities.direct_transport,
-                },
+                "transport": {"used": self.transport, "direct": for_device(device).capabilities.direct_transport},
                 "peaks": [asdict(peaks_of(for_device(device), dtype)) for dtype in dtypes],
             },
         )

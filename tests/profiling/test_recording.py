@@ -11,6 +11,7 @@ import torch
 
 import burst_portable as bp
 from burst_portable.cost import Rates, rank_cost
+from burst_portable.profiling import recording
 from burst_portable.profiling.record import NEVER, pack, unpack
 from burst_portable.profiling.recording import Recorder, RecordingRuntime
 
@@ -199,3 +200,31 @@ def test_a_batch_is_watched_once_and_sends_of_their_own_are_not():
     assert arrivals(batch) == {1: 5, 0: 5}
     assert arrivals(apart) == {1: NEVER, 0: 5}
     assert log == [batch.wait, "over", "end"] * 2, "the pass waits for those who watch, before it is over"
+
+
+def test_a_device_s_marks_are_read_by_its_clock_whatever_the_host_marks_later(monkeypatch):
+    """Messages between passes are marked by the host's clock, which may be made after the device's."""
+    mark = object()
+
+    class DeviceClock(SimpleNamespace):
+        def read(self, what):
+            return 77 if what is mark else pytest.fail("not a mark of this clock")
+
+    made = {
+        "cuda": DeviceClock(evidence="device events", end=lambda: None),
+        "cpu": SimpleNamespace(evidence="host clock", end=lambda: None),
+    }
+    monkeypatch.setattr(recording, "make_clock", lambda device, *, streams: made[device.type])
+    monkeypatch.setattr(
+        recording,
+        "for_device",
+        lambda name: SimpleNamespace(capabilities=SimpleNamespace(streams=name == "cuda", direct_transport="")),
+    )
+    recorder = Recorder(0, "host", light=True)
+    for name in ("cuda", "cpu"):
+        assert recorder.clock(torch.device(name)) is made[name]
+    first = recording.COLUMNS["message"].index("arrived")
+    recorder.rows["message"].append(tuple(mark if i == first else 0 for i in range(len(recording.COLUMNS["message"]))))
+    records = recorder.records()
+    assert records.tables["message"]["arrived"].tolist() == [77]
+    assert (records.evidence, records.facts["device"]) == ("device events", "cuda")
