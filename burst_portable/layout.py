@@ -165,7 +165,7 @@ def whole_documents(cumulative: Sequence[int], ranks: int) -> Layout:
     most = sum(stop - start >= 2 * ranks for start, stop in longest)
     cut, best = 0, _Dealt(longest, 0, ranks)
     while best.uneven > _UNEVEN and cut < most:
-        cut = min(most, cut + 1 + cut // 2)
+        cut = min(most, cut + 1 + cut // 8)
         best = min(best, _Dealt(longest, cut, ranks), key=lambda dealt: dealt.uneven)
     return Layout("whole_documents", cumulative[-1], best.shards)
 
@@ -208,8 +208,8 @@ class _Dealt:
         return Segment(first, past - first)
 
     def _load(self, rank: int) -> int:
-        """Pairs and rows alike, each as a share of all."""
-        return self._pairs[rank] * self._all[1] + self._rows[rank] * self._all[0]
+        """The larger of its shares of all pairs and of all rows."""
+        return max(self._pairs[rank] * self._all[1], self._rows[rank] * self._all[0])
 
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
