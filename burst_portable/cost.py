@@ -15,7 +15,7 @@ from math import inf, log
 from burst_portable import handling
 from burst_portable.moves import Move
 from burst_portable.packets import head_fields, message_size
-from burst_portable.plans import PASSES, PassName, Plan, Problem, Step
+from burst_portable.plans import PASSES, Compute, PassName, Plan, Problem, Step
 from burst_portable.tiles import Tiles
 
 Curve = tuple[tuple[int, float], ...]
@@ -42,6 +42,7 @@ class Rates:
         memory: GB/s at which blocks are packed, merged and added up outside of kernels; 0: that is not priced.
         backward_together: of the rate backward, what is left where one launch takes several blocks.
         in_pieces: whether the kernel is an operator called on pieces, whose results are merged and added up so.
+        block: rows and columns that a kernel computes at once, whatever a mask hides of them; 1: exact pairs count.
         source: where the numbers come from, for people.
         node: ranks a node, where there are several nodes; 0: all ranks are equally near.
         outer_gbps: GB/s a rank in each direction between nodes; a link of its own, beside the one inside.
@@ -60,6 +61,7 @@ class Rates:
     memory: float = 0.0
     in_pieces: bool = False
     backward_together: float = 1.0
+    block: int = 1
     source: str = ""
     node: int = 0
     outer_gbps: float = OUTER_GBPS
@@ -82,13 +84,13 @@ class Rates:
             return self.hop_latency * min(messages, 2) + size / (gbps * 1e9)
         return max(self.hop_latency, size / (_at(curve, size / messages) * 1e9))
 
-    def compute(self, flops: float, pass_name: PassName, blocks: int = 1) -> float:
-        """Seconds of one launch, over so many blocks of the travelling side."""
+    def compute(self, flops: float, pass_name: PassName, blocks: int = 1, calls: int = 1) -> float:
+        """Seconds of one launch, over so many blocks of the travelling side; or of so many calls of an operator."""
         if pass_name == "forward":
-            return self.launch_latency + flops / (self.tflops * 1e12)
+            return calls * self.launch_latency + flops / (self.tflops * 1e12)
         latency = self.backward_launch_latency or self.launch_latency
         rate = (self.backward or self.tflops) * (self.backward_together if blocks > 1 else 1.0)
-        return latency + flops / (rate * 1e12)
+        return calls * latency + flops / (rate * 1e12)
 
     def handle(self, size: int) -> float:
         """Seconds of passes over so many bytes of memory."""
@@ -183,11 +185,8 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
     def size(move: Move) -> int:
         return message_size(part.problem, move)
 
-    flops = [pass_flops(part.problem, pass_name, s.compute.tiles.area) if s.compute else 0 for s in steps]
-    work = [
-        rates.compute(f, pass_name, len(s.compute.pairs)) if s.compute else 0.0
-        for f, s in zip(flops, steps, strict=True)
-    ]
+    flops = sum(pass_flops(part.problem, pass_name, s.compute.tiles.area) for s in steps if s.compute)
+    work = [_work(part.problem, pass_name, s.compute, rates) if s.compute else 0.0 for s in steps]
     sent = sum(size(m) for s in steps for m in (*s.sends, *s.result_sends))
     received = sum(size(m) for s in steps for m in (*s.receives, *s.result_receives))
     groups = reshard_bytes(plan, pass_name, rank) if plan.reshard else []
@@ -199,7 +198,7 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         seconds = _simulated(plan, pass_name, rank, work, size, rates)
         link = sum(_transfer(m, size(m), plan, rates) for s in steps for m in (*s.receives, *s.result_receives))
     return PassCost(
-        flops=plan.groups * sum(flops),
+        flops=plan.groups * flops,
         memory=plan.groups * sum(pass_memory(part.problem, pass_name, s.compute.tiles) for s in steps if s.compute),
         sent=sent,
         received=received,
@@ -211,6 +210,13 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         compute_seconds=plan.groups * sum(work),
         link_seconds=link,
     )
+
+
+def _work(problem: Problem, pass_name: PassName, compute: Compute, rates: Rates) -> float:
+    """Seconds of its kernel; operators on pieces are called for every tile at least."""
+    pairs = sum(tile.visited(rates.block) for tile in compute.tiles)
+    calls = len(compute.tiles) if rates.in_pieces else 1
+    return rates.compute(pass_flops(problem, pass_name, pairs), pass_name, len(compute.pairs), calls)
 
 
 def _transfer(move: Move, size: int, plan: Plan, rates: Rates) -> float:

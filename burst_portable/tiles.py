@@ -27,6 +27,8 @@ from burst_portable.values import as_int
 _FUSE_PAIRWISE = 16  # above so many tiles only neighbours are tried: documents by the hundred do not fuse anyway
 
 
+_COUNTED = 64  # blocks of rows: of more, what they visit is estimated
+
 _SEARCHED = 4  # up to so many segments, looking at each is faster than searching
 
 
@@ -81,6 +83,24 @@ class Tile:
             self.lo,
             self.hi,
         )
+
+    def visited(self, block: int) -> int:
+        """Pairs of the blocks that a kernel computes, `block` rows and columns at once, the hidden ones included.
+
+        Blocks of rows begin at multiples of their size, of columns where their rows see the first.
+        """
+        if block == 1:
+            return self.area
+        first, past = self.q_start // block, -(-self.q_stop // block)
+        if past - first > _COUNTED:  # what the last block of a row hides is little
+            slanted = (self.lo > self.q_start - self.k_stop + 1) + (self.hi < self.q_stop - 1 - self.k_start)
+            return self.area + slanted * self.rows * block // 2
+        blocks = 0
+        for top in range(first * block, past * block, block):
+            upper, lower = max(top, self.q_start), min(top + block, self.q_stop) - 1
+            start, stop = max(self.k_start, upper - self.hi), min(self.k_stop, lower - self.lo + 1)
+            blocks += -(-(stop - start) // block)
+        return blocks * block * block
 
 
 class Tiles(tuple[Tile, ...]):

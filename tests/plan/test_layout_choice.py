@@ -73,3 +73,21 @@ def test_the_busiest_rank_is_among_those_that_are_priced():
     assert 3 in compared.ranks
     assert len(compared.ranks) < 8
     assert compared.seconds == pytest.approx(plan_cost(made, rates).seconds)
+
+
+def test_what_a_kernel_is_priced_by():
+    """Blocks that are visited, and a call for every tile where an operator is called on pieces."""
+    mask = Mask.documents((0, 96, 160, 1000, 1024))
+    made = plan(mask=mask, ranks=1, seq_len=1024, strategy="ring", layout="contiguous")
+    tiles = made.forward.rank(0)[0].compute.tiles
+    rates = Rates(1e-6, 1.0, launch_latency=3.0, backward_launch_latency=5.0)  # a million FLOPs a second
+    flops = 4 * 32 * 128 / 1e6  # a pair
+    assert len(tiles) == 4
+    # Rows 0-95 in one block; 96-159 in two; 160-999 in seven, of one to seven blocks of columns; 1000-1023 in one.
+    visited = 128 * 128 * (1 + 2 + sum((1, 2, 3, 4, 5, 6, 7)) + 1)
+    for block, pairs in ((1, mask.area(1024)), (128, visited)):
+        for in_pieces, calls in ((False, 1), (True, 4)):
+            cost = plan_cost(made, replace(rates, block=block, in_pieces=in_pieces)).per_rank
+            assert cost["forward"][0].seconds == pytest.approx(3 * calls + pairs * flops)
+            assert cost["backward"][0].seconds == pytest.approx(5 * calls + 2.5 * pairs * flops)
+            assert cost["forward"][0].flops == 4 * 32 * 128 * mask.area(1024)

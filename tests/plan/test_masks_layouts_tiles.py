@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
+from collections import defaultdict
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -54,6 +55,27 @@ def test_a_banded_box_keeps_every_cell_and_no_empty_row_or_column(q, rows, k, co
     assert {j for _, j in box} == set(range(tile.k_start, tile.k_stop))
     assert tile.area == len(box)
     assert tile.full == (len(box) == tile.rows * tile.columns)
+
+
+@given(st.integers(0, 9), sizes, st.integers(0, 9), sizes, bounds, bounds, st.integers(1, 5))
+def test_blocks_that_are_visited(q, rows, k, columns, lo, hi, block):
+    """Of every block of rows: from the first column that one of them sees to the last, in whole blocks."""
+    tile = banded_box(q, q + rows, k, k + columns, lo, hi)
+    if tile is None:
+        return
+    seen = defaultdict(list)
+    for i, j in cells(tile):
+        seen[i // block].append(j)
+    counted = sum(-(-(max(row) + 1 - min(row)) // block) for row in seen.values())
+    assert tile.visited(block) == (tile.area if block == 1 else counted * block * block)
+
+
+@pytest.mark.parametrize(("lo", "hi"), [(0, UNBOUNDED), (0, 4096), (-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 5)])
+def test_blocks_of_long_tiles_are_estimated(lo, hi):
+    """What one tile visits is close to what its halves do, whose blocks are counted."""
+    whole = banded_box(0, 16384, 0, 16384, lo, hi)
+    parts = [whole.clipped(start, start + 8192, 0, 16384) for start in (0, 8192)]
+    assert whole.visited(128) == pytest.approx(sum(part.visited(128) for part in parts), rel=0.02)
 
 
 regions = st.builds(
