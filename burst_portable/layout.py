@@ -155,19 +155,28 @@ def document_zigzag(cumulative: Sequence[int], ranks: int) -> Layout:
 
 
 def whole_documents(cumulative: Sequence[int], ranks: int) -> Layout:
-    """Documents dealt out whole, so that little is sent; the longest cut into zigzags, as few as evenness allows.
+    """Documents dealt out whole, so that little is sent; the longest cut into zigzags, as few as evenness wants.
 
-    Of the pairs of a causal mask, and of the rows, the busiest rank has 3 % above the mean at most, if documents allow
-    it. Chunks of what is cut are whole blocks of kernels, and come first on their rank, side by side: what others
-    need is one range.
+    Of the pairs of a causal mask, and of the rows, the busiest rank has 3 % above the mean at most, if documents that
+    are long enough allow it: chunks of what is cut are whole blocks of kernels, in short sequences at least a sixteenth
+    of a rank's rows. They come first on their rank, side by side: what others need is one range.
     """
     longest = sorted(pairwise(cumulative), key=lambda d: (d[0] - d[1], d))
-    most = sum(stop - start >= 2 * ranks for start, stop in longest)
-    cut, best = 0, _Dealt(longest, 0, ranks)
+    chunk = max(1, min(_BLOCK, cumulative[-1] // (16 * ranks)))
+    dealt = _evenest(longest, ranks, 2 * ranks * chunk)
+    if dealt.idle:  # fewer long documents than ranks: smaller chunks are better than nothing to do
+        dealt = _evenest(longest, ranks, 2 * ranks)
+    return Layout("whole_documents", cumulative[-1], dealt.shards)
+
+
+def _evenest(documents: Sequence[tuple[int, int]], ranks: int, shortest: int) -> _Dealt:
+    """Dealt out with a few cut, none that is shorter than so many rows."""
+    most = sum(stop - start >= shortest for start, stop in documents)
+    cut, best = 0, _Dealt(documents, 0, ranks)
     while best.uneven > _UNEVEN and cut < most:
         cut = min(most, cut + 1 + cut // 8)
-        best = min(best, _Dealt(longest, cut, ranks), key=lambda dealt: dealt.uneven)
-    return Layout("whole_documents", cumulative[-1], best.shards)
+        best = min(best, _Dealt(documents, cut, ranks), key=lambda dealt: dealt.uneven)
+    return best
 
 
 class _Dealt:
@@ -200,6 +209,7 @@ class _Dealt:
         self.uneven = max(
             max(held) * ranks / every for held, every in zip((self._pairs, self._rows), self._all, strict=True)
         )
+        self.idle = not all(self._rows)
 
     def _give(self, rank: int, start: int, first: int, past: int) -> Segment:
         """Rows [first, past) of a document that begins at `start`."""

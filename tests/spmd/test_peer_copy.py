@@ -30,6 +30,7 @@ CASES = [
     Case(mask="causal", strategy="ring+together", ranks=4, batch=2),
     Case(mask="causal", strategy="ring+last", ranks=4, heads="mha"),
     Case(mask="documents", strategy="burst+together", ranks=4, dtype=torch.bfloat16),
+    Case(mask="documents", layout="whole_documents", strategy="ring+last", ranks=3),  # one document is cut
 ]
 
 

@@ -60,3 +60,27 @@ def test_what_is_named_stays():
 def test_what_is_refused(change, error, told):
     with pytest.raises(error, match=told):
         bp.plan_on(**{**SIZES, **change})
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", bp.make_strategy("ring", moves="fetch", ahead=4, together=4)])
+def test_long_and_short_documents_dealt_out(strategy):
+    """One is cut into chunks of whole blocks with a rest, others lie whole; ranks hold different numbers of rows."""
+    ends = (0, 7, 2300, 2301, 2420, 2500, 2563)
+    mask, generator = bp.Mask.documents(ends), torch.Generator().manual_seed(1)
+    q, k, v, dout = (torch.randn(1, ends[-1], n, 8, generator=generator) for n in (4, 2, 2, 4))
+    seen = oracle.dense_mask(mask, ends[-1])
+    exact = oracle.attention(q, k, v, dout, seen, scale=8**-0.5, dtype=torch.float64)
+    where = bp.make_layout("whole_documents", ends[-1], 2, mask)
+    assert where.shards[0][:2] == (bp.Segment(7, 640), bp.Segment(1671, 512))
+    assert where.shards[1][:2] == (bp.Segment(647, 1024), bp.Segment(2183, 117))
+    assert where.count(0) != where.count(1)
+
+    def work(mesh):
+        mine = [bp.shard(x, mesh, layout=where).requires_grad_() for x in (q, k, v)]
+        out = bp.attention(*mine, mask=mask, mesh=mesh, strategy=strategy, layout=where)
+        out.backward(bp.shard(dout, mesh, layout=where))
+        return [bp.unshard(x.detach(), mesh, seq_len=ends[-1], layout=where) for x in (out, *(x.grad for x in mine))]
+
+    for answer in bp.run_local(2, work):
+        for found, right in zip(answer, (exact.out, exact.dq, exact.dk, exact.dv), strict=True):
+            torch.testing.assert_close(found.double(), right, atol=2e-5, rtol=2e-5)
