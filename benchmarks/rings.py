@@ -25,8 +25,7 @@ import burst_portable as bp
 from benchmarks.providers import Absent
 from benchmarks.ring_rows import Row
 from burst_portable.backends.registry import choose_kernel, for_device
-from burst_portable.comm.around import Around
-from burst_portable.comm.base import Exchange, Transport
+from burst_portable.comm.base import Transport
 from burst_portable.config import Config
 from burst_portable.errors import BurstError
 from burst_portable.kernels.contract import Kernel, Options, Problem
@@ -152,43 +151,48 @@ def strategy_named(text: str) -> Any:
     return "auto" if name == "auto" else make_strategy(name, **chosen)
 
 
-class Still(Around):
+class Still(Transport):
     """Another transport, until `moving` is False: then every message is there already, as it came before."""
 
     def __init__(self, inner: Transport) -> None:
-        super().__init__(inner)
-        self.moving = True
+        self._inner, self.moving = inner, True
+        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
+        self.direct = inner.direct
         self._kept: dict[bytes, list[Tensor]] = {}
         self._pass: list[Tensor] = []
+
+    @property
+    def agreed(self) -> set[bytes]:
+        return self._inner.agreed
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         self._key, self._next = digest[:16], 0
         self._pass = [] if self.moving else self._kept[self._key]
         if self.moving:
-            self.inner.begin(digest, inbox)
+            self._inner.begin(digest, inbox)
 
     def end(self) -> None:
         if self.moving:
             self._kept[self._key] = [x.clone() for x in self._pass]
-            self.inner.end()
+            self._inner.end()
 
     def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
         if self.moving:
-            self._pass.append(self.inner.inbox(size, device, peer, place))
+            self._pass.append(self._inner.inbox(size, device, peer, place))
             return self._pass[-1]
         self._next += 1
         return self._pass[self._next - 1]
 
     def post(self, sends: Any, receives: Any, label: str = "") -> Any:
         if self.moving:
-            return self.inner.post(sends, receives, label)
+            return self._inner.post(sends, receives, label)
         return [self] * len(sends), [self] * len(receives)
-
-    def exchange(self, sends: Any, receives: Any, label: str) -> Exchange:
-        return self.inner.exchange(sends, receives, label) if self.moving else Exchange([], [])
 
     def wait(self) -> None:
         """As a handle: it is there."""
+
+    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+        return self._inner.share(data, label, deadline)
 
 
 # ---------------------------------------------------------------------------------------- the local kernel

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.registry import for_device, meter_of, peaks_of, rates_of
-from burst_portable.comm.around import Around
 from burst_portable.comm.base import Exchange, Handle, Message, Transport
 from burst_portable.cost import pass_flops, rank_cost
 from burst_portable.kernels.contract import Gradients, Options
@@ -315,27 +314,52 @@ class RecordingExchange(Exchange):
         self._inner.left()
 
 
-class RecordingTransport(Around):
-    """Collectives are written down; messages are, by their moves, in the runtime."""
+class RecordingTransport(Transport):
+    """See `comm.base.Transport`. Collectives are written down; messages are, by their moves, in the runtime."""
 
     def __init__(self, inner: Transport, runtime: RecordingRuntime) -> None:
-        super().__init__(inner)
-        self._runtime = runtime
+        self._inner, self._runtime = inner, runtime
+        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
+        self.lasting = inner.lasting
         self._backward = False
         self._agreed = self._begun = self._ordinal = 0
+
+    @property
+    def passes(self) -> int:  # type: ignore[override]
+        """Counted by the transport itself: every call has a runtime of its own."""
+        return self._inner.passes
+
+    @passes.setter
+    def passes(self, count: int) -> None:
+        self._inner.passes = count
+
+    @property
+    def agreed(self) -> set[bytes]:
+        return self._inner.agreed
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
+    ) -> tuple[list[Handle], list[Handle]]:
+        return self._inner.post(sends, receives, label)
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         self._begun += 1
         if self._begun == 2:  # ranks need not have asked again whether they agree
             self._begin_backward()
-        self.inner.begin(digest, inbox)
+        self._inner.begin(digest, inbox)
 
     def end(self) -> None:
         self._runtime.recorder.rejoin()
-        self.inner.end()
+        self._inner.end()
+
+    def buffer(self, size: int, device: torch.device) -> Tensor:
+        return self._inner.buffer(size, device)
+
+    def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
+        return self._inner.inbox(size, device, peer, place)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], label: str) -> Exchange:
-        inner, size = self.inner.exchange(sends, receives, label), sum(m.buffer.numel() for m in sends)
+        inner, size = self._inner.exchange(sends, receives, label), sum(m.buffer.numel() for m in sends)
 
         def waited(wait: Callable[[], None]) -> None:
             clock = self._runtime.recorder.clock(device)
@@ -355,7 +379,7 @@ class RecordingTransport(Around):
             self._begin_backward()
         clock = self._runtime.recorder.clock(torch.device("cpu"))
         start = clock.mark()
-        shared = self.inner.share(data, label, deadline)
+        shared = self._inner.share(data, label, deadline)
         self._collected(1, len(data) * (self.size - 1), start, clock.mark())
         return shared
 
@@ -369,3 +393,6 @@ class RecordingTransport(Around):
         place = self._backward, self._runtime.step
         self._runtime.row("collective", *place, self._ordinal, agreement, size, start, end)
         self._ordinal += 1
+
+    def close(self) -> None:
+        self._inner.close()
