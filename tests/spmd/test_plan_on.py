@@ -62,7 +62,14 @@ def test_what_is_refused(change, error, told):
         bp.plan_on(**{**SIZES, **change})
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses", bp.make_strategy("ring", moves="fetch", ahead=4, together=4)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("ring", marks=pytest.mark.full),
+        pytest.param("ulysses", marks=pytest.mark.full),
+        bp.make_strategy("ring", moves="fetch", ahead=4, together=4),
+    ],
+)
 def test_long_and_short_documents_dealt_out(strategy):
     """One is cut into chunks of whole blocks with a rest, others lie whole; ranks hold different numbers of rows."""
     ends = (0, 7, 2300, 2301, 2420, 2500, 2563)
