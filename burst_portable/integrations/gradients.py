@@ -5,7 +5,7 @@ The order makes the sum the same bits on every rank, so that optimizers that sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from torch.distributed.tensor import DTensor
 from burst_portable.errors import InputError, explain
 from burst_portable.mesh import Mesh
 from burst_portable.numerics import accumulation_dtype
+
+_BUCKET = 1 << 28
+"""Bytes of gradients that are exchanged together: an exchange holds three more copies of them."""
 
 
 def sum_over_ranks(x: Tensor, mesh: Mesh) -> Tensor:
@@ -39,7 +42,7 @@ def sum_over_ranks(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
-    """Add up every parameter's gradient over the ranks, in place; one exchange a dtype and device.
+    """Add up every parameter's gradient over the ranks, in place; one exchange a dtype, device and 256 MiB.
 
     A parameter without a gradient counts as zeros where another rank has one; all ranks pass the same parameters.
     Of a parameter that is sharded over other ranks (FSDP2 over data alone), this rank's part is summed.
@@ -54,9 +57,23 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
             gradient = _local(parameter.grad)
             groups.setdefault((gradient.dtype, gradient.device), []).append(gradient)
     for members in groups.values():
-        total = sum_over_ranks(torch.cat([g.reshape(-1) for g in members]), mesh)
-        for gradient, part in zip(members, total.split([g.numel() for g in members]), strict=True):
-            gradient.copy_(part.view(gradient.shape))
+        for bucket in _buckets(members):
+            total = sum_over_ranks(torch.cat([g.reshape(-1) for g in bucket]), mesh)
+            for gradient, part in zip(bucket, total.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view(gradient.shape))
+
+
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """In order, as many together as come to `_BUCKET` bytes; a larger one alone."""
+    bucket, held = list[Tensor](), 0
+    for gradient in gradients:
+        if bucket and held + gradient.nbytes > _BUCKET:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(gradient)
+        held += gradient.nbytes
+    if bucket:
+        yield bucket
 
 
 def _local(x: Tensor) -> Tensor:

@@ -7,10 +7,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from burst_portable import Mesh, run_local
 from burst_portable.cost import Rates
 from burst_portable.errors import InputError
+from burst_portable.integrations import gradients as summing
+from burst_portable.integrations.transformers import loss as losses
 from burst_portable.integrations.transformers import parallelize, sum_gradients
 from burst_portable.layout import OF_DOCUMENTS
 from burst_portable.strategies.auto import AutoStrategy
@@ -45,6 +49,46 @@ def test_labels_that_are_ignored():
     expected = on_one_device(model, ids, labels)
     for answer in on_ranks(3, model, ids, labels):
         assert_same(answer, expected)
+
+
+def test_large_logits_and_gradients_in_parts(monkeypatch: pytest.MonkeyPatch):
+    """Of 7 rows, and of what a small parameter takes."""
+    model, ids = make("llama"), tokens()
+    labels = ids.clone()
+    labels[0, 5:30] = -100
+    expected = on_one_device(model, ids, labels)
+    monkeypatch.setattr(losses, "_PART", 7 * 64 * 4)
+    monkeypatch.setattr(summing, "_BUCKET", 8 * 32 * 32)
+    for answer in on_ranks(2, model, ids, labels):
+        assert_same(answer, expected)
+
+
+def test_no_float32_copy_of_large_logits(monkeypatch: pytest.MonkeyPatch):
+    logits = torch.randn(1, 60, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    labels = tokens(1, 60)
+    alone = logits.detach().clone().requires_grad_()
+    expected = ForCausalLMLoss(alone, labels, 64, shift_labels=labels, num_items_in_batch=60)
+    expected.backward()
+    monkeypatch.setattr(losses, "_PART", 7 * 64 * 4)
+    with _Largest() as seen:
+        found = losses.ShardedLoss(ForCausalLMLoss)(logits, labels, 64, shift_labels=labels, num_items_in_batch=60)
+        found.backward()
+    assert seen.size == 7 * 64
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert torch.equal(logits.grad, alone.grad)
+
+
+class _Largest(TorchDispatchMode):
+    """How many numbers the largest tensor of float32 has that was made meanwhile."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for x in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(x, torch.Tensor) and x.dtype is torch.float32:
+                self.size = max(self.size, x.numel())
+        return made
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

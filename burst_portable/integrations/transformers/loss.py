@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from burst_portable.errors import InputError, UnsupportedError, explain
+
+_PART = 1 << 28
+"""Bytes of logits in float32 that a loss holds at a time."""
 
 OWN_LOSS = "pass no labels and compute the loss from the logits; burst_portable.shard cuts the labels"
 
@@ -69,6 +73,8 @@ class ShardedLoss:
                 )
             )
         self.awaited = False
+        if shifts_labels(self.function):
+            return causal_loss(*args, **kwargs)
         loss: Tensor = self.function(*args, **kwargs)
         return loss
 
@@ -80,3 +86,55 @@ class ShardedLoss:
                     f"{type(model).__name__} computes its loss as if its rows were all there are", next_step=OWN_LOSS
                 )
             )
+
+
+def causal_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    *,
+    shift_labels: Tensor,
+    num_items_in_batch: Tensor | int,
+    ignore_index: int = -100,
+    **others: Any,
+) -> Tensor:
+    """transformers' `ForCausalLMLoss`, with some rows of the logits at a time in float32.
+
+    It would hold two or three copies of all of them: of 16,384 tokens and 128,256 words, 8 GiB each. Here the backward
+    pass needs the logits and their gradient, in their own dtype.
+    """
+    rows = max(1, _PART // (4 * vocab_size))
+    if logits.numel() <= rows * vocab_size:
+        arguments = (logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+        whole: Tensor = ForCausalLMLoss(*arguments, **others)
+        return whole
+    total: Tensor = _InParts.apply(logits.view(-1, vocab_size), shift_labels.view(-1), ignore_index, rows)
+    count = num_items_in_batch
+    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+
+class _InParts(torch.autograd.Function):
+    """The sum of cross entropies over logits ``[R, V]`` and labels ``[R]``, so many rows at a time; float32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, rows: int) -> Tensor:
+        ctx.save_for_backward(logits, labels)
+        ctx.ignore_index, ctx.rows = ignore_index, rows
+        parts = zip(logits.split(rows), labels.split(rows), strict=True)
+        return torch.stack([_cross_entropy(x.float(), y, ignore_index) for x, y in parts]).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, labels = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        for x, y, into in zip(*(part.split(ctx.rows) for part in (logits, labels, gradient)), strict=True):
+            wide = x.detach().float().requires_grad_()
+            with torch.enable_grad():
+                loss = _cross_entropy(wide, y, ctx.ignore_index)
+            into.copy_(torch.autograd.grad(loss, wide, grad)[0])
+        return gradient, None, None, None
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
