@@ -59,6 +59,10 @@ def run(
     dtype: Annotated[
         str, typer.Option(help="float32, float64; bfloat16 and float16 are autocast's, over float32 weights.")
     ] = "float32",
+    recompute: Annotated[
+        bool,
+        typer.Option("--recompute", help="Compute layers again in the backward pass: less memory, a third more work."),
+    ] = False,
     checked: Annotated[
         bool, typer.Option("--check/--no-check", help="Do the same on one device with plain SDPA, and compare.")
     ] = False,
@@ -122,6 +126,7 @@ def run(
             moves=moves,
             layout=layout,
             dtype=dtype,
+            recompute=recompute,
             profiled="deep" if deep else "session" if profiled or ablated else "",
             ablated=ablated,
             local=place is None,

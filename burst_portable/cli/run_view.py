@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from burst_portable.cli.output import console
-from burst_portable.cli.units import bytes_text, seconds_text
+from burst_portable.cli.units import bytes_text, flops_text, seconds_text
 
 if TYPE_CHECKING:
     from burst_portable.cli.training.prepare import Prepared
@@ -80,6 +80,8 @@ class View:
             table.add_row(*(row if checked else row[:2]))
         self._console.print(table)
         self._console.print(f"times   {timing_text(facts)}", markup=False, style="dim")
+        if utilised := utilisation_text(facts):
+            self._console.print(f"of peak {utilised}", markup=False, style="dim")
         for note in facts["notes"]:
             self._console.print(f"note    {note}", markup=False)
 
@@ -124,6 +126,15 @@ def timing_text(facts: dict[str, Any]) -> str:
     return f"{which}; a {unit} is {facts['batch'] * facts['seq_len']:,} tokens, and takes what its slowest rank takes"
 
 
+def utilisation_text(facts: dict[str, Any]) -> str:
+    """What the model FLOP utilisation is the share of; empty where it is not known."""
+    if facts["model_flop_utilisation"] is None:
+        return ""
+    peak, needed = facts["peak"], flops_text(facts["model_flops_per_step"])
+    of = f"{facts['world_size']} x {flops_text(peak['flops'])}/s in {peak['dtype']} ({peak['source']})"
+    return f"{needed} that the model needs for a {_unit(facts['mode'] == 'perplexity')}, over its time, of {of}"
+
+
 def _unit(scoring: bool) -> str:
     return "batch" if scoring else "step"
 
@@ -165,5 +176,7 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     seconds = seconds_text(facts["seconds_per_step"])
     unit = _unit(facts["mode"] == "perplexity")
     rows.append(both(f"seconds a {unit}", seconds, "reference_seconds_per_step", seconds_text))
+    if facts["model_flop_utilisation"] is not None:
+        rows.append(("model FLOP utilisation", f"{facts['model_flop_utilisation']:.1%}", "-"))
     rows.append(("peak memory a rank", bytes_text(max(facts["peak_memory_bytes"])), "-"))
     return rows

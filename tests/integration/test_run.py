@@ -65,10 +65,14 @@ def test_two_processes_equal_one_device(config: Path, tmp_path: Path, capsys: py
     assert 0 <= facts["max_relative_difference"] <= 2e-6
     assert 0 < facts["gradient_relative_difference"] <= 2e-4
     assert facts["tokens_per_second"] > 0
+    needed = facts["model_flops_per_step"] / (facts["seconds_per_step"] * 2 * facts["peak"]["flops"])
+    assert facts["model_flop_utilisation"] == pytest.approx(needed)
     assert len(facts["peak_memory_bytes"]) == 2
     assert min(facts["peak_memory_bytes"]) > 1 << 20
     said = capsys.readouterr()
     assert "PASSED 2 steps equal one device's" in said.out
+    assert "model FLOP utilisation" in said.out
+    assert "a matrix product of" in said.out  # what the peak is
     assert said.err == ""
     assert json.loads((report / "report.json").read_text(encoding="utf-8")) == facts
     page = (report / "report.html").read_text(encoding="utf-8")
@@ -137,6 +141,7 @@ def test_joining_torchrun(config: Path, tmp_path: Path):
     out = tmp_path / "out.json"
     program = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     arguments = ["run", "--model", str(config), "--seq-len", "64", "--steps", "1", "--check", "--json", str(out)]
+    arguments += ["--recompute"]
     code, said, err = in_a_process(*arguments, program=program)
     assert code == 0, err
     assert said.count("PASSED") == 1
@@ -229,6 +234,7 @@ def _children(pid: int) -> list[int]:
         (["--strategy", "ulysses", "--ranks", "3"], "ulysses cannot share"),
         (["--layout", "zag"], "zigzag"),
         (["--dtype", "int8"], "unknown dtype"),
+        (["--recompute", "--eval"], "without a backward pass"),
         (["--backend", "gpu"], "unknown backend"),
         (["--model", "/no/such/model"], "no such model"),
         (["--model", "{broken}"], "cannot be read as JSON"),

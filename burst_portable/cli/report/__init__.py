@@ -11,7 +11,7 @@ from markupsafe import Markup
 from burst_portable.cli.drawing import score_matrix
 from burst_portable.cli.report import charts
 from burst_portable.cli.report.charts import Part, Series
-from burst_portable.cli.run_view import timing_text, verdict_text
+from burst_portable.cli.run_view import timing_text, utilisation_text, verdict_text
 from burst_portable.cli.units import bytes_text, flops_text, seconds_text
 from burst_portable.plans import Plan
 
@@ -55,6 +55,7 @@ def write_html(facts: dict[str, Any], plan: Plan, path: Path) -> None:
         style=Markup((Path(__file__).parent / "style.css").read_text(encoding="utf-8")),
         verdict=verdict_text(facts),
         timing=timing_text(facts),
+        utilised=utilisation_text(facts),
         losses=_losses(facts),
         differences=_differences(facts),
         matrix=charts.matrix(score_matrix(plan.problem.mask, plan.problem.q_layout)),

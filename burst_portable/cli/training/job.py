@@ -21,6 +21,7 @@ class Job:
         scoring: perplexity instead of training.
         backend, device_type, process_group: the backend by name, and its capabilities of these names.
         strategy, inner, travels, moves: see `cli.strategies`.
+        recompute: whether layers are computed again in the backward pass, instead of keeping what they made.
         profile: the level of profiling, "session" or "deep"; "" for none.
         ablate: whether a step is run again with attention's messages off, its kernels off, and both.
         threads: of torch's CPU operators, a rank.
@@ -45,6 +46,7 @@ class Job:
     inner: int | None = None
     travels: str | None = None
     moves: str | None = None
+    recompute: bool = False
     profile: str = ""
     ablate: bool = False
 

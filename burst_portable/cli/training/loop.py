@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from burst_portable.integrations.gradients import sum_gradients, sum_over_ranks
 from burst_portable.mesh import Mesh
@@ -85,25 +86,32 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     course = Course()
     for ids in data:
-        started = perf_counter()
-        optimizer.zero_grad(set_to_none=True)
-        before = _read(sharded)
-        loss, tokens = _forward(model, ids, where, sharded)
-        forward = perf_counter()
-        loss.backward()
-        backward = perf_counter()
-        kernels, waiting = (b - a for a, b in zip(before, _read(sharded), strict=True))
-        if sharded is not None:
-            sum_gradients(model.parameters(), sharded.mesh)
-        value = _whole(loss, sharded)
-        summed = perf_counter()
-        optimizer.step()
-        done = perf_counter()
-        spent = (forward - started, backward - forward, summed - backward, done - summed)
-        phases = dict(zip(PHASES, spent, strict=True)) | {"kernels": kernels, "waiting": waiting}
-        _note(course, value, tokens, done - started, phases)
+        train_step(model, optimizer, ids, where, sharded, course)
         on_step(course)
     return course
+
+
+def train_step(
+    model: Any, optimizer: Optimizer, ids: Tensor, where: Where, sharded: Sharded | None, course: Course
+) -> None:
+    """One step of `train`; what happened is added to the course."""
+    started = perf_counter()
+    optimizer.zero_grad(set_to_none=True)
+    before = _read(sharded)
+    loss, tokens = _forward(model, ids, where, sharded)
+    forward = perf_counter()
+    loss.backward()
+    backward = perf_counter()
+    kernels, waiting = (b - a for a, b in zip(before, _read(sharded), strict=True))
+    if sharded is not None:
+        sum_gradients(model.parameters(), sharded.mesh)
+    value = _whole(loss, sharded)
+    summed = perf_counter()
+    optimizer.step()
+    done = perf_counter()
+    spent = (forward - started, backward - forward, summed - backward, done - summed)
+    phases = dict(zip(PHASES, spent, strict=True)) | {"kernels": kernels, "waiting": waiting}
+    _note(course, value, tokens, done - started, phases)
 
 
 def score(model: Any, data: Iterable[Tensor], where: Where, sharded: Sharded | None, on_step: OnStep) -> Course:

@@ -48,10 +48,13 @@ def config_of(name: str, seq_len: int) -> Any:
     return config
 
 
-def build(name: str, config: Any, dtype: torch.dtype, seed: int) -> tuple[Any, list[str]]:
-    """The model with its weights, on the CPU, and what there is to say about them.
+def build(
+    name: str, config: Any, dtype: torch.dtype, seed: int, device: torch.device | str = "cpu"
+) -> tuple[Any, list[str]]:
+    """The model with its weights, on a device, and what there is to say about them.
 
-    The weights are those of the checkpoint, or random ones that the seed decides; never a mixture. Raises `InputError`
+    The weights are those of the checkpoint, or random ones, drawn on the device, that the seed decides; never a
+    mixture. Raises `InputError`
     for a checkpoint that cannot be loaded, or lacks some.
     """
     from transformers import AutoModelForCausalLM
@@ -59,7 +62,8 @@ def build(name: str, config: Any, dtype: torch.dtype, seed: int) -> tuple[Any, l
     checkpoint = checkpoint_of(name)
     if checkpoint is None:
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype), []
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype), []
     try:
         model, information = AutoModelForCausalLM.from_pretrained(
             checkpoint,
@@ -75,7 +79,20 @@ def build(name: str, config: Any, dtype: torch.dtype, seed: int) -> tuple[Any, l
     except Exception as error:
         raise InputError(explain(f"the checkpoint {name} cannot be loaded", got=told(error))) from error
     _check_kinds(checkpoint, model)
-    return model, _check_weights(name, information)
+    return model.to(device), _check_weights(name, information)
+
+
+def recompute_layers(model: Any) -> None:
+    """Keep of each layer its input alone, and compute the layer again in the backward pass.
+
+    Raises `InputError` for a model that cannot.
+    """
+    # The name of releases of transformers before it was renamed.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise InputError(explain("the model cannot recompute its layers", got=told(error))) from error
 
 
 def _check_kinds(checkpoint: Path, model: Any) -> None:

@@ -17,6 +17,7 @@ from burst_portable.cli.plan_facts import plan_facts
 from burst_portable.cli.training.loop import PHASES, Course
 from burst_portable.cli.training.prepare import Prepared
 from burst_portable.cli.training.rank import Gradients, Outcome, course_of
+from burst_portable.cli.training.utilisation import utilisation
 
 SCHEMA = "burst_portable.run/1"
 Facts = dict[str, Any]
@@ -90,6 +91,7 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
     seconds = [max(c.seconds[i] for c in courses) for i in range(job.steps)]
     losses = courses[0].losses
     alone = course_of(reference) if reference else None
+    peak = min((o.peak for o in outcomes), key=lambda one: one["flops"] or math.inf)
     differences = relative_differences(losses, alone.losses) if alone else None
     facts: Facts = {
         "schema": SCHEMA,
@@ -108,6 +110,7 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
         "dtype": job.dtype,
         "learning_rate": None if job.scoring else job.learning_rate,
         "seed": job.seed,
+        "recompute": job.recompute,
         "threads_a_rank": job.threads,
         "model": prepared.model,
         "text": prepared.text,
@@ -127,6 +130,9 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
         "reference_tokens_per_second": job.seq_len * job.batch / _mean(alone.seconds) if alone else None,
         "seconds_per_step": _mean(seconds),
         "reference_seconds_per_step": _mean(alone.seconds) if alone else None,
+        "model_flops_per_step": prepared.model_flops,
+        "model_flop_utilisation": utilisation(prepared.model_flops, _mean(seconds), job.ranks, peak["flops"]),
+        "peak": peak,
         "step_seconds": seconds,
         "reference_step_seconds": alone.seconds if alone else None,
         "phases": [_phases(o, c) for o, c in zip(outcomes, courses, strict=True)],

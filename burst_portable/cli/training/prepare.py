@@ -14,8 +14,9 @@ from burst_portable.backends.registry import known, load, rates_of
 from burst_portable.cli.strategies import asked_strategy
 from burst_portable.cli.training.job import DTYPES, Job
 from burst_portable.cli.training.limits import check_memory, check_numbers, check_processes, cores
-from burst_portable.cli.training.models import checkpoint_of, config_of, outline, quiet
+from burst_portable.cli.training.models import checkpoint_of, config_of, outline, quiet, recompute_layers
 from burst_portable.cli.training.texts import check_tokens, tokens_of
+from burst_portable.cli.training.utilisation import model_flops
 from burst_portable.config import from_environment
 from burst_portable.errors import BackendUnavailableError, InputError, explain, unknown_name
 from burst_portable.integrations.transformers.checks import check_model, check_positions
@@ -35,6 +36,7 @@ class Prepared:
         plan: of the layers whose attention is the most work.
         text: what the tokens are.
         model: facts about the model, for reports.
+        model_flops: that a step needs, see `utilisation`.
         backend_reason: why this backend, where it was chosen; empty where it was named.
     """
 
@@ -42,6 +44,7 @@ class Prepared:
     plan: Plan
     text: str
     model: dict[str, Any]
+    model_flops: int | None
     backend_reason: str
 
 
@@ -63,6 +66,7 @@ def prepare(
     moves: str | None,
     layout: str,
     dtype: str,
+    recompute: bool,
     profiled: str,
     ablated: bool,
     local: bool,
@@ -86,10 +90,13 @@ def prepare(
     check_model(sketch)
     check_positions(config, seq_len)
     _check_dropout(config, scoring)
+    if recompute:
+        _check_recompute(sketch, scoring)
     tokens, name = tokens_of(text, checkpoint)
     check_tokens(tokens, seq_len, config.vocab_size)
     plan = _plan(config, seq_len, ranks, batch, planner, layout, dtype)
     about = _about(model, config, sketch)
+    flops = model_flops(config, sketch, seq_len=seq_len, batch=batch, scoring=scoring)
     if local and not chosen.capabilities.streams:
         check_memory(
             about["parameters"],
@@ -121,10 +128,11 @@ def prepare(
         layout=plan.layout.name,
         dtype=dtype,
         threads=max(1, cores() // ranks) if local else torch.get_num_threads(),
+        recompute=recompute,
         profile=profiled,
         ablate=ablated,
     )
-    return Prepared(job, plan, name, about, reason)
+    return Prepared(job, plan, name, about, flops, reason)
 
 
 def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
@@ -184,6 +192,12 @@ def _check_dropout(config: Any, scoring: bool) -> None:
         raise InputError(
             explain("dropout cannot be compared with one device", got=found, next_step="set it to 0 in the config")
         )
+
+
+def _check_recompute(sketch: Any, scoring: bool) -> None:
+    if scoring:
+        raise InputError(explain("--recompute has no meaning without a backward pass", got="--eval"))
+    recompute_layers(sketch)
 
 
 def _plan(config: Any, seq_len: int, ranks: int, batch: int, strategy: Strategy, layout: str, dtype: str) -> Plan:

@@ -14,17 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from burst_portable.backends.registry import load, rates_of
+from burst_portable.backends.registry import load, peaks_of, rates_of
 from burst_portable.cli.strategies import asked_strategy
 from burst_portable.cli.training.job import Job
 from burst_portable.cli.training.loop import Course, OnStep, Sharded, Where, once, score, train
-from burst_portable.cli.training.models import build, checkpoint_of, config_of, quiet
+from burst_portable.cli.training.models import build, checkpoint_of, config_of, quiet, recompute_layers
 from burst_portable.cli.training.texts import batches, tokens_of
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.mesh import Mesh
 from burst_portable.profiling.session import profile
 
 GRADIENTS = "gradients.safetensors"
+_FINGERPRINTED = 1 << 22  # numbers at a time
 Gradients = dict[str, Tensor]
 """Of the last step, by the parameter's name; empty in scoring."""
 
@@ -39,6 +40,7 @@ class Outcome:
         fingerprint: of the parameters after the last step; equal on all ranks, or something is wrong.
         timed: whether kernels and waiting were told apart.
         notes: what there is to say about the model's weights.
+        peak: what its device can do at most, see `backends.base.Peaks`; as a dict.
         profile: the profiler's report, on rank 0 where it was asked for.
     """
 
@@ -47,6 +49,7 @@ class Outcome:
     fingerprint: str
     timed: bool
     notes: list[str]
+    peak: dict[str, Any]
     profile: dict[str, Any] | None = None
 
 
@@ -90,8 +93,9 @@ def _run(
     tokens, _ = tokens_of(job.text, checkpoint_of(job.model))
     data = batches(tokens, job.seq_len, job.batch, job.steps)
     where = Where(device, getattr(torch, job.dtype))
-    model, notes = build(job.model, config_of(job.model, job.seq_len), where.parameters, job.seed)
-    model = model.to(device)
+    model, notes = build(job.model, config_of(job.model, job.seq_len), where.parameters, job.seed, device)
+    if job.recompute:
+        recompute_layers(model)
     sharded = prepare(model)
     if job.scoring:
         course = score(model, data, where, sharded, on_step)
@@ -101,7 +105,8 @@ def _run(
     if again is not None:
         first = next(iter(batches(tokens, job.seq_len, job.batch, 1)))
         again(partial(once, model, first, where, sharded, scoring=job.scoring), model)
-    outcome = Outcome(asdict(course), memory, _fingerprint(model), timed, notes)
+    peak = asdict(peaks_of(load(job.backend), job.dtype))
+    outcome = Outcome(asdict(course), memory, fingerprint(model), timed, notes, peak)
     return outcome, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -131,11 +136,15 @@ def peak_memory(device: torch.device) -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def _fingerprint(model: Any) -> str:
-    digest = hashlib.sha256()
+def fingerprint(model: Any) -> str:
+    """Of all bits of the parameters: sums modulo 2^64, in which each counts by its place, made where they lie."""
+    sums = []
     for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.itemsize]
+        for part in parameter.detach().reshape(-1).view(kind).split(_FINGERPRINTED):
+            places = torch.arange(1, 2 * part.numel(), 2, device=part.device)  # odd: no difference of a bit is lost
+            sums.append((part.long() * places).sum())
+    return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()
 
 
 def course_of(outcome: Outcome) -> Course:

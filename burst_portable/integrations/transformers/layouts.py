@@ -70,13 +70,17 @@ def sizes_of(config: Any) -> dict[str, int]:
 
 
 def masks_of(config: Any) -> list[Mask]:
-    """What the layers of a decoder let through, as its config says."""
+    """What the layers of a decoder let through, each mask once."""
+    return list(dict.fromkeys(masks_of_layers(config)))
+
+
+def masks_of_layers(config: Any) -> list[Mask]:
+    """The same of every layer, as its config says."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    return [
-        Mask.window(window - 1) if kind == "sliding_attention" and window else Mask.causal()
-        for kind in dict.fromkeys(kinds)
-    ]
+    kind = "sliding_attention" if window else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
+    masks = {"sliding_attention": Mask.window(window - 1)} if window else {}
+    return [masks.get(kind) or Mask.causal() for kind in kinds]
 
 
 def _packed(length: int, documents: tuple[int, ...]) -> Mask:

@@ -1,0 +1,73 @@
+"""Model FLOPs against sums by hand, weights that are drawn, recomputed layers, and what tells parameters apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, MixtralConfig, Qwen2Config
+
+from burst_portable.cli.training.models import build, outline, recompute_layers
+from burst_portable.cli.training.rank import fingerprint
+from burst_portable.cli.training.utilisation import model_flops, utilisation
+from tests.integration.models import SIZES, make, tokens
+
+QKVO = 32 * 32 + 2 * 32 * 16 + 32 * 32
+MATRICES = 2 * (QKVO + 3 * 32 * 48 + 2 * 32) + 32  # of two layers, with their norms and the last one
+TABLE = 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "products"),
+    [
+        # Two products of 32 = 4 heads of 8, over 47 * 48 / 2 pairs, in two layers.
+        (LlamaConfig(**SIZES), MATRICES + TABLE, 2 * 2 * 2 * 32 * 1128),
+        (LlamaConfig(**SIZES, tie_word_embeddings=True), MATRICES + TABLE, 2 * 2 * 2 * 32 * 1128),
+        # One layer sees 9 tokens, whose first 8 rows see fewer; biases of q, k, v.
+        (
+            Qwen2Config(
+                **SIZES,
+                use_sliding_window=True,
+                sliding_window=9,
+                layer_types=["full_attention", "sliding_attention"],
+            ),
+            MATRICES + TABLE + 2 * 64,
+            2 * 2 * 32 * (1128 + 47 * 9 - 36),
+        ),
+    ],
+    ids=["llama", "tied", "windows"],
+)
+def test_model_flops(config, parameters: int, products: int):
+    forward = 3 * (2 * 47 * parameters + products)
+    sketch = outline(config)
+    assert model_flops(config, sketch, seq_len=47, batch=3, scoring=True) == forward
+    assert model_flops(config, sketch, seq_len=47, batch=3, scoring=False) == 3 * forward
+
+
+def test_what_is_not_known():
+    config = MixtralConfig(**SIZES, num_local_experts=4)
+    assert model_flops(config, outline(config), seq_len=47, batch=1, scoring=False) is None
+    assert utilisation(None, 1.0, 2, 1e12) is utilisation(10**12, 1.0, 2, None) is None
+    assert utilisation(10**12, 2.0, 4, 1e12) == 0.125
+
+
+def test_a_bit_anywhere_tells_parameters_apart():
+    model = make("llama", torch.float32)
+    before = fingerprint(model)
+    assert fingerprint(make("llama", torch.float32)) == before
+    with torch.no_grad():
+        flat = model.lm_head.weight.view(-1)
+        flat[[3, 5]] = flat[[5, 3]]
+        swapped = fingerprint(model)
+        flat[[3, 5]] = flat[[5, 3]]
+        flat.view(torch.int32)[-1] ^= 1 << 31
+    assert len({before, swapped, fingerprint(model)}) == 3
+
+
+def test_layers_that_are_recomputed():
+    model, _ = build("x.json", LlamaConfig(**SIZES), torch.float32, 0)
+    recompute_layers(model)
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    ids = tokens(1, 9)
+    model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert len(calls) == 2
