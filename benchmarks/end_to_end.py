@@ -1,0 +1,348 @@
+"""Training one model with each sequence over all GPUs of a node: this library, and torch's context_parallel.
+
+    torchrun --nproc-per-node 8 benchmarks/end_to_end.py --layers 16
+
+A Llama of 8B's sizes with random weights and as many layers as asked for, in the loop of `burst-portable run`: bf16
+autocast over float32 weights, layers recomputed, gradients summed over ranks, AdamW. All contestants train the same
+parameters, at a rate of 0: the work is the same, and every step has the same loss. Correctness first: losses and
+gradients must agree. Then steps in turns, forth and back; the slowest rank counts. MFU is model FLOP utilisation as
+`run` tells it (docs/models.md). The table comes last. On CPUs it runs with --shape tiny.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+if not __package__:  # started as a script by torchrun
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import burst_portable as bp
+from benchmarks.report import setting
+from benchmarks.ring import Clock, Guard, join
+from burst_portable.backends.registry import for_device, peaks_of
+from burst_portable.cli.training.loop import Course, Sharded, Where, train_step
+from burst_portable.cli.training.models import build, outline, quiet, recompute_layers
+from burst_portable.cli.training.outcome import TOLERANCES
+from burst_portable.cli.training.utilisation import model_flops, utilisation
+from burst_portable.integrations.transformers import parallelize
+from burst_portable.integrations.transformers.layouts import sizes_of
+from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of
+
+NAME = "context_parallel"
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "rope_theta": 500000.0,
+    },
+    "tiny": {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}  # fmt: skip
+CHECKED = 1 << 26  # numbers of the largest parameter whose gradients are compared
+
+
+def config_of_shape(shape: str, layers: int, seq_len: int) -> Any:
+    from transformers import LlamaConfig
+
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return LlamaConfig(**SHAPES[shape], **ends, num_hidden_layers=layers, max_position_embeddings=seq_len)
+
+
+# ------------------------------------------------------------------------------------------- contestants
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A copy of the model with the same parameters, what shards its batches, and the context of its steps."""
+
+    name: str
+    model: Any
+    sharded: Sharded
+    around: Callable[[Tensor], AbstractContextManager[None]] = lambda ids: nullcontext()
+
+
+def ours(model: Any, mesh: bp.Mesh, strategy: str, kernel: str) -> Contestant:
+    handle = parallelize(model, mesh, strategy=strategy, layout="auto", kernel=kernel)
+    return Contestant(f"burst_portable {strategy}", model, Sharded(handle, mesh))
+
+
+class ContextParallel:
+    """torch's context_parallel, as a handle of the training loop. It cuts tokens, labels and positions by itself."""
+
+    def __init__(self, model: Any, device: torch.device, backend: str, rotate: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        AttentionInterface.register(NAME, sdpa_attention_forward)
+        AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # positions that jump are no packed documents
+        model.set_attn_implementation(NAME)
+        model.loss_function = ShardedLoss(loss_of(model))
+        self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self._backend, self._rotate = BACKENDS[backend], rotate
+        self._inputs: dict[str, Any] = {}
+
+    @contextmanager
+    def around(self, ids: Tensor) -> Iterator[None]:
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+        set_rotate_method(self._rotate)
+        next_ones = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+        cut = [ids.clone(), next_ones, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)]
+        with sdpa_kernel(self._backend), context_parallel(
+            self._mesh, buffers=cut, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(cut)
+        ):  # fmt: skip
+            self._inputs = {
+                "input_ids": cut[0], "labels": cut[1], "shift_labels": cut[1], "position_ids": cut[2],
+                "num_items_in_batch": torch.tensor(ids.numel() - ids.shape[0], device=ids.device), "use_cache": False,
+            }  # fmt: skip
+            yield
+
+    def shard(self, ids: Tensor) -> dict[str, Any]:
+        return self._inputs
+
+
+def theirs(model: Any, mesh: bp.Mesh, device: torch.device, backend: str, rotate: str) -> Contestant:
+    handle = ContextParallel(model, device, backend, rotate)
+    return Contestant(f"{NAME} {backend} {rotate}", model, Sharded(handle, mesh), handle.around)
+
+
+# --------------------------------------------------------------------------------------------- measuring
+
+
+@dataclass
+class Trained:
+    """One contestant's steps."""
+
+    contestant: str
+    reason: str = ""
+    plan: str = ""
+    losses: list[float] = field(default_factory=list)
+    gradient_difference: float | None = None
+    seconds: list[float] = field(default_factory=list)  # of each measured step
+    seconds_to_start: float = 0.0  # of the first step
+    seconds_per_step: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    peak_memory_bytes: int = 0
+
+
+class Run:
+    """All contestants on one set of parameters."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        quiet()
+        self.arguments, self.started = arguments, time.monotonic()
+        self.links = join(arguments.deadline)
+        self.clock, self.mesh = Clock(self.links), bp.Mesh.from_group()
+        self.where = Where(self.links.device, getattr(torch, arguments.dtype))
+        backend = for_device(self.links.device.type)
+        self.peak, self.reading = peaks_of(backend, arguments.dtype), backend.capabilities.streams
+        config = config_of_shape(arguments.shape, arguments.layers, arguments.seq_len)
+        self.flops = model_flops(config, outline(config), seq_len=arguments.seq_len, batch=1, scoring=False)
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(0, config.vocab_size, (1, arguments.seq_len), generator=generator)
+        self.ids = self.ids.to(self.links.device)
+        self.model, _ = build("", config, self.where.parameters, 0, self.links.device)
+        self.model.train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+        self.right: dict[str, Tensor] = {}
+        self.results: list[Trained] = []
+
+    def main(self) -> None:
+        self.say(f"{self.parameters / 1e9:.2f} B parameters on {self.links.size} ranks, {self.elapsed():.0f} s")
+        entries = [entry for name in self.arguments.contestants if (entry := self.prepare(name))]
+        for turn in range(2 * self.arguments.rounds):
+            if self.clock.slowest(self.elapsed()) > self.arguments.budget:
+                self.say("no time for more steps")
+                break
+            for contestant, result in entries if turn % 2 == 0 else entries[::-1]:
+                result.seconds.append(self.step(contestant, result))
+        for result in self.results:
+            self.conclude(result)
+        if self.links.rank == 0:
+            self.write()
+            self.print_table()
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    def say(self, text: str) -> None:
+        if self.links.rank == 0:
+            print(text, flush=True)
+
+    def prepare(self, name: str) -> tuple[Contestant, Trained] | None:
+        """A contestant whose first step agrees with the first one's."""
+        result = Trained(name)
+        self.results.append(result)
+        started = time.monotonic()
+        timer = Guard(self.links.rank).watch(self.arguments.limit, f"the first step of {name}")
+        try:
+            contestant = self.contestant(name, result)
+            self.step(contestant, result)
+            self.check(result)
+        except (RuntimeError, NotImplementedError, ImportError, AttributeError, AssertionError, TypeError) as error:
+            # One contestant without the other is worth more than nothing.
+            result.reason = f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        timer.cancel()
+        if self.clock.slowest(float(bool(result.reason))) and not result.reason:
+            result.reason = "FAILED on another rank"
+        result.seconds_to_start = round(time.monotonic() - started, 1)
+        self.say(f"{name}: {result.reason or f'loss {result.losses[0]:.6f}'}, {self.elapsed():.0f} s")
+        return None if result.reason else (contestant, result)
+
+    def contestant(self, name: str, result: Trained) -> Contestant:
+        # Modules and config of its own; the parameters are everybody's.
+        model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
+        if self.arguments.recompute:
+            recompute_layers(model)
+        kind, _, how = name.partition(" ")
+        if kind == NAME:
+            backend, _, rotate = (how or "cudnn").partition(" ")
+            return theirs(model, self.mesh, self.links.device, backend, rotate or "allgather")
+        strategy = how or "auto"
+        plan = bp.plan_on(
+            self.mesh, seq_len=self.arguments.seq_len, **sizes_of(model.config), strategy=strategy,
+            dtype=self.where.dtype, device=self.links.device, kernel=self.arguments.kernel,
+        )  # fmt: skip
+        chosen = plan.reason.rpartition("chose ")[2].partition(" by predicted time")[0] if strategy == "auto" else ""
+        result.plan = f"{chosen or plan.strategy}; {plan.layout.name}"
+        return ours(model, self.mesh, strategy, self.arguments.kernel)
+
+    def step(self, contestant: Contestant, result: Trained) -> float:
+        """Seconds of one step."""
+        course, device = Course(), torch.get_device_module(self.links.device)
+        if self.reading:
+            device.reset_peak_memory_stats()
+
+        def work() -> None:
+            with contestant.around(self.ids):
+                train_step(contestant.model, self.optimizer, self.ids, self.where, contestant.sharded, course)
+
+        seconds = self.clock.time(work, 1)
+        result.losses += course.losses
+        if self.reading:
+            result.peak_memory_bytes = max(result.peak_memory_bytes, device.max_memory_allocated())
+        return seconds
+
+    def check(self, result: Trained) -> None:
+        """The loss, and the gradients of the first and last layer, against the first contestant's."""
+        kept = ("layers.0.", f"layers.{self.arguments.layers - 1}.", "model.norm.")
+        gradients = {
+            name: p.grad.clone()
+            for name, p in self.model.named_parameters()
+            if any(part in name for part in kept) and p.numel() <= CHECKED
+        }
+        if not self.right:
+            self.right = gradients
+            return
+        limits, loss = TOLERANCES[self.arguments.dtype], self.results[0].losses[0]
+        pairs = [(gradients[name].double(), right.double()) for name, right in self.right.items()]
+        apart = sum(float((g - r).square().sum()) for g, r in pairs) ** 0.5
+        result.gradient_difference = apart / sum(float(r.square().sum()) for _, r in pairs) ** 0.5
+        loss_difference = abs(result.losses[0] - loss) / abs(loss)
+        if not (loss_difference <= limits["loss"] and result.gradient_difference <= limits["gradient"]):
+            told = f"loss {result.losses[0]:.6f}, not {loss:.6f}; gradients {result.gradient_difference:.1e} apart"
+            result.reason = f"WRONG: {told}"
+
+    def conclude(self, result: Trained) -> None:
+        result.peak_memory_bytes = int(self.clock.slowest(result.peak_memory_bytes))
+        if not result.seconds:
+            return
+        seconds = statistics.median(result.seconds)
+        result.seconds_per_step = seconds
+        result.tokens_per_second = self.arguments.seq_len / seconds
+        result.mfu = utilisation(self.flops, seconds, self.links.size, self.peak.flops)
+
+    # ------------------------------------------------------------------------------------------- telling
+
+    def facts(self) -> dict[str, Any]:
+        a = self.arguments
+        return {
+            "setting": {**setting(), "ranks": self.links.size},
+            "model": {
+                "shape": a.shape, "layers": a.layers, "parameters": self.parameters, "seq_len": a.seq_len,
+                "dtype": a.dtype, "recompute": a.recompute, "model_flops_per_step": self.flops,
+            },
+            "peak": asdict(self.peak),
+            "results": [asdict(result) for result in self.results],
+        }  # fmt: skip
+
+    def write(self) -> None:
+        self.arguments.out.mkdir(parents=True, exist_ok=True)
+        path = self.arguments.out / f"end-to-end-{self.arguments.label}.json"
+        path.write_text(json.dumps(self.facts(), indent=1) + "\n", encoding="utf-8")
+
+    def print_table(self) -> None:
+        facts = self.facts()
+        model, peak = facts["model"], self.peak
+        print(" ".join(f"{name} {value};" for name, value in facts["setting"].items()))
+        how = "layers recomputed" if model["recompute"] else "activations kept"
+        size = f"{model['layers']} layers, {model['parameters'] / 1e9:.3g} B parameters, {model['seq_len']} tokens"
+        needed = f"{model['model_flops_per_step'] / 1e12:.4g} TFLOP a step"
+        print(f"{model['shape']}, {size}, {model['dtype']}, {how}; {needed}")
+        most = f"{peak.flops / 1e12:.4g} TFLOP/s" if peak.flops else "unknown"
+        print(f"peak of {peak.device}: {most} ({peak.source})")
+        print(f"{'contestant':34} {'s a step':>9} {'tokens/s':>9} {'MFU':>7} {'GiB':>6}  loss")
+        for one in self.results:
+            if one.reason or not one.seconds_per_step:
+                print(f"{one.contestant:34} - {one.reason[:120] or 'no step was measured'}")
+                continue
+            mfu = "-" if one.mfu is None else f"{one.mfu:.1%}"
+            line = f"{one.contestant:34} {one.seconds_per_step:9.4g} {one.tokens_per_second:9,.0f} {mfu:>7}"
+            plan = f"  [{one.plan}]" if one.plan else f"  gradients {one.gradient_difference or 0:.1e} apart"
+            print(f"{line} {one.peak_memory_bytes / 2**30:6.1f}  {one.losses[0]:.6f}{plan}")
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-8b", choices=SHAPES)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=131072)
+    parser.add_argument("--dtype", default="bfloat16", choices=TOLERANCES, help="16 bits are autocast's")
+    parser.add_argument(
+        "--contestants",
+        default=f"burst_portable,{NAME}",
+        help=f"the first is what others are compared with; burst_portable [STRATEGY], {NAME} [cudnn or flash] "
+        "[allgather or alltoall]",
+    )
+    parser.add_argument("--kernel", default="auto", help="of ours")
+    parser.add_argument("--keep", dest="recompute", action="store_false", help="keep activations")
+    parser.add_argument("--rounds", type=int, default=1, help="of one step each forth and one back")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no step is begun")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a first step is taken for stuck")
+    parser.add_argument("--deadline", type=float, default=30.0, help="seconds of a hop")
+    parser.add_argument("--label", default="run", help="the file is end-to-end-LABEL.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args(given)
+    arguments.contestants = arguments.contestants.split(",")
+    if unknown := {name.partition(" ")[0] for name in arguments.contestants} - {"burst_portable", NAME}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    Run(arguments).main()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
