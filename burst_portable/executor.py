@@ -97,7 +97,7 @@ class _Exchange:
         self._held: dict[int, Tensor] = {}
         self._pieces: dict[int, Tensor] = {}  # the blocks that a step needs, one after the other
         self._packed: dict[tuple[int, int], Tensor] = {}
-        self._leaving: list[list[tuple[Handle, Tensor]]] = [[], []]  # of the step before, and of this one
+        self._leaving: list[tuple[int, Handle, Tensor]] = []  # with the step that needs it where it goes
 
     def begin(self, step: Step) -> None:
         """What this step needs has come; what later ones need is on its way."""
@@ -113,19 +113,15 @@ class _Exchange:
         return tuple(x if x.dim() == 4 else x.contiguous() for x in views)  # kernels take LSE and delta in one piece
 
     def end(self, step: Step) -> None:
-        """Let go of blocks that no later step uses, once what was sent a step ago has left."""
-        for handle, _ in self._leaving[0]:
-            handle.wait()
-        self._leaving = [self._leaving[1], []]
+        """Let go of blocks that no later step uses, and of what was sent once it is needed where it goes."""
+        self._wait_until_left(step.index)
         self._pieces.pop(step.index, None)
         for owner in step.released:
             del self._held[owner]
 
     def finish(self) -> None:
         """All that was sent has left."""
-        for handle, _ in (*self._leaving[0], *self._leaving[1]):
-            handle.wait()
-        self._leaving = [[], []]
+        self._wait_until_left(max((needed for needed, _, _ in self._leaving), default=0))
         assert not self._held, "the plan lets go of every block"
         assert not self._arriving, "the plan waits for every move"
 
@@ -136,9 +132,16 @@ class _Exchange:
         incoming = [pair for _, moves in groupby(receives, lambda m: m.needed) for pair in self._inboxes(list(moves))]
         label = f"{'backward' if self.backward else 'forward'} step {step}"
         leaving, arriving = self.runtime.post(sends, incoming, label)
-        self._leaving[1] += [(handle, buffer) for handle, (_, buffer) in zip(leaving, sends, strict=True)]
+        self._leaving += [(m.needed, handle, buffer) for handle, (m, buffer) in zip(leaving, sends, strict=True)]
         for handle, (move, buffer) in zip(arriving, incoming, strict=True):
             self._arriving[move] = handle, buffer
+
+    def _wait_until_left(self, step: int) -> None:
+        """What is needed up to a step. Not earlier: what crosses to another node takes a whole inner round."""
+        for needed, handle, _ in self._leaving:
+            if needed <= step:
+                handle.wait()
+        self._leaving = [one for one in self._leaving if one[0] > step]
 
     def take(self, move: Move) -> Tensor:
         """The message of a move that has been posted, when it has come."""

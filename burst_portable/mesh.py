@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import for_device, known, runnable
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import Fabric, LocalTransport, run_threads
+from burst_portable.comm.two_levels import with_two_levels
 from burst_portable.config import Config, from_environment
 from burst_portable.errors import InputError, UnsupportedError, explain, shown, unknown_name
 from burst_portable.values import as_int, size
@@ -30,7 +31,8 @@ class Mesh:
 
     Attributes:
         rank, size: this rank among those that share the sequence, and how many they are.
-        inner: ranks a node, where there are several nodes: lets `auto` consider the double ring.
+        inner: ranks a node, where there are several nodes: lets `auto` consider the double ring, and gives messages
+            between nodes connections of their own, made in the first pass.
         backend: the name of the one that must serve, or "auto": the first for the tensors' device that can.
         config: settings, from the environment unless given.
 
@@ -109,8 +111,13 @@ class Mesh:
         rank, ranks = _place_in(group)
         settings = _checked_config(config)
 
-        def connect(device_type: str) -> Transport:
+        def transport(group: Any, device_type: str) -> Transport:
             return for_device(device_type, backend).transport(group, settings.deadline)
+
+        def connect(device_type: str) -> Transport:
+            if inner in (None, 1, ranks):
+                return transport(group, device_type)
+            return with_two_levels(partial(transport, device_type=device_type), group, inner, device_type)
 
         return cls(rank, ranks, connect, group=group, inner=inner, backend=backend, config=settings)
 

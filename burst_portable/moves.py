@@ -99,6 +99,9 @@ class Route(Protocol):
     def feeder(self, owner: int, rank: int) -> int | None:
         """The neighbour that may send `rank` gradients of the block of `owner` to add to."""
 
+    def patience(self, source: int, target: int) -> int:
+        """How many steps later gradients that leave `source` are added at `target`."""
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -131,6 +134,9 @@ class Ring:
     def feeder(self, owner: int, rank: int) -> int | None:
         neighbour = (rank - 1) % self.ranks
         return neighbour if neighbour != owner else None
+
+    def patience(self, source: int, target: int) -> int:
+        return 1
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,10 @@ class DoubleRing:
         neighbour = rank // self.inner * self.inner + (rank - 1) % self.inner
         return neighbour if turn and neighbour != owner else None
 
+    def patience(self, source: int, target: int) -> int:
+        """Between nodes a whole inner round: they go home, where any later step can add them."""
+        return 1 if source // self.inner == target // self.inner else self.inner
+
     @property
     def _nodes(self) -> int:
         return self.ranks // self.inner
@@ -227,3 +237,6 @@ class Fetch:
 
     def feeder(self, owner: int, rank: int) -> int | None:
         return None
+
+    def patience(self, source: int, target: int) -> int:
+        return 1

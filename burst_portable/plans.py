@@ -204,7 +204,8 @@ class PassPlan:
             return None
         target = self.results.departure(self._needs, owner, source)
         issue = self.route.step(owner, source)
-        return Move(self.side, owner, source, target, issue, issue + 1, self._rows(owner, source), result=True)
+        needed = issue + self.results.patience(source, target)
+        return Move(self.side, owner, source, target, issue, needed, self._rows(owner, source), result=True)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -69,6 +69,25 @@ def bytes_sent(ranks: int) -> tuple[int, int]:
     return transport.sent, sum(planned)
 
 
+def two_levels(ranks: int) -> dict[str, object]:
+    """Nodes of two: what is wrong, and which messages each of the transports was given."""
+    mesh = bp.Mesh.from_group(inner=2, config=Config(deadline=60))
+    plain = mesh.transport("cpu")
+    every = [Case(strategy=s, ranks=ranks, heads="8x8x8x8") for s in ("double_ring", "ring", "ulysses")]
+    found = {case.strategy: wrong(mesh, case) for case in every}
+    peers: dict[str, set[int]] = {"near": set(), "far": set()}
+    for name, seen in peers.items():
+        transport = getattr(plain, name)
+
+        def post(sends, receives, label="", *, post=transport.post, seen=seen):
+            seen.update(m.peer for m in (*sends, *receives))
+            return post(sends, receives, label)
+
+        transport.post = post
+    found |= {f"{case.strategy} again": wrong(mesh, case) for case in every}
+    return {"wrong": {case: what for case, what in found.items() if what}, **{k: sorted(v) for k, v in peers.items()}}
+
+
 def late(rank: int) -> str:
     """Rank 0 waits for a message that rank 1 does not send in time."""
     message = ""
@@ -94,6 +113,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     inputs = make_inputs(own, seed=rank // 2)
     found["sub_groups"] = judge(on_one_rank(pair, own, inputs), *expected(own, inputs), own.dtype)
     found["sub_groups"] |= wrong(pair, replace(own, strategy="ulysses", mask="full"))
+    found["two_levels"] = two_levels(ranks)
     found["sent"], found["planned"] = bytes_sent(ranks)
     dist.barrier()
     found["late"] = late(rank)

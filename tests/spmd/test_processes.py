@@ -47,6 +47,13 @@ def test_a_sub_group_of_a_device_mesh_shares_a_sequence(answers):
     assert [found["sub_groups"] for found in answers] == [{}] * RANKS
 
 
+def test_nodes_have_connections_of_their_own(answers):
+    """Ranks 0 and 1 are a node, and 2 and 3: what crosses goes through the other group, also outside of rings."""
+    for rank, found in enumerate(answers):
+        far = [other for other in range(RANKS) if other // 2 != rank // 2]
+        assert found["two_levels"] == {"wrong": {}, "near": [rank ^ 1], "far": far}
+
+
 def test_bytes_on_the_wire_are_the_plan_s(answers):
     for found in answers:
         assert found["sent"] == found["planned"]

@@ -40,7 +40,7 @@ def run_joined(job: Job, place: Launched, on_step: OnStep) -> tuple[list[Outcome
             )
         ) from error
     try:
-        mesh = Mesh.from_group()
+        mesh = Mesh.from_group(inner=job.inner)
         outcome, gradients = run_rank(job, mesh, device, on_step)
         return [Outcome(**one) for one in _gathered(asdict(outcome), mesh, device)], gradients
     finally:

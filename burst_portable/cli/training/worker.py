@@ -82,7 +82,7 @@ def _run(path: Path, rank: int) -> None:
     try:
         outcome, gradients = run_rank(
             job,
-            Mesh.from_group(),
+            Mesh.from_group(inner=job.inner),
             device,
             lambda course: tell(event="step", loss=course.losses[-1], seconds=course.seconds[-1]),
         )

@@ -1,0 +1,95 @@
+"""Connections of their own for what crosses from node to node.
+
+::
+
+    one transport     a hop inside the node and one between nodes, posted together, end together; the next hop waits too
+    two               0 -> 1 -> 2 -> 3       hops inside the node, one after the other
+                      0 ------------> 4      meanwhile: between nodes, a whole inner round long
+
+A process group that launches kernels for its messages does so for all that are posted at once, and one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import compress
+
+import torch
+import torch.distributed as dist
+
+from burst_portable.comm.base import Handle, Message, Transport
+
+
+class TwoLevelTransport(Transport):
+    """See `comm.base.Transport`. All that happens before the first pass goes through `near`.
+
+    Args:
+        near: moves messages inside a node.
+        connect: makes what moves messages between nodes; called in the first pass, on all ranks.
+        node: ranks a node.
+    """
+
+    def __init__(self, near: Transport, connect: Callable[[], Transport], node: int) -> None:
+        self.near, self.node = near, node
+        self.far: Transport | None = None
+        self.name, self.rank, self.size = near.name, near.rank, near.size
+        self.host, self.lasting = near.host, near.lasting
+        self._connect = connect
+
+    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
+        if self.far is None:
+            self.far = self._connect()
+        self.near.begin(digest, inbox)
+        self.far.begin(digest, inbox)
+
+    def end(self) -> None:
+        self.near.end()
+        if self.far is not None:
+            self.far.end()
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
+    ) -> tuple[list[Handle], list[Handle]]:
+        if self.far is None:
+            return self.near.post(sends, receives, label)
+        leaving, arriving = dict[int, Handle](), dict[int, Handle]()
+        for transport, apart in ((self.far, True), (self.near, False)):
+            there, here = ([self._apart(m) == apart for m in messages] for messages in (sends, receives))
+            if any(there) or any(here):
+                posted = transport.post(list(compress(sends, there)), list(compress(receives, here)), label)
+                leaving.update(zip(compress(range(len(sends)), there), posted[0], strict=True))
+                arriving.update(zip(compress(range(len(receives)), here), posted[1], strict=True))
+        return [leaving[i] for i in range(len(sends))], [arriving[i] for i in range(len(receives))]
+
+    def _apart(self, message: Message) -> bool:
+        return message.peer // self.node != self.rank // self.node
+
+    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+        return self.near.share(data, label, deadline)
+
+    def close(self) -> None:
+        self.near.close()
+        if self.far is not None:
+            self.far.close()
+
+
+def with_two_levels(
+    transport: Callable[[dist.ProcessGroup], Transport], group: dist.ProcessGroup, node: int, device_type: str
+) -> TwoLevelTransport:
+    """Transports of one group: its own between the ranks of a node, and a second group's of the same ranks.
+
+    Args:
+        transport: of a process group.
+        device_type: what its messages lie on.
+    """
+
+    def connect() -> Transport:
+        ranks = dist.get_process_group_ranks(group)
+        kind = dist.get_backend_config(group)
+        far = transport(dist.new_group(ranks, backend=kind, use_local_synchronization=True))
+        # A process group connects in its first operation, in which all of its ranks must take part.
+        mine = torch.zeros(1, dtype=torch.uint8, device=device_type)
+        far.all_gather(mine, [torch.empty_like(mine) for _ in ranks], "connecting nodes")
+        return far
+
+    return TwoLevelTransport(transport(group), connect, node)

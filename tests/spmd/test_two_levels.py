@@ -1,0 +1,113 @@
+"""What crosses from node to node has a whole inner round: nothing waits for it earlier, on either side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.comm.base import Message, Transport
+from burst_portable.comm.two_levels import TwoLevelTransport
+from burst_portable.strategies.registry import make_strategy
+
+RANKS, NODE = 8, 4
+
+
+class Watched(Transport):
+    """Counts the steps that post something, and notes at which of them each message is posted and waited for."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.name, self.rank, self.size = inner.name, inner.rank, inner.size
+        self.posted = 0
+        self.waits: list[tuple[bool, int]] = []  # whether it crosses, and after how many posts more
+
+    def post(self, sends, receives, label=""):
+        if not label.startswith(("forward", "backward")):
+            return self.inner.post(sends, receives, label)
+        self.posted += 1
+        posted = self.inner.post(sends, receives, label)
+        crosses = ([m.peer // NODE != self.rank // NODE for m in messages] for messages in (sends, receives))
+        return tuple(
+            [Waited(self, handle, far, self.posted) for handle, far in zip(*pair, strict=True)]
+            for pair in zip(posted, crosses, strict=True)
+        )
+
+    def share(self, data, label="share", deadline=None):
+        return self.inner.share(data, label, deadline)
+
+
+class Waited:
+    def __init__(self, transport, handle, crosses, at):
+        self.transport, self.handle, self.crosses, self.at = transport, handle, crosses, at
+
+    def wait(self):
+        self.transport.waits.append((self.crosses, self.transport.posted - self.at))
+        self.handle.wait()
+
+
+@pytest.mark.parametrize("travels", ["kv", "q"])
+def test_nothing_waits_for_another_node_before_the_round_is_over(travels):
+    """All steps of a round but its last one post something, backward their gradients too."""
+    strategy = make_strategy("double_ring", inner=NODE, travels=travels)
+
+    def work(mesh):
+        transport = Watched(mesh.transport("cpu"))
+        own = bp.Mesh(mesh.rank, RANKS, lambda _: transport)
+        generator = torch.Generator().manual_seed(mesh.rank)
+        q, k, v = (torch.randn(1, 8, 2, 8, generator=generator).requires_grad_() for _ in range(3))
+        out = bp.attention(q, k, v, mask="full", mesh=own, strategy=strategy, layout="contiguous", seq_len=8 * RANKS)
+        forward, transport.waits = transport.waits, []
+        out.sum().backward()
+        return forward, transport.waits
+
+    for forward, backward in bp.run_local(RANKS, work):
+        # Each rank sends a block and gets one; backward gradients as well, at the end of the last round.
+        crossed, back = ([later for crosses, later in waits if crosses] for waits in (forward, backward))
+        assert len(crossed) == 2
+        assert min(crossed) == NODE - 2
+        assert len(back) == 4
+        assert sorted(back)[-2] >= NODE
+
+
+def test_plans_give_gradients_between_nodes_a_whole_round():
+    plan = bp.plan(
+        seq_len=96,
+        ranks=RANKS,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        mask="full",
+        strategy=make_strategy("double_ring", inner=NODE),
+    )
+    moves = [m for rank in range(RANKS) for s in plan.backward.rank(rank) for m in (*s.receives, *s.result_receives)]
+    steps = {(m.result, m.source // NODE != m.target // NODE): set() for m in moves}
+    for m in moves:
+        steps[m.result, m.source // NODE != m.target // NODE].add(m.needed - m.issue)
+    assert steps == {(False, False): {1}, (False, True): {NODE}, (True, False): {1}, (True, True): {NODE}}
+
+
+def test_handles_come_back_in_order():
+    """Messages that cross and others, mixed, as they were posted; and none of a level that has none."""
+
+    def handles(name):
+        class One(Transport):
+            rank, size = 1, 4
+
+            def __init__(self):
+                self.name, self.posts = name, []
+
+            def post(self, sends, receives, label=""):
+                self.posts.append(label)
+                return [f"{name} to {m.peer}" for m in sends], [f"{name} from {m.peer}" for m in receives]
+
+        return One()
+
+    near, far = handles("near"), handles("far")
+    transport, buffer = TwoLevelTransport(near, lambda: far, 2), torch.empty(1, dtype=torch.uint8)
+    assert transport.post([Message(buffer, 3)], [], "before")[0] == ["near to 3"]
+    transport.begin()
+    posted = transport.post([Message(buffer, r) for r in (3, 0, 2)], [Message(buffer, r) for r in (0, 2)], "mixed")
+    assert posted == (["far to 3", "near to 0", "far to 2"], ["near from 0", "far from 2"])
+    assert transport.post([], [Message(buffer, 0)], "inside") == ([], ["near from 0"])
+    assert (near.posts, far.posts) == (["before", "mixed", "inside"], ["mixed"])
