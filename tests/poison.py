@@ -15,14 +15,14 @@ import torch
 @contextmanager
 def fresh_memory_is_nan() -> Iterator[None]:
     """Tensors of empty, empty_like, new_empty, resize_ ... start as NaN, integers as their maximum."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    mode = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    # torch fills in deterministic mode only.
-    torch.use_deterministic_algorithms(True)
+    # torch fills in deterministic mode only. Not by `use_deterministic_algorithms`, which loads torch's compiler: more
+    # than a second of every process.
+    torch.set_deterministic_debug_mode("error")
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = fill
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(mode)

@@ -28,11 +28,11 @@ def examining() -> Iterator[None]:
 @contextmanager
 def fresh_memory_is_nan() -> Iterator[None]:
     """Tensors of empty, empty_like, new_empty ... start as NaN, integers (so messages too) as all ones."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    mode = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     # torch fills in deterministic mode only. A backend's own indeterminism is its business here: no errors for it.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not by `use_deterministic_algorithms`, which loads torch's compiler: more than a second of every process.
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
@@ -40,4 +40,4 @@ def fresh_memory_is_nan() -> Iterator[None]:
             yield
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = fill
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(mode)
