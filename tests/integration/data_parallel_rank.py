@@ -1,6 +1,8 @@
-"""One rank of test_data_parallel: two sequences at a time, each over two ranks, under DDP, FSDP2 and Trainer.
+"""The ranks of test_data_parallel: two sequences at a time, each over two ranks, under DDP, FSDP2 and Trainer.
 
-Writes down, by case, how far its gradients are from one device's, and the losses of Trainer.
+python -m tests.integration.data_parallel_rank FOLDER
+
+Each writes down, by case, how far its gradients are from one device's, and the losses of Trainer.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from burst_portable import Mesh
 from burst_portable.config import Config
 from burst_portable.errors import InputError
 from burst_portable.integrations.transformers import Parallel, parallelize, sum_gradients
+from tests.forked import run_forked
 from tests.integration.models import make, on_one_device, tokens
-from tests.poison import fresh_memory_is_nan
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_trainer.py"
+TRAIN = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_with_trainer.py"))["train"]
 DATA, SEQUENCE = 2, 2
 
 
@@ -86,7 +88,7 @@ def under_fsdp_over_data(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, 
     return gradients(model)
 
 
-def main(folder: Path, rank: int) -> None:
+def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     # As torchrun would; accelerate reads them.
     size = str(DATA * SEQUENCE)
@@ -105,14 +107,12 @@ def main(folder: Path, rank: int) -> None:
         assert got.keys() == expected.keys()
         apart = {name: ((got[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
         found[case.__name__] = max(apart.values())
-    train = runpy.run_path(str(EXAMPLE))["train"]
-    found["one_sequence"] = train(mesh=Mesh.from_group(config=Config(deadline=60)))
-    found["two_sequences"] = train(mesh=mesh, held_out=12)
+    found["one_sequence"] = TRAIN(mesh=Mesh.from_group(config=Config(deadline=60)))
+    found["two_sequences"] = TRAIN(mesh=mesh, held_out=12)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with fresh_memory_is_nan():
-        main(Path(sys.argv[1]), int(sys.argv[2]))
+    run_forked(DATA * SEQUENCE, main, Path(sys.argv[1]))

@@ -1,6 +1,6 @@
-"""One rank of test_ranks: attentions over gloo with one slow link, then with one slow rank; rank 0 writes reports.
+"""The ranks of test_ranks: attentions over gloo with one slow link, then with one slow rank; rank 0 writes reports.
 
-python -m tests.profiling.gloo_rank RANK RANKS FOLDER
+python -m tests.profiling.gloo_rank RANKS FOLDER
 
 The slow place writes down how long it really was slow: on a machine with other work, a sleep of 50 ms takes longer.
 """
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import burst_portable as bp
 from burst_portable.backends.cpu.attention import CpuFlashKernel
 from burst_portable.comm.torch_dist import TorchDistTransport
+from tests.forked import run_forked
 
 DELAY = 0.05  # seconds
 SLOW_RANK = 1
@@ -128,4 +129,4 @@ def main(rank: int, ranks: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    run_forked(int(sys.argv[1]), main, int(sys.argv[1]), Path(sys.argv[2]))

@@ -19,22 +19,9 @@ ROOT = Path(__file__).parents[2]
 def reports(request, tmp_path_factory):
     """ranks, and for "link" and "compute" the report and the delays that there really were, in seconds."""
     ranks, folder = request.param, tmp_path_factory.mktemp("gloo")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.profiling.gloo_rank", str(rank), str(ranks), str(folder)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [p.communicate(timeout=100)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    assert [p.returncode for p in processes] == [0] * ranks, "\n".join(outputs)
+    command = [sys.executable, "-m", "tests.profiling.gloo_rank", str(ranks), str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
     found = {}
     if ranks == 2:
         found["ablated"] = Report.load(folder / "ablated.json").data, []

@@ -1,6 +1,6 @@
-"""Attention on several threads at once, a mesh each, with random delays. As a program it is one of four gloo ranks.
+"""Attention on several threads at once, a mesh each, with random delays. As a program it is four gloo ranks.
 
-python -m tests.spmd.at_once RANK FOLDER
+python -m tests.spmd.at_once FOLDER
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.config import Config
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.tolerances import judge
-from tests.poison import fresh_memory_is_nan
+from tests.forked import run_forked
 from tests.spmd.attention import expected, make_inputs, on_one_rank
 
 RANKS = 4
@@ -140,5 +140,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with fresh_memory_is_nan():
-        main(int(sys.argv[1]), Path(sys.argv[2]))
+    run_forked(RANKS, main, Path(sys.argv[1]))

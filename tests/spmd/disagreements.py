@@ -1,4 +1,7 @@
-"""What rank 1 does otherwise, and what each rank then raises. Run as a program it is one rank over gloo."""
+"""What rank 1 does otherwise, and what each rank then raises. Run as a program it is three ranks over gloo.
+
+python -m tests.spmd.disagreements FOLDER
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,9 @@ import burst_portable as bp
 from burst_portable.config import Config
 from burst_portable.errors import BurstError
 from burst_portable.strategies.base import Traits
+from tests.forked import run_forked
+
+RANKS = 3
 
 
 @dataclass(frozen=True)
@@ -96,9 +102,9 @@ def told_when_swapped(rank: int) -> str:
     return ""
 
 
-def main(ranks: int, folder: Path, rank: int) -> None:
+def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
     mesh = bp.Mesh.from_group(config=Config(deadline=20))
     call(mesh)  # so that all have a plan of the usual call cached
     found = {name: told_by(mesh, name) for name in DISAGREEMENTS}
@@ -110,4 +116,4 @@ def main(ranks: int, folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    run_forked(RANKS, main, Path(sys.argv[1]))

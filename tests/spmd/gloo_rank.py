@@ -1,4 +1,7 @@
-"""One rank of test_processes: runs its cases over gloo and writes down what is wrong."""
+"""The ranks of test_processes: each runs its cases over gloo and writes down what is wrong.
+
+python -m tests.spmd.gloo_rank RANKS FOLDER
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES, Case
 from burst_portable.conformance.tolerances import judge
 from burst_portable.cost import Rates, rank_cost
 from burst_portable.errors import CommunicationError
-from tests.poison import fresh_memory_is_nan
+from tests.forked import run_forked
 from tests.spmd.attention import expected, make_inputs, on_one_rank
 
 
@@ -121,5 +124,4 @@ def main(rank: int, ranks: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with fresh_memory_is_nan():
-        main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    run_forked(int(sys.argv[1]), main, int(sys.argv[1]), Path(sys.argv[2]))

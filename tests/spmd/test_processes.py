@@ -17,22 +17,14 @@ RANKS = 4
 def answers(tmp_path_factory):
     """What every rank found wrong, by case."""
     folder = tmp_path_factory.mktemp("gloo")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.spmd.gloo_rank", str(rank), str(RANKS), str(folder)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(outputs)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.spmd.gloo_rank", str(RANKS), str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
