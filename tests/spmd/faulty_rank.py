@@ -1,6 +1,6 @@
 """Ranks with a planted fault. As a program, a server that forks them, so that torch is imported once for all faults.
 
-python -m tests.spmd.faulty_rank        reads a `Scenario` as JSON from each line of stdin, answers with a line
+python -m tests.spmd.faulty_rank        reads scenarios, a JSON list, from each line of stdin, answers with a line
 """
 
 from __future__ import annotations
@@ -148,13 +148,21 @@ def run_rank(rank: int, scenario: Scenario) -> None:
         os._exit(GAVE_UP)  # a user's program would end here; what is left of the group is not waited for
 
 
-def play(scenario: Scenario) -> dict:
-    """Exit codes of the ranks (None: it had to be killed), and what each rank said."""
+def play(scenarios: list[Scenario]) -> list[dict]:
+    """All at the same time, as most of it is waiting.
+
+    Exit codes of the ranks (None: it had to be killed), and what each rank said, of each scenario.
+    """
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run_rank, args=(rank, scenario)) for rank in range(RANKS)]
-    for rank in ranks:
-        rank.start()
+    groups = [[context.Process(target=run_rank, args=(rank, one)) for rank in range(RANKS)] for one in scenarios]
+    for ranks in groups:
+        for rank in ranks:
+            rank.start()
     until = time.monotonic() + 60
+    return [outcome(scenario, ranks, until) for scenario, ranks in zip(scenarios, groups, strict=True)]
+
+
+def outcome(scenario: Scenario, ranks: list[multiprocessing.Process], until: float) -> dict:
     waited = ranks if scenario.fault == OTHER_GROUP else [ranks[0], ranks[2]]
     for rank in waited:
         rank.join(max(0.1, until - time.monotonic()))
@@ -176,4 +184,4 @@ def play(scenario: Scenario) -> dict:
 
 if __name__ == "__main__":
     for line in sys.stdin:
-        print(json.dumps(play(Scenario(**json.loads(line)))), flush=True)
+        print(json.dumps(play([Scenario(**one) for one in json.loads(line)])), flush=True)

@@ -24,7 +24,7 @@ STEPS = ("forward step", "backward step", "to heads", "to sequence", "whether ra
 
 @pytest.fixture(scope="module")
 def play():
-    """Plays a scenario in a server of its own."""
+    """Plays scenarios, all at the same time, in a server of their own."""
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.spmd.faulty_rank"],
         cwd=ROOT,
@@ -33,19 +33,37 @@ def play():
         text=True,
     )
 
-    def one(scenario: Scenario) -> dict:
-        Path(scenario.folder).mkdir(exist_ok=True)
+    def some(*scenarios: Scenario) -> list[dict]:
+        for scenario in scenarios:
+            Path(scenario.folder).mkdir(exist_ok=True)
         before = set(os.listdir("/dev/shm"))
-        server.stdin.write(json.dumps(asdict(scenario)) + "\n")
+        server.stdin.write(json.dumps([asdict(scenario) for scenario in scenarios]) + "\n")
         server.stdin.flush()
-        outcome = json.loads(server.stdout.readline())
+        outcomes = json.loads(server.stdout.readline())
         assert not {name for name in os.listdir("/dev/shm") if name not in before and "torch" in name}
-        return outcome
+        return outcomes
 
-    yield one
+    yield some
     server.stdin.close()
     server.stdout.close()
     assert server.wait(60) == 0
+
+
+CASES = (
+    ("killed", 9, "ring"),  # in a forward pass
+    ("stopped", 1, "burst"),  # before the first hop
+    ("late", 12, "burst"),  # in a backward pass
+    ("out_of_memory", 26, "ring"),
+    ("raises", 14, "burst"),
+    (OTHER_GROUP, 1, "ring"),
+)
+
+
+@pytest.fixture(scope="module")
+def played(play, tmp_path_factory):
+    """Scenario and outcome of each case, by its fault."""
+    scenarios = [Scenario(str(tmp_path_factory.mktemp(fault)), fault, *how) for fault, *how in CASES]
+    return {one.fault: (one, found) for one, found in zip(scenarios, play(*scenarios), strict=True)}
 
 
 def check(scenario: Scenario, outcome: dict) -> None:
@@ -62,28 +80,18 @@ def check(scenario: Scenario, outcome: dict) -> None:
         assert "rank 1" in message, (scenario, message)  # directly, or from who gave up before
 
 
-@pytest.mark.parametrize(
-    ("fault", "at", "strategy"),
-    [
-        ("killed", 9, "ring"),  # in a forward pass
-        ("stopped", 1, "burst"),  # before the first hop
-        ("late", 12, "burst"),  # in a backward pass
-        ("out_of_memory", 26, "ring"),
-        ("raises", 14, "burst"),
-    ],
-)
-def test_a_fault(play, tmp_path, fault, at, strategy):
-    scenario = Scenario(str(tmp_path), fault, at, strategy)
-    outcome = play(scenario)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault(played, fault):
+    scenario, outcome = played[fault]
     check(scenario, outcome)
     if fault in ("out_of_memory", "raises"):
         assert outcome["codes"][1] == 1
         assert "planted" in outcome["logs"]["rank1"]
 
 
-def test_groups_in_another_order(play, tmp_path):
+def test_groups_in_another_order(played):
     """Nobody fails, but rank 1 waits in another group than the others: each names both sides."""
-    outcome = play(Scenario(str(tmp_path), OTHER_GROUP))
+    _, outcome = played[OTHER_GROUP]
     assert outcome["codes"] == [GAVE_UP] * RANKS, outcome
     for rank in range(RANKS):
         told = outcome["said"][f"rank{rank}"]
@@ -104,7 +112,7 @@ def test_a_soak_of_random_faults(play, tmp_path):
     for index in range(SOAK):
         fault, strategy = random_.choice(list(FAULTS)), random_.choice(["ring", "burst", "double_ring", "ulysses"])
         scenario = Scenario(str(tmp_path / str(index)), fault, random_.randint(1, 150), strategy)
-        outcome = play(scenario)
+        (outcome,) = play(scenario)
         check(scenario, outcome)
         seen[fault] += 1
         slowest = max(slowest, *(told["at"] - outcome["struck"] for told in outcome["said"].values()))
