@@ -33,10 +33,22 @@ def environment(tmp_path_factory):
     return environment_of_children(PYTHONPATH=f"{site}:{ROOT}")
 
 
-def run(environment, *arguments):
+def started(environment, *arguments):
     """Not in the example's folder: Python would find the package there, and not the one that is installed."""
     command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    )
+
+
+def ended(process):
+    """Its exit code and what it said."""
+    stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def run(environment, *arguments):
+    return ended(started(environment, *arguments))
 
 
 @pytest.mark.slow
@@ -80,11 +92,11 @@ def test_the_commands_of_a_report_run_again_what_failed(environment, tmp_path):
     assert first.returncode == 1, first.stderr
     failures = {r["check"]: r for r in json.loads(first.stdout)["results"] if not r["ok"]}
     assert set(failures) == {"claims", "attention"}
-    for failure in failures.values():
-        program, *arguments = shlex.split(failure["command"])
-        assert program == "burst-portable"
-        again = run(changed, "burst_portable", *arguments, "--json", "-")
-        assert again.returncode == 1, again.stderr
-        (result,) = json.loads(again.stdout)["results"]
+    commands = [shlex.split(failure["command"]) for failure in failures.values()]
+    assert {program for program, *_ in commands} == {"burst-portable"}
+    again = [started(changed, "burst_portable", *arguments, "--json", "-") for _, *arguments in commands]
+    for failure, done in zip(failures.values(), map(ended, again), strict=True):
+        assert done.returncode == 1, done.stderr
+        (result,) = json.loads(done.stdout)["results"]
         assert f"{result['check']}:{result['name']}" == failure["smallest"]
         assert not result["ok"]

@@ -40,14 +40,10 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def in_a_process(*arguments: str, plant: Path | None = None, program: tuple[str, ...] = ()) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command line; `plant` holds a sitecustomize.py for it and its ranks."""
-    environment = dict(os.environ)
-    if plant:
-        environment["PYTHONPATH"] = os.pathsep.join([str(plant), *filter(None, [environment.get("PYTHONPATH")])])
-    command = [*(program or (sys.executable, "-m")), "burst_portable", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
-    return done.returncode, done.stdout, done.stderr
+def plant(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sitecustomize.py that every rank, being a process of its own, runs first."""
+    (folder / "sitecustomize.py").write_text(source, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
 @pytest.mark.slow
@@ -101,10 +97,13 @@ torch.optim.AdamW.step = wrong
 
 
 @pytest.mark.slow
-def test_a_planted_bug_ends_with_1(config: Path, tmp_path: Path):
+def test_a_planted_bug_ends_with_1(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     """With --json -, standard output is JSON and nothing else, and the rest is told beside it."""
-    (tmp_path / "sitecustomize.py").write_text(BROKEN, encoding="utf-8")
-    code, out, err = in_a_process(*SMALL, "--model", str(config), "--check", "--json", "-", plant=tmp_path)
+    plant(BROKEN, tmp_path, monkeypatch)
+    code = main([*SMALL, "--model", str(config), "--check", "--json", "-"])
+    out, err = capfd.readouterr()
     assert code == 1, out + err
     facts = json.loads(out)
     assert facts["verdict"] == "failed"
@@ -115,10 +114,12 @@ def test_a_planted_bug_ends_with_1(config: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_with_1(config: Path, tmp_path: Path):
-    (tmp_path / "sitecustomize.py").write_text(DYING, encoding="utf-8")
-    code, out, err = in_a_process(*SMALL, "--model", str(config), plant=tmp_path)
-    assert code == 1, out + err
+def test_a_rank_that_dies_ends_with_1(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    plant(DYING, tmp_path, monkeypatch)
+    assert main([*SMALL, "--model", str(config)]) == 1
+    _, err = capfd.readouterr()
     assert "Traceback" not in err
     last = err.splitlines()[-1]
     assert last.startswith("burst-portable: rank 1 ended with code 9; got out of luck"), err
@@ -126,12 +127,13 @@ def test_a_rank_that_dies_ends_with_1(config: Path, tmp_path: Path):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_rank_that_does_not_start(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    late = "import sys, time\nif sys.argv[-1] == '1':\n    time.sleep(90)\n"
-    (tmp_path / "sitecustomize.py").write_text(late, encoding="utf-8")
+def test_a_rank_that_does_not_start(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    plant("import sys, time\nif sys.argv[-1] == '1':\n    time.sleep(90)\n", tmp_path, monkeypatch)
     monkeypatch.setenv("BURST_DEADLINE", "3")
-    code, _, err = in_a_process(*SMALL, "--model", str(config), plant=tmp_path)
-    assert code == 1, err
+    assert main([*SMALL, "--model", str(config)]) == 1
+    _, err = capfd.readouterr()
     assert "Traceback" not in err
     assert "rank 0: the other ranks did not start within 3 s" in err.splitlines()[-1]
 
@@ -139,12 +141,13 @@ def test_a_rank_that_does_not_start(config: Path, tmp_path: Path, monkeypatch: p
 @pytest.mark.slow
 def test_joining_torchrun(config: Path, tmp_path: Path):
     out = tmp_path / "out.json"
-    program = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     arguments = ["run", "--model", str(config), "--seq-len", "64", "--steps", "1", "--check", "--json", str(out)]
     arguments += ["--recompute"]
-    code, said, err = in_a_process(*arguments, program=program)
-    assert code == 0, err
-    assert said.count("PASSED") == 1
+    command = [*torchrun, "burst_portable", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("PASSED") == 1
     assert json.loads(out.read_text(encoding="utf-8"))["world_size"] == 2
 
 

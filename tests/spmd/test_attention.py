@@ -89,7 +89,7 @@ EVERY = (2, 4, 8, 16, 32, 64)
 
 @pytest.mark.parametrize(
     ("strategy", "dtype", "ranks"),
-    [(*GROWTH[0], (2, 8, 64)), (*GROWTH[1], (2, 8, 16))]
+    [(*GROWTH[0], (2, 8, 32)), (*GROWTH[1], (2, 8, 16))]
     + [pytest.param(*pair, EVERY, marks=pytest.mark.full) for pair in (*GROWTH, *GROWTH_FULL)],
     ids=str,
 )
