@@ -21,8 +21,9 @@ from burst_portable.kernels.triton.compile import JUSTIFIED, TARGETS, kernel_tab
 
 CHIPS = ("sm_80", "sm_90", "sm_100")
 HEADS = (64, 128)
-SCRATCH = {"forward D=128 bf16 mode 2": 16, "backward D=64 bf16": 256, "backward D=128 bf16": 128}
-"""Bytes a thread that the Hopper kernels may keep outside their loops: what stands still while a loop runs."""
+SCRATCH = {"backward D=64": 112, "backward D=128": 96}
+"""Bytes a thread that a Hopper kernel may keep outside its loops, by how its name begins: what stands still while a
+loop runs."""
 
 
 def compiled(chips: list[str]) -> Iterator[Result]:
@@ -42,7 +43,10 @@ def hopper() -> Iterator[Result]:
         made = hopper_aot.compile_build(build)
         takes = {
             "shared memory": (float(made.shared_bytes), float(hopper_aot.SHARED_LIMIT)),
-            "scratch": (float(made.scratch_bytes), float(SCRATCH.get(made.name, 0))),
+            "scratch": (
+                float(made.scratch_bytes),
+                float(next((most for name, most in SCRATCH.items() if made.name.startswith(name)), 0)),
+            ),
         }
         wrong = [
             f"{error:g} bytes of {name}, allowed {most:g}" for name, (error, most) in takes.items() if error > most

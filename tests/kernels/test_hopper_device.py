@@ -88,6 +88,9 @@ def compare(q, k, v, tiles, *, seed=0):
         KERNEL.attend_backward(dout, q, k, v, exact_lse.float(), tiles, options, into=start, **given)
         for name, mine, good in zip("qkv", start, exact, strict=True):
             assert gap(mine - 0.25, good) < tolerance[2], f"d{name} with {next(iter(given))}"
+    made = KERNEL.gradients(dout, q, k, v, exact_out.to(q.dtype), exact_lse.float(), tiles, options)
+    for name, mine, good in zip("qkv", made, exact, strict=True):
+        assert gap(mine, good) < 1.5 * tolerance[2], f"d{name} of the whole"
 
 
 @pytest.mark.parametrize("dim", [64, 128])

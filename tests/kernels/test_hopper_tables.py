@@ -83,6 +83,15 @@ def test_blocks_that_see_nothing_are_not_launched_for_a_state():
     assert forward_table(tiles, SEQ, 128, 128, every_block=False).blocks == 1
 
 
+def test_keys_that_nobody_sees_are_launched_where_gradients_are_written():
+    tiles = Tiles([Tile(0, 256, 0, 256, 0, 255)])
+    assert backward_table(tiles, 256, 64, 128).blocks == 2
+    table = backward_table(tiles, 256, 64, 128, every_block_of=400)
+    rows = [table.numbers[16 * w : 16 * w + 6] for w in range(table.blocks)]
+    assert sorted(row[0] for row in rows) == [0, 1, 2, 3]
+    assert [(row[2], row[3], row[5]) for row in rows if row[0] >= 2] == [(0, 0, 0)] * 2, "nothing to visit"
+
+
 def test_size_follows_the_border_and_not_the_area():
     n = 1 << 17
     table = forward_table(Tiles([Tile(0, n, 0, n, 0, n - 1)]), n, 128, 128, every_block=True)

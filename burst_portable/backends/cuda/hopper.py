@@ -20,6 +20,7 @@ from burst_portable.backends.cuda.hopper_launch import Counters, Descriptors, La
 from burst_portable.backends.cuda.hopper_tables import LaunchTable, backward_table, forward_table
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, Options, Problem, Support
+from burst_portable.kernels.whole import added_up
 from burst_portable.numerics import State, empty_state, finished, row_delta
 from burst_portable.tiles import Tiles
 
@@ -54,6 +55,8 @@ class BackwardConfig:
 FORWARD = {64: ForwardConfig(128, 2, 240, 168), 128: ForwardConfig(128, 2, 240, 168)}
 BACKWARD = {64: BackwardConfig(128, 2, 240, 168), 128: BackwardConfig(64, 2, 240, 168)}
 """By head size."""
+
+_PLAIN = torch.contiguous_format
 
 QUERY_BLOCK = 128  # of the forward: two warpgroups of 64 rows
 KEY_BLOCK = 128  # of the backward: two warpgroups of 64 keys
@@ -171,11 +174,49 @@ class HopperKernel:
             )
         if not tiles or q.numel() == 0:
             return
+        self._backward(dout, q, k, v, lse, tiles, options, delta, out, into, store=False)
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+    ) -> Gradients:
+        """See `kernels.whole`: dK and dV in the dtype of k where one query head alone makes them."""
+        if options.deterministic or not tiles or q.numel() == 0 or k.numel() == 0 or q.shape[2] != k.shape[2]:
+            return added_up(self, dout, q, k, v, out, lse, tiles, options)
+        _check_options(options)
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        into = (dq, torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty_like(v, memory_format=_PLAIN))
+        self._backward(dout, q, k, v, lse, tiles, options, None, out, into, store=True)
+        return into
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+        delta: Tensor | None,
+        out: Tensor | None,
+        into: Gradients,
+        *,
+        store: bool,
+    ) -> None:
+        """Add to `into`; or, with `store`, add to dq and write dk and dv."""
         batch, rows, heads, dim = q.shape
-        config = BACKWARD[dim]
+        config, keys = BACKWARD[dim], k.shape[1] if store else 0
         table, blocks = self._table(
-            ("backward", tiles, rows, dim, q.device),
-            lambda: backward_table(tiles, rows, config.BM, KEY_BLOCK),
+            ("backward", tiles, rows, dim, keys, q.device),
+            lambda: backward_table(tiles, rows, config.BM, KEY_BLOCK, every_block_of=keys),
         )
         compiled = _compiled()
         group = heads // k.shape[2]
@@ -186,7 +227,7 @@ class HopperKernel:
         with torch.cuda.device(q.device):
             minus_lse, minus_delta = _row_terms(compiled, dout, lse, delta, out, options.scale, config.BM, fold)
             compiled.backward(
-                (q.device.index, q.dtype, dim),
+                (q.device.index, q.dtype, dim, store),
                 (head_group, blocks, batch * heads // head_group),
                 (
                     compiled.rows("q", q, config.BM, dim),
@@ -201,7 +242,7 @@ class HopperKernel:
                     table, options.scale, options.scale * _LOG2E,
                     heads, group, head_group,
                 ),
-                (config.BM, dim, config.NQ, fold, config.REGS),
+                (config.BM, dim, config.NQ, fold, int(store), config.REGS),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
             )  # fmt: skip
 

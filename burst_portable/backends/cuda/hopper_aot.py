@@ -45,13 +45,14 @@ class Report:
 
 
 def builds(head_dims: tuple[int, ...] = (64, 128), dtype: str = "bf16") -> Iterator[Build]:
-    """Forward in its three modes and backward, for each head size."""
+    """Forward in its three modes and backward in its two, for each head size."""
     from burst_portable.backends.cuda import hopper_forward
 
     for dim in head_dims:
         for mode in (hopper_forward.OUT_16, hopper_forward.OUT_32, hopper_forward.MERGE_32):
             yield forward_build(dim, mode, dtype)
-        yield backward_build(dim, dtype)
+        for store in (False, True):
+            yield backward_build(dim, dtype, store=store)
 
 
 def forward_build(dim: int, mode: int, dtype: str = "bf16") -> Build:
@@ -77,11 +78,15 @@ def forward_build(dim: int, mode: int, dtype: str = "bf16") -> Build:
     )
 
 
-def backward_build(dim: int, dtype: str = "bf16") -> Build:
+def backward_build(dim: int, dtype: str = "bf16", *, store: bool = False) -> Build:
     from burst_portable.backends.cuda import hopper_backward
 
     config = BACKWARD[dim]
-    queries, keys, wide = _rows(config.BM, dim, dtype), _rows(64, dim, dtype), _rows(64, dim, "fp32")
+    queries, keys, made = (
+        _rows(config.BM, dim, dtype),
+        _rows(64, dim, dtype),
+        _rows(64, dim, dtype if store else "fp32"),
+    )
     types = {
         "q_desc": queries,
         "k_desc": keys,
@@ -90,15 +95,16 @@ def backward_build(dim: int, dtype: str = "bf16") -> Build:
         "l_desc": _vector(config.BM),
         "d_desc": _vector(config.BM),
         "dq_desc": _rows(64, 64, "fp32"),
-        "dk_desc": wide,
-        "dv_desc": wide,
+        "dk_desc": made,
+        "dv_desc": made,
         "table": "*i32",
         "scale": "fp32",
         "qk_scale": "fp32",
     }
     fold = int(dtype == "bf16")
-    constants = {"BM": config.BM, "D": dim, "NQ": config.NQ, "FOLD": fold, "REGS": config.REGS}
-    return _build(f"backward D={dim} {dtype}", hopper_backward.backward_kernel, types, constants, config.maxnreg)
+    constants = {"BM": config.BM, "D": dim, "NQ": config.NQ, "FOLD": fold, "STORE": int(store), "REGS": config.REGS}
+    name = f"backward D={dim} {dtype}{', stores' if store else ''}"
+    return _build(name, hopper_backward.backward_kernel, types, constants, config.maxnreg)
 
 
 def compile_build(build: Build) -> Report:

@@ -7,10 +7,11 @@ operands of dV and dK. Per block of BM queries, a warpgroup computes::
     dV += Pᵀ·dO                    dK += dSᵀ·Q         dQ = dS·K  (half of it, dS of both through shared memory)
 
 dQ is added to global float32 by TMA, and so are dK and dV at the end: a ring's steps, and the query heads of one
-K/V head, add up with no merge. Such additions come in any order, so this kernel is not deterministic.
+K/V head, add up with no merge. Such additions come in any order, so this kernel is not deterministic. Where nothing
+is to be added to them (STORE), dK and dV are written in 16 bits instead.
 
-Which query blocks a key block visits stands in an int32 table (see `hopper_tables`): masked blocks in a loop of
-their own, then the full ones in a loop that knows no mask.
+Which query blocks a key block visits stands in an int32 table (see `hopper_tables`): the masked ones, then the full
+ones, in one loop.
 
 Shapes: q, dout, dq [B, Sq, Hq, D]; k, v, dk, dv [B, Sk, Hkv, D]. `prepare_kernel` makes the row terms
 [B·Hq, Sq + padding] that the scores and dP start from.
@@ -29,6 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from burst_portable.backends.cuda.hopper_mask import hide
 
 
 @builtin
@@ -205,8 +208,7 @@ def _step(
     p = gl.exp2(s * qk_scale)
     if it < n_masked:
         first, last = _bounds(masked + 8 * it, col0, sl)
-        queries = gl.arange(0, BM, gl.SliceLayout(0, sl))[None, :]
-        p = gl.where((queries >= first[:, None]) & (queries < last[:, None]), p, 0.0)
+        p = hide(p, first, last, 0.0)
     p16 = gl.convert_layout(p.to(q_sm.dtype), pl)
     dvt = warpgroup_mma(p16, do_sm.index(slot), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
@@ -250,7 +252,15 @@ def _add_out(x, desc, buffer, b, row, kv, D: gl.constexpr):
     buffer._reinterpret(gl.float32, [64, D], plain).store(x)
     fence_async_shared()
     _tma_add(desc, [b, row, kv, 0], buffer._reinterpret(gl.float32, [1, 64, 1, D], desc.layout))
-    tma.store_wait(0)
+
+
+@gluon.jit
+def _store_out(x, desc, buffer, b, row, kv, D: gl.constexpr):
+    # 64 rows in 16 bits, past the end of a batch none
+    buffer.store(x.to(buffer.dtype))
+    fence_async_shared()
+    view = buffer._reinterpret(buffer.dtype, [1, 64, 1, D], desc.layout)
+    tma.async_copy_shared_to_global(desc, [b, row, kv, 0], view)
 
 
 @gluon.jit
@@ -258,7 +268,7 @@ def _worker(
     WG: gl.constexpr, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
     kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
     scale, qk_scale, heads, kv_group, head_group,
-    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     b, h, _bh, work = _work(table, heads, head_group)
@@ -278,16 +288,21 @@ def _worker(
         dv = dv * (1.0 / scale)
     else:
         dk = dk * scale
-    # K and V serve as staging now, one for each warpgroup; the other one must have read its last of them
+    # What was loaded serves as staging now, a part of it for each; the other warpgroup must have read its last of it.
     mbarrier.arrive(done, count=1)
     mbarrier.wait(done, 0)
     kv = h // kv_group
-    if WG == 0:
+    if STORE:
+        stage = k_sm if WG == 0 else v_sm
+        _store_out(dv, dv_desc, stage.index(0), b, col0, kv, D)
+        _store_out(dk, dk_desc, stage.index(1), b, col0, kv, D)
+    elif WG == 0:
         _add_out(dv, dv_desc, k_sm, b, col0, kv, D)
-        _add_out(dk, dk_desc, k_sm, b, col0, kv, D)
+        _add_out(dk, dk_desc, q_sm if D == 128 else q_sm.index(0), b, col0, kv, D)
     else:
         _add_out(dv, dv_desc, v_sm, b, col0, kv, D)
-        _add_out(dk, dk_desc, v_sm, b, col0, kv, D)
+        _add_out(dk, dk_desc, do_sm if D == 128 else do_sm.index(0), b, col0, kv, D)
+    tma.store_wait(0)
 
 
 # Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
@@ -296,7 +311,7 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, dq_desc, dk_desc, dv_desc, table,
     scale: gl.float32, qk_scale: gl.float32,
     heads: gl.int32, kv_group: gl.int32, head_group: gl.int32,
-    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, REGS: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -335,10 +350,10 @@ def backward_kernel(
     gl.warp_specialize([
         (_worker, (0, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                   scale, qk_scale, heads, kv_group, head_group, BM, D, NQ, FOLD)),
+                   scale, qk_scale, heads, kv_group, head_group, BM, D, NQ, FOLD, STORE)),
         (_worker, (1, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                   scale, qk_scale, heads, kv_group, head_group, BM, D, NQ, FOLD)),
+                   scale, qk_scale, heads, kv_group, head_group, BM, D, NQ, FOLD, STORE)),
         (_loader, (q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, head_group, BM, D, NQ)),
         (_adder, (dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, head_group, BM, D)),

@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from burst_portable.backends.cuda.hopper_mask import hide
+
 # What the epilogue writes.
 OUT_16 = 0  # out in the input's dtype
 OUT_32 = 1  # out in float32
@@ -144,12 +146,6 @@ def _bounds(col, k_start, k_stop, q_start, q_stop, lo, hi, row0, sl: gl.constexp
 
 
 @gluon.jit
-def _hide(s, left, right, BN: gl.constexpr, sl: gl.constexpr):
-    cols = gl.arange(0, BN, gl.SliceLayout(0, sl))[None, :]
-    return gl.where((cols >= left[:, None]) & (cols < right[:, None]), s, float("-inf"))
-
-
-@gluon.jit
 def _partial_sum(p, BN: gl.constexpr):
     # sums only what a thread holds of a row, without shuffles: [64, BN] -> [64, 8]
     return gl.sum(gl.reshape(p, [64, BN // 8, 8]), axis=1)
@@ -184,7 +180,7 @@ def _step(
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_emp.index(nslot), count=1)
     if MASK:
-        s = _hide(s, left, right, BN, sl)
+        s = hide(s, left, right, float("-inf"))
     ntop = gl.maximum(top, gl.max(s, axis=1) * qk_scale)
     fade = gl.exp2(top - ntop)
     p = gl.exp2(s * qk_scale - ntop[:, None])
@@ -251,7 +247,7 @@ def _consumer(
         s = warpgroup_mma(q, k_sm.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_emp.index(slot), count=1)
-        s = _hide(s, left, right, BN, sl)
+        s = hide(s, left, right, float("-inf"))
         top = gl.maximum(gl.max(s, axis=1) * qk_scale, -1e30)  # finite, also where nothing is seen
         p = gl.exp2(s * qk_scale - top[:, None])
         total = _partial_sum(p, BN)
@@ -356,4 +352,4 @@ def forward_kernel(
         (_producer, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
                      q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
                      counter, items, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
-    ], [4, 1], [REGS, 24])  # fmt: skip
+    ], [4, 1], [REGS, 32])  # fmt: skip

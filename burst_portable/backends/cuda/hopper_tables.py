@@ -84,11 +84,18 @@ def forward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_blo
     return _pack(blocks, peel=True)
 
 
-def backward_table(tiles: Tiles, rows: int, q_block: int, k_block: int) -> LaunchTable:
-    """Key blocks outside."""
+def backward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_block_of: int = 0) -> LaunchTable:
+    """Key blocks outside.
+
+    Args:
+        rows: length of the queries.
+        every_block_of: length of the keys, if blocks that nobody sees are launched as well, for they must write 0.
+    """
     turned = (Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles)
     walk = Walk(k_block, q_block, inner_length=rows, inner_align=4)
     blocks = _collect(turned, walk)
+    for index in range(-(-every_block_of // k_block)):
+        blocks.setdefault(index, _Block())
     for index, block in blocks.items():
         block.runs = [part for run in block.runs for part in _turned(run, index * walk.outer, walk.inner)]
     return _pack(blocks, peel=False)
