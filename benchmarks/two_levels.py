@@ -1,0 +1,364 @@
+"""Two levels on one node: groups of its GPUs stand for nodes, and what crosses between them is slow.
+
+    torchrun --nproc-per-node 8 benchmarks/two_levels.py --node 4 --outer-gbps 10      what crosses is held back
+    torchrun --nproc-per-node 8 benchmarks/two_levels.py --node 4 --sockets            NCCL takes the groups for hosts
+    python benchmarks/two_levels.py --simulate                                         64 and 1,024 GPUs, by the plan
+
+The double ring beside rings over all ranks, in one run: with no slow link, and with links of so many GB/s a rank.
+Inside a group messages go as always; those between groups have a process group of their own, and each is held back as
+long as a link of that speed would take. Correctness first: a wrong result has no time. "Kept" is the share of the
+speed with nothing sent; "predicted" is the plan's simulation with this machine's rates. The slowest rank counts. The
+table comes last. On CPUs it runs with --row tiny.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if not __package__:  # started as a script by torchrun
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import burst_portable as bp
+from benchmarks.report import setting
+from benchmarks.ring import ERROR_LIMIT, Clock, Guard, errors, expected, join
+from benchmarks.ring_rows import ROWS
+from benchmarks.rings import Calls, Still, Task, through_autograd
+from burst_portable.backends.registry import choose_kernel, for_device, rates_of
+from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.comm.two_levels import TwoLevelTransport, with_two_levels
+from burst_portable.cost import Rates, plan_cost
+from burst_portable.kernels.contract import Problem
+from burst_portable.strategies.base import Strategy
+from burst_portable.strategies.registry import make_strategy
+
+PASSES = ("forward", "backward")
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "double_ring": {"travels": "kv"},
+    "double_ring, Q travels": {"travels": "q"},
+    "ring": {},
+    "ring, fetched": {"moves": "fetch"},
+    "ring, all ahead": {"moves": "fetch", "ahead": 64},
+}
+QUICK = ("double_ring", "ring", "ring, fetched")
+SIMULATED = ((262144, 64), (1048576, 64), (1048576, 1024), (8388608, 1024))  # tokens, ranks
+
+
+def strategy_named(name: str, node: int) -> Strategy:
+    kind = name.partition(",")[0]
+    return make_strategy(kind, **STRATEGIES[name], inner=node if kind == "double_ring" else None)
+
+
+# ------------------------------------------------------------------------------------------ the slow link
+
+
+class Slowed(Transport):
+    """Another transport, whose messages leave as late as a link of so many GB/s a rank would have brought them."""
+
+    def __init__(self, inner: Transport, gbps: float, device: torch.device) -> None:
+        self._inner, self._bytes_a_second = inner, gbps * 1e9
+        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
+        self._free = 0.0  # when the link has done what it was given so far; host time
+        self._device = device
+        if not inner.host:
+            self._stream = torch.Stream(device)
+            self._cycles = _cycles_a_second(device)
+
+    def post(self, sends: list[Message], receives: list[Message], label: str = "") -> tuple[list[Handle], list[Handle]]:
+        if self._inner.host:
+            leaving, arriving = self._inner.post(sends, receives, label)
+            self._free = max(self._free, time.perf_counter()) + self._seconds(sends, receives)
+            return leaving, [_Late(handle, self._free) for handle in arriving]
+        current = torch.accelerator.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with self._stream:
+            torch.cuda._sleep(int(self._seconds(sends, receives) * self._cycles))
+            return self._inner.post(sends, receives, label)
+
+    def _seconds(self, *ways: list[Message]) -> float:
+        """At both ends, so that no receiver's kernel spins meanwhile; both ways at once."""
+        return max(sum(m.buffer.numel() for m in messages) for messages in ways) / self._bytes_a_second
+
+
+@dataclass
+class _Late:
+    handle: Handle
+    at: float
+
+    def wait(self) -> None:
+        self.handle.wait()
+        time.sleep(max(0.0, self.at - time.perf_counter()))
+
+
+def _cycles_a_second(device: torch.device) -> float:
+    """Of the clock that `_sleep` counts, on an idle device: one that is busy may run slower."""
+    cycles, before, after = 20_000_000, torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+    torch.cuda._sleep(5 * cycles)
+    before.record()
+    torch.cuda._sleep(cycles)
+    after.record()
+    after.synchronize()
+    return float(cycles / before.elapsed_time(after) * 1e3)
+
+
+def look_like_nodes(node: int) -> None:
+    """Before NCCL starts: it takes ranks of other groups for other hosts, and reaches them through sockets."""
+    told = {
+        "NCCL_HOSTID": f"node{int(os.environ.get('LOCAL_RANK', '0')) // node}",
+        "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0",
+        "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4",
+    }  # fmt: skip
+    for name, value in told.items():
+        os.environ.setdefault(name, value)
+
+
+# --------------------------------------------------------------------------------------------- measuring
+
+
+@dataclass
+class Measured:
+    """One strategy over one link. `gbps` is None where no link is slow, or its speed is unknown."""
+
+    strategy: str
+    link: str
+    gbps: float | None = None
+    reason: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)  # milliseconds too
+
+
+@dataclass
+class Entry:
+    """A strategy over a link, ready to be measured."""
+
+    calls: Calls
+    result: Measured
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in PASSES})
+
+
+class Run:
+    """All strategies over all links, on one row."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        if arguments.sockets:
+            look_like_nodes(arguments.node)
+        self.arguments, self.started = arguments, time.monotonic()
+        self.links = join(arguments.deadline)
+        self.clock, self.guard = Clock(self.links), Guard(self.links.rank)
+        if self.links.size % arguments.node or not 1 < arguments.node < self.links.size:
+            raise SystemExit(f"--node {arguments.node} makes no two nodes or more of {self.links.size} ranks")
+        self.row, device = ROWS[arguments.row], self.links.device
+        self.mask = bp.Mask.parse(self.row.mask, self.row.length)
+        self.backend = for_device(device.type)
+        transport = partial(self.backend.transport, deadline=arguments.deadline)
+        plain = with_two_levels(transport, self.links.group, arguments.node, device.type)
+        plain.begin()
+        plain.end()
+        near, far = plain.near, plain.far
+        assert far is not None, "the first pass connects"
+        self.transports: dict[str, tuple[Transport, float | None]] = {
+            "sockets" if arguments.sockets else "no slow link": (plain, None)
+        }
+        for gbps in arguments.outer_gbps:
+            slow = TwoLevelTransport(near, partial(Slowed, far, gbps, device), arguments.node)
+            self.transports[f"{gbps:g} GB/s"] = slow, gbps
+        self.results: list[Measured] = []
+
+    def main(self) -> None:
+        layout = bp.make_layout("zigzag", self.row.length, self.links.size, self.mask)
+        mesh, (heads, kv_heads) = bp.Mesh.from_group(self.links.group), self.row.heads
+        generator = torch.Generator(self.links.device).manual_seed(0)
+        whole = [
+            torch.randn(1, self.row.length, n, self.row.head, device=self.links.device, generator=generator).bfloat16()
+            for n in (heads, kv_heads, kv_heads, heads)
+        ]
+        right = expected(self.row, self.mask, whole)
+        shards = [bp.shard(x, mesh, layout=layout).contiguous() for x in whole]
+        del whole
+        task = Task(self.links, self.row.length, self.mask, layout, *shards, kernel=self.arguments.kernel)
+        entries = []
+        for name in self.arguments.strategies:
+            for link in (*self.transports, "nothing sent"):
+                timer = self.guard.watch(self.arguments.limit, f"preparing {name} over {link}")
+                entries += self.prepare(name, link, task, lambda found: errors(found, task, right, self.clock, mesh))
+                timer.cancel()
+        timer = self.guard.watch(self.arguments.limit + self.arguments.seconds, "measuring")
+        self.measure(entries)
+        timer.cancel()
+        if self.links.rank == 0:
+            self.write()
+            self.print_table()
+
+    def prepare(
+        self, name: str, link: str, task: Task, judge: Callable[[tuple[Tensor, ...]], dict[str, float]]
+    ) -> list[Entry]:
+        transport, gbps = self.transports.get(link, (None, None))
+        result = Measured(name, link, gbps)
+        self.results.append(result)
+        strategy = strategy_named(name, self.arguments.node)
+        # With everything sent once, what came is kept, and nothing moves any more.
+        still = Still(next(iter(self.transports.values()))[0]) if transport is None else None
+        mesh = self.links.mesh(transport or still)  # type: ignore[arg-type]
+        leaves = tuple(x.detach().requires_grad_() for x in (task.q, task.k, task.v))
+
+        def attention() -> Tensor:
+            return bp.attention(
+                *leaves, mask=task.mask, mesh=mesh, strategy=strategy, layout=task.layout, seq_len=task.length,
+                kernel=task.kernel, deterministic=False,
+            )  # fmt: skip
+
+        found = attention()
+        found = found, *torch.autograd.grad(found, leaves, task.dout)
+        self.clock.settle()
+        if still is not None:
+            still.moving = False
+        else:
+            result.errors = judge(found)
+            if not all(error < ERROR_LIMIT for error in result.errors.values()):
+                result.reason = f"WRONG: {result.errors}"
+                return []
+            if not self.arguments.sockets:
+                result.predicted = self.predict(strategy, gbps)
+        self.say(f"{name}, {link}: ready after {time.monotonic() - self.started:.0f} s")
+        return [Entry(through_autograd(attention, leaves, task.dout), result)]
+
+    def predict(self, strategy: Strategy, gbps: float | None) -> dict[str, float]:
+        sizes = (*self.row.heads, self.row.head, self.row.head)
+        problem = Problem(torch.bfloat16, self.links.device.type, *sizes, deterministic=False)
+        kernel, _ = choose_kernel(self.backend, problem, self.arguments.kernel)
+        rates = replace(rates_of(self.backend, self.links.size, kernel), direct=())  # NCCL alone reaches other nodes
+        if gbps:
+            rates = replace(rates, node=self.arguments.node, outer_gbps=gbps)
+        return simulated(strategy, self.row.length, self.links.size, self.row.heads, self.row.head, rates)
+
+    def measure(self, entries: list[Entry]) -> None:
+        """All in random order, round after round."""
+        chance, started, rounds = random.Random(0), time.monotonic(), 0
+        while rounds < 2 or self.clock.slowest(time.monotonic() - started) < self.arguments.seconds:
+            order = [(entry, index) for entry in entries for index in range(2)]
+            chance.shuffle(order)
+            for entry, index in order:
+                entry.seconds[PASSES[index]].append(self.clock.time(entry.calls[index], self.arguments.calls))
+            rounds += 1
+        for entry in entries:
+            for name, seconds in entry.seconds.items():
+                entry.result.milliseconds[name] = round(statistics.median(seconds) * 1e3, 4)
+
+    def say(self, text: str) -> None:
+        if self.links.rank == 0:
+            print(text, flush=True)
+
+    def write(self) -> None:
+        a = self.arguments
+        facts = {
+            "setting": {**setting(), "ranks": self.links.size, "node": a.node},
+            "row": {**asdict(self.row), "name": a.row, "kernel": a.kernel},
+            "results": [asdict(result) for result in self.results],
+        }
+        save(a.out, f"two-levels-{a.label}", facts)
+
+    def print_table(self) -> None:
+        nodes = f"{self.links.size // self.arguments.node} groups of {self.arguments.node}"
+        print(f"{nodes}; " + " ".join(f"{name} {value};" for name, value in setting().items()))
+        print(f"{self.arguments.row}, {self.arguments.kernel}; milliseconds forward, backward; kept; predicted")
+        still = {r.strategy: r.milliseconds for r in self.results if r.link == "nothing sent"}
+        for one in self.results:
+            if one.reason:
+                print(f"{one.strategy:24} {one.link:14} - {one.reason[:100]}")
+                continue
+            line = f"{one.strategy:24} {one.link:14} {' '.join(f'{one.milliseconds[p]:9.4g}' for p in PASSES)}"
+            if one.link != "nothing sent":
+                kept = (still[one.strategy][p] / one.milliseconds[p] for p in PASSES)
+                line += "   " + " / ".join(f"{x:.2f}" for x in kept)
+            if one.predicted:
+                line += "   " + " ".join(f"{one.predicted[p]:9.4g}" for p in PASSES)
+            print(line)
+
+
+# -------------------------------------------------------------------------------------------- simulating
+
+
+def simulated(
+    strategy: Strategy, length: int, ranks: int, heads: tuple[int, int], head: int, rates: Rates
+) -> dict[str, float]:
+    """Milliseconds of each pass, by the plan alone: the slowest of eight ranks, or of all where they are few."""
+    plan = bp.plan(
+        seq_len=length, ranks=ranks, heads=heads[0], kv_heads=heads[1], head_dim=head, mask="causal",
+        strategy=strategy, layout="zigzag",
+    )  # fmt: skip
+    some = range(ranks) if ranks <= 64 else sorted({i * (ranks - 1) // 7 for i in range(8)})
+    costs = plan_cost(plan, rates, some).per_rank
+    return {name: round(max(cost.seconds for cost in costs[name]) * 1e3, 4) for name in PASSES}
+
+
+def simulate(arguments: argparse.Namespace) -> None:
+    """Nodes of eight, and a network card a GPU: by round numbers, and as H200 were measured with NCCL inside nodes."""
+    from burst_portable.backends.cuda.machines import rates_of_machine
+
+    measured = rates_of_machine("NVIDIA H200", 8)
+    assert measured is not None, "the table has H200"
+    plain = Rates(600.0, 300.0, source="600 TFLOP/s, 300 GB/s, and messages that hold no kernel up")
+    results = []
+    for gbps in arguments.outer_gbps or [50.0]:
+        for known in (plain, replace(measured, direct=())):
+            rates = replace(known, node=8, outer_gbps=gbps)
+            print(f"nodes of 8, {gbps:g} GB/s a GPU between them; {rates.source}; 32/8 heads of 128, causal, zigzag")
+            for length, ranks in SIMULATED:
+                print(f"  {length:,} tokens, {ranks:,} GPUs: milliseconds forward, backward")
+                for name in STRATEGIES:
+                    times = simulated(strategy_named(name, 8), length, ranks, (32, 8), 128, rates)
+                    facts = {"tokens": length, "ranks": ranks, "strategy": name, "gbps": gbps, "rates": rates.source}
+                    results.append({**facts, **times})
+                    print(f"    {name:24} {times['forward']:9.4g} {times['backward']:9.4g}")
+    save(arguments.out, f"two-levels-{arguments.label}", {"node": 8, "results": results})
+
+
+def save(folder: Path, name: str, facts: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--node", type=int, default=2, help="ranks that stand for a node")
+    parser.add_argument("--outer-gbps", default="", help="slow links between nodes, GB/s a rank: 5,10,25")
+    parser.add_argument("--sockets", action="store_true", help="NCCL goes from node to node through sockets")
+    parser.add_argument("--simulate", action="store_true", help="no ranks: what plans predict of clusters")
+    parser.add_argument("--row", default="128k-gqa", choices=ROWS)
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--strategies", default=";".join(QUICK), help=f"separated by ';', of {'; '.join(STRATEGIES)}")
+    parser.add_argument("--calls", type=int, default=2, help="back to back")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of measuring, at least")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a part is taken for stuck")
+    parser.add_argument("--deadline", type=float, default=30.0, help="seconds of a hop")
+    parser.add_argument("--label", default="run", help="the file is two-levels-LABEL.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    arguments.outer_gbps = [float(text) for text in filter(None, arguments.outer_gbps.split(","))]
+    arguments.strategies = arguments.strategies.split(";")
+    if unknown := set(arguments.strategies) - set(STRATEGIES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    if arguments.simulate:
+        simulate(arguments)
+        return
+    Run(arguments).main()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The benchmark of two levels runs, on CPUs and a tiny size: results are right, and a slow link costs the ring more."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.two_levels import simulated, strategy_named
+from burst_portable.cost import Rates
+
+ROOT = Path(__file__).parents[2]
+BLOCK = 64 * 2 * 4 * 16 * 2  # bytes of K and V of a rank
+GBPS = BLOCK / 0.05 / 1e9  # 50 ms a block
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_on_cpus(tmp_path: Path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    told = ["--row", "tiny", "--outer-gbps", str(GBPS), "--seconds", "0", "--calls", "1", "--out", str(tmp_path)]
+    found = subprocess.run(
+        [*command, str(ROOT / "benchmarks" / "two_levels.py"), *told, "--strategies", "double_ring;ring"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-3000:]
+    results = json.loads((tmp_path / "two-levels-run.json").read_text())["results"]
+    by = {(one["strategy"], one["link"]): one for one in results}
+    assert len(by) == 6
+    for one in results:
+        assert one["reason"] == ""
+        assert one["link"] == "nothing sent" or max(one["errors"].values()) < 1e-2
+    slow = next(link for _, link in by if link.endswith("GB/s"))
+    double, single = (by[name, slow] for name in ("double_ring", "ring"))
+    # Forward a block crosses once in a double ring, in a ring three times, one after the other.
+    assert double["predicted"]["forward"] == pytest.approx(50, rel=0.02)
+    assert single["predicted"]["forward"] == pytest.approx(150, rel=0.02)
+    assert double["milliseconds"]["forward"] >= 50
+    assert single["milliseconds"]["forward"] >= 150
+    assert [name in found.stdout.splitlines()[-6] for name in ("double_ring", "no slow link")] == [True, True]
+
+
+def test_a_whole_round_hides_what_crosses():
+    """Where a link takes less than a round, and more than a step, the double ring takes as long as without one."""
+    plain = Rates(600.0, 300.0, hop_latency=0.0, launch_latency=0.0)
+    times = {}
+    for name in ("double_ring", "ring"):
+        for link, rates in (("none", plain), ("slow", replace(plain, node=4, outer_gbps=10.0))):
+            times[name, link] = simulated(strategy_named(name, 4), 131072, 8, (32, 8), 128, rates)["forward"]
+    assert times["double_ring", "slow"] == pytest.approx(times["double_ring", "none"], rel=1e-3)
+    assert times["ring", "slow"] > 1.5 * times["ring", "none"]
