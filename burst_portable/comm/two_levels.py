@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import compress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,8 +86,10 @@ def with_two_levels(
 
     def connect() -> Transport:
         ranks = dist.get_process_group_ranks(group)
-        kind = dist.get_backend_config(group)
-        far = transport(dist.new_group(ranks, backend=kind, use_local_synchronization=True))
+        options: dict[str, Any] = {"backend": dist.get_backend_config(group), "use_local_synchronization": True}
+        if ranks != sorted(ranks):  # only releases of torch that know this option make such groups
+            options["sort_ranks"] = False
+        far = transport(dist.new_group(ranks, **options))
         # A process group connects in its first operation, in which all of its ranks must take part.
         mine = torch.zeros(1, dtype=torch.uint8, device=device_type)
         far.all_gather(mine, [torch.empty_like(mine) for _ in ranks], "connecting nodes")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -88,6 +89,10 @@ def two_levels(ranks: int) -> dict[str, object]:
 
         transport.post = post
     found |= {f"{case.strategy} again": wrong(mesh, case) for case in every}
+    if "sort_ranks" in signature(dist.new_group).parameters:
+        # Ranks of a group may have another order than those of the processes.
+        group = dist.new_group([3, 1, 2, 0], sort_ranks=False)
+        found["turned"] = wrong(bp.Mesh.from_group(group, inner=2, config=Config(deadline=60)), every[0])
     return {"wrong": {case: what for case, what in found.items() if what}, **{k: sorted(v) for k, v in peers.items()}}
 
 
