@@ -7,16 +7,16 @@ thing at a time; it knows no contention and no slow neighbour, so it ranks plans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import inf, log
 
 from burst_portable import handling
 from burst_portable.moves import Move
-from burst_portable.packets import head_fields, message_size
-from burst_portable.plans import PASSES, Compute, PassName, Plan, Problem, Step
-from burst_portable.tiles import Tiles
+from burst_portable.packets import head_fields, row_size
+from burst_portable.plans import PASSES, Compute, PassName, PassPlan, Plan, Problem, Step
 
 Curve = tuple[tuple[int, float], ...]
 """(bytes, GB/s) of messages back to back, smallest first: latencies are in it."""
@@ -135,12 +135,12 @@ def pass_flops(problem: Problem, pass_name: PassName, area: int) -> int:
     return 2 * area * problem.heads * problem.batch * ((d + dv) if pass_name == "forward" else (3 * d + 2 * dv))
 
 
-def pass_memory(problem: Problem, pass_name: PassName, tiles: Tiles) -> int:
+def pass_memory(problem: Problem, pass_name: PassName, compute: Compute) -> int:
     """Bytes that one kernel call moves at least: each row that it needs read once, each of its results written once.
 
     What a kernel reads again, and what it adds its results to, is not in it.
     """
-    queries, keys = _covered([(t.q_start, t.q_stop) for t in tiles]), _covered([(t.k_start, t.k_stop) for t in tiles])
+    queries, keys = compute.covered
     lse = queries * problem.heads
     q, out = lse * problem.head_dim, lse * problem.value_dim
     k, v = (keys * problem.kv_heads * d for d in (problem.head_dim, problem.value_dim))
@@ -148,15 +148,6 @@ def pass_memory(problem: Problem, pass_name: PassName, tiles: Tiles) -> int:
     if pass_name == "forward":
         return problem.batch * (data * (q + k + v) + wide * (out + lse))
     return problem.batch * (data * (q + k + v + out) + wide * (2 * lse + q + k + v))  # LSE and delta; dQ, dK, dV
-
-
-def _covered(ranges: list[tuple[int, int]]) -> int:
-    """Rows in any of these ranges."""
-    held = end = 0
-    for start, stop in sorted(ranges):
-        held += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return held
 
 
 def reshard_bytes(plan: Plan, pass_name: PassName, rank: int) -> list[tuple[int, int]]:
@@ -181,46 +172,58 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
     """The cost of one pass on one rank."""
     part = plan.forward if pass_name == "forward" else plan.backward
     steps = part.rank(0 if plan.reshard else rank)
-
-    def size(move: Move) -> int:
-        return message_size(part.problem, move)
-
-    flops = sum(pass_flops(part.problem, pass_name, s.compute.tiles.area) for s in steps if s.compute)
-    work = [_work(part.problem, pass_name, s.compute, rates) if s.compute else 0.0 for s in steps]
+    computes = [s.compute for s in steps if s.compute]
+    received = [m for s in steps for m in (*s.receives, *s.result_receives)]
+    size = _sizes(part)
     sent = sum(size(m) for s in steps for m in (*s.sends, *s.result_sends))
-    received = sum(size(m) for s in steps for m in (*s.receives, *s.result_receives))
+    link = sum(_transfer(m, size(m), plan.direct, rates) for m in received)
     groups = reshard_bytes(plan, pass_name, rank) if plan.reshard else []
     if groups:
-        sent = received = sum(there + back for there, back in groups)
-        moving = [(_exchanged(there, plan, rates), _exchanged(back, plan, rates)) for there, back in groups]
-        seconds, link = _by_groups(plan, pass_name, rank, sum(work), moving, rates), sum(map(sum, moving))
-    else:
-        seconds = _simulated(plan, pass_name, rank, work, size, rates)
-        link = sum(_transfer(m, size(m), plan, rates) for s in steps for m in (*s.receives, *s.result_receives))
+        sent = sum(there + back for there, back in groups)
+        link = sum(map(sum, _exchanges(groups, plan, rates)))
     return PassCost(
-        flops=plan.groups * flops,
-        memory=plan.groups * sum(pass_memory(part.problem, pass_name, s.compute.tiles) for s in steps if s.compute),
+        flops=plan.groups * pass_flops(part.problem, pass_name, sum(c.area for c in computes)),
+        memory=plan.groups * sum(pass_memory(part.problem, pass_name, c) for c in computes),
         sent=sent,
-        received=received,
-        hops=2 * len(groups) or sum(len(s.receives) + len(s.result_receives) for s in steps),
-        launches=plan.groups * sum(s.compute is not None for s in steps),
-        tiles=plan.groups * sum(len(s.compute.tiles) for s in steps if s.compute),
+        received=sent if groups else sum(map(size, received)),
+        hops=2 * len(groups) or len(received),
+        launches=plan.groups * len(computes),
+        tiles=plan.groups * sum(c.count for c in computes),
         blocks_held=_most_held(steps, size),
-        seconds=seconds,
-        compute_seconds=plan.groups * sum(work),
+        seconds=rank_seconds(plan, pass_name, rank, rates),
+        compute_seconds=plan.groups * sum(_work(part.problem, pass_name, c, rates) for c in computes),
         link_seconds=link,
     )
 
 
+def rank_seconds(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> float:
+    """The predicted time alone, which is all that plans are compared by."""
+    part = plan.forward if pass_name == "forward" else plan.backward
+    if plan.reshard:
+        return _by_groups(plan, part, pass_name, rank, rates)
+    return _by_blocks(part, pass_name, rank, rates, plan.direct)
+
+
 def _work(problem: Problem, pass_name: PassName, compute: Compute, rates: Rates) -> float:
     """Seconds of its kernel; operators on pieces are called for every tile at least."""
-    pairs = sum(tile.visited(rates.block) for tile in compute.tiles)
-    calls = len(compute.tiles) if rates.in_pieces else 1
-    return rates.compute(pass_flops(problem, pass_name, pairs), pass_name, len(compute.pairs), calls)
+    calls = compute.count if rates.in_pieces else 1
+    flops = pass_flops(problem, pass_name, compute.visited(rates.block))
+    return rates.compute(flops, pass_name, len(compute.parts), calls)
 
 
-def _transfer(move: Move, size: int, plan: Plan, rates: Rates) -> float:
-    return rates.transfer(size, direct=plan.direct, outer=rates.apart(move.source, move.target))
+def _transfer(move: Move, size: int, direct: bool, rates: Rates) -> float:
+    return rates.transfer(size, direct=direct, outer=rates.apart(move.source, move.target))
+
+
+def _sizes(part: PassPlan) -> Callable[[Move], int]:
+    """Bytes of its messages."""
+    rows = {result: row_size(part.problem, part.side, result=result) for result in (False, True)}
+    return lambda move: (move.rows[1] - move.rows[0]) * rows[move.result]
+
+
+def _exchanges(groups: Iterable[tuple[int, int]], plan: Plan, rates: Rates) -> list[tuple[float, float]]:
+    """Seconds of what is exchanged for each group of heads, there and back."""
+    return [(_exchanged(there, plan, rates), _exchanged(back, plan, rates)) for there, back in groups]
 
 
 def _exchanged(size: int, plan: Plan, rates: Rates) -> float:
@@ -239,9 +242,9 @@ def _exchanged(size: int, plan: Plan, rates: Rates) -> float:
 class _Timeline:
     """One rank's kernels and its links, one inside its node and one between nodes; each does one thing at a time."""
 
-    def __init__(self, plan: Plan, pass_name: PassName, rates: Rates) -> None:
-        self._plan, self._rates = plan, rates
-        self._held_up = 0.0 if plan.direct and rates.direct else rates.holds_up[pass_name == "backward"]
+    def __init__(self, direct: bool, pass_name: PassName, rates: Rates) -> None:
+        self._direct, self._rates = direct, rates
+        self._held_up = 0.0 if direct and rates.direct else rates.holds_up[pass_name == "backward"]
         self._kernels = 0.0
         self._links = {False: 0.0, True: 0.0}
         self._arrives: dict[Move, float] = {}
@@ -252,17 +255,18 @@ class _Timeline:
 
     def wait(self, moves: Sequence[Move]) -> None:
         """Kernels go on when these messages are there."""
-        self._kernels = max([self._kernels, *(self._arrives.get(m, 0.0) for m in moves)])
+        for move in moves:
+            self._kernels = max(self._kernels, self._arrives.get(move, 0.0))
 
     def receive(self, moves: Sequence[Move], size: Callable[[Move], int]) -> None:
         """Messages are asked for, when kernels have got so far. A plain transport brings them all together."""
-        for outer in (False, True):
+        if not moves:
+            return
+        for outer in (False, True) if self._rates.node else (False,):
             here = [m for m in moves if self._rates.apart(m.source, m.target) == outer]
-            together = len({m.source for m in here}) > 1 and not outer and self._rates.spreads(self._plan.direct)
+            together = len({m.source for m in here}) > 1 and not outer and self._rates.spreads(self._direct)
             for batch in [here] if together else [[m] for m in here]:
-                seconds = self._rates.transfer(
-                    sum(map(size, batch)), direct=self._plan.direct, outer=outer, spread=together
-                )
+                seconds = self._rates.transfer(sum(map(size, batch)), direct=self._direct, outer=outer, spread=together)
                 self._links[outer] = max(self._links[outer], self._kernels) + seconds
                 self._arrives.update(dict.fromkeys(batch, self._links[outer]))
 
@@ -286,45 +290,30 @@ class _Timeline:
         self._kernels = max(self._kernels, at)
 
 
-def _simulated(
-    plan: Plan,
-    pass_name: PassName,
-    rank: int,
-    work: Sequence[float],
-    size: Callable[[Move], int],
-    rates: Rates,
-) -> float:
-    """Seconds of one rank; `work` are those of its kernels, by step."""
-    part = plan.forward if pass_name == "forward" else plan.backward
-    line, packed, launched = _Timeline(plan, pass_name, rates), set[tuple[int, int]](), False
-    for index, step in enumerate(part.rank(rank)):
+@lru_cache(maxsize=512)
+def _by_blocks(part: PassPlan, pass_name: PassName, rank: int, rates: Rates, direct: bool) -> float:
+    """Seconds of one rank where blocks travel. Strategies that are compared have passes in common."""
+    line, size, packed, launched = _Timeline(direct, pass_name, rates), _sizes(part), set[tuple[int, int]](), False
+    for step in part.rank(rank):
         line.wait(step.arrivals)
-        line.handle(handling.packed(part.problem, step.sends, rank, packed))
+        line.handle(handling.packed(step.sends, size, rank, packed))
         line.receive(step.receives, size)
-        line.handle(handling.made(part.problem, step.result_sends))
+        line.handle(handling.made(step.result_sends, size))
         if step.compute:
-            line.launch(work[index])
+            line.launch(_work(part.problem, pass_name, step.compute, rates))
             line.handle(handling.merged(part, pass_name, step.compute, first=not launched, in_pieces=rates.in_pieces))
             launched = True
         line.wait(step.result_arrivals)
-        line.handle(handling.added(part.problem, step.result_arrivals))
+        line.handle(handling.added(step.result_arrivals, size))
         line.receive(step.result_receives, size)
     return line.end
 
 
-def _by_groups(
-    plan: Plan,
-    pass_name: PassName,
-    rank: int,
-    work: float,
-    moving: Sequence[tuple[float, float]],
-    rates: Rates,
-) -> float:
-    """Seconds of one rank whose heads are resharded, group after group: see `by_heads`.
-
-    `work` are those of a kernel, `moving` those of each group's messages there and back.
-    """
-    line = _Timeline(plan, pass_name, rates)
+def _by_groups(plan: Plan, part: PassPlan, pass_name: PassName, rank: int, rates: Rates) -> float:
+    """Seconds of one rank whose heads are resharded, group after group: see `by_heads`."""
+    work = sum(_work(part.problem, pass_name, s.compute, rates) for s in part.rank(0) if s.compute)
+    moving = _exchanges(reshard_bytes(plan, pass_name, rank), plan, rates)
+    line = _Timeline(plan.direct, pass_name, rates)
     passes = handling.resharded(plan, pass_name, rank, in_pieces=rates.in_pieces, lent=bool(rates.direct))
     arrivals, homes = [], []
     for (there, _), handled in zip(moving, passes, strict=True):
@@ -374,6 +363,12 @@ class PlanCost:
         """Largest over mean FLOPs of a rank."""
         flops = [c.flops for c in self.per_rank[pass_name]]
         return max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0
+
+
+def plan_seconds(plan: Plan, rates: Rates, ranks: Iterable[int]) -> float:
+    """`PlanCost.seconds` over these ranks."""
+    ranks = tuple(ranks)
+    return sum(max([rank_seconds(plan, name, r, rates) for r in ranks]) for name in PASSES)
 
 
 def plan_cost(plan: Plan, rates: Rates, ranks: Sequence[int] | None = None) -> PlanCost:

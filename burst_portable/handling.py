@@ -6,14 +6,18 @@ Each number below is what the code named beside it reads and writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from burst_portable.layout import Layout
 from burst_portable.moves import Move
-from burst_portable.packets import head_fields, message_size
-from burst_portable.plans import Compute, PassName, PassPlan, Plan, Problem
+from burst_portable.packets import head_fields
+from burst_portable.plans import Compute, PassName, PassPlan, Plan
+
+Size = Callable[[Move], int]
+"""Bytes of a message."""
 
 _PACKED = 2  # a message is read and written once: `executor._Exchange._outgoing`
 _ADDED = 3  # a message of gradients that came is read and added to as many bytes: `executor._Results._add`
@@ -28,40 +32,40 @@ _RUNNING = 8
 _PIECE_MERGED, _PIECE_STARTED, _PIECE_ADDED = 26, 52, 10
 
 
-def packed(problem: Problem, sends: Iterable[Move], rank: int, done: set[tuple[int, int]]) -> int:
+def packed(sends: Iterable[Move], size: Size, rank: int, done: set[tuple[int, int]]) -> int:
     """For the blocks of its own that a rank sends at a step; `done` are the rows that it has packed."""
     fresh = {m.rows: m for m in sends if m.owner == rank and m.rows not in done}
     done.update(fresh)
-    return sum(_PACKED * message_size(problem, m) for m in fresh.values())
+    return sum([_PACKED * size(m) for m in fresh.values()])
 
 
-def added(problem: Problem, arrivals: Iterable[Move]) -> int:
+def added(arrivals: Iterable[Move], size: Size) -> int:
     """For gradients that have come."""
-    return sum(_ADDED * message_size(problem, m) for m in arrivals)
+    return sum([_ADDED * size(m) for m in arrivals])
 
 
-def made(problem: Problem, result_sends: Iterable[Move]) -> int:
+def made(result_sends: Iterable[Move], size: Size) -> int:
     """For gradients of foreign blocks, besides what the kernel does for its own."""
-    return sum(_MADE * message_size(problem, m) for m in result_sends)
+    return sum([_MADE * size(m) for m in result_sends])
 
 
 def merged(part: PassPlan, pass_name: PassName, compute: Compute, *, first: bool, in_pieces: bool) -> int:
     """For putting what a launch makes to what launches before it have made; `first`: there was none."""
     problem = part.problem
-    rows = [tile.rows for tile in compute.tiles]
+    rows, tallest = compute.rows
     d, dv, batch = problem.head_dim, problem.value_dim, problem.batch
     if pass_name == "forward":
         if in_pieces:  # each piece is merged; the first, where it has all rows, is kept as it is
-            return _PIECE_MERGED * (sum(rows) - first * max(rows, default=0)) * problem.heads * dv * batch
-        return 0 if first else _RUNNING * max(rows, default=0) * problem.heads * dv * batch
+            return _PIECE_MERGED * (rows - first * tallest) * problem.heads * dv * batch
+        return 0 if first else _RUNNING * tallest * problem.heads * dv * batch
     if not in_pieces:
         return 0
-    columns = sum(tile.columns for tile in compute.tiles)
-    started = _PIECE_STARTED * max(rows, default=0) if part.side == "q" else 0  # else out is at hand
-    queries = started * dv + _PIECE_ADDED * sum(rows) * d
-    return batch * (queries * problem.heads + _PIECE_ADDED * columns * problem.kv_heads * (d + dv))
+    started = _PIECE_STARTED * tallest if part.side == "q" else 0  # else out is at hand
+    queries = started * dv + _PIECE_ADDED * rows * d
+    return batch * (queries * problem.heads + _PIECE_ADDED * compute.columns * problem.kv_heads * (d + dv))
 
 
+@lru_cache(maxsize=64)
 def comes_in_order(layout: Layout, in_pieces: bool) -> bool:
     """Whether a head shard is computed as it comes, rank after rank; else its rows are put in natural order first.
 

@@ -59,6 +59,9 @@ class Segment:
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
         """The local indices [first, past) whose positions lie in [start, stop)."""
+        if self.step == 1:  # many are asked
+            first, past = max(0, start - self.start), min(self.count, stop - self.start)
+            return first, max(first, past)
         first = max(0, -((self.start - start) // self.step))  # ceil((start - self.start) / step)
         past = min(self.count, -((self.start - stop) // self.step))
         return first, max(first, past)
@@ -87,6 +90,7 @@ class Layout:
     length: int
     shards: tuple[tuple[Segment, ...], ...]
     _hash: int = field(init=False, repr=False, compare=False)
+    _counts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -95,6 +99,7 @@ class Layout:
         object.__setattr__(self, "shards", _listed(self.shards))
         _check_partition(self)
         object.__setattr__(self, "_hash", hash((self.length, self.shards)))
+        object.__setattr__(self, "_counts", tuple(sum([s.count for s in shard]) for shard in self.shards))
 
     def __hash__(self) -> int:
         return self._hash
@@ -106,7 +111,7 @@ class Layout:
 
     def count(self, rank: int) -> int:
         """How many positions a rank holds."""
-        return sum(s.count for s in self.shards[rank])
+        return self._counts[rank]
 
     def positions(self, rank: int) -> list[int]:
         """A rank's global positions, in the order of its rows."""

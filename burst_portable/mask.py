@@ -31,16 +31,18 @@ UNBOUNDED = 1 << 60
 
 def band_area(rows: int, columns: int, lo: int, hi: int) -> int:
     """Cells (i, j) of a rows x columns box with lo <= i - j <= hi, in closed form."""
+    return _up_to(rows, columns, hi) - _up_to(rows, columns, lo - 1) if lo <= hi else 0
 
-    def up_to(bound: int) -> int:  # cells with i - j <= bound
-        bound = max(min(bound, rows - 1), -columns)
-        # Column j holds clamp(bound + j + 1, 0, rows) cells: nothing, then a ramp, then all rows.
-        ramp_start = max(0, -bound - 1)
-        ramp_stop = max(ramp_start, min(columns, rows - bound - 1))
-        ramp = (ramp_stop - ramp_start) * (bound + ramp_start + 1 + bound + ramp_stop) // 2
-        return ramp + rows * (columns - ramp_stop)
 
-    return up_to(hi) - up_to(lo - 1) if lo <= hi else 0
+def _up_to(rows: int, columns: int, bound: int) -> int:
+    """Cells with i - j <= bound."""
+    if bound <= -columns:
+        return 0
+    if bound >= rows - 1:
+        return rows * columns
+    # Column j holds clamp(bound + j + 1, 0, rows) cells: nothing, then a ramp, then all rows.
+    start, stop = max(0, -bound - 1), min(columns, rows - bound - 1)
+    return (stop - start) * (2 * bound + start + 1 + stop) // 2 + rows * (columns - stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from burst_portable.layout import Layout
-from burst_portable.mask import Mask
-from burst_portable.tiles import sees
+from burst_portable.tiles import BlockPairs
 
 Side = Literal["kv", "q"]
 """Which side of the attention travels."""
@@ -56,17 +54,12 @@ class Move:
 class Needs:
     """Which rank needs whose block: the mask between a travelling block and what stays on a rank."""
 
-    def __init__(self, mask: Mask, q_layout: Layout, k_layout: Layout, side: Side) -> None:
-        self._mask, self._q, self._k, self._side = mask, q_layout, k_layout, side
-        self._known: dict[tuple[int, int], bool] = {}
+    def __init__(self, pairs: BlockPairs, side: Side) -> None:
+        self._pairs, self._side = pairs, side
 
     def __call__(self, owner: int, rank: int) -> bool:
         """Whether `rank` computes with the block of `owner`."""
-        key = (owner, rank)
-        if key not in self._known:
-            queries, keys = (rank, owner) if self._side == "kv" else (owner, rank)
-            self._known[key] = sees(self._mask, self._q.shards[queries], self._k.shards[keys])
-        return self._known[key]
+        return self._pairs.sees(rank, owner) if self._side == "kv" else self._pairs.sees(owner, rank)
 
     def any(self, owner: int, ranks: Sequence[int]) -> bool:
         """Whether one of these ranks does."""
@@ -83,6 +76,9 @@ class Route(Protocol):
     @property
     def trims(self) -> bool:
         """Whether only the rows that the target needs are sent: nobody hands them on."""
+
+    def __hash__(self) -> int:
+        """Passes are looked up by their route."""
 
     def step(self, owner: int, rank: int) -> int:
         """The step at which `rank` computes with the block of `owner`."""

@@ -62,8 +62,12 @@ def fields(problem: Problem, side: Side, *, result: bool) -> tuple[Field, ...]:
 
 def message_size(problem: Problem, move: Move) -> int:
     """Bytes of a move on the wire."""
-    row = sum(one.size(problem.batch) for one in fields(problem, move.side, result=move.result))
-    return (move.rows[1] - move.rows[0]) * row
+    return (move.rows[1] - move.rows[0]) * row_size(problem, move.side, result=move.result)
+
+
+def row_size(problem: Problem, side: Side, *, result: bool) -> int:
+    """Bytes of a row of a block on the wire."""
+    return sum(field.size(problem.batch) for field in fields(problem, side, result=result))
 
 
 def head_fields(plan: Plan, pass_name: PassName) -> list[tuple[tuple[Field, ...], tuple[Field, ...]]]:

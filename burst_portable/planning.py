@@ -70,7 +70,7 @@ def planned_with_layout(strategy: Strategy, problem: Problem) -> Plan:
     tried: dict[str, tuple[float, Plan]] = {}
     for layout in suited(problem.mask, problem.q_layout.length, problem.ranks):
         made = planned(strategy, replace(problem, q_layout=layout, k_layout=layout))
-        tried[layout.name] = pricing.cost(made).seconds, made
+        tried[layout.name] = pricing.seconds(made), made
     best = min(tried, key=lambda name: round(tried[name][0], 7))
     told = ", ".join(f"{name} {as_time(tried[name][0])}" for name in sorted(tried, key=lambda name: tried[name][0]))
     made = tried[best][1]

@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Literal
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
 
 from burst_portable.heads import HeadGroup, head_groups
-from burst_portable.layout import Layout, Segment
+from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.moves import Move, Needs, Route, Side
-from burst_portable.tiles import Tile, Tiles, find_tiles
+from burst_portable.tiles import BlockPairs, Tiles, covered
 
 PassName = Literal["forward", "backward"]
 PASSES: tuple[PassName, ...] = ("forward", "backward")
@@ -61,16 +61,21 @@ class Problem:
         return self.mask.area(self.q_layout.length, self.k_layout.length)
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """One launch: the block that stays here with one that has travelled, or with several, one after the other.
+class Part(NamedTuple):
+    """The tiles of one pair of blocks, and where its first row and column lie among those of a `Compute`."""
 
-    Tiles count from the first row of the first block of each side.
-    """
+    tiles: Tiles
+    row: int = 0
+    column: int = 0
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One launch: the block that stays here with one that has travelled, or with several, one after the other."""
 
     q_owners: tuple[int, ...]
     k_owners: tuple[int, ...]
-    tiles: Tiles
+    parts: tuple[Part, ...]
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -82,6 +87,49 @@ class Compute:
         """Its name in traces and printed plans: q1 x kv0, or q1 x kv0+3 for several."""
         q, k = ("+".join(map(str, owners)) for owners in (self.q_owners, self.k_owners))
         return f"q{q} x kv{k}"
+
+    @cached_property
+    def tiles(self) -> Tiles:
+        """Of all its pairs, in rows and columns from the first of the first block of each side."""
+        return Tiles(
+            tile.shifted(row, column) if row or column else tile for tiles, row, column in self.parts for tile in tiles
+        )
+
+    # What follows is known without them: of most plans no tiles are ever shifted, they are only priced.
+
+    @property
+    def count(self) -> int:
+        """How many tiles it has."""
+        return sum([len(tiles) for tiles, _, _ in self.parts])
+
+    @property
+    def area(self) -> int:
+        """(q, k) pairs of one head."""
+        return sum([tiles.area for tiles, _, _ in self.parts])
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """`Tiles.rows` of all its tiles."""
+        every = [tiles.rows for tiles, _, _ in self.parts]
+        return sum([rows for rows, _ in every]), max([tallest for _, tallest in every])
+
+    @property
+    def columns(self) -> int:
+        """`Tiles.columns` of all its tiles."""
+        return sum([tiles.columns for tiles, _, _ in self.parts])
+
+    @property
+    def covered(self) -> tuple[int, int]:
+        """Rows, and columns, in any of its tiles."""
+        if len(self.parts) == 1:
+            return self.parts[0].tiles.covered
+        rows = [(t.q_start + row, t.q_stop + row) for tiles, row, _ in self.parts for t in tiles]
+        columns = [(t.k_start + column, t.k_stop + column) for tiles, _, column in self.parts for t in tiles]
+        return covered(rows), covered(columns)
+
+    def visited(self, block: int) -> int:
+        """Pairs of the blocks that a kernel computes: see `Tile.visited`."""
+        return sum([tiles.visited(block, row) for tiles, row, _ in self.parts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +163,14 @@ class PassPlan:
     side: Side
     route: Route
     results: Route | None = None
+    _pairs: BlockPairs = field(init=False, repr=False, compare=False)
     _needs: Needs = field(init=False, repr=False, compare=False)
     _ranks: dict[int, Steps] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         p = self.problem
-        object.__setattr__(self, "_needs", Needs(p.mask, p.q_layout, p.k_layout, self.side))
+        object.__setattr__(self, "_pairs", block_pairs(p.mask, p.q_layout, p.k_layout))
+        object.__setattr__(self, "_needs", Needs(self._pairs, self.side))
 
     def rank(self, rank: int) -> Steps:
         """The steps of one rank; those of the last few asked for are kept."""
@@ -141,31 +191,31 @@ class PassPlan:
 
     def _compute(self, owners: tuple[int, ...], rank: int) -> Compute:
         """What a rank does with the blocks of a step, which lie one after the other."""
-        tiles: list[Tile] = []
+        parts: list[Part] = []
         before = 0
         for owner in owners:
             first, past = self._rows(owner, rank)
             shift = (0, before - first) if self.side == "kv" else (before - first, 0)
-            tiles += (tile.shifted(*shift) for tile in self._tiles(owner, rank))
+            parts.append(Part(self._tiles(owner, rank), *shift))
             before += past - first
         q_owners, k_owners = ((rank,), owners) if self.side == "kv" else (owners, (rank,))
-        return Compute(q_owners, k_owners, Tiles(tiles))
+        return Compute(q_owners, k_owners, tuple(parts))
 
     def _tiles(self, owner: int, rank: int) -> Tiles:
-        p = self.problem
-        q_owner, k_owner = (rank, owner) if self.side == "kv" else (owner, rank)
-        return _tiles_of(p.mask, p.q_layout.shards[q_owner], p.k_layout.shards[k_owner])
+        return self._pairs.tiles(rank, owner) if self.side == "kv" else self._pairs.tiles(owner, rank)
 
     def _rows(self, owner: int, rank: int) -> tuple[int, int]:
         """The rows of the owner's block that come to this rank: what it needs, or all where it hands them on."""
-        trims = self.route.trims and (self.results is None or self.results.trims)
-        if owner == rank or not trims:
+        if owner == rank or not self.trims:
             layout = self.problem.k_layout if self.side == "kv" else self.problem.q_layout
             return 0, layout.count(owner)
-        tiles = self._tiles(owner, rank)
-        if self.side == "kv":
-            return min(t.k_start for t in tiles), max(t.k_stop for t in tiles)
-        return min(t.q_start for t in tiles), max(t.q_stop for t in tiles)
+        box = self._tiles(owner, rank).box
+        return box[2:] if self.side == "kv" else box[:2]
+
+    @property
+    def trims(self) -> bool:
+        """Whether of each block only the rows that its target needs are sent, there and back."""
+        return self.route.trims and (self.results is None or self.results.trims)
 
     def _inputs(self, rank: int) -> Iterator[Move]:
         for owner in range(self.problem.ranks):
@@ -208,10 +258,16 @@ class PassPlan:
         return Move(self.side, owner, source, target, issue, needed, self._rows(owner, source), result=True)
 
 
-@lru_cache(maxsize=1 << 14)
-def _tiles_of(mask: Mask, queries: tuple[Segment, ...], keys: tuple[Segment, ...]) -> Tiles:
-    """Both passes, and every strategy that `auto` tries, ask for the same tiles."""
-    return find_tiles(mask, queries, keys)
+@lru_cache(maxsize=16)
+def block_pairs(mask: Mask, q_layout: Layout, k_layout: Layout) -> BlockPairs:
+    """Both passes, and every strategy that `auto` tries, ask for the same pairs."""
+    return BlockPairs(mask, q_layout.shards, k_layout.shards)
+
+
+@lru_cache(maxsize=64)
+def pass_plan(problem: Problem, side: Side, route: Route, results: Route | None = None) -> PassPlan:
+    """Made once: strategies that `auto` compares have passes in common."""
+    return PassPlan(problem, side, route, results)
 
 
 @dataclass(frozen=True)
@@ -239,9 +295,7 @@ class Plan:
     @property
     def direct(self) -> bool:
         """Whether every message goes straight from the rank that made it to the one that uses it."""
-        return self.reshard is not None or all(
-            part.route.trims and (part.results is None or part.results.trims) for _, part in self.passes()
-        )
+        return self.reshard is not None or (self.forward.trims and self.backward.trims)
 
     @property
     def head_groups(self) -> tuple[HeadGroup, ...]:
@@ -256,7 +310,10 @@ class Plan:
 
 def order(moves: Iterable[Move]) -> tuple[Move, ...]:
     """The order in which both ends of every pair post their moves."""
-    return tuple(sorted(moves, key=lambda m: (m.needed, m.side, m.owner, m.source, m.target)))
+    ordered = list(moves)
+    if len(ordered) > 1:
+        ordered.sort(key=lambda m: (m.needed, m.side, m.owner, m.source, m.target))
+    return tuple(ordered)
 
 
 def _scheduled(rank: int, inputs: list[Move], computes: dict[int, Compute], results: list[Move]) -> Steps:
@@ -286,8 +343,8 @@ def _scheduled(rank: int, inputs: list[Move], computes: dict[int, Compute], resu
         Step(
             index,
             compute=computes.get(index),
-            released=tuple(sorted(released[index])),
-            **{name: order(slot[index]) for name, slot in at.items()},
+            released=tuple(sorted(released.get(index, ()))),
+            **{name: order(slot[index]) for name, slot in at.items() if index in slot},
         )
         for index in indices
     )

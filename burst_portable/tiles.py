@@ -14,20 +14,21 @@ Nothing here is in proportion to the tokens: positions are never listed, regions
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
+from burst_portable.boxes import Box, box_area, fused, make_box
 from burst_portable.errors import LayoutError, ShapeError, explain, shown
 from burst_portable.layout import Segment
-from burst_portable.mask import UNBOUNDED, Mask, Region, band_area, first_overlap
+from burst_portable.mask import UNBOUNDED, Mask, Region, first_overlap
 from burst_portable.values import as_int
 
-_FUSE_PAIRWISE = 16  # above so many tiles only neighbours are tried: documents by the hundred do not fuse anyway
-
-
 _COUNTED = 64  # blocks of rows: of more, what they visit is estimated
+
+_PAIRS_KEPT = 1 << 14
 
 _SEARCHED = 4  # up to so many segments, looking at each is faster than searching
 
@@ -54,8 +55,7 @@ class Tile:
     @property
     def area(self) -> int:
         """Pairs that it holds."""
-        offset = self.q_start - self.k_start
-        return band_area(self.rows, self.columns, self.lo - offset, self.hi - offset)
+        return box_area((self.q_start, self.q_stop, self.k_start, self.k_stop, self.lo, self.hi))
 
     @property
     def full(self) -> bool:
@@ -84,19 +84,22 @@ class Tile:
             self.hi,
         )
 
-    def visited(self, block: int) -> int:
+    def visited(self, block: int, down: int = 0) -> int:
         """Pairs of the blocks that a kernel computes, `block` rows and columns at once, the hidden ones included.
 
-        Blocks of rows begin at multiples of their size, of columns where their rows see the first.
+        Blocks of rows begin at multiples of their size, of columns where their rows see the first. `down`: of the tile
+        that is shifted by so many rows.
         """
         if block == 1:
             return self.area
-        first, past = self.q_start // block, -(-self.q_stop // block)
+        first, past = (self.q_start + down) // block, -(-(self.q_stop + down) // block)
+        slanted = (self.lo > self.q_start - self.k_stop + 1) + (self.hi < self.q_stop - 1 - self.k_start)
         if past - first > _COUNTED:  # what the last block of a row hides is little
-            slanted = (self.lo > self.q_start - self.k_stop + 1) + (self.hi < self.q_stop - 1 - self.k_start)
             return self.area + slanted * self.rows * block // 2
+        if not slanted:
+            return (past - first) * -(-self.columns // block) * block * block
         blocks = 0
-        for top in range(first * block, past * block, block):
+        for top in range(first * block - down, past * block - down, block):
             upper, lower = max(top, self.q_start), min(top + block, self.q_stop) - 1
             start, stop = max(self.k_start, upper - self.hi), min(self.k_stop, lower - self.lo + 1)
             blocks += -(-(stop - start) // block)
@@ -104,22 +107,69 @@ class Tile:
 
 
 class Tiles(tuple[Tile, ...]):
-    """The disjoint tiles of one block pair. Its hash is kept: kernels look their launch tables up by it."""
+    """The disjoint tiles of one block pair. What is asked of all of them is worked out once, their hash too."""
 
-    _hash: int
+    _visited: dict[tuple[int, int], int]
 
     def __new__(cls, tiles: Iterable[Tile] = ()) -> Tiles:
         self = super().__new__(cls, tiles)
-        self._hash = tuple.__hash__(self)
+        self._visited = {}
         return self
 
     def __hash__(self) -> int:
         return self._hash
 
-    @property
+    @cached_property
+    def _hash(self) -> int:  # kernels look their launch tables up by it
+        return tuple.__hash__(self)
+
+    @cached_property
     def area(self) -> int:
         """Pairs in all of them."""
-        return sum(t.area for t in self)
+        return sum([t.area for t in self])
+
+    @cached_property
+    def rows(self) -> tuple[int, int]:
+        """Of all of them together, a row that several have counted each time; and of the tallest."""
+        rows = [t.q_stop - t.q_start for t in self]
+        return sum(rows), max(rows, default=0)
+
+    @cached_property
+    def columns(self) -> int:
+        """Of all of them together, one that several have counted each time."""
+        return sum(t.k_stop - t.k_start for t in self)
+
+    @cached_property
+    def box(self) -> tuple[int, int, int, int]:
+        """Rows from and up to, and columns from and up to, that hold all of them; there must be some."""
+        return (
+            min([t.q_start for t in self]),
+            max([t.q_stop for t in self]),
+            min([t.k_start for t in self]),
+            max([t.k_stop for t in self]),
+        )
+
+    @cached_property
+    def covered(self) -> tuple[int, int]:
+        """Rows, and columns, in any of them."""
+        return covered([(t.q_start, t.q_stop) for t in self]), covered([(t.k_start, t.k_stop) for t in self])
+
+    def visited(self, block: int, down: int = 0) -> int:
+        """`Tile.visited` of all of them."""
+        key = block, down % block
+        if key not in self._visited:
+            self._visited[key] = sum(t.visited(*key) for t in self)
+        return self._visited[key]
+
+
+def covered(ranges: Iterable[tuple[int, int]]) -> int:
+    """How many indices are in any of these ranges."""
+    held = end = 0
+    for start, stop in sorted(ranges):
+        if stop > end:
+            held += stop - max(start, end)
+            end = stop
+    return held
 
 
 def banded_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Tile | None:
@@ -130,19 +180,8 @@ def banded_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi
         k_start, k_stop: columns, that is rows of the block of keys.
         lo, hi: row i sees column j where lo <= i - j <= hi; causal is lo = 0, and `UNBOUNDED` is no bound.
     """
-    if q_start >= q_stop or k_start >= k_stop:
-        return None
-    lo, hi = max(lo, q_start - k_stop + 1), min(hi, q_stop - 1 - k_start)
-    if lo > hi:
-        return None
-    return Tile(
-        max(q_start, k_start + lo),
-        min(q_stop, k_stop + hi),
-        max(k_start, q_start - hi),
-        min(k_stop, q_stop - lo),
-        lo,
-        hi,
-    )
+    box = make_box(q_start, q_stop, k_start, k_stop, lo, hi)
+    return Tile(*box) if box else None
 
 
 def checked_tiles(tiles: Iterable[Tile], rows: int, columns: int) -> Tiles:
@@ -177,28 +216,65 @@ def find_tiles(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) 
 
     Raises `LayoutError` when segments of different steps meet: their band would not be a band of indices.
     """
-    return fuse(list(_pieces(mask, queries, keys)))
+    return Tiles(Tile(*box) for box in fused(list(_pieces(mask, queries, _KeySearch(keys)))))
 
 
 def sees(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> bool:
     """Whether any query of one block sees any key of the other."""
-    return next(_pieces(mask, queries, keys), None) is not None
+    return next(_pieces(mask, queries, _KeySearch(keys)), None) is not None
+
+
+class BlockPairs:
+    """A mask between the blocks of all ranks: what is asked of a pair is worked out once, for all who plan with it."""
+
+    def __init__(self, mask: Mask, queries: Sequence[Sequence[Segment]], keys: Sequence[Sequence[Segment]]) -> None:
+        self._mask, self._queries, self._keys = mask, queries, keys
+        self._searches: dict[int, _KeySearch] = {}
+        self._seen: dict[tuple[int, int], bool] = {}
+        self._tiles: dict[tuple[int, int], Tiles] = {}
+
+    def sees(self, q_owner: int, k_owner: int) -> bool:
+        """Whether any query of one rank sees any key of the other."""
+        pair = q_owner, k_owner
+        if pair not in self._seen:
+            self._seen[pair] = next(self._pieces(q_owner, k_owner), None) is not None
+        return self._seen[pair]
+
+    def tiles(self, q_owner: int, k_owner: int) -> Tiles:
+        """Those of one rank's queries against the other's keys; of the last few thousand pairs, they are kept."""
+        pair = q_owner, k_owner
+        if pair not in self._tiles:
+            if len(self._tiles) >= _PAIRS_KEPT:
+                self._tiles.clear()
+            self._tiles[pair] = Tiles(Tile(*box) for box in fused(list(self._pieces(q_owner, k_owner))))
+        return self._tiles[pair]
+
+    def _pieces(self, q_owner: int, k_owner: int) -> Iterator[Box]:
+        if k_owner not in self._searches:
+            self._searches[k_owner] = _KeySearch(self._keys[k_owner])
+        return _pieces(self._mask, self._queries[q_owner], self._searches[k_owner])
 
 
 def area(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> int:
     """How many pairs of two blocks it lets through."""
-    return sum(piece.area for piece in _pieces(mask, queries, keys))
+    return sum(map(box_area, _pieces(mask, queries, _KeySearch(keys))))
 
 
-def _pieces(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> Iterator[Tile]:
-    find = _KeySearch(keys)
+def fuse(tiles: Iterable[Tile]) -> Tiles:
+    """The same pairs in fewer tiles where a union of some disjoint ones is a banded box again."""
+    boxes = [(t.q_start, t.q_stop, t.k_start, t.k_stop, t.lo, t.hi) for t in tiles]
+    return Tiles(Tile(*box) for box in fused(boxes))
+
+
+def _pieces(mask: Mask, queries: Sequence[Segment], keys: _KeySearch) -> Iterator[Box]:
     q_offset = 0
     for q in queries:
-        for region in mask.regions_of_rows(q.start, q.last + 1):
-            first, last = max(region.k_start, q.start - region.hi), min(region.k_stop - 1, q.last - region.lo)
-            for k, k_offset in find.between(first, last):
-                if tile := _piece(region, q, k, q_offset, k_offset):
-                    yield tile
+        first, last = q.start, q.last
+        for region in mask.regions_of_rows(first, last + 1):
+            first_key, last_key = max(region.k_start, first - region.hi), min(region.k_stop - 1, last - region.lo)
+            for k, k_offset in keys.between(first_key, last_key):
+                if box := _piece(region, q, k, q_offset, k_offset):
+                    yield box
         q_offset += q.count
 
 
@@ -207,20 +283,21 @@ class _KeySearch:
 
     def __init__(self, keys: Sequence[Segment]) -> None:
         self._pairs = list(zip(keys, accumulate((k.count for k in keys), initial=0), strict=False))
-        self._starts: list[int] | None = None
+        self._starts: list[int] = []
         if len(keys) > _SEARCHED:
             rising = sorted(self._pairs, key=lambda pair: pair[0].start)
             if all(a.last < b.start for (a, _), (b, _) in pairwise(rising)):
-                self._pairs, self._starts = rising, [k.start for k, _ in rising]
+                self._pairs = rising
+                self._starts, self._lasts = [k.start for k, _ in rising], [k.last for k, _ in rising]
 
     def between(self, first: int, last: int) -> Sequence[tuple[Segment, int]]:
         """Segments that may hold a position of [first, last], each with the local index of its first row."""
-        if self._starts is None:
+        if not self._starts:
             return self._pairs
-        return self._pairs[max(0, bisect_right(self._starts, first) - 1) : bisect_right(self._starts, last)]
+        return self._pairs[bisect_left(self._lasts, first) : bisect_right(self._starts, last)]
 
 
-def _piece(region: Region, q: Segment, k: Segment, q_offset: int, k_offset: int) -> Tile | None:
+def _piece(region: Region, q: Segment, k: Segment, q_offset: int, k_offset: int) -> Box | None:
     """One region on one pair of segments."""
     if region.k_start > k.last or region.k_stop <= k.start:
         return None
@@ -238,44 +315,4 @@ def _piece(region: Region, q: Segment, k: Segment, q_offset: int, k_offset: int)
     base = (q.start - k.start) - q.step * (q_offset - k_offset)
     lo = -UNBOUNDED if region.lo <= -UNBOUNDED else -((base - region.lo) // q.step)
     hi = UNBOUNDED if region.hi >= UNBOUNDED else (region.hi - base) // q.step
-    return banded_box(q_offset + q_first, q_offset + q_past, k_offset + k_first, k_offset + k_past, lo, hi)
-
-
-# ----------------------------------------------------------------------------------------------- fusing
-
-
-def fuse(tiles: list[Tile]) -> Tiles:
-    """The same pairs in fewer tiles where a union of some is a banded box again.
-
-    The pieces are disjoint; so if the smallest banded box around them has the sum of their areas, it *is* them.
-    """
-    if len(tiles) < 2:
-        return Tiles(tiles)
-    if whole := _union(tiles):
-        return Tiles((whole,))
-    tiles = sorted(tiles, key=lambda t: (t.q_start, t.k_start))
-    reach = len(tiles) if len(tiles) <= _FUSE_PAIRWISE else 2
-    index = 0
-    while index < len(tiles):
-        for other in range(index + 1, min(len(tiles), index + reach)):
-            if joined := _union([tiles[index], tiles[other]]):
-                del tiles[other]
-                tiles[index] = joined
-                index = -1 if reach > 2 else index - 1  # a larger tile may fit what was tried before
-                break
-        index += 1
-    return Tiles(tiles)
-
-
-def _union(tiles: Sequence[Tile]) -> Tile | None:
-    """The banded box that is exactly these disjoint tiles, if there is one."""
-    box = banded_box(
-        min(t.q_start for t in tiles),
-        max(t.q_stop for t in tiles),
-        min(t.k_start for t in tiles),
-        max(t.k_stop for t in tiles),
-        min(t.lo for t in tiles),
-        max(t.hi for t in tiles),
-    )
-    assert box is not None
-    return box if box.area == sum(t.area for t in tiles) else None
+    return make_box(q_offset + q_first, q_offset + q_past, k_offset + k_first, k_offset + k_past, lo, hi)

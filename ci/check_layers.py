@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "config", "values", "compiling", "background"),
     ("numerics", "files"),
     ("mask", "layout"),
-    ("tiles", "moves", "heads"),
+    ("boxes", "tiles", "moves", "heads"),
     ("plans",),
     ("packets",),
     ("handling",),
@@ -44,8 +44,8 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
-    *("errors", "config", "values", "files", "mask", "layout", "tiles", "moves", "heads", "plans"),
-    *("packets", "handling", "cost", "verify", "strategies", "planning"),
+    *("errors", "config", "values", "files", "mask", "layout", "boxes", "tiles", "moves", "heads"),
+    *("plans", "packets", "handling", "cost", "verify", "strategies", "planning"),
 )
 PURE_NEVER = ("torch", "numpy", "triton", "transformers")
 

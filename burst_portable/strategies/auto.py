@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
-from burst_portable.cost import PlanCost, Rates, plan_cost
+from burst_portable.cost import Rates, plan_cost, plan_seconds
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
 from burst_portable.layout import Segment
 from burst_portable.plans import Plan, Problem
@@ -45,30 +45,37 @@ class AutoStrategy:
         if not isinstance(self.rates, Rates):
             raise InputError(explain("rates are none", got=shown(self.rates), allowed="burst_portable.cost.Rates"))
 
-    def cost(self, plan: Plan) -> PlanCost:
-        """What is compared: a plan's cost at these rates; of many ranks, that of a few."""
-        rates = self.rates if self.inner is None else replace(self.rates, node=self.inner)
-        return plan_cost(plan, rates, _sample(plan.problem))
+    def seconds(self, plan: Plan) -> float:
+        """What is compared: the predicted time of a plan at these rates; of many ranks, that of a few."""
+        return plan_seconds(plan, self._rates, _sample(plan.problem))
 
     def plan(self, problem: Problem) -> Plan:
-        costs: dict[str, tuple[PlanCost, Plan]] = {}
+        plans: dict[str, Plan] = {}
         reasons = []
         for label, strategy in self._candidates(problem):
             try:
-                plan = strategy.plan(problem)
+                plans[label] = strategy.plan(problem)
             except UnsupportedError as error:
                 reasons.append(f"not {label}: {error}")
-                continue
-            costs[label] = self.cost(plan), plan
-        best = min(costs, key=lambda label: (round(costs[label][0].seconds, 7), costs[label][0].sent))
-        ranking = sorted(costs, key=lambda label: costs[label][0].seconds)
-        told = ", ".join(f"{label} {as_time(costs[label][0].seconds)}" for label in ranking)
+        seconds = {label: self.seconds(plan) for label, plan in plans.items()}
+        least = min(round(time, 7) for time in seconds.values())
+        alike = [label for label, time in seconds.items() if round(time, 7) == least]
+        best = alike[0] if len(alike) == 1 else min(alike, key=lambda label: self._sent(plans[label]))
+        told = ", ".join(f"{label} {as_time(seconds[label])}" for label in sorted(seconds, key=seconds.__getitem__))
         source = f" at rates of {self.rates.source}" if self.rates.source else ""
         node = self.inner or self.rates.node
         if 0 < node < problem.ranks:
             source += f", {self.rates.outer_gbps:g} GB/s between nodes of {node}"
         reason = f"chose {best} by predicted time{source} ({told})" + "".join(f"; {r}" for r in reasons)
-        return replace(costs[best][1], reason=reason)
+        return replace(plans[best], reason=reason)
+
+    def _sent(self, plan: Plan) -> int:
+        """Bytes that the rank sends that sends most: the fewer, of plans that take equally long."""
+        return plan_cost(plan, self._rates, _sample(plan.problem)).sent
+
+    @property
+    def _rates(self) -> Rates:
+        return self.rates if self.inner is None else replace(self.rates, node=self.inner)
 
     def _candidates(self, problem: Problem) -> Iterator[tuple[str, Strategy]]:
         ranks = problem.ranks

@@ -21,7 +21,7 @@ from burst_portable.handling import comes_in_order
 from burst_portable.heads import can_group
 from burst_portable.layout import Layout, contiguous
 from burst_portable.moves import Ring
-from burst_portable.plans import PassPlan, Plan, Problem
+from burst_portable.plans import Plan, Problem, pass_plan
 from burst_portable.strategies.base import Traits
 
 MOST_GROUPS = 8
@@ -69,9 +69,8 @@ class UlyssesStrategy:
             heads=heads // self.groups,
             kv_heads=max(1, kv_heads // self.groups),
         )
-        part = PassPlan(whole, "kv", Ring(1))
-        results = replace(part, results=Ring(1))
-        return Plan(problem, self.name, forward=part, backward=results, reshard="heads", groups=self.groups)
+        part, back = pass_plan(whole, "kv", Ring(1)), pass_plan(whole, "kv", Ring(1), Ring(1))
+        return Plan(problem, self.name, forward=part, backward=back, reshard="heads", groups=self.groups)
 
 
 def possible_groups(problem: Problem) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ def test_import_loads_nothing_heavy():
     [
         "mask",
         "layout",
+        "boxes",
         "tiles",
         "moves",
         "plans",

@@ -54,7 +54,9 @@ class TestPlantedMistakes:
 
     def broken(self, change, rank=1, side="kv", ranks=None):
         plan = make_plan(Mask.full(), strategy="ring" if side == "kv" else "burst")
-        for _, part in plan.passes():
+        own = {name: dataclasses.replace(part) for name, part in plan.passes()}  # passes are shared by plans
+        plan = dataclasses.replace(plan, **own)
+        for part in own.values():
             steps = list(part.rank(rank))
             part._ranks[rank] = tuple(change(steps))  # kept: so few ranks never push it out
         return verify(plan, ranks=ranks)

@@ -1,0 +1,74 @@
+"""What plans of one mask have in common is worked out once, and is what each would find by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import burst_portable as bp
+from burst_portable import boxes, tiles
+from burst_portable.backends.cuda.machines import rates_of_machine
+from burst_portable.boxes import make_box
+from burst_portable.cost import plan_cost
+from burst_portable.layout import NAMES, OF_DOCUMENTS, make_layout
+from burst_portable.mask import Mask
+from burst_portable.plans import Problem
+from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.tiles import Tiles
+
+RATES = replace(rates_of_machine("NVIDIA H200", 4), block=128)
+ENDS = (0, 1300, 1301, 2500, 2720, 3100, 3101, 3950, 4000, 4777)
+MASKS = [Mask.documents(ENDS), Mask.documents(ENDS, window=150), Mask.window(700), Mask.share_question([900, 40, 700])]
+
+
+def problems(mask: Mask, ranks: int):
+    length = 4777 if mask.regions[-1].q_stop > 4777 else mask.regions[-1].q_stop
+    for name in NAMES:
+        if name not in OF_DOCUMENTS or mask is MASKS[0]:
+            where = make_layout(name, length, ranks, mask)
+            yield Problem(mask, where, where, 12, 6, 64, 64)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_what_is_told_of_a_launch_is_what_its_tiles_say(mask):
+    """Without shifting a tile: of blocks that are trimmed, and of several at once, on either side."""
+    auto = AutoStrategy(rates=RATES)
+    for problem in problems(mask, 3):
+        for label, strategy in auto._candidates(problem):
+            made = strategy.plan(problem)
+            computes = [s.compute for _, part in made.passes() for s in part.rank(0 if made.reshard else 1)]
+            for one in filter(None, computes):
+                found = Tiles(one.tiles)
+                assert (one.count, one.area, one.rows, one.columns, one.covered) == (
+                    len(found), found.area, found.rows, found.columns, found.covered
+                ), label  # fmt: skip
+                assert one.visited(128) == sum(tile.visited(128) for tile in found)
+            assert auto.seconds(made) == plan_cost(made, RATES).seconds
+
+
+def test_a_pair_of_blocks_is_looked_at_once_for_all_strategies_and_layouts_of_a_mask(monkeypatch):
+    """A mask that is new with every batch is planned before its step can begin."""
+    made = []
+    monkeypatch.setattr(tiles, "fused", lambda found: made.append(len(found)) or boxes.fused(found))
+    mask = Mask.documents((0, *range(100, 3000, 70), 3001))
+    plan = bp.plan(seq_len=3001, ranks=4, heads=12, mask=mask, layout="auto", strategy=AutoStrategy(rates=RATES))
+    assert "document_zigzag" in plan.reason
+    assert len(made) <= 4 * 4 * 4 + 1  # four layouts, and the whole sequence for Ulysses
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 12)] * 2, *[st.integers(1, 5)] * 2, *[st.integers(-6, 6)] * 2), max_size=30))
+def test_two_that_are_told_apart_at_once_have_no_union(drawn):
+    made = [make_box(q, q + rows, k, k + columns, min(a, b), max(a, b)) for q, k, rows, columns, a, b in drawn]
+    pieces = sorted(((box, boxes.box_area(box)) for box in made if box), key=boxes._corner)
+    for index, piece in enumerate(pieces):
+        for later in pieces[index + 1 :]:
+            if not set(cells(piece[0])) & set(cells(later[0])):
+                assert boxes._union_of_two(piece, later) == boxes._union((piece, later))
+
+
+def cells(box):
+    q_start, q_stop, k_start, k_stop, lo, hi = box
+    return [(i, j) for i in range(q_start, q_stop) for j in range(k_start, k_stop) if lo <= i - j <= hi]
