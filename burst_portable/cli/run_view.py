@@ -81,7 +81,7 @@ class View:
         self._console.print(table)
         self._console.print(f"times   {timing_text(facts)}", markup=False, style="dim")
         if utilised := utilisation_text(facts):
-            self._console.print(f"of peak {utilised}", markup=False, style="dim")
+            self._console.print(f"MFU     {utilised}", markup=False, style="dim")
         for note in facts["notes"]:
             self._console.print(f"note    {note}", markup=False)
 
@@ -131,8 +131,8 @@ def utilisation_text(facts: dict[str, Any]) -> str:
     if facts["model_flop_utilisation"] is None:
         return ""
     peak, needed = facts["peak"], flops_text(facts["model_flops_per_step"])
-    of = f"{facts['world_size']} x {flops_text(peak['flops'])}/s in {peak['dtype']} ({peak['source']})"
-    return f"{needed} that the model needs for a {_unit(facts['mode'] == 'perplexity')}, over its time, of {of}"
+    most = f"{facts['world_size']} x {flops_text(peak['flops'])}/s in {peak['dtype']} ({peak['source']})"
+    return f"{needed} that the model needs for a {_unit(facts['mode'] == 'perplexity')}, over what {most} do meanwhile"
 
 
 def _unit(scoring: bool) -> str:
