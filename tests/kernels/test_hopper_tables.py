@@ -1,5 +1,7 @@
 """The Hopper launch tables against dense masks: every pair exactly once, and nothing but the mask."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 
@@ -90,6 +92,30 @@ def test_keys_that_nobody_sees_are_launched_where_gradients_are_written():
     rows = [table.numbers[16 * w : 16 * w + 6] for w in range(table.blocks)]
     assert sorted(row[0] for row in rows) == [0, 1, 2, 3]
     assert [(row[2], row[3], row[5]) for row in rows if row[0] >= 2] == [(0, 0, 0)] * 2, "nothing to visit"
+
+
+def visits(table: LaunchTable) -> list[list[tuple[int, ...]]]:
+    """What each row of a backward table visits: its outer block and a masked entry, or where a full block starts."""
+    rows = []
+    for w in range(table.blocks):
+        index, runs_at, runs, full, masked_at, masked = table.numbers[16 * w : 16 * w + 6]
+        pairs = [table.numbers[runs_at + 2 * r : runs_at + 2 * r + 2] for r in range(runs)]
+        starts = [start + 64 * i for start, count in pairs for i in range(count)]
+        entries = [table.numbers[masked_at + 8 * i : masked_at + 8 * i + 8] for i in range(masked)]
+        assert len(starts) == full + masked
+        assert starts[:masked] == [entry[0] for entry in entries]
+        rows.append([(index, *entry) for entry in entries] + [(index, start) for start in starts[masked:]])
+    return rows
+
+
+def test_a_block_that_many_see_is_divided_where_its_gradients_are_added():
+    n, sinks = 8192, 64
+    tiles = Tiles([Tile(0, n, sinks, n, 0, 255), Tile(0, n, 0, sinks, 0, n)])
+    written, added = (visits(backward_table(tiles, n, 64, 128, every_block_of=keys)) for keys in (n, 0))
+    assert max(map(len, written)) == 128 + 5, "the sinks' queries, and the window of the keys beside them"
+    assert max(map(len, added)) <= 64
+    assert sorted(chain(*written)) == sorted(chain(*added)), "the same, no more and no less"
+    assert not backward_table(Tiles([Tile(0, n, 0, n, 0, n)]), n, 64, 128).uneven, "causal: twice the average"
 
 
 def test_size_follows_the_border_and_not_the_area():

@@ -62,13 +62,22 @@ QUERY_BLOCK = 128  # of the forward: two warpgroups of 64 rows
 KEY_BLOCK = 128  # of the backward: two warpgroups of 64 keys
 
 
+@dataclass(frozen=True, slots=True)
+class _OnDevice:
+    """A `hopper_tables.LaunchTable` whose numbers are on the device."""
+
+    numbers: Tensor
+    blocks: int
+    uneven: bool
+
+
 class HopperKernel:
     """See `kernels.contract.Kernel`. Merges into a state and adds into gradients in its own epilogues."""
 
     name = "hopper"
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[Hashable, tuple[Tensor, int]] = OrderedDict()
+        self._tables: OrderedDict[Hashable, _OnDevice] = OrderedDict()
 
     def supports(self, problem: Problem) -> Support:
         if reason := self._cannot_run(problem):
@@ -121,14 +130,14 @@ class HopperKernel:
             state = (out, lse)
         out, lse = state
         _check_last_stride("lse", lse)
-        table, blocks = self._table(
+        table = self._table(
             ("forward", tiles, rows, dim, fresh, q.device),
             lambda: forward_table(tiles, rows, QUERY_BLOCK, config.BN, every_block=fresh),
         )
         compiled = _compiled()
         group = heads // k.shape[2]
         head_group = _head_group(heads, group, k.shape[1] * dim * 4)
-        items = blocks * batch * heads
+        items = table.blocks * batch * heads
         mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16
         with torch.cuda.device(q.device):
             compiled.forward(
@@ -139,8 +148,9 @@ class HopperKernel:
                     compiled.rows("k", k, config.BN, dim),
                     compiled.rows("v", v, config.BN, dim),
                     compiled.rows("out", out, 64, dim),
-                    lse, table, compiled.counter(q.device), options.scale * _LOG2E, rows, lse.stride(0), lse.stride(1),
-                    items, heads, group, blocks, head_group,
+                    lse, table.numbers, compiled.counter(q.device),
+                    options.scale * _LOG2E, rows, lse.stride(0), lse.stride(1),
+                    items, heads, group, table.blocks, head_group,
                 ),
                 (config.BN, dim, config.NS, mode, config.REGS),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
@@ -187,10 +197,12 @@ class HopperKernel:
         tiles: Tiles,
         options: Options,
     ) -> Gradients:
-        """See `kernels.whole`: dK and dV in the dtype of k where one query head alone makes them."""
+        """See `kernels.whole`: dK and dV in the dtype of k where one program alone makes them."""
         if options.deterministic or not tiles or q.numel() == 0 or k.numel() == 0 or q.shape[2] != k.shape[2]:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
         _check_options(options)
+        if self._backward_table(q, tiles, k.shape[1]).uneven:  # several programs each, whose shares are added
+            return added_up(self, dout, q, k, v, out, lse, tiles, options)
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         into = (dq, torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty_like(v, memory_format=_PLAIN))
         self._backward(dout, q, k, v, lse, tiles, options, None, out, into, store=True)
@@ -213,11 +225,8 @@ class HopperKernel:
     ) -> None:
         """Add to `into`; or, with `store`, add to dq and write dk and dv."""
         batch, rows, heads, dim = q.shape
-        config, keys = BACKWARD[dim], k.shape[1] if store else 0
-        table, blocks = self._table(
-            ("backward", tiles, rows, dim, keys, q.device),
-            lambda: backward_table(tiles, rows, config.BM, KEY_BLOCK, every_block_of=keys),
-        )
+        config = BACKWARD[dim]
+        table = self._backward_table(q, tiles, k.shape[1] if store else 0)
         compiled = _compiled()
         group = heads // k.shape[2]
         head_group = _head_group(heads, group, rows * dim * 4 * group)
@@ -228,7 +237,7 @@ class HopperKernel:
             minus_lse, minus_delta = _row_terms(compiled, dout, lse, delta, out, options.scale, config.BM, fold)
             compiled.backward(
                 (q.device.index, q.dtype, dim, store),
-                (head_group, blocks, batch * heads // head_group),
+                (head_group, table.blocks, batch * heads // head_group),
                 (
                     compiled.rows("q", q, config.BM, dim),
                     compiled.rows("k", k, 64, dim),
@@ -239,7 +248,7 @@ class HopperKernel:
                     compiled.rows("dq", dq, 64, 64),
                     compiled.rows("dk", dk, 64, dim),
                     compiled.rows("dv", dv, 64, dim),
-                    table, options.scale, options.scale * _LOG2E,
+                    table.numbers, options.scale, options.scale * _LOG2E,
                     heads, group, head_group,
                 ),
                 (config.BM, dim, config.NQ, fold, int(store), config.REGS),
@@ -250,13 +259,21 @@ class HopperKernel:
         """The portable kernel's: `numerics.row_delta` in one pass over its two tensors."""
         return _portable().row_delta(dout, out)
 
-    def _table(self, key: tuple[Any, ...], build: Callable[[], LaunchTable]) -> tuple[Tensor, int]:
+    def _backward_table(self, q: Tensor, tiles: Tiles, keys: int) -> _OnDevice:
+        """keys: their length where dk and dv are written, else 0."""
+        rows, dim = q.shape[1], q.shape[3]
+        return self._table(
+            ("backward", tiles, rows, dim, keys, q.device),
+            lambda: backward_table(tiles, rows, BACKWARD[dim].BM, KEY_BLOCK, every_block_of=keys),
+        )
+
+    def _table(self, key: tuple[Any, ...], build: Callable[[], LaunchTable]) -> _OnDevice:
         """The launch table on the device, from the cache if it is there."""
         found = self._tables.get(key)
         if found is None:
             table = build()
-            found = (torch.tensor(table.numbers, dtype=torch.int32).to(key[-1]), table.blocks)
-            self._tables[key] = found
+            numbers = torch.tensor(table.numbers, dtype=torch.int32).to(key[-1])
+            found = self._tables[key] = _OnDevice(numbers, table.blocks, table.uneven)
             while len(self._tables) > _TABLES:
                 self._tables.popitem(last=False)
         return found

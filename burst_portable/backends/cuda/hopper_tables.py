@@ -24,14 +24,19 @@ from burst_portable.tiles import Tile, Tiles
 
 _WORK = 16
 _HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # a masked block that shows nothing
+_SHORT = 64  # inner blocks: no longer is no reason to divide
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchTable:
-    """The int32 numbers, and how many outer blocks are launched a head."""
+    """The int32 numbers, and how many outer blocks are launched a head.
+
+    uneven: some outer block visits so many more than the others that it is better divided.
+    """
 
     numbers: list[int]
     blocks: int
+    uneven: bool = False
 
 
 @dataclass(slots=True)
@@ -81,24 +86,52 @@ def forward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_blo
     for index, block in blocks.items():
         if not block.masked:
             _peel(block, index, walk)
-    return _pack(blocks, peel=True)
+    return _pack(blocks.items(), peel=True)
 
 
 def backward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_block_of: int = 0) -> LaunchTable:
-    """Key blocks outside.
+    """Key blocks outside, some more than once: all add to their gradients, so that a long one may be divided.
 
     Args:
         rows: length of the queries.
-        every_block_of: length of the keys, if blocks that nobody sees are launched as well, for they must write 0.
+        every_block_of: length of the keys, if blocks write their gradients instead: none is divided then, and those
+            that nobody sees are launched as well, for they must write 0.
     """
     turned = (Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles)
     walk = Walk(k_block, q_block, inner_length=rows, inner_align=4)
-    blocks = _collect(turned, walk)
+    collected = _collect(turned, walk)
+    most = _longest_of(collected)
+    uneven = any(block.length > most for block in collected.values())
     for index in range(-(-every_block_of // k_block)):
-        blocks.setdefault(index, _Block())
-    for index, block in blocks.items():
+        collected.setdefault(index, _Block())
+    blocks = []
+    for index, block in collected.items():
         block.runs = [part for run in block.runs for part in _turned(run, index * walk.outer, walk.inner)]
-    return _pack(blocks, peel=False)
+        divided = [block] if every_block_of else _divided(block, most, walk.inner)
+        blocks += [(index, part) for part in divided]
+    return _pack(blocks, peel=False, uneven=uneven)
+
+
+def _longest_of(blocks: dict[int, _Block]) -> int:
+    """How many inner blocks a block may visit. A head's long ones begin first, but the last head's end last."""
+    total = sum(block.length for block in blocks.values())
+    return max(_SHORT, 2 * -(-total // max(1, len(blocks))))
+
+
+def _divided(block: _Block, most: int, inner: int) -> Iterator[_Block]:
+    """Parts of one block, about equally long, none longer than `most`."""
+    each = -(-block.length // -(-block.length // most))
+    left = _Block(list(block.runs), list(block.masked))
+    while left.length:
+        part = _Block(masked=left.masked[:each])
+        left.masked = left.masked[each:]
+        while left.runs and part.length < each:
+            start, count = left.runs.pop(0)
+            taken = min(count, each - part.length)
+            part.runs.append((start, taken))
+            if taken < count:
+                left.runs.insert(0, (start + taken * inner, count - taken))
+        yield part
 
 
 def _collect(tiles: Iterable[Tile], walk: Walk) -> dict[int, _Block]:
@@ -157,9 +190,9 @@ def _turned(run: tuple[int, int], outer: int, inner: int) -> Iterator[tuple[int,
         yield run
 
 
-def _pack(blocks: dict[int, _Block], *, peel: bool) -> LaunchTable:
+def _pack(blocks: Iterable[tuple[int, _Block]], *, peel: bool, uneven: bool = False) -> LaunchTable:
     """Long blocks first: what is launched last should be short."""
-    order = sorted(blocks.items(), key=lambda item: -item[1].length)
+    order = sorted(blocks, key=lambda item: -item[1].length)
     work: list[int] = []
     runs: list[int] = []
     masked: list[int] = []
@@ -178,4 +211,4 @@ def _pack(blocks: dict[int, _Block], *, peel: bool) -> LaunchTable:
             runs += run
         for entry in rest:
             masked += entry
-    return LaunchTable(work + runs + masked, len(order))
+    return LaunchTable(work + runs + masked, len(order), uneven)
