@@ -1,7 +1,7 @@
 """Two levels on one node: groups of its GPUs stand for nodes, and what crosses between them is slow.
 
-    torchrun --nproc-per-node 8 benchmarks/two_levels.py --node 4 --outer-gbps 10      what crosses is held back
-    torchrun --nproc-per-node 8 benchmarks/two_levels.py --node 4 --sockets            NCCL takes the groups for hosts
+    torchrun --nproc-per-node 8 benchmarks/two_levels.py --inner 4 --outer-gbps 10      what crosses is held back
+    torchrun --nproc-per-node 8 benchmarks/two_levels.py --inner 4 --sockets            NCCL takes the groups for hosts
     python benchmarks/two_levels.py --simulate                                         64 and 1,024 GPUs, by the plan
 
 The double ring beside rings over all ranks, in one run: with no slow link, and with links of so many GB/s a rank.
@@ -156,17 +156,17 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         if arguments.sockets:
-            look_like_nodes(arguments.node)
+            look_like_nodes(arguments.inner)
         self.arguments, self.started = arguments, time.monotonic()
         self.links = join(arguments.deadline)
         self.clock, self.guard = Clock(self.links), Guard(self.links.rank)
-        if self.links.size % arguments.node or not 1 < arguments.node < self.links.size:
-            raise SystemExit(f"--node {arguments.node} makes no two nodes or more of {self.links.size} ranks")
+        if self.links.size % arguments.inner or not 1 < arguments.inner < self.links.size:
+            raise SystemExit(f"--inner {arguments.inner} makes no two nodes or more of {self.links.size} ranks")
         self.row, device = ROWS[arguments.row], self.links.device
         self.mask = bp.Mask.parse(self.row.mask, self.row.length)
         self.backend = for_device(device.type)
         transport = partial(self.backend.transport, deadline=arguments.deadline)
-        plain = with_two_levels(transport, self.links.group, arguments.node, device.type)
+        plain = with_two_levels(transport, self.links.group, arguments.inner, device.type)
         plain.begin()
         plain.end()
         near, far = plain.near, plain.far
@@ -175,7 +175,7 @@ class Run:
             "sockets" if arguments.sockets else "no slow link": (plain, None)
         }
         for gbps in arguments.outer_gbps:
-            slow = TwoLevelTransport(near, partial(Slowed, far, gbps, device), arguments.node)
+            slow = TwoLevelTransport(near, partial(Slowed, far, gbps, device), arguments.inner)
             self.transports[f"{gbps:g} GB/s"] = slow, gbps
         self.results: list[Measured] = []
 
@@ -210,7 +210,7 @@ class Run:
         transport, gbps = self.transports.get(link, (None, None))
         result = Measured(name, link, gbps)
         self.results.append(result)
-        strategy = strategy_named(name, self.arguments.node)
+        strategy = strategy_named(name, self.arguments.inner)
         # With everything sent once, what came is kept, and nothing moves any more.
         still = Still(next(iter(self.transports.values()))[0]) if transport is None else None
         mesh = self.links.mesh(transport or still)  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ class Run:
         kernel, _ = choose_kernel(self.backend, problem, self.arguments.kernel)
         rates = replace(rates_of(self.backend, self.links.size, kernel), direct=())  # NCCL alone reaches other nodes
         if gbps:
-            rates = replace(rates, node=self.arguments.node, outer_gbps=gbps)
+            rates = replace(rates, node=self.arguments.inner, outer_gbps=gbps)
         return simulated(strategy, self.row.length, self.links.size, self.row.heads, self.row.head, rates)
 
     def measure(self, entries: list[Entry]) -> None:
@@ -266,14 +266,14 @@ class Run:
     def write(self) -> None:
         a = self.arguments
         facts = {
-            "setting": {**setting(), "ranks": self.links.size, "node": a.node},
+            "setting": {**setting(), "ranks": self.links.size, "node": a.inner},
             "row": {**asdict(self.row), "name": a.row, "kernel": a.kernel},
             "results": [asdict(result) for result in self.results],
         }
         save(a.out, f"two-levels-{a.label}", facts)
 
     def print_table(self) -> None:
-        nodes = f"{self.links.size // self.arguments.node} groups of {self.arguments.node}"
+        nodes = f"{self.links.size // self.arguments.inner} groups of {self.arguments.inner}"
         print(f"{nodes}; " + " ".join(f"{name} {value};" for name, value in setting().items()))
         print(f"{self.arguments.row}, {self.arguments.kernel}; milliseconds forward, backward; kept; predicted")
         still = {r.strategy: r.milliseconds for r in self.results if r.link == "nothing sent"}
@@ -335,7 +335,7 @@ def save(folder: Path, name: str, facts: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--node", type=int, default=2, help="ranks that stand for a node")
+    parser.add_argument("--inner", type=int, default=2, help="ranks that stand for a node")
     parser.add_argument("--outer-gbps", default="", help="slow links between nodes, GB/s a rank: 5,10,25")
     parser.add_argument("--sockets", action="store_true", help="NCCL goes from node to node through sockets")
     parser.add_argument("--simulate", action="store_true", help="no ranks: what plans predict of clusters")
