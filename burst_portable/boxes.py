@@ -54,7 +54,7 @@ def fused(boxes: Sequence[Box]) -> list[Box]:
     pieces = [(box, box_area(box)) for box in boxes]
     if len(pieces) < 2:
         return list(boxes)
-    if whole := _union(pieces):
+    if whole := _union(boxes, sum(area for _, area in pieces)):
         return [whole[0]]
     pieces.sort(key=_corner)
     if len(pieces) > _FUSE_PAIRWISE:
@@ -88,16 +88,14 @@ def _union_of_two(piece: _Piece, later: _Piece) -> _Piece | None:
     (_, q_stop, _, k_stop, _, _), (q_start, _, k_start, _, lo, hi) = piece[0], later[0]
     if q_start >= q_stop and k_start >= k_stop and lo <= q_start - k_start + 1 <= hi:
         return None  # left of the later one's first pair is a pair of neither, which a box around both would hold
-    return _union((piece, later))
+    return _union((piece[0], later[0]), piece[1] + later[1])
 
 
-def _union(pieces: Sequence[_Piece]) -> _Piece | None:
-    """The banded box that is exactly these disjoint ones, if there is one."""
-    boxes, areas = zip(*pieces, strict=True)
+def _union(boxes: Sequence[Box], area: int) -> _Piece | None:
+    """The banded box that is exactly these disjoint ones, of so many pairs in all, if there is one."""
     q_starts, q_stops, k_starts, k_stops, los, his = zip(*boxes, strict=True)
     box = make_box(min(q_starts), max(q_stops), min(k_starts), max(k_stops), min(los), max(his))
     assert box is not None, "none of them is empty"
-    area = sum(areas)
     return (box, area) if box_area(box) == area else None
 
 

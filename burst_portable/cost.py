@@ -367,7 +367,8 @@ class PlanCost:
 
 def plan_seconds(plan: Plan, rates: Rates, ranks: Iterable[int]) -> float:
     """`PlanCost.seconds` over these ranks."""
-    ranks = tuple(ranks)
+    if plan.reshard:  # ranks of as many rows do the same
+        ranks = {plan.layout.count(rank): rank for rank in ranks}.values()
     return sum(max([rank_seconds(plan, name, r, rates) for r in ranks]) for name in PASSES)
 
 

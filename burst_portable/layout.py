@@ -59,9 +59,10 @@ class Segment:
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
         """The local indices [first, past) whose positions lie in [start, stop)."""
-        if self.step == 1:  # many are asked
-            first, past = max(0, start - self.start), min(self.count, stop - self.start)
-            return first, max(first, past)
+        if self.step == 1:  # as most are, and many are asked
+            first, past = start - self.start, stop - self.start
+            first, past = first if first > 0 else 0, past if past < self.count else self.count
+            return first, past if past > first else first
         first = max(0, -((self.start - start) // self.step))  # ceil((start - self.start) / step)
         past = min(self.count, -((self.start - stop) // self.step))
         return first, max(first, past)

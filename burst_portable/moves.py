@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from burst_portable.tiles import BlockPairs
 
@@ -28,8 +28,7 @@ Own = Literal["first", "last"]
 """When a rank computes with the block that is its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """Rows of one block from one rank to another. Both post it at step `issue`; step `needed` waits for it.
 
     An input (``result`` false) is posted before the computation of its step, once that step's own arrivals are

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 
 from burst_portable.moves import Move, Side
@@ -65,6 +66,7 @@ def message_size(problem: Problem, move: Move) -> int:
     return (move.rows[1] - move.rows[0]) * row_size(problem, move.side, result=move.result)
 
 
+@lru_cache(maxsize=256)
 def row_size(problem: Problem, side: Side, *, result: bool) -> int:
     """Bytes of a row of a block on the wire."""
     return sum(field.size(problem.batch) for field in fields(problem, side, result=result))

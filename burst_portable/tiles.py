@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from burst_portable.boxes import Box, box_area, fused, make_box
 from burst_portable.errors import LayoutError, ShapeError, explain, shown
@@ -216,12 +217,12 @@ def find_tiles(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) 
 
     Raises `LayoutError` when segments of different steps meet: their band would not be a band of indices.
     """
-    return Tiles(Tile(*box) for box in fused(list(_pieces(mask, queries, _KeySearch(keys)))))
+    return Tiles(Tile(*box) for box in fused(list(_pieces(_rows(mask, queries), _KeySearch(keys)))))
 
 
 def sees(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> bool:
     """Whether any query of one block sees any key of the other."""
-    return next(_pieces(mask, queries, _KeySearch(keys)), None) is not None
+    return next(_pieces(_rows(mask, queries), _KeySearch(keys)), None) is not None
 
 
 class BlockPairs:
@@ -229,6 +230,7 @@ class BlockPairs:
 
     def __init__(self, mask: Mask, queries: Sequence[Sequence[Segment]], keys: Sequence[Sequence[Segment]]) -> None:
         self._mask, self._queries, self._keys = mask, queries, keys
+        self._rows: dict[int, list[_Rows]] = {}
         self._searches: dict[int, _KeySearch] = {}
         self._seen: dict[tuple[int, int], bool] = {}
         self._tiles: dict[tuple[int, int], Tiles] = {}
@@ -250,14 +252,16 @@ class BlockPairs:
         return self._tiles[pair]
 
     def _pieces(self, q_owner: int, k_owner: int) -> Iterator[Box]:
+        if q_owner not in self._rows:
+            self._rows[q_owner] = list(_rows(self._mask, self._queries[q_owner]))
         if k_owner not in self._searches:
             self._searches[k_owner] = _KeySearch(self._keys[k_owner])
-        return _pieces(self._mask, self._queries[q_owner], self._searches[k_owner])
+        return _pieces(self._rows[q_owner], self._searches[k_owner])
 
 
 def area(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> int:
     """How many pairs of two blocks it lets through."""
-    return sum(map(box_area, _pieces(mask, queries, _KeySearch(keys))))
+    return sum(map(box_area, _pieces(_rows(mask, queries), _KeySearch(keys))))
 
 
 def fuse(tiles: Iterable[Tile]) -> Tiles:
@@ -266,16 +270,34 @@ def fuse(tiles: Iterable[Tile]) -> Tiles:
     return Tiles(Tile(*box) for box in fused(boxes))
 
 
-def _pieces(mask: Mask, queries: Sequence[Segment], keys: _KeySearch) -> Iterator[Box]:
-    q_offset = 0
+class _Rows(NamedTuple):
+    """The rows of a segment of queries that lie in a region, and between which positions the keys are that they see."""
+
+    region: Region
+    segment: Segment
+    offset: int  # of the segment's first row in its block
+    start: int
+    stop: int
+    first_key: int
+    last_key: int
+
+
+def _rows(mask: Mask, queries: Sequence[Segment]) -> Iterator[_Rows]:
+    offset = 0
     for q in queries:
         first, last = q.start, q.last
         for region in mask.regions_of_rows(first, last + 1):
-            first_key, last_key = max(region.k_start, first - region.hi), min(region.k_stop - 1, last - region.lo)
-            for k, k_offset in keys.between(first_key, last_key):
-                if box := _piece(region, q, k, q_offset, k_offset):
-                    yield box
-        q_offset += q.count
+            start, stop = q.within(region.q_start, region.q_stop)
+            keys = max(region.k_start, first - region.hi), min(region.k_stop - 1, last - region.lo)
+            yield _Rows(region, q, offset, offset + start, offset + stop, *keys)
+        offset += q.count
+
+
+def _pieces(rows: Iterable[_Rows], keys: _KeySearch) -> Iterator[Box]:
+    for some in rows:
+        for k, k_offset in keys.between(some.first_key, some.last_key):
+            if box := _piece(some, k, k_offset):
+                yield box
 
 
 class _KeySearch:
@@ -297,11 +319,13 @@ class _KeySearch:
         return self._pairs[bisect_left(self._lasts, first) : bisect_right(self._starts, last)]
 
 
-def _piece(region: Region, q: Segment, k: Segment, q_offset: int, k_offset: int) -> Box | None:
-    """One region on one pair of segments."""
+def _piece(rows: _Rows, k: Segment, k_offset: int) -> Box | None:
+    """Rows of one region on one segment of keys."""
+    region, q, q_offset, q_start, q_stop, _, _ = rows
     if region.k_start > k.last or region.k_stop <= k.start:
         return None
-    if q.step != k.step:
+    step = q.step
+    if step != k.step:
         raise LayoutError(
             explain(
                 "queries and keys are laid out with different steps",
@@ -309,10 +333,9 @@ def _piece(region: Region, q: Segment, k: Segment, q_offset: int, k_offset: int)
                 next_step="use layouts with the same step for both",
             )
         )
-    q_first, q_past = q.within(region.q_start, region.q_stop)
     k_first, k_past = k.within(region.k_start, region.k_stop)
     # Global q - k of row i and column j is base + step * (i - j): the band, divided by the step.
-    base = (q.start - k.start) - q.step * (q_offset - k_offset)
-    lo = -UNBOUNDED if region.lo <= -UNBOUNDED else -((base - region.lo) // q.step)
-    hi = UNBOUNDED if region.hi >= UNBOUNDED else (region.hi - base) // q.step
-    return make_box(q_offset + q_first, q_offset + q_past, k_offset + k_first, k_offset + k_past, lo, hi)
+    base = (q.start - k.start) - step * (q_offset - k_offset)
+    lo = -UNBOUNDED if region.lo <= -UNBOUNDED else -((base - region.lo) // step)
+    hi = UNBOUNDED if region.hi >= UNBOUNDED else (region.hi - base) // step
+    return make_box(q_start, q_stop, k_offset + k_first, k_offset + k_past, lo, hi)

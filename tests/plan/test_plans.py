@@ -87,7 +87,7 @@ class TestPlantedMistakes:
 
     def test_a_send_at_another_step(self):
         def late(steps: list[Step]):
-            moved = tuple(dataclasses.replace(m, issue=m.issue + 1) for m in steps[0].sends)
+            moved = tuple(m._replace(issue=m.issue + 1) for m in steps[0].sends)
             return [dataclasses.replace(steps[0], sends=moved), *steps[1:]]
 
         assert any("one end alone" in w for w in self.broken(late))

@@ -66,7 +66,7 @@ def test_two_that_are_told_apart_at_once_have_no_union(drawn):
     for index, piece in enumerate(pieces):
         for later in pieces[index + 1 :]:
             if not set(cells(piece[0])) & set(cells(later[0])):
-                assert boxes._union_of_two(piece, later) == boxes._union((piece, later))
+                assert boxes._union_of_two(piece, later) == boxes._union((piece[0], later[0]), piece[1] + later[1])
 
 
 def cells(box):
