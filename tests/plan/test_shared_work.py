@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +17,7 @@ from burst_portable.plans import Problem
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.tiles import Tiles
 
-RATES = replace(rates_of_machine("NVIDIA H200", 4), block=128)
+RATES = rates_of_machine("NVIDIA H200", 4)
 ENDS = (0, 1300, 1301, 2500, 2720, 3100, 3101, 3950, 4000, 4777)
 MASKS = [Mask.documents(ENDS), Mask.documents(ENDS, window=150), Mask.window(700), Mask.share_question([900, 40, 700])]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.kernels.contract import Kernel
 from burst_portable.kernels.lazy import LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
-
-_BLOCK = 128  # rows and columns that our kernels, cuDNN's and flash attention's compute at once, or nearly
 
 
 class CudaBackend(AcceleratorBackend):
@@ -81,8 +78,7 @@ class CudaBackend(AcceleratorBackend):
 
     def measured_rates(self, ranks: int, kernel: str) -> Rates | None:
         """Those of the current GPU's kind."""
-        found = rates_of_machine(torch.cuda.get_device_name(), ranks, kernel) if not self.missing() else None
-        return found and replace(found, block=_BLOCK)
+        return rates_of_machine(torch.cuda.get_device_name(), ranks, kernel) if not self.missing() else None
 
     def meter(self, index: int) -> Meter:
         return NvmlMeter(str(torch.cuda.get_device_properties(index).uuid))

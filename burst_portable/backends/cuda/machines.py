@@ -40,6 +40,7 @@ _NCCL_SPREAD: Curve = ((8 * MIB, 122.0), (64 * MIB, 262.0), (256 * MIB, 305.0))
 # Where NCCL moves a ring's blocks on four H200, a pass takes so much of its transfers longer than with nothing sent:
 # the forward kernel fills all multiprocessors until it ends; the backward one lets go of them block by block.
 _NCCL_HOLDS_UP = (0.9, 0.3)
+_BLOCK = 128  # rows and columns that our kernels, cuDNN's and flash attention's compute at once, or nearly
 _MEMORY = 3500.0  # of 4800 GB/s, in torch's elementwise operators
 
 
@@ -48,7 +49,8 @@ def rates_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Rates | N
     kernels = _H200 if "H200" in name else _H100 if "H100" in name else {}
     if not kernels:
         return None
-    rates, source = kernels.get(kernel, kernels["hopper"]), f"{kernel if kernel in kernels else 'hopper'} on"
+    rates = replace(kernels.get(kernel, kernels["hopper"]), block=_BLOCK)
+    source = f"{kernel if kernel in kernels else 'hopper'} on"
     if kernels is _H100:
         return replace(rates, source=f"{source} one H100")
     return replace(
