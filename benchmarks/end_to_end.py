@@ -32,8 +32,8 @@ if not __package__:  # started as a script by torchrun
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import burst_portable as bp
+from benchmarks.ranks import Clock, Guard, join
 from benchmarks.report import setting
-from benchmarks.ring import Clock, Guard, join
 from burst_portable.backends.registry import for_device, peaks_of
 from burst_portable.cli.training.loop import Course, Sharded, Where, train_step
 from burst_portable.cli.training.models import build, outline, quiet, recompute_layers

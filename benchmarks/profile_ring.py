@@ -39,7 +39,8 @@ if not __package__:  # started as a script by torchrun
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import burst_portable as bp
-from benchmarks.ring import ROWS, STRATEGIES, Clock, join
+from benchmarks.ranks import Clock, join
+from benchmarks.ring import ROWS, STRATEGIES
 from benchmarks.rings import strategy_named
 from burst_portable.backends.registry import for_device
 from burst_portable.kernels.contract import Options

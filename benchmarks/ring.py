@@ -14,15 +14,11 @@ and a picture are written after every row: a run that ends early keeps what it h
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -33,10 +29,12 @@ if not __package__:  # started as a script by torchrun
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import burst_portable as bp
+from benchmarks.other_rings import OTHERS
 from benchmarks.providers import Absent
+from benchmarks.ranks import Clock, Guard, connect, join
 from benchmarks.ring_report import Measured, print_tables, write
 from benchmarks.ring_rows import QUICK_ROWS, ROWS, Row
-from benchmarks.rings import OTHERS, Calls, Contestant, Links, Task, ours
+from benchmarks.rings import Calls, Contestant, Task, ours
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.errors import BurstError
 from burst_portable.kernels.contract import Options, Problem
@@ -65,94 +63,6 @@ STRATEGIES = (
     "double_ring",
 )
 QUICK_STRATEGIES = ("auto", "ring+ahead", "ring+together", "ulysses", "ulysses+2", "ulysses+4", "ring")
-
-
-# -------------------------------------------------------------------------------------------- the ranks
-
-
-def join(deadline: float) -> Links:
-    """Meet the other ranks, each on a device of its own where there are devices."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    kind = torch.accelerator.current_accelerator()
-    if kind is not None:
-        torch.accelerator.set_device_index(local)
-        device = torch.device(kind.type, local)
-        backend = for_device(kind.type).capabilities.process_group
-    else:
-        torch.set_num_threads(1)
-        device, backend = torch.device("cpu"), "gloo"
-    options = {"device_id": device} if kind is not None else {}
-    dist.init_process_group(backend, timeout=timedelta(seconds=deadline), **options)
-    return Links(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device, deadline)
-
-
-def connect(links: Links, wanted: list[str]) -> None:
-    """The transports that were asked for, or why they are not there."""
-    backend = for_device(links.device.type)
-    plain = backend.transport(links.group, links.deadline)
-    for name in wanted:
-        if name == plain.name:
-            links.transports[name] = plain
-        elif name != backend.capabilities.direct_transport:
-            links.transports[name] = f"the backend {backend.name} has none of that name"
-        else:
-            try:
-                links.transports[name] = backend.connect_direct(plain, links.group, links.deadline)  # type: ignore[attr-defined]
-            except BurstError as error:
-                links.transports[name] = str(error)
-
-
-class Clock:
-    """Seconds of work on this rank's device, the slowest rank's on all ranks."""
-
-    def __init__(self, links: Links) -> None:
-        self._device, self._streams = links.device, for_device(links.device.type).capabilities.streams
-
-    def time(self, call: Callable[[], object], calls: int) -> float:
-        """Seconds a call, of so many back to back, after all ranks have met."""
-        self.settle()
-        dist.barrier()
-        self.settle()
-        if not self._streams:
-            started = time.perf_counter()
-            for _ in range(calls):
-                call()
-            return self.slowest((time.perf_counter() - started) / calls)
-        before, after = torch.Event(enable_timing=True), torch.Event(enable_timing=True)
-        before.record()
-        for _ in range(calls):
-            call()
-        after.record()
-        self.settle()
-        return self.slowest(before.elapsed_time(after) / 1e3 / calls)
-
-    def slowest(self, value: float) -> float:
-        """The largest of all ranks."""
-        largest = torch.tensor([value], dtype=torch.float64, device=self._device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return float(largest)
-
-    def settle(self) -> None:
-        """Nothing is under way any more."""
-        if self._streams:
-            torch.accelerator.synchronize()
-
-
-class Guard:
-    """Ends the process when a part of the run takes too long: a rank that hangs must not eat the whole session."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def watch(self, seconds: float, what: str) -> threading.Timer:
-        timer = threading.Timer(seconds, self._end, (seconds, what))
-        timer.daemon = True
-        timer.start()
-        return timer
-
-    def _end(self, seconds: float, what: str) -> None:
-        print(f"rank {self._rank}: {what} took more than {seconds:g} s; giving up", file=sys.stderr, flush=True)
-        os._exit(7)
 
 
 # ----------------------------------------------------------------------------------------- correctness

@@ -34,8 +34,9 @@ if not __package__:  # started as a script by torchrun
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import burst_portable as bp
+from benchmarks.ranks import Clock, Guard, join
 from benchmarks.report import setting
-from benchmarks.ring import ERROR_LIMIT, Clock, Guard, errors, expected, join
+from benchmarks.ring import ERROR_LIMIT, errors, expected
 from benchmarks.ring_rows import ROWS
 from benchmarks.rings import Calls, Still, Task, through_autograd
 from burst_portable.backends.registry import choose_kernel, for_device, rates_of

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import burst_portable as bp
+from benchmarks.other_rings import OTHERS, Local, plain
+from benchmarks.ranks import Links
 from benchmarks.ring import Entry, _dense
 from benchmarks.ring_report import Measured
 from benchmarks.ring_rows import Row
-from benchmarks.rings import OTHERS, Links, Local, Task, ours, plain
+from benchmarks.rings import Task, ours
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,243 @@
+"""What others do with one attention over several devices, each on the same local kernel as ours; see `rings`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as functional
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.providers import Absent
+from benchmarks.ranks import Links
+from benchmarks.rings import Calls, Contestant, Gradients, Task, through_autograd
+from burst_portable.backends.registry import choose_kernel, for_device
+from burst_portable.kernels.contract import Kernel, Options, Problem
+from burst_portable.kernels.pieces import TriangleKernel
+from burst_portable.layout import Segment
+from burst_portable.numerics import finished
+from burst_portable.tiles import Tile, Tiles, find_tiles
+
+
+class Local:
+    """A kernel on boxes and causal squares in 16 bits, as other people's rings call theirs."""
+
+    def __init__(self, name: str, q: Tensor, k: Tensor) -> None:
+        problem = Problem(q.dtype, q.device.type, q.shape[2], k.shape[2], q.shape[3], k.shape[3], deterministic=False)
+        kernel, _ = choose_kernel(for_device(q.device.type), problem, name)
+        self.kernel: Kernel = kernel
+        self.operator = kernel if isinstance(kernel, TriangleKernel) else getattr(kernel, "_kernel", None)
+        if not isinstance(self.operator, TriangleKernel):
+            self.operator = None
+        self._into: dict[Any, Gradients] = {}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        if self.operator is not None:
+            return self.operator.operate(q, k, v, causal, scale)
+        state = self.kernel.attend(q, k, v, _tiles(q, k, causal), Options(scale, deterministic=False))
+        out, lse = finished(state, q.dtype)
+        return out.to(q.dtype), lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        if self.operator is not None:
+            return self.operator.operate_backward(dout, q, k, v, out, lse, causal, scale)
+        into = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+        options = Options(scale, deterministic=False)
+        self.kernel.attend_backward(dout, q, k, v, lse, _tiles(q, k, causal), options, out=out, into=into)
+        return tuple(x.to(q.dtype) for x in into)
+
+
+def _tiles(q: Tensor, k: Tensor, causal: bool) -> Tiles:
+    rows, columns = q.shape[1], k.shape[1]
+    return Tiles([Tile(0, rows, 0, columns, 0 if causal else -columns, rows)])
+
+
+def plain(task: Task) -> Calls:
+    """One call of the kernel alone on this rank's share of the area: all rows of its share of the heads."""
+    ranks, device = task.links.size, task.q.device
+    sizes = [(task.q.shape[2], task.q), (task.k.shape[2], task.k), (task.v.shape[2], task.v)]
+    generator = torch.Generator(device).manual_seed(1)
+    q, k, v, dout = (
+        torch.randn(1, task.length, max(1, heads // ranks), x.shape[3], device=device, generator=generator).to(x.dtype)
+        for heads, x in (*sizes, (task.q.shape[2], task.v))
+    )
+    problem = Problem(q.dtype, device.type, q.shape[2], k.shape[2], q.shape[3], v.shape[3], deterministic=False)
+    kernel, _ = choose_kernel(for_device(device.type), problem, task.kernel)
+    whole = (Segment(0, task.length),)
+    tiles, options = find_tiles(task.mask, whole, whole), Options(task.scale, deterministic=False)
+    out, lse = finished(kernel.attend(q, k, v, tiles, options), q.dtype)
+    into = tuple(torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (q, k, v))
+
+    def backward() -> Gradients:
+        kernel.attend_backward(dout, q, k, v, lse, tiles, options, out=out, into=into)
+        return into
+
+    return lambda: kernel.attend(q, k, v, tiles, options)[0], backward
+
+
+# ------------------------------------------------------------------------------------------------ others
+
+
+class _Ulysses(torch.autograd.Function):
+    """DeepSpeed-Ulysses by the book: all-to-all, attention on whole sequences of some heads, all-to-all."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, local: Local, scale: float, causal: bool, group: Any) -> Any:
+        ranks = dist.get_world_size(group)
+        ctx.repeats = max(1, ranks // k.shape[2])
+        kv = (x.repeat_interleave(ctx.repeats, 2) if ctx.repeats > 1 else x for x in (k, v))
+        qh, kh, vh = (_to_heads(x, group) for x in (q, *kv))
+        out, lse = local.forward(qh, kh, vh, causal, scale)
+        ctx.save_for_backward(qh, kh, vh, out, lse)
+        ctx.local, ctx.scale, ctx.causal, ctx.group = local, scale, causal, group
+        return _to_rows(out, group)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        qh, kh, vh, out, lse = ctx.saved_tensors
+        parts = ctx.local.backward(_to_heads(dout, ctx.group), qh, kh, vh, out, lse, ctx.causal, ctx.scale)
+        dq, dk, dv = (_to_rows(x, ctx.group) for x in parts)
+        if ctx.repeats > 1:
+            dk, dv = (x.unflatten(2, (-1, ctx.repeats)).sum(3) for x in (dk, dv))
+        return dq, dk, dv, None, None, None, None
+
+
+def _to_heads(x: Tensor, group: Any) -> Tensor:
+    """[1, S / W, H, D] -> [1, S, H / W, D]."""
+    ranks = dist.get_world_size(group)
+    sent = x[0].unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+    came = torch.empty_like(sent)
+    dist.all_to_all_single(came, sent, group=group)
+    return came.flatten(0, 1).unsqueeze(0)
+
+
+def _to_rows(x: Tensor, group: Any) -> Tensor:
+    """[1, S, H / W, D] -> [1, S / W, H, D]."""
+    ranks = dist.get_world_size(group)
+    sent = x[0].unflatten(0, (ranks, -1)).contiguous()
+    came = torch.empty_like(sent)
+    dist.all_to_all_single(came, sent, group=group)
+    return came.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def plain_ulysses(task: Task) -> Calls:
+    causal = _causal(task)
+    ranks, heads, kv_heads = task.links.size, task.q.shape[2], task.k.shape[2]
+    if heads % ranks or task.length % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise Absent(f"{heads}/{kv_heads} heads and {task.length} tokens cannot be shared by {ranks}")
+    q, k, v = (x.detach().requires_grad_() for x in (task.q, task.k, task.v))
+    few = task.k[:, :, : max(1, kv_heads // ranks)]
+    local = Local(task.kernel, task.q[:, :, : heads // ranks], few)
+    call = lambda: _Ulysses.apply(q, k, v, local, task.scale, causal, task.links.group)  # noqa: E731
+    return through_autograd(call, (q, k, v), task.dout)
+
+
+def zigzag_ring(task: Task) -> Calls:
+    """ring-flash-attn's own code, with our local kernel in place of the flash_attn that it imports."""
+    if not _causal(task):
+        raise Absent("its zigzag ring is causal")
+    if find_spec("ring_flash_attn") is None:
+        raise Absent("the package ring_flash_attn is not installed")
+    local = Local(task.kernel, task.q, task.k)
+    module = _with_kernel(local)
+    q, k, v = (x.detach().requires_grad_() for x in (task.q, task.k, task.v))
+    call = lambda: module.zigzag_ring_flash_attn_func(q, k, v, causal=True, group=task.links.group)  # noqa: E731
+    return through_autograd(call, (q, k, v), task.dout)
+
+
+def _with_kernel(local: Local) -> Any:
+    """The package's zigzag module. Its `__init__` is passed over: it imports transformers and more of flash_attn."""
+
+    def _flash_attn_forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        return_softmax,
+    ):  # fmt: skip
+        return *local.forward(q, k, v, causal, softmax_scale), None, None
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        parts = local.backward(dout, q, k, v, out, softmax_lse, causal, softmax_scale)
+        for buffer, part in zip((dq, dk, dv), parts, strict=True):
+            buffer.copy_(part)
+
+    interface = ModuleType("flash_attn.flash_attn_interface")
+    interface._flash_attn_forward, interface._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
+    package = ModuleType("ring_flash_attn")
+    package.__path__ = list(find_spec("ring_flash_attn").submodule_search_locations)  # type: ignore[union-attr]
+    known = {"flash_attn.flash_attn_interface": interface, "ring_flash_attn": package}
+    if "flash_attn" not in sys.modules:
+        known["flash_attn"] = import_module("flash_attn") if find_spec("flash_attn") else ModuleType("flash_attn")
+    before = {name: sys.modules.get(name) for name in known}
+    sys.modules.update(known)
+    try:
+        sys.modules.pop("ring_flash_attn.zigzag_ring_flash_attn", None)
+        return import_module("ring_flash_attn.zigzag_ring_flash_attn")
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name) if module is None else sys.modules.update({name: module})
+
+
+def context_parallel(rotate: str) -> Callable[[Task], Calls]:
+    """torch's own; it knows cuDNN and flash through scaled_dot_product_attention, and no other kernel."""
+
+    def prepare(task: Task) -> Calls:
+        backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+        if task.kernel not in backends:
+            raise Absent(f"it cannot be given the kernel {task.kernel}; ask for cudnn or flash")
+        if not _causal(task):
+            raise Absent("its zigzag is causal")
+        from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+        _enter_context_parallel(task.links, task.length)
+        leaves = tuple(x.transpose(1, 2).contiguous().requires_grad_() for x in (task.q, task.k, task.v))
+        shared = task.q.shape[2] != task.k.shape[2]
+
+        def attention() -> Tensor:
+            set_rotate_method(rotate)
+            with sdpa_kernel(backends[task.kernel]):
+                return functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=shared)
+
+        forward, backward = through_autograd(attention, leaves, task.dout.transpose(1, 2))
+        return lambda: forward().transpose(1, 2), lambda: tuple(x.transpose(1, 2) for x in backward())
+
+    return prepare
+
+
+def _enter_context_parallel(links: Links, length: int) -> None:
+    """From here on torch's SDPA is its distributed one; nobody else here calls it. It wants some buffer to cut."""
+    if links.parallel:
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel as entered
+
+    mesh = init_device_mesh(links.device.type, (links.size,))
+    some = torch.zeros(1, 1, length, 1, device=links.device)
+    links.closing.enter_context(entered(mesh, buffers=[some], buffer_seq_dims=[2]))
+    links.parallel = True
+
+
+def _causal(task: Task) -> bool:
+    """Whether the mask is causal; others than those two are ours alone."""
+    if task.mask.name not in ("causal", "full"):
+        raise Absent(f"knows no mask {task.mask}")
+    return task.mask.name == "causal"
+
+
+OTHERS = {
+    "plain call": Contestant("plain call", plain),
+    "ulysses by the book": Contestant("ulysses by the book", plain_ulysses, "contiguous"),
+    "ring-flash-attn zigzag": Contestant("ring-flash-attn zigzag", zigzag_ring, "zigzag"),
+    "context_parallel": Contestant("context_parallel", context_parallel("allgather"), "zigzag"),
+    "context_parallel alltoall": Contestant("context_parallel alltoall", context_parallel("alltoall"), "zigzag"),
+}
