@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.backends.cuda.hopper_launch import Counters, Descriptors, Launcher
+from burst_portable.backends.cuda.hopper_launch import Compiled, compiled_kernels, current_stream, on, processors
 from burst_portable.backends.cuda.hopper_tables import LaunchTable, backward_table, forward_table
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, Options, Problem, Support
@@ -134,26 +134,28 @@ class HopperKernel:
             ("forward", tiles, rows, dim, fresh, q.device),
             lambda: forward_table(tiles, rows, QUERY_BLOCK, config.BN, every_block=fresh),
         )
-        compiled = _compiled()
+        compiled = compiled_kernels()
         group = heads // k.shape[2]
         head_group = _head_group(heads, group, k.shape[1] * dim * 4)
         items = table.blocks * batch * heads
         mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16
-        with torch.cuda.device(q.device):
+        with on(q.device):
+            stream = current_stream(q.device)
             compiled.forward(
                 (q.device.index, q.dtype, mode, dim),
-                (min(items, _processors(q.device.index)), 1, 1),
+                (min(items, processors(q.device.index)), 1, 1),
                 (
                     compiled.rows("q", q, 64, dim),
                     compiled.rows("k", k, config.BN, dim),
                     compiled.rows("v", v, config.BN, dim),
                     compiled.rows("out", out, 64, dim),
-                    lse, table.numbers, compiled.counter(q.device),
+                    lse, table.numbers, compiled.counter(q.device, stream),
                     options.scale * _LOG2E, rows, lse.stride(0), lse.stride(1),
                     items, heads, group, table.blocks, head_group,
                 ),
                 (config.BN, dim, config.NS, mode, config.REGS),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
+                stream,
             )  # fmt: skip
         return state
 
@@ -227,14 +229,15 @@ class HopperKernel:
         batch, rows, heads, dim = q.shape
         config = BACKWARD[dim]
         table = self._backward_table(q, tiles, k.shape[1] if store else 0)
-        compiled = _compiled()
+        compiled = compiled_kernels()
         group = heads // k.shape[2]
         head_group = _head_group(heads, group, rows * dim * 4 * group)
         # In bf16 the scale rides in P, for nothing; in fp16 small P would leave the range of normal numbers.
         fold = int(q.dtype == torch.bfloat16)
         dq, dk, dv = into
-        with torch.cuda.device(q.device):
-            minus_lse, minus_delta = _row_terms(compiled, dout, lse, delta, out, options.scale, config.BM, fold)
+        with on(q.device):
+            stream = current_stream(q.device)
+            minus_lse, minus_delta = _row_terms(compiled, stream, dout, lse, delta, out, options.scale, config.BM, fold)
             compiled.backward(
                 (q.device.index, q.dtype, dim, store),
                 (head_group, table.blocks, batch * heads // head_group),
@@ -253,6 +256,7 @@ class HopperKernel:
                 ),
                 (config.BM, dim, config.NQ, fold, int(store), config.REGS),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
+                stream,
             )  # fmt: skip
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
@@ -280,7 +284,8 @@ class HopperKernel:
 
 
 def _row_terms(
-    compiled: _Compiled,
+    compiled: Compiled,
+    stream: int,
     dout: Tensor,
     lse: Tensor,
     delta: Tensor | None,
@@ -312,6 +317,7 @@ def _row_terms(
         ),
         (out is not None, 64, dim),
         {"num_warps": 4},
+        stream,
     )  # fmt: skip
     return minus_lse, minus_delta
 
@@ -368,36 +374,7 @@ def _device_reason(device: str) -> str:
 
 
 @cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-class _Compiled:
-    """The compiled side, imported on first use."""
-
-    def __init__(self) -> None:
-        from burst_portable.backends.cuda import hopper_backward, hopper_forward
-
-        self.OUT_16 = hopper_forward.OUT_16
-        self.OUT_32 = hopper_forward.OUT_32
-        self.MERGE_32 = hopper_forward.MERGE_32
-        self.forward = Launcher(hopper_forward.forward_kernel)
-        self.backward = Launcher(hopper_backward.backward_kernel)
-        self.prepare = Launcher(hopper_backward.prepare_kernel)
-        descriptors = Descriptors()
-        self.rows = descriptors.rows
-        self.vector = descriptors.vector
-        self.strides = descriptors.strides
-        self.counter = Counters().take
-
-
-@cache
 def _portable() -> Any:
     from burst_portable.kernels.triton.launch import TritonKernel
 
     return TritonKernel()
-
-
-@cache
-def _compiled() -> _Compiled:
-    return _Compiled()

@@ -7,6 +7,8 @@ specialise on nothing but what stands in the key given here, so that the compile
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,13 +34,18 @@ class Launcher:
         args: Sequence[Any],
         constants: Sequence[Any],
         options: dict[str, int],
+        stream: int,
     ) -> None:
-        """`key` must hold the device and everything that the types of `args`, and `constants`, depend on."""
+        """On the current device, of which `stream` must be the current one.
+
+        Args:
+            key: the device, and everything that the types of `args`, and `constants`, depend on.
+        """
         compiled = self._compiled.get(key)
         if compiled is None:
             self._compiled[key] = self._kernel[grid](*args, *constants, **options)
         else:
-            compiled[grid](*args, *constants)
+            compiled[grid](*args, *constants, stream=stream)
 
 
 class Counters:
@@ -47,17 +54,36 @@ class Counters:
     def __init__(self) -> None:
         self._pools: dict[Hashable, Iterator[Tensor]] = {}
 
-    def take(self, device: torch.device) -> Tensor:
+    def take(self, device: torch.device, stream: int) -> Tensor:
         """An int32 0 that no launch has used. A graph under capture gets one that it clears itself when replayed."""
         if torch.cuda.is_current_stream_capturing():
             return torch.zeros(1, dtype=torch.int32, device=device)
-        key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+        key = (device.index, stream)
         pool = self._pools.get(key)
         found = next(pool, None) if pool is not None else None
         if found is None:
             pool = self._pools[key] = iter(torch.zeros(_COUNTERS, dtype=torch.int32, device=device).unbind())
             found = next(pool)
         return found
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """The device made the current one; where it is already, without what torch's own way of it costs."""
+    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+
+def current_stream(device: torch.device) -> int:
+    """Its handle: a torch.cuda.Stream made for it alone would cost more than a descriptor."""
+    from triton.runtime import driver
+
+    stream: int = driver.active.get_current_stream(device.index)
+    return stream
+
+
+@cache
+def processors(device: int) -> int:
+    """How many multiprocessors it has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class _Address:
@@ -134,3 +160,28 @@ def tma_strides(name: str, x: Tensor) -> list[int]:
             )
         )
     return [*strides, 1]
+
+
+class Compiled:
+    """The kernels and what their launches need, imported on first use."""
+
+    def __init__(self) -> None:
+        from burst_portable.backends.cuda import hopper_backward, hopper_forward
+
+        self.OUT_16 = hopper_forward.OUT_16
+        self.OUT_32 = hopper_forward.OUT_32
+        self.MERGE_32 = hopper_forward.MERGE_32
+        self.forward = Launcher(hopper_forward.forward_kernel)
+        self.backward = Launcher(hopper_backward.backward_kernel)
+        self.prepare = Launcher(hopper_backward.prepare_kernel)
+        descriptors = Descriptors()
+        self.rows = descriptors.rows
+        self.vector = descriptors.vector
+        self.strides = descriptors.strides
+        self.counter = Counters().take
+
+
+@cache
+def compiled_kernels() -> Compiled:
+    """One for all: a kernel is compiled once a process."""
+    return Compiled()
