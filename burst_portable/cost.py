@@ -41,6 +41,7 @@ class Rates:
             and backward: 0 where it takes nothing that kernels need, 1 where they take turns.
         memory: GB/s at which blocks are packed, merged and added up outside of kernels; 0: that is not priced.
         backward_together: of the rate backward, what is left where one launch takes several blocks.
+        backward_in_turn: the same where a pass is several launches, block after block.
         in_pieces: whether the kernel is an operator called on pieces, whose results are merged and added up so.
         block: rows and columns that a kernel computes at once, whatever a mask hides of them; 1: exact pairs count.
         source: where the numbers come from, for people.
@@ -61,6 +62,7 @@ class Rates:
     memory: float = 0.0
     in_pieces: bool = False
     backward_together: float = 1.0
+    backward_in_turn: float = 1.0
     block: int = 1
     source: str = ""
     node: int = 0
@@ -191,7 +193,9 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         tiles=plan.groups * sum(c.count for c in computes),
         blocks_held=_most_held(steps, size),
         seconds=rank_seconds(plan, pass_name, rank, rates),
-        compute_seconds=plan.groups * sum(_work(part.problem, pass_name, c, rates) for c in computes),
+        compute_seconds=plan.groups
+        * sum(_work(part.problem, pass_name, c, rates) for c in computes)
+        / _in_turn(steps, pass_name, rates),
         link_seconds=link,
     )
 
@@ -290,17 +294,25 @@ class _Timeline:
         self._kernels = max(self._kernels, at)
 
 
+def _in_turn(steps: Sequence[Step], pass_name: PassName, rates: Rates) -> float:
+    """What is left of the kernel's rate where several launches make a pass."""
+    several = pass_name == "backward" and sum(step.compute is not None for step in steps) > 1
+    return rates.backward_in_turn if several else 1.0
+
+
 @lru_cache(maxsize=512)
 def _by_blocks(part: PassPlan, pass_name: PassName, rank: int, rates: Rates, direct: bool) -> float:
     """Seconds of one rank where blocks travel. Strategies that are compared have passes in common."""
     line, size, packed, launched = _Timeline(direct, pass_name, rates), _sizes(part), set[tuple[int, int]](), False
-    for step in part.rank(rank):
+    steps = part.rank(rank)
+    kept = _in_turn(steps, pass_name, rates)
+    for step in steps:
         line.wait(step.arrivals)
         line.handle(handling.packed(step.sends, size, rank, packed))
         line.receive(step.receives, size)
         line.handle(handling.made(step.result_sends, size))
         if step.compute:
-            line.launch(_work(part.problem, pass_name, step.compute, rates))
+            line.launch(_work(part.problem, pass_name, step.compute, rates) / kept)
             line.handle(handling.merged(part, pass_name, step.compute, first=not launched, in_pieces=rates.in_pieces))
             launched = True
         line.wait(step.result_arrivals)

@@ -148,7 +148,8 @@ def test_passes_over_memory_by_hand():
 
 LABELS = {"ahead": "fetch, all ahead", "together": "fetch, all together"}
 LABELS |= {f"{how}+last": f"{label}, own last" for how, label in LABELS.items()}
-FIRST, LATER = ("first", "gqa", "window"), ("hopper", "cudnn")  # runs on four H200
+FIRST = ("first", "gqa", "window")  # runs on four H200
+LATER = ("hopper", "cudnn", "hopper-later", "cudnn-later")
 
 
 def as_auto_says(one):
@@ -163,7 +164,7 @@ def as_auto_says(one):
 
 
 def measured():
-    """(row, kernel, transport) -> {strategy: milliseconds of both passes}, means of what was measured several times.
+    """(row, kernel, transport) -> {(strategy, layout): milliseconds of both passes}, means of several measurements.
 
     From the first runs only what computes today as it did then: not Ulysses, and no operators on pieces.
     """
@@ -174,7 +175,8 @@ def measured():
             old = run in FIRST and (label.startswith("ulysses") or one["kernel"] == "cudnn")
             if transport in ("nccl", "peer_copy") and one["milliseconds"] and not old:
                 total = one["milliseconds"]["forward"] + one["milliseconds"]["backward"]
-                found[one["row"], one["kernel"], transport][label].append(total)
+                layout = one.get("layout") or ROWS[one["row"]].layout  # of its own where `auto` chose it
+                found[one["row"], one["kernel"], transport][label, layout].append(total)
     return {case: {label: sum(t) / len(t) for label, t in times.items()} for case, times in found.items()}
 
 
@@ -193,14 +195,18 @@ def test_what_is_predicted_to_be_fastest_was_fastest(case):
     predicted = {}
     usual = {"seq_len": row.length, "ranks": 4, "heads": row.heads[0], "kv_heads": row.heads[1], "mask": row.mask}
     for label, strategy in AutoStrategy(rates=rates)._candidates(bp.plan(**usual).problem):
-        if label in times and (transport == "nccl" or label not in ("ring", "burst")):
-            made = bp.plan(**usual, layout=row.layout, strategy=strategy)
-            predicted[label] = plan_cost(made, rates).seconds * 1e3
+        for layout in {layout for found, layout in times if found == label}:
+            if transport == "nccl" or label not in ("ring", "burst"):
+                made = bp.plan(**usual, layout=layout, strategy=strategy)
+                predicted[label, layout] = plan_cost(made, rates).seconds * 1e3
     assert len(predicted) >= 2
     chosen = min(predicted, key=predicted.__getitem__)
-    assert times[chosen] <= 1.03 * min(times[label] for label in predicted), (chosen, predicted, times)
-    for label, seconds in predicted.items():
-        assert seconds == pytest.approx(times[label], rel=0.12), label
+    assert times[chosen] <= 1.03 * min(times[one] for one in predicted), (chosen, predicted, times)
+    for one, seconds in predicted.items():
+        if row.mask.startswith("documents"):  # what their short rows cost besides blocks is not in the rates
+            assert times[one] / 1.2 < seconds < times[one], one
+        else:
+            assert seconds == pytest.approx(times[one], rel=0.12), one
 
 
 def test_more_ahead_is_never_predicted_slower_and_costs_memory():
