@@ -47,7 +47,7 @@ class AutoStrategy:
 
     def seconds(self, plan: Plan) -> float:
         """What is compared: the predicted time of a plan at these rates; of many ranks, that of a few."""
-        return plan_seconds(plan, self._rates, _sample(plan.problem))
+        return plan_seconds(plan, self._rates_for(plan.problem), _sample(plan.problem))
 
     def plan(self, problem: Problem) -> Plan:
         plans: dict[str, Plan] = {}
@@ -71,14 +71,17 @@ class AutoStrategy:
 
     def _sent(self, plan: Plan) -> int:
         """Bytes that the rank sends that sends most: the fewer, of plans that take equally long."""
-        return plan_cost(plan, self._rates, _sample(plan.problem)).sent
+        return plan_cost(plan, self._rates_for(plan.problem), _sample(plan.problem)).sent
 
-    @property
-    def _rates(self) -> Rates:
-        return self.rates if self.inner is None else replace(self.rates, node=self.inner)
+    def _rates_for(self, problem: Problem) -> Rates:
+        """Peer copies reach no other node, and one transport serves all ranks."""
+        node = self.inner or self.rates.node
+        if not 0 < node < problem.ranks:
+            return self.rates
+        return replace(self.rates, node=node, direct=())
 
     def _candidates(self, problem: Problem) -> Iterator[tuple[str, Strategy]]:
-        ranks = problem.ranks
+        ranks, rates = problem.ranks, self._rates_for(problem)
         yield "ring", RingStrategy()
         yield "burst", BurstStrategy()
         yield "ring+fetch", RingStrategy(moves="fetch")
@@ -87,7 +90,7 @@ class AutoStrategy:
         yield "ulysses", UlyssesStrategy()
         # Where it was measured what messages from several ranks take at once; not for many ranks, whose blocks fill
         # the memory.
-        if (self.rates.direct or self.rates.spread) and ranks <= _AT_ONCE:
+        if (rates.direct or rates.spread) and ranks <= _AT_ONCE:
             yield "ring+fetch, all ahead", RingStrategy(moves="fetch", ahead=ranks)
             yield "burst+fetch, all ahead", BurstStrategy(moves="fetch", ahead=ranks)
             yield "ring+fetch, all ahead, own last", RingStrategy(moves="fetch", ahead=ranks, own="last")
@@ -95,7 +98,7 @@ class AutoStrategy:
             yield "ring+fetch, all together", together
             yield "ring+fetch, all together, own last", replace(together, own="last")
             yield "burst+fetch, all together", BurstStrategy(moves="fetch", ahead=ranks, together=ranks)
-        if self.rates.direct:  # copies that need no multiprocessors go on beside a kernel
+        if rates.direct:  # copies that need no multiprocessors go on beside a kernel
             for groups in possible_groups(problem):
                 yield f"ulysses, {groups} groups", UlyssesStrategy(groups=groups)
         if self.inner is not None and self.inner > 1:

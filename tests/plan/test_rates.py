@@ -229,6 +229,9 @@ def test_auto_on_a_known_machine():
     assert "all ahead" in without
     assert "4 groups" in reason
     assert "groups" not in without
+    nodes = plan(AutoStrategy(inner=4, rates=rates)).reason  # peer copies end at the node
+    assert "groups" not in nodes
+    assert "double_ring" in nodes
     assert "all ahead" not in plan(AutoStrategy(rates=rates_of_machine("NVIDIA H100 80GB HBM3", 8))).reason
     assert "all ahead" not in plan(AutoStrategy(rates=rates), ranks=32, seq_len=4096).reason  # blocks of too many
     window = plan(AutoStrategy(rates=rates), seq_len=131072, mask="window:4096", layout="contiguous").reason
