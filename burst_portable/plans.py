@@ -258,7 +258,7 @@ class PassPlan:
         return Move(self.side, owner, source, target, issue, needed, self._rows(owner, source), result=True)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def block_pairs(mask: Mask, q_layout: Layout, k_layout: Layout) -> BlockPairs:
     """Both passes, and every strategy that `auto` tries, ask for the same pairs."""
     return BlockPairs(mask, q_layout.shards, k_layout.shards)

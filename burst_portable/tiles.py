@@ -251,17 +251,16 @@ class BlockPairs:
             self._tiles[pair] = Tiles(Tile(*box) for box in fused(list(self._pieces(q_owner, k_owner))))
         return self._tiles[pair]
 
+    def area(self, q_owner: int, k_owner: int) -> int:
+        """How many pairs of both blocks the mask lets through, without their tiles."""
+        return sum(map(box_area, self._pieces(q_owner, k_owner)))
+
     def _pieces(self, q_owner: int, k_owner: int) -> Iterator[Box]:
         if q_owner not in self._rows:
             self._rows[q_owner] = list(_rows(self._mask, self._queries[q_owner]))
         if k_owner not in self._searches:
             self._searches[k_owner] = _KeySearch(self._keys[k_owner])
         return _pieces(self._rows[q_owner], self._searches[k_owner])
-
-
-def area(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> int:
-    """How many pairs of two blocks it lets through."""
-    return sum(map(box_area, _pieces(_rows(mask, queries), _KeySearch(keys))))
 
 
 def fuse(tiles: Iterable[Tile]) -> Tiles:

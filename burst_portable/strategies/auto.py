@@ -21,7 +21,7 @@ from burst_portable.strategies.burst import BurstStrategy
 from burst_portable.strategies.double_ring import DoubleRingStrategy
 from burst_portable.strategies.ring import RingStrategy
 from burst_portable.strategies.ulysses import UlyssesStrategy, possible_groups
-from burst_portable.tiles import area
+from burst_portable.tiles import BlockPairs
 
 DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
 """A present-day accelerator, used where no backend says better."""
@@ -127,8 +127,9 @@ def _sample(problem: Problem) -> tuple[int, ...]:
     queries, keys = problem.q_layout, problem.k_layout
     segments = [s for layout in (queries, keys) for shard in layout.shards for s in shard]
     if max(len(segments), ranks * len(mask.regions)) <= _LOOKED_AT and all(s.step == 1 for s in segments):
-        every_query, every_key = ((Segment(0, layout.length),) for layout in (queries, keys))
-        by_rows = [area(mask, shard, every_key) for shard in queries.shards]
-        by_columns = [area(mask, every_query, shard) for shard in keys.shards]
+        every_query, every_key = (((Segment(0, layout.length),),) for layout in (queries, keys))
+        rows, columns = BlockPairs(mask, queries.shards, every_key), BlockPairs(mask, every_query, keys.shards)
+        by_rows = [rows.area(rank, 0) for rank in range(ranks)]
+        by_columns = [columns.area(0, rank) for rank in range(ranks)]
         chosen |= {pairs.index(max(pairs)) for pairs in (by_rows, by_columns)}
     return tuple(sorted(chosen))
