@@ -245,11 +245,12 @@ class BlockPairs:
     def tiles(self, q_owner: int, k_owner: int) -> Tiles:
         """Those of one rank's queries against the other's keys; of the last few thousand pairs, they are kept."""
         pair = q_owner, k_owner
-        if pair not in self._tiles:
+        found = self._tiles.get(pair)
+        if found is None:  # asked once: another thread, which plans for another rank, may clear them
             if len(self._tiles) >= _PAIRS_KEPT:
                 self._tiles.clear()
-            self._tiles[pair] = Tiles(Tile(*box) for box in fused(list(self._pieces(q_owner, k_owner))))
-        return self._tiles[pair]
+            self._tiles[pair] = found = Tiles(Tile(*box) for box in fused(list(self._pieces(q_owner, k_owner))))
+        return found
 
     def area(self, q_owner: int, k_owner: int) -> int:
         """How many pairs of both blocks the mask lets through, without their tiles."""
