@@ -81,6 +81,7 @@ def test_a_stream_waits_for_an_event_of_another(
     assert cann.HcclSend(sent, size, UINT8, 0, ranks[1], sending) == 0
     assert cann.aclrtSynchronizeStream(copying) == 0
     assert copied.value == b"hello"
+    assert cann.aclrtSynchronizeStream(receiving) == 0  # its event is there a moment before it is done
     assert ready(cann, receiving)
     assert not list(tmp_path.iterdir()), "a message that was read is gone"
 
