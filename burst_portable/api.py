@@ -13,7 +13,6 @@ from torch import Tensor
 
 from burst_portable import numerics
 from burst_portable.autograd import Call, apply
-from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.checks import (
     check_no_transforms,
@@ -23,8 +22,9 @@ from burst_portable.checks import (
     checked_softcap,
     tell_the_others,
 )
-from burst_portable.choices import Request, choose, requested
+from burst_portable.choices import Choices, Request, choose, requested
 from burst_portable.comm.agreement import Statement, named, state
+from burst_portable.comm.base import Transport
 from burst_portable.compiling import outside_graphs
 from burst_portable.errors import InputError, explain, shown
 from burst_portable.kernels import contract
@@ -34,7 +34,6 @@ from burst_portable.mesh import Mesh, as_mesh
 from burst_portable.numerics import State, finished
 from burst_portable.packets import Inboxes, inboxes
 from burst_portable.planning import plan as plan
-from burst_portable.plans import Plan
 from burst_portable.runtime import PlainRuntime
 from burst_portable.strategies.base import Strategy
 from burst_portable.tiles import Tile, checked_tiles
@@ -175,7 +174,7 @@ def _prepare(
     if chosen.plan.direct and not transport.direct:  # `auto` may have counted on a transport that cannot be had
         chosen = choose(q, k, v, sinks, mesh, request)
         transport, _ = mesh.transport_for(q.device.type, direct=chosen.plan.direct)
-    plan, said = chosen.plan, _statement(chosen.plan, chosen.backend, q, chosen.options, sinks, with_lse)
+    plan, said = chosen.plan, _statement(chosen, transport, q, sinks, with_lse)
     room = inboxes(plan, mesh.rank) if transport.direct else Inboxes()
     runtime = PlainRuntime(chosen.kernel, transport, room.places)
     sizes = room.forward, room.backward
@@ -185,16 +184,16 @@ def _prepare(
     return Call(plan, runtime, chosen.options, *passes, sizes, by_out, with_lse, row_delta)
 
 
-def _statement(
-    made: Plan, backend: Backend, q: Tensor, options: contract.Options, sinks: Tensor | None, with_lse: bool
-) -> Statement:
+def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor | None, with_lse: bool) -> Statement:
     """What every rank must say alike. Kernels may differ, vendors may not: their partial results would be mixed."""
+    made, backend, options = chosen.plan, chosen.backend, chosen.options
     p, there, back = made.problem, made.forward, made.backward
     moves = f"{made.strategy} by {there.route.name}, {back.side} travels backward"
     return state(
         {
             "backend": backend.name,
             "process group": backend.capabilities.process_group,
+            "ranks a node": str(transport.node or "not told"),
             "batch": str(p.batch),
             "heads": f"{p.heads}, {p.kv_heads} of K and V",
             "head sizes": f"{p.head_dim}, {p.value_dim} of V",

@@ -60,6 +60,7 @@ class Transport(ABC):
         agreed: digests of the calls that its ranks need not compare again; see `comm.agreement`.
         direct: whether it serves only passes whose messages go straight to where they are used.
         lasting: whether what an inbox holds stays there when the pass is over.
+        node: ranks a node, if messages between nodes have connections of their own; else 0.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Transport(ABC):
     passes: int = 0
     direct: bool = False
     lasting: bool = False
+    node: int = 0
 
     @property
     def agreed(self) -> set[bytes]:

@@ -44,13 +44,14 @@ def sum_over_ranks(x: Tensor, mesh: Mesh) -> Tensor:
 def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
     """Add up every parameter's gradient over the ranks, in place; one exchange a dtype, device and 256 MiB.
 
-    A parameter without a gradient counts as zeros where another rank has one; all ranks pass the same parameters.
+    A parameter without a gradient counts as zeros where another rank has one; all ranks pass the same parameters. One
+    that is passed twice (tied weights of two lists) is summed once.
     Of a parameter that is sharded over other ranks (FSDP2 over data alone), this rank's part is summed.
 
     Raises `InputError` for parameters that are sharded over these ranks: FSDP has reduced their gradients already.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for parameter in parameters:
+    for parameter in dict.fromkeys(parameters):
         if parameter.requires_grad:
             _check_whole(parameter, mesh)
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, MixtralConfig, Qwen2Config
+from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 
 from burst_portable.cli.training.models import build, outline, recompute_layers
 from burst_portable.cli.training.rank import fingerprint
@@ -14,6 +14,7 @@ from tests.integration.models import SIZES, make, tokens
 QKVO = 32 * 32 + 2 * 32 * 16 + 32 * 32
 MATRICES = 2 * (QKVO + 3 * 32 * 48 + 2 * 32) + 32  # of two layers, with their norms and the last one
 TABLE = 64 * 32
+GPT2 = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=1000)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,8 @@ TABLE = 64 * 32
         # Two products of 32 = 4 heads of 8, over 47 * 48 / 2 pairs, in two layers.
         (LlamaConfig(**SIZES), MATRICES + TABLE, 2 * 2 * 2 * 32 * 1128),
         (LlamaConfig(**SIZES, tie_word_embeddings=True), MATRICES + TABLE, 2 * 2 * 2 * 32 * 1128),
+        # Positions are looked up, and give nothing to multiply; biases of q, k, v and o, of norms, and of a plain MLP.
+        (GPT2, 2 * (4 * 32 * 32 + 2 * 32 * 128 + 4 * 32 + 32 + 128 + 4 * 32) + 2 * 32 + TABLE, 2 * 2 * 2 * 32 * 1128),
         # One layer sees 9 tokens, whose first 8 rows see fewer; biases of q, k, v.
         (
             Qwen2Config(
@@ -34,7 +37,7 @@ TABLE = 64 * 32
             2 * 2 * 32 * (1128 + 47 * 9 - 36),
         ),
     ],
-    ids=["llama", "tied", "windows"],
+    ids=["llama", "tied", "positions", "windows"],
 )
 def test_model_flops(config, parameters: int, products: int):
     forward = 3 * (2 * 47 * parameters + products)

@@ -78,6 +78,28 @@ def test_no_float32_copy_of_large_logits(monkeypatch: pytest.MonkeyPatch):
     assert torch.equal(logits.grad, alone.grad)
 
 
+def test_large_logits_that_are_part_of_others(monkeypatch: pytest.MonkeyPatch):
+    """Rows of a longer sequence, as a model gives them that leaves some out: no view has them one after the other."""
+    logits = torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(0)).bfloat16()[:, :30]
+    options = {"labels": None, "vocab_size": 64, "shift_labels": tokens(2, 30), "num_items_in_batch": 60}
+    expected = losses.causal_loss(logits, **options)
+    monkeypatch.setattr(losses, "_PART", 7 * 64 * 4)
+    torch.testing.assert_close(losses.causal_loss(logits, **options), expected)
+
+
+def test_a_parameter_that_is_passed_twice_is_summed_once(monkeypatch: pytest.MonkeyPatch):
+    """Weights that two modules share are in both of their lists: here in two buckets."""
+    monkeypatch.setattr(summing, "_BUCKET", 4)
+
+    def work(mesh: Mesh) -> list[float]:
+        tied, other = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+        tied.grad, other.grad = torch.ones(1), torch.full((1,), float(mesh.rank))
+        sum_gradients([tied, other, tied], mesh)
+        return [tied.grad.item(), other.grad.item()]
+
+    assert run_local(3, work) == [[3.0, 3.0]] * 3
+
+
 class _Largest(TorchDispatchMode):
     """How many numbers the largest tensor of float32 has that was made meanwhile."""
 

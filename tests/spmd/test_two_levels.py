@@ -8,6 +8,7 @@ import torch
 import burst_portable as bp
 from burst_portable.comm.base import Message, Transport
 from burst_portable.comm.two_levels import TwoLevelTransport
+from burst_portable.errors import MismatchError
 from burst_portable.strategies.registry import make_strategy
 
 RANKS, NODE = 8, 4
@@ -85,6 +86,23 @@ def test_plans_give_gradients_between_nodes_a_whole_round():
     for m in moves:
         steps[m.result, m.source // NODE != m.target // NODE].add(m.needed - m.issue)
     assert steps == {(False, False): {1}, (False, True): {NODE}, (True, False): {1}, (True, True): {NODE}}
+
+
+def test_ranks_that_do_not_agree_on_their_nodes():
+    """Before one of them waits for the others to make connections that these know nothing of."""
+
+    def never():
+        raise AssertionError("nothing is connected")
+
+    def work(mesh):
+        plain = mesh.transport("cpu")
+        levels = TwoLevelTransport(plain, never, 1) if mesh.rank else plain
+        own = bp.Mesh(mesh.rank, 2, lambda _: levels)
+        q = torch.ones(1, 8, 2, 4)
+        with pytest.raises(MismatchError, match="ranks a node: not told on rank 0 but 1 on rank 1"):
+            bp.attention(q, q, q, mesh=own, strategy="ring")
+
+    bp.run_local(2, work)
 
 
 def test_handles_come_back_in_order():

@@ -12,6 +12,7 @@ import torch
 
 from burst_portable.cli.training.foreign import told
 from burst_portable.errors import InputError, explain, shown
+from burst_portable.integrations.transformers.layouts import check_one_size
 
 TINY = "tiny"
 _LARGEST_CONFIG = 1 << 20
@@ -36,9 +37,11 @@ def checkpoint_of(name: str) -> Path | None:
 def config_of(name: str, seq_len: int) -> Any:
     """The transformers config of a model.
 
-    Raises `InputError` for what is no causal language model that transformers knows, or one for shorter sequences.
+    Raises `InputError` for what is no causal language model that transformers knows, or one for shorter sequences;
+    `UnsupportedError` for one whose attention has no one size.
     """
     config = _tiny(seq_len) if name == TINY else _from_file(name)
+    check_one_size(config)
     _check_sizes({name: getattr(config, name, None) for name in _SIZES}, _SIZES)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.nn import Embedding
+
 from burst_portable.integrations.transformers.layouts import masks_of_layers, sizes_of
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -29,10 +31,11 @@ def model_flops(config: Any, model: Any, *, seq_len: int, batch: int, scoring: b
 
 
 def _multiplied(model: Any) -> int:
-    """Parameters without the table that tokens are looked up in, unless logits are made with it too."""
-    count = sum(p.numel() for p in model.parameters())
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    return count if head is not None and head.weight is table else count - table.numel()
+    """Parameters without tables that are looked up in (of tokens, positions), unless logits are made with them too."""
+    tables = {module.weight for module in model.modules() if isinstance(module, Embedding)}
+    head = model.get_output_embeddings()
+    looked_up = tables - {head.weight} if head is not None else tables
+    return sum(p.numel() for p in model.parameters() if p not in looked_up)
 
 
 def utilisation(flops: int | None, seconds: float, ranks: int, peak: float | None) -> float | None:

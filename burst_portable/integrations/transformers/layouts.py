@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from burst_portable.choices import strategy_on
-from burst_portable.errors import InputError, explain, unknown_name
+from burst_portable.errors import InputError, UnsupportedError, explain, unknown_name
 from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh
@@ -17,6 +17,7 @@ from burst_portable.planning import plan
 from burst_portable.strategies.base import Strategy
 
 _KEPT = 64
+_SIZES = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"})
 
 
 class Layouts:
@@ -60,13 +61,27 @@ class Layouts:
 
 
 def sizes_of(config: Any) -> dict[str, int]:
-    """heads, kv_heads and head_dim of a decoder's attention."""
+    """heads, kv_heads and head_dim of a decoder's attention, see `check_one_size`."""
+    check_one_size(config)
     heads = config.num_attention_heads
     return {
         "heads": heads,
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
     }
+
+
+def check_one_size(config: Any) -> None:
+    """Raises `UnsupportedError` where layers have sizes of their own, or a config holds those of several models."""
+    differ = _SIZES.intersection(getattr(config, "per_layer_attributes", None) or ())
+    if differ or config.get_text_config() is not config:
+        raise UnsupportedError(
+            explain(
+                f"there is no one size of attention in a config of {config.model_type}",
+                got=f"layers with a {' and a '.join(sorted(differ))} of their own" if differ else "several models",
+                next_step="parallelize(model, mesh, layout=...) with a layout that is named",
+            )
+        )
 
 
 def masks_of(config: Any) -> list[Mask]:

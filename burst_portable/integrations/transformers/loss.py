@@ -108,9 +108,16 @@ def causal_loss(
         arguments = (logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
         whole: Tensor = ForCausalLMLoss(*arguments, **others)
         return whole
-    total: Tensor = _InParts.apply(logits.view(-1, vocab_size), shift_labels.view(-1), ignore_index, rows)
+    labels = shift_labels.view(-1).to(logits.device)
+    total = _sum_in_parts(logits.reshape(-1, vocab_size), labels, ignore_index, rows)
     count = num_items_in_batch
     return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+
+@torch.compiler.disable(reason="its backward pass takes gradients of its own")
+def _sum_in_parts(logits: Tensor, labels: Tensor, ignore_index: int, rows: int) -> Tensor:
+    total: Tensor = _InParts.apply(logits, labels, ignore_index, rows)
+    return total
 
 
 class _InParts(torch.autograd.Function):
