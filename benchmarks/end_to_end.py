@@ -340,6 +340,8 @@ def main(given: list[str] | None = None) -> None:
     arguments.contestants = arguments.contestants.split(",")
     if unknown := {name.partition(" ")[0] for name in arguments.contestants} - {"burst_portable", NAME}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    if arguments.layers < 1 or arguments.rounds < 1:
+        parser.error("--layers and --rounds are at least 1")
     Run(arguments).main()
     dist.destroy_process_group()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -334,10 +335,18 @@ def save(folder: Path, name: str, facts: dict[str, Any]) -> None:
     (folder / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
+def speeds(text: str) -> list[float]:
+    """Numbers above 0, separated by commas. Raises ValueError."""
+    found = [float(part) for part in filter(None, text.split(","))]
+    if not all(0 < one < math.inf for one in found):
+        raise ValueError(f"{text}: no speed of a link")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inner", type=int, default=2, help="ranks that stand for a node")
-    parser.add_argument("--outer-gbps", default="", help="slow links between nodes, GB/s a rank: 5,10,25")
+    parser.add_argument("--outer-gbps", type=speeds, default=[], help="slow links between nodes, GB/s a rank: 5,10,25")
     parser.add_argument("--sockets", action="store_true", help="NCCL goes from node to node through sockets")
     parser.add_argument("--simulate", action="store_true", help="no ranks: what plans predict of clusters")
     parser.add_argument("--row", default="128k-gqa", choices=ROWS)
@@ -350,7 +359,6 @@ def main() -> None:
     parser.add_argument("--label", default="run", help="the file is two-levels-LABEL.json")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    arguments.outer_gbps = [float(text) for text in filter(None, arguments.outer_gbps.split(","))]
     arguments.strategies = arguments.strategies.split(";")
     if unknown := set(arguments.strategies) - set(STRATEGIES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")

@@ -148,6 +148,7 @@ def test_joining_torchrun(config: Path, tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("PASSED") == 1
+    assert "layers recomputed" in done.stdout
     assert json.loads(out.read_text(encoding="utf-8"))["world_size"] == 2
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.two_levels import simulated, strategy_named
+from benchmarks.two_levels import simulated, speeds, strategy_named
 from burst_portable.cost import Rates
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +43,13 @@ def test_on_cpus(tmp_path: Path):
     assert double["milliseconds"]["forward"] >= 50
     assert single["milliseconds"]["forward"] >= 150
     assert [name in found.stdout.splitlines()[-6] for name in ("double_ring", "no slow link")] == [True, True]
+
+
+def test_speeds_of_links():
+    assert speeds("5,2.5") == [5.0, 2.5]
+    for text in ("0", "-1", "5,inf", "nan"):
+        with pytest.raises(ValueError, match="no speed"):
+            speeds(text)
 
 
 def test_a_whole_round_hides_what_crosses():
