@@ -38,9 +38,8 @@ class View:
         work = f"{'score' if job.scoring else 'train'} {_count(job.steps, _unit(job.scoring))}"
         say = self._console.print
         where = f"over {_count(job.ranks, 'rank')} on {job.backend}"
-        say(
-            f"[bold]{work}[/] of {job.batch} x {job.seq_len:,} tokens {where}, {job.dtype}{', layers recomputed' if job.recompute else ''}"
-        )
+        how = f"{job.dtype}, layers recomputed" if job.recompute else job.dtype
+        say(f"[bold]{work}[/] of {job.batch} x {job.seq_len:,} tokens {where}, {how}")
         if prepared.backend_reason:
             say(f"          {prepared.backend_reason}", markup=False, style="dim")
         say(
