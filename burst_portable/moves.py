@@ -139,48 +139,54 @@ class DoubleRing:
     """Rings of `inner` ranks (a node), and an outer ring over the nodes that hides behind whole inner rounds.
 
     A node takes part if one of its ranks needs the block; gradients are added up along a node's ring, and go home
-    once from each node.
+    once from each node. The own node's round is divided: its `first` steps come before the other nodes' blocks, and
+    the rest after them, while the last of their gradients go home. The rest is a ring of its own, which begins at the
+    owner again, so that no block is held in between.
     """
 
     ranks: int
     inner: int
+    first: int
     name: str = "double_ring"
     trims: bool = False
 
     def step(self, owner: int, rank: int) -> int:
         nodes, turn = self._distance(owner, rank)
-        return nodes * self.inner + turn
+        if nodes:
+            return self.first + (nodes - 1) * self.inner + turn
+        return turn if turn < self.first else self.ranks - self.inner + turn
 
     def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
         nodes, turn = self._distance(owner, rank)
         node = rank // self.inner
         if not needs.any(owner, self._members(node)):
             return None
+        step = self.step(owner, rank)
         if turn:
-            return node * self.inner + (rank - 1) % self.inner, self.step(owner, rank) - 1
+            return owner if self._begins(nodes, turn) else self._along(rank, -1), step - 1
         before = (node - 1) % self._nodes
         unbroken = nodes == 1 or needs.any(owner, self._members(before))
-        return before * self.inner + rank % self.inner if unbroken else owner, self.step(owner, rank) - self.inner
+        return before * self.inner + rank % self.inner if unbroken else owner, max(0, step - self.inner)
 
     def targets(self, owner: int, rank: int) -> Iterator[int]:
         nodes, turn = self._distance(owner, rank)
-        node = rank // self.inner
-        if turn < self.inner - 1:
-            yield node * self.inner + (rank + 1) % self.inner
+        if not self._begins(nodes, turn + 1):
+            yield self._along(rank, 1)
         if owner == rank:
+            if self.first < self.inner:
+                yield self._along(rank, self.first)
             yield from ((rank + step * self.inner) % self.ranks for step in range(1, self._nodes))
         elif turn == 0 and nodes < self._nodes - 1:
             yield (rank + self.inner) % self.ranks
 
     def departure(self, needs: Needs, owner: int, rank: int) -> int:
-        _, turn = self._distance(owner, rank)
-        neighbour = rank // self.inner * self.inner + (rank + 1) % self.inner
-        return neighbour if turn < self.inner - 1 and needs(owner, neighbour) else owner
+        nodes, turn = self._distance(owner, rank)
+        neighbour = self._along(rank, 1)
+        return neighbour if not self._begins(nodes, turn + 1) and needs(owner, neighbour) else owner
 
     def feeder(self, owner: int, rank: int) -> int | None:
-        _, turn = self._distance(owner, rank)
-        neighbour = rank // self.inner * self.inner + (rank - 1) % self.inner
-        return neighbour if turn and neighbour != owner else None
+        neighbour = self._along(rank, -1)
+        return neighbour if neighbour != owner and not self._begins(*self._distance(owner, rank)) else None
 
     def patience(self, source: int, target: int) -> int:
         """Between nodes a whole inner round: they go home, where any later step can add them."""
@@ -193,9 +199,17 @@ class DoubleRing:
     def _members(self, node: int) -> range:
         return range(node * self.inner, (node + 1) * self.inner)
 
+    def _along(self, rank: int, turns: int) -> int:
+        """The rank so many places further along the node's ring."""
+        return rank // self.inner * self.inner + (rank + turns) % self.inner
+
     def _distance(self, owner: int, rank: int) -> tuple[int, int]:
         """How many nodes, and how many ranks within the node's ring, the block is from its owner."""
         return (rank // self.inner - owner // self.inner) % self._nodes, (rank - owner) % self.inner
+
+    def _begins(self, nodes: int, turn: int) -> bool:
+        """Whether a ring inside a node begins with this turn: a round, or the rest of the own node's."""
+        return turn % self.inner == 0 or (nodes == 0 and turn == self.first)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from burst_portable.errors import InputError, explain, shown, unknown_name
-from burst_portable.moves import DoubleRing, Fetch, Own, Ring, Route, Side
+from burst_portable.moves import Fetch, Own, Ring, Route, Side
 from burst_portable.plans import Plan, Problem, pass_plan
 
 Moves = Literal["neighbour", "fetch"]
@@ -95,18 +95,13 @@ def check_own(moves: Moves, own: object) -> None:
         )
 
 
-def route(
-    ranks: int, moves: Moves, inner: int | None = None, ahead: int = 1, together: int = 1, own: Own = "first"
-) -> Route:
-    """The route for a way of moving: two levels where `inner` is given; fetched blocks come `ahead` steps early."""
+def route(ranks: int, moves: Moves, ahead: int = 1, together: int = 1, own: Own = "first") -> Route:
+    """The route for a way of moving; fetched blocks come `ahead` steps early."""
     if moves == "fetch":
         others = max(1, ranks - 1)
         together = min(together, others)
         return Fetch(ranks, min(ahead, -(-others // together)), together, own)
-    if inner is None:
-        return Ring(ranks)
-    check_divides(inner, ranks)
-    return DoubleRing(ranks, inner)
+    return Ring(ranks)
 
 
 def ring_plan(

@@ -8,17 +8,26 @@
             send the block on; receive the next
             compute
 
-Either side may travel backward: "kv" as in `ring`, "q" as in `burst`.
+Either side may travel backward: "kv" as in `ring`, "q" as in `burst`. Backward, gradients of other nodes' blocks go
+home a whole inner round long. So that those of the last node have work beside them, too, the own node's round is
+divided::
+
+    the first steps of the own node's round            meanwhile the next node's block comes
+    for each other node: a round
+    the rest of the own node's round                   meanwhile the last gradients go home
+
+Never more blocks are held for it: what is left of the round begins at the blocks' owners.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from burst_portable.moves import Side
+from burst_portable.moves import DoubleRing, Side
+from burst_portable.packets import row_size
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import Traits, check_inner, check_name, ring_plan, route
+from burst_portable.strategies.base import Traits, check_divides, check_inner, check_name, ring_plan
 
 
 @dataclass(frozen=True)
@@ -39,8 +48,18 @@ class DoubleRingStrategy:
         if inner is None:
             inner = _node_size(problem.ranks)
             note = f"inner rings of {inner}: no node size was given"
-        path = route(problem.ranks, "neighbour", inner)
-        return ring_plan(problem, self.name, side=self.travels, path=path, note=note)
+        check_divides(inner, problem.ranks)
+        path = DoubleRing(problem.ranks, inner, first=inner)
+        back = replace(path, first=_first_steps(problem, self.travels, inner))
+        return ring_plan(problem, self.name, side=self.travels, path=path, back=back, note=note)
+
+
+def _first_steps(problem: Problem, side: Side, inner: int) -> int:
+    """Steps of the own node's round for a block to come; the rest is for gradients to go home. By their bytes."""
+    if inner == problem.ranks:
+        return inner
+    block, gradients = (row_size(problem, side, result=result) for result in (False, True))
+    return max(1, round(inner * block / (block + gradients)))
 
 
 def _node_size(ranks: int) -> int:
