@@ -110,14 +110,16 @@ class Mesh:
         group = dist.group.WORLD if group is None else group
         rank, ranks = _place_in(group)
         settings = _checked_config(config)
+        deadline = settings.deadline
 
         def transport(group: Any, device_type: str) -> Transport:
-            return for_device(device_type, backend).transport(group, settings.deadline)
+            return for_device(device_type, backend).transport(group, deadline)
 
         def connect(device_type: str) -> Transport:
             if inner in (None, 1, ranks):
                 return transport(group, device_type)
-            return with_two_levels(partial(transport, device_type=device_type), group, inner, device_type)
+            connected = partial(transport, device_type=device_type)
+            return with_two_levels(connected, group, inner, device_type, deadline)
 
         return cls(rank, ranks, connect, group=group, inner=inner, backend=backend, config=settings)
 

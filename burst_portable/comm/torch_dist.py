@@ -38,10 +38,10 @@ class _Transfer:
                 else:
                     work.wait(timedelta(seconds=self._deadline))
         except RuntimeError as error:
-            raise _named(error, self._what, self._group) from error
+            raise named_error(error, self._what, self._group) from error
 
 
-def _named(error: RuntimeError, what: str, group: dist.ProcessGroup) -> CommunicationError:
+def named_error(error: RuntimeError, what: str, group: dist.ProcessGroup) -> CommunicationError:
     """torch's error as ours: too late, or gone; with what other ranks say of it."""
     told = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).partition(". This is typically")[0]
     late = "timed out" in told.lower() or "timeout" in told.lower()
@@ -128,7 +128,7 @@ class TorchDistTransport(Transport):
         except RuntimeError as error:
             if self._watch and hop:
                 self._watch.forget(hop)
-            raise _named(error, told, self.group) from error
+            raise named_error(error, told, self.group) from error
         if hop:
             hop.works, hop.ready = works, torch.Event(ops[0].tensor.device)
             hop.ready.record()
@@ -153,7 +153,7 @@ class TorchDistTransport(Transport):
             try:
                 work = operation()
             except RuntimeError as error:
-                raise _named(error, told, self.group) from error
+                raise named_error(error, told, self.group) from error
             assert work is not None, "this rank is a member of its group"
             return _Transfer([work], told, deadline, self.group)
 

@@ -12,6 +12,7 @@ A process group that launches kernels for its messages does so for all that are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import compress
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.comm.torch_dist import named_error
 
 
 class TwoLevelTransport(Transport):
@@ -75,21 +77,32 @@ class TwoLevelTransport(Transport):
 
 
 def with_two_levels(
-    transport: Callable[[dist.ProcessGroup], Transport], group: dist.ProcessGroup, node: int, device_type: str
+    transport: Callable[[dist.ProcessGroup], Transport],
+    group: dist.ProcessGroup,
+    node: int,
+    device_type: str,
+    deadline: float,
 ) -> TwoLevelTransport:
     """Transports of one group: its own between the ranks of a node, and a second group's of the same ranks.
 
     Args:
         transport: of a process group.
         device_type: what its messages lie on.
+        deadline: of a hop, in seconds. The new group's own is twice that, so that what is late is told by us.
     """
 
     def connect() -> Transport:
         ranks = dist.get_process_group_ranks(group)
         options: dict[str, Any] = {"backend": dist.get_backend_config(group), "use_local_synchronization": True}
+        options["timeout"] = timedelta(seconds=2 * deadline)
         if ranks != sorted(ranks):  # only releases of torch that know this option make such groups
             options["sort_ranks"] = False
-        far = transport(dist.new_group(ranks, **options))
+        try:
+            far = transport(dist.new_group(ranks, **options))
+        except RuntimeError as error:
+            raise named_error(
+                error, f"rank {dist.get_rank(group)}, connecting nodes: meeting all ranks", group
+            ) from error
         # A process group connects in its first operation, in which all of its ranks must take part.
         mine = torch.zeros(1, dtype=torch.uint8, device=device_type)
         far.all_gather(mine, [torch.empty_like(mine) for _ in ranks], "connecting nodes")

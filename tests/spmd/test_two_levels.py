@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable.comm import torch_dist, two_levels
 from burst_portable.comm.base import Message, Transport
+from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.comm.two_levels import TwoLevelTransport
-from burst_portable.errors import MismatchError
+from burst_portable.errors import DeadlineError, MismatchError
 from burst_portable.strategies.registry import make_strategy
 
 RANKS, NODE = 8, 4
@@ -108,6 +113,29 @@ def test_ranks_that_do_not_agree_on_their_nodes():
             bp.attention(q, q, q, mesh=own, strategy="ring")
 
     bp.run_local(2, work)
+
+
+def test_a_rank_that_does_not_connect_is_told(monkeypatch):
+    """Ours is the first to tell: torch waits half an hour, and its error has no rank in it."""
+    asked = {}
+
+    def new_group(ranks, **options):
+        asked.update(options)
+        raise RuntimeError("Wait timeout")
+
+    group = SimpleNamespace(
+        new_group=new_group,
+        get_rank=lambda _: 1,
+        get_process_group_ranks=lambda _: [0, 1, 2, 3],
+        get_backend_config=lambda _: "gloo",
+    )
+    monkeypatch.setattr(two_levels, "dist", group)
+    monkeypatch.setattr(torch_dist, "compare_accounts", lambda *_: "nothing is heard of rank 3")
+    transport = two_levels.with_two_levels(lambda _: LocalTransport(Fabric(1, 1.0), 0), None, 2, "cpu", deadline=5.0)
+    told = "rank 1, connecting nodes: meeting all ranks took too long; got Wait timeout; nothing is heard of rank 3"
+    with pytest.raises(DeadlineError, match=told):
+        transport.begin()
+    assert asked["timeout"] == timedelta(seconds=10)
 
 
 def test_handles_come_back_in_order():
