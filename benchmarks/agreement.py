@@ -7,8 +7,8 @@ Ranks are processes over gloo on this machine. Prints microseconds a pass of a s
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import burst_portable as bp
+from benchmarks.script import count, end
 from burst_portable import autograd
 from burst_portable.config import listen_on_loopback
 
@@ -51,7 +52,13 @@ def one_rank(rank: int, ranks: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    for count in map(int, sys.argv[1:] or ("2", "3", "4")):
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", nargs="*", type=count, default=[2, 3, 4], metavar="RANKS")
+    for ranks in parser.parse_args().ranks:
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(one_rank, (count, str(Path(folder, "store"))), count)
+            torch.multiprocessing.spawn(one_rank, (ranks, str(Path(folder, "store"))), ranks)
+
+
+if __name__ == "__main__":
+    end(main)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.providers import PROVIDERS, Absent, Calls, Task, make_task
 from benchmarks.report import Result, print_tables, write
+from benchmarks.script import end, names
 from burst_portable.errors import BurstError
 
 ERROR_LIMIT = 1.2e-2  # relative, against float32 on the same bf16 inputs; plain bf16 attention loses 2e-3 to 4e-3
@@ -244,18 +245,15 @@ def host_times(providers: list[str]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", help=f"names, separated by commas, of {', '.join(ROWS)}")
+    parser.add_argument("--rows", type=names(ROWS), help=f"names, separated by commas, of {', '.join(ROWS)}")
     parser.add_argument("--quick", action="store_true", help="the rows and providers that fit a short run")
-    parser.add_argument("--providers", help=f"of {', '.join(PROVIDERS)}")
+    parser.add_argument("--providers", type=names(PROVIDERS), help=f"of {', '.join(PROVIDERS)}")
     parser.add_argument("--seconds", type=float, default=6.0, help="of measuring a row")
     parser.add_argument("--label", default="attention", help="name of the files in --out")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    rows = (
-        arguments.rows.split(",") if arguments.rows else [n for n, r in ROWS.items() if r.quick or not arguments.quick]
-    )
-    default = [p for p in PROVIDERS if not (arguments.quick and p == "flex-max")]
-    providers = arguments.providers.split(",") if arguments.providers else default
+    rows = arguments.rows or [n for n, r in ROWS.items() if r.quick or not arguments.quick]
+    providers = arguments.providers or [p for p in PROVIDERS if not (arguments.quick and p == "flex-max")]
     results: list[Result] = []
     hosts = host_times(providers)
     for name in rows:
@@ -266,4 +264,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

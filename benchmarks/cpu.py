@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 import burst_portable as bp
+from benchmarks.script import count, end
 from burst_portable.kernels.contract import Options
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.tiles import Tile, Tiles
@@ -142,8 +143,8 @@ def planning() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=count, default=8192)
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -177,4 +178,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ if not __package__:  # started as a script by torchrun
 import burst_portable as bp
 from benchmarks.ranks import Clock, Guard, join
 from benchmarks.report import setting
+from benchmarks.script import count, end, names
 from burst_portable.backends.registry import for_device, peaks_of
 from burst_portable.cli.training.loop import Course, Sharded, Where, train_step
 from burst_portable.cli.training.models import build, outline, quiet, recompute_layers
@@ -42,9 +44,15 @@ from burst_portable.cli.training.utilisation import model_flops, utilisation
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.layouts import sizes_of
 from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of
+from burst_portable.strategies.registry import NAMES as STRATEGIES
 
 NAME = "context_parallel"
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+ROTATIONS = ("allgather", "alltoall")
+CONTESTANTS = (
+    *("burst_portable", *(f"burst_portable {name}" for name in STRATEGIES)),
+    *(" ".join((NAME, *how)) for how in ((), *product(BACKENDS), *product(BACKENDS, ROTATIONS))),
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
         "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
@@ -319,32 +327,28 @@ class Run:
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-8b", choices=SHAPES)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=131072)
+    parser.add_argument("--layers", type=count, default=8)
+    parser.add_argument("--seq-len", type=count, default=131072)
     parser.add_argument("--dtype", default="bfloat16", choices=TOLERANCES, help="16 bits are autocast's")
     parser.add_argument(
         "--contestants",
+        type=names(CONTESTANTS),
         default=f"burst_portable,{NAME}",
-        help=f"the first is what others are compared with; burst_portable [STRATEGY], {NAME} [cudnn or flash] "
-        "[allgather or alltoall]",
+        help="the first is what others are compared with; "
+        f"burst_portable [STRATEGY], {NAME} [cudnn or flash] [allgather or alltoall]",
     )
     parser.add_argument("--kernel", default="auto", help="of ours")
     parser.add_argument("--keep", dest="recompute", action="store_false", help="keep activations")
-    parser.add_argument("--rounds", type=int, default=1, help="of one step each forth and one back")
+    parser.add_argument("--rounds", type=count, default=1, help="of one step each forth and one back")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no step is begun")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a first step is taken for stuck")
     parser.add_argument("--deadline", type=float, default=30.0, help="seconds of a hop")
     parser.add_argument("--label", default="run", help="the file is end-to-end-LABEL.json")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args(given)
-    arguments.contestants = arguments.contestants.split(",")
-    if unknown := {name.partition(" ")[0] for name in arguments.contestants} - {"burst_portable", NAME}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    if arguments.layers < 1 or arguments.rounds < 1:
-        parser.error("--layers and --rounds are at least 1")
     Run(arguments).main()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -42,6 +42,7 @@ import burst_portable as bp
 from benchmarks.ranks import Clock, join
 from benchmarks.ring import ROWS, STRATEGIES
 from benchmarks.rings import strategy_named
+from benchmarks.script import count, end, names
 from burst_portable.backends.registry import for_device
 from burst_portable.kernels.contract import Options
 from burst_portable.profiling.analyze import analyze
@@ -324,10 +325,10 @@ def _timed(step: Callable[[], None], level: str | None, mesh: bp.Mesh, always: A
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", choices=("overlap", "ring", "cost"), required=True)
-    parser.add_argument("--rows", type=lambda text: text.split(","), default=["tiny"])
+    parser.add_argument("--rows", type=names(ROWS), default=["tiny"])
     parser.add_argument("--strategy", choices=STRATEGIES, default="ring", metavar="NAME", help="as ring.py calls it")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=count, default=5)
+    parser.add_argument("--rounds", type=count, default=20)
     parser.add_argument("--out", type=Path, default=None, help="a JSON file")
     arguments = parser.parse_args()
     found: Found = {"what": arguments.what, "torch": torch.__version__, "strategy": arguments.strategy}
@@ -393,4 +394,4 @@ def _in_words(apart: dict[str, float | None]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -20,6 +20,7 @@ from statistics import median, quantiles
 import torch
 
 import burst_portable as bp
+from benchmarks.script import count, end
 from burst_portable.runtime import installed
 
 RANKS, CALLS = 4, 10
@@ -54,7 +55,7 @@ def asking() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=count, default=40)
     parser.add_argument("--out", type=Path, default=None, help="a JSON file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -84,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

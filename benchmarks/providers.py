@@ -16,6 +16,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.script import accelerator
 from burst_portable.kernels.contract import Kernel, Options, Problem
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
@@ -53,7 +54,7 @@ Calls = tuple[Callable[[], tuple[Tensor, Tensor | None]], Callable[[], tuple[Ten
 
 
 def make_task(name: str, length: int, heads: tuple[int, int], head: int, mask: str, *, resumed: bool) -> Task:
-    device = torch.accelerator.current_accelerator()
+    device = accelerator()
     generator = torch.Generator(device).manual_seed(0)
     count = {"q": heads[0], "k": heads[1], "v": heads[1], "dout": heads[0]}
     made = {

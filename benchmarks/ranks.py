@@ -19,7 +19,7 @@ import burst_portable as bp
 from burst_portable.backends.registry import for_device
 from burst_portable.comm.base import Transport
 from burst_portable.config import Config
-from burst_portable.errors import BurstError
+from burst_portable.errors import BurstError, InputError
 
 
 @dataclass
@@ -41,7 +41,9 @@ class Links:
 
 
 def join(deadline: float) -> Links:
-    """Meet the other ranks, each on a device of its own where there are devices."""
+    """Meet the other ranks, each on a device of its own where there are devices. Raises `InputError` without ranks."""
+    if "RANK" not in os.environ:
+        raise InputError("this measures several ranks; start it with torchrun, as --help shows")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     kind = torch.accelerator.current_accelerator()
     if kind is not None:

@@ -35,6 +35,7 @@ from benchmarks.ranks import Clock, Guard, connect, join
 from benchmarks.ring_report import Measured, print_tables, write
 from benchmarks.ring_rows import QUICK_ROWS, ROWS, Row
 from benchmarks.rings import Calls, Contestant, Task, ours
+from benchmarks.script import end, names
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.errors import BurstError
 from burst_portable.kernels.contract import Options, Problem
@@ -62,6 +63,7 @@ STRATEGIES = (
     "ulysses+4",
     "double_ring",
 )
+CONTESTANTS = (*STRATEGIES, *OTHERS)
 QUICK_STRATEGIES = ("auto", "ring+ahead", "ring+together", "ulysses", "ulysses+2", "ulysses+4", "ring")
 
 
@@ -289,15 +291,19 @@ class Run:
                 )
 
 
+def contestants(text: str) -> list[str]:
+    """The type of an option: their names, or the name of a choice of them."""
+    chosen = {"all": CONTESTANTS, "quick": (*QUICK_STRATEGIES, *OTHERS), "peers": ("auto", *OTHERS)}
+    return list(chosen[text]) if text in chosen else names(CONTESTANTS)(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = (*STRATEGIES, *OTHERS)
-    parser.add_argument("--rows", default=",".join(QUICK_ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--rows", type=names(ROWS), default=",".join(QUICK_ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--kernels", default="hopper,cudnn", help="local kernels, each a turn of its own")
     parser.add_argument("--transports", default="nccl,peer_copy", help="what moves the blocks of our strategies")
-    parser.add_argument(
-        "--contestants", default="quick", help=f"quick, all, peers (auto and the others), or of: {', '.join(names)}"
-    )
+    told = f"quick, all, peers (auto and the others), or of: {', '.join(CONTESTANTS)}"
+    parser.add_argument("--contestants", type=contestants, default="quick", help=told)
     parser.add_argument("--all-sent", action="store_true", help="leave out 'nothing sent'")
     parser.add_argument("--seconds", type=float, default=4.0, help="of measuring a row with one kernel, at least")
     parser.add_argument("--budget", type=float, default=400.0, help="seconds after which no row is begun")
@@ -308,12 +314,7 @@ def main() -> None:
     parser.add_argument("--label", default="run", help="the files are ring-LABEL.json and .svg")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    for name in ("rows", "kernels", "transports"):
-        setattr(arguments, name, getattr(arguments, name).split(","))
-    chosen = {"all": names, "quick": (*QUICK_STRATEGIES, *OTHERS), "peers": ("auto", *OTHERS)}
-    arguments.contestants = chosen.get(arguments.contestants) or arguments.contestants.split(",")
-    if unknown := set(arguments.rows) - set(ROWS) | set(arguments.contestants) - set(names):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    arguments.kernels, arguments.transports = arguments.kernels.split(","), arguments.transports.split(",")
     run = Run(arguments)
     run.main()
     run.links.closing.close()
@@ -321,4 +322,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.script import accelerator, count, end, names
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.contract import Options
 from burst_portable.layout import Segment
@@ -83,7 +84,7 @@ class Trial:
 
 
 def make_problem(length: int, heads: int, kv_heads: int, head: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    device = torch.accelerator.current_accelerator()
+    device = accelerator()
     shapes = {"q": heads, "dout": heads, "k": kv_heads, "v": kv_heads}
     made = {n: torch.randn(1, length, h, head, device=device, dtype=dtype) for n, h in shapes.items()}
     for name, like in (("dq", "q"), ("dk", "k"), ("dv", "v")):
@@ -139,7 +140,7 @@ def compiled(arguments: argparse.Namespace, shape: tuple[int, int, int, torch.dt
     """The variants that compile."""
     jobs = [
         (kernel, blocks, shape, arguments.mask)
-        for kernel in arguments.kernels.split(",")
+        for kernel in arguments.kernels
         for blocks in variants(kernel, not arguments.pointers)
     ]
     with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
@@ -150,26 +151,31 @@ def compiled(arguments: argparse.Namespace, shape: tuple[int, int, int, torch.dt
     return [(kernel, blocks) for (kernel, blocks, *_), reason in zip(jobs, reasons, strict=True) if not reason]
 
 
+def pair(text: str) -> tuple[int, int]:
+    """The type of an option: two numbers."""
+    first, second = map(count, text.split(","))
+    return first, second
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head", type=int, default=128)
-    parser.add_argument("--heads", default="32,32", help="heads, K/V heads")
-    parser.add_argument("--length", type=int, default=16384)
+    parser.add_argument("--head", type=count, default=128)
+    parser.add_argument("--heads", type=pair, default="32,32", help="heads, K/V heads")
+    parser.add_argument("--length", type=count, default=16384)
     parser.add_argument("--mask", default="causal")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kernels", default=",".join(KERNELS))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--kernels", type=names(KERNELS), default=",".join(KERNELS))
     parser.add_argument("--pointers", action="store_true", help="no hardware descriptors")
-    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--processes", type=count, default=12)
     parser.add_argument("--seconds", type=float, default=40, help="for the timing")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    heads, kv_heads = map(int, arguments.heads.split(","))
+    heads, kv_heads = arguments.heads
     dtype = getattr(torch, arguments.dtype)
+    tiles, small = whole(arguments.mask, 1024), make_problem(1024, heads, kv_heads, arguments.head, dtype)
     started = time.time()
     kept = compiled(arguments, (heads, kv_heads, arguments.head, dtype))
     print(f"{len(kept)} variants compiled in {time.time() - started:.0f} s", flush=True)
-    small = make_problem(1024, heads, kv_heads, arguments.head, dtype)
-    tiles, expected = whole(arguments.mask, 1024), None
     expected = references(small, tiles)
     right = []
     for kernel, blocks in kept:
@@ -197,17 +203,14 @@ def time_all(trials: list[Trial], seconds: float) -> list[Trial]:
         for trial, (before, after) in zip(order, events, strict=True):
             trial.times.append(before.elapsed_time(after))
         rounds += 1
-        if rounds >= 3 and time.time() - started > seconds:
-            break
     return trials
 
 
 def report(trials: list[Trial], arguments: argparse.Namespace) -> None:
     area = Mask.parse(arguments.mask, arguments.length).area(arguments.length, arguments.length)
-    heads = int(arguments.heads.split(",")[0])
     lines = []
     for trial in trials:
-        flops = FLOPS[trial.kernel] * area * arguments.head * heads
+        flops = FLOPS[trial.kernel] * area * arguments.head * arguments.heads[0]
         speed = flops / statistics.median(trial.times[1:]) / 1e9
         lines.append({"kernel": trial.kernel, **trial.blocks, "tflops": round(speed, 1)})
     lines.sort(key=lambda line: (line["kernel"], -line["tflops"]))
@@ -215,9 +218,9 @@ def report(trials: list[Trial], arguments: argparse.Namespace) -> None:
         for line in [x for x in lines if x["kernel"] == kernel][:14]:
             print(*line.values())
     if arguments.json:
-        settings = {n: str(v) for n, v in vars(arguments).items()}
-        arguments.json.write_text(json.dumps({"settings": settings, "variants": lines}, indent=1))
+        found = {"settings": vars(arguments), "variants": lines}
+        arguments.json.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -40,10 +40,12 @@ from benchmarks.report import setting
 from benchmarks.ring import ERROR_LIMIT, errors, expected
 from benchmarks.ring_rows import ROWS
 from benchmarks.rings import Calls, Still, Task, through_autograd
+from benchmarks.script import count, end, names
 from burst_portable.backends.registry import choose_kernel, for_device, rates_of
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.two_levels import TwoLevelTransport, with_two_levels
 from burst_portable.cost import Rates, plan_cost
+from burst_portable.errors import InputError
 from burst_portable.kernels.contract import Problem
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
@@ -163,7 +165,7 @@ class Run:
         self.links = join(arguments.deadline)
         self.clock, self.guard = Clock(self.links), Guard(self.links.rank)
         if self.links.size % arguments.inner or not 1 < arguments.inner < self.links.size:
-            raise SystemExit(f"--inner {arguments.inner} makes no two nodes or more of {self.links.size} ranks")
+            raise InputError(f"--inner {arguments.inner} makes no two nodes or more of {self.links.size} ranks")
         self.row, device = ROWS[arguments.row], self.links.device
         self.mask = bp.Mask.parse(self.row.mask, self.row.length)
         self.backend = for_device(device.type)
@@ -345,23 +347,21 @@ def speeds(text: str) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inner", type=int, default=2, help="ranks that stand for a node")
+    parser.add_argument("--inner", type=count, default=2, help="ranks that stand for a node")
     parser.add_argument("--outer-gbps", type=speeds, default=[], help="slow links between nodes, GB/s a rank: 5,10,25")
     parser.add_argument("--sockets", action="store_true", help="NCCL goes from node to node through sockets")
     parser.add_argument("--simulate", action="store_true", help="no ranks: what plans predict of clusters")
     parser.add_argument("--row", default="128k-gqa", choices=ROWS)
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--strategies", default=";".join(QUICK), help=f"separated by ';', of {'; '.join(STRATEGIES)}")
-    parser.add_argument("--calls", type=int, default=2, help="back to back")
+    told = f"separated by ';', of {'; '.join(STRATEGIES)}"
+    parser.add_argument("--strategies", type=names(STRATEGIES, ";"), default=";".join(QUICK), help=told)
+    parser.add_argument("--calls", type=count, default=2, help="back to back")
     parser.add_argument("--seconds", type=float, default=5.0, help="of measuring, at least")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a part is taken for stuck")
     parser.add_argument("--deadline", type=float, default=30.0, help="seconds of a hop")
     parser.add_argument("--label", default="run", help="the file is two-levels-LABEL.json")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    arguments.strategies = arguments.strategies.split(";")
-    if unknown := set(arguments.strategies) - set(STRATEGIES):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
     if arguments.simulate:
         simulate(arguments)
         return
@@ -370,4 +370,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

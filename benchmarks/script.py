@@ -1,0 +1,51 @@
+"""What the scripts of this folder share: options that are checked while they are read, and how a run ends."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from burst_portable.errors import BackendUnavailableError, BurstError, CommunicationError
+
+
+def count(text: str) -> int:
+    """The type of an option: a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def names(known: Collection[str], separator: str = ",") -> Callable[[str], list[str]]:
+    """The type of an option: some of these names."""
+
+    def listed(text: str) -> list[str]:
+        found = text.split(separator)
+        if unknown := [name for name in found if name not in known]:
+            raise ArgumentTypeError(f"unknown: {', '.join(unknown)}; known are {f'{separator} '.join(known)}")
+        return found
+
+    return listed
+
+
+def accelerator() -> torch.device:
+    """What a script that measures kernels runs on. Raises `BackendUnavailableError` where there is none."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        raise BackendUnavailableError("this measures an accelerator, and torch sees none here")
+    return device
+
+
+def end(main: Callable[[], int | None]) -> NoReturn:
+    """Run a script and end as the command `burst-portable` does: its exit codes, one line on stderr, no traceback."""
+    try:
+        sys.exit(main())
+    except BurstError as error:
+        told, code = " ".join(str(error).split()), 1 if isinstance(error, CommunicationError) else 2
+        print(f"{Path(sys.argv[0]).name}: {told}", file=sys.stderr)
+        sys.exit(code)

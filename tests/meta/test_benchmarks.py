@@ -1,0 +1,50 @@
+"""The scripts in benchmarks/ end as the command does: one line says what cannot be used, and no traceback."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.script import count, end, names
+from burst_portable.errors import DeadlineError, UnknownNameError
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = [file.name for file in sorted(FOLDER.glob("*.py")) if "__main__" in file.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_ends_by_the_shared_helper(name: str):
+    assert (FOLDER / name).read_text(encoding="utf-8").endswith('if __name__ == "__main__":\n    end(main)\n')
+
+
+@pytest.mark.parametrize(("error", "code"), [(UnknownNameError, 2), (DeadlineError, 1)])
+def test_errors_end_a_script_with_a_line(error, code, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmarks/ring.py"])
+
+    def main():
+        raise error("what\nwas wrong")
+
+    with pytest.raises(SystemExit) as ended:
+        end(main)
+    assert ended.value.code == code
+    assert capsys.readouterr() == ("", "ring.py: what was wrong\n")
+
+
+def test_codes_and_other_errors_are_passed_on():
+    with pytest.raises(SystemExit) as ended:
+        end(lambda: 3)
+    assert ended.value.code == 3
+    with pytest.raises(ZeroDivisionError):
+        end(lambda: 1 // 0)
+
+
+def test_options():
+    assert count("7") == 7
+    assert names(("a b", "c"), ";")("c;a b") == ["c", "a b"]
+    with pytest.raises(argparse.ArgumentTypeError, match="0 is less than 1"):
+        count("0")
+    with pytest.raises(argparse.ArgumentTypeError, match="unknown: d, ; known are a, c"):
+        names(("a", "c"))("a,d,")
