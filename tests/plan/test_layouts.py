@@ -1,0 +1,172 @@
+"""Layouts: every position is held once, work is even where it should be, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burst_portable.cost import Rates, plan_cost
+from burst_portable.errors import LayoutError
+from burst_portable.layout import OF_DOCUMENTS, Layout, Segment, make_layout
+from burst_portable.mask import Mask
+from burst_portable.plans import Problem
+from burst_portable.strategies.ring import RingStrategy
+from burst_portable.tiles import find_tiles
+
+
+@given(st.integers(1, 200), st.integers(1, 16), st.sampled_from(["contiguous", "zigzag", "striped"]))
+def test_layouts_hold_every_position_once_and_leave_no_rank_empty(length, ranks, name):
+    if length < ranks:
+        with pytest.raises(LayoutError, match="more ranks than tokens"):
+            make_layout(name, length, ranks)
+        return
+    where = make_layout(name, length, ranks)
+    held = sorted(p for r in range(ranks) for p in where.positions(r))
+    assert held == list(range(length))
+    counts = [where.count(r) for r in range(ranks)]
+    assert min(counts) >= 1
+    assert max(counts) - min(counts) <= 2
+
+
+lengths = st.lists(st.integers(1, 700), min_size=1, max_size=40)
+
+
+@given(lengths, st.integers(1, 9))
+def test_whole_documents_hold_every_position_once(lengths, ranks):
+    """What is cut is cut into two chunks a rank, and perhaps a rest; all else lies whole on one rank."""
+    ends = [0, *accumulate(lengths)]
+    mask = Mask.documents(ends)
+    try:
+        where = make_layout("whole_documents", ends[-1], ranks, mask)
+    except LayoutError:  # fewer documents than ranks, and none that is long enough to be cut
+        assert len(lengths) < 2 * ranks
+        return
+    assert sorted(p for r in range(ranks) for p in where.positions(r)) == list(range(ends[-1]))
+    for start, stop in pairwise(ends):
+        parts = [within for shard in where.shards for s in shard if (within := _shared(s, start, stop))]
+        assert len(parts) == 1 or (stop - start >= 2 * ranks and len(parts) <= 2 * ranks + 1)
+    if ranks == 1:
+        assert where.shards[0] == (Segment(0, ends[-1]),)
+
+
+def _shared(segment, start, stop):
+    return max(0, min(stop, segment.start + segment.count) - max(start, segment.start))
+
+
+@pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (4, 0), (8, 1)])
+def test_whole_documents_are_even_and_little_is_sent(ranks, seed):
+    """Lengths as of web text: pairs and rows within 3 %, a fraction of the bytes, chunks of whole blocks first."""
+    chance, ends = random.Random(seed), [0]
+    while ends[-1] < 131072:
+        ends.append(min(131072, ends[-1] + max(16, int(chance.lognormvariate(6.2, 1.4)))))
+    mask = Mask.documents(ends)
+    sent = {}
+    for name in OF_DOCUMENTS:
+        where = make_layout(name, ends[-1], ranks, mask)
+        problem = Problem(mask, where, where, 32, 8, 128, 128)
+        plan = RingStrategy(moves="fetch").plan(problem)
+        sent[name] = plan_cost(plan, Rates(600.0, 300.0)).sent
+        pairs = [sum(s.compute.tiles.area for s in plan.forward.rank(r) if s.compute) for r in range(ranks)]
+        assert sum(pairs) == mask.area(ends[-1])
+        for held in (pairs, [where.count(rank) for rank in range(ranks)]):
+            assert max(held) * ranks < 1.03 * sum(held)
+    assert sent["whole_documents"] < 0.5 * sent["document_zigzag"]
+    cut = [stop - start for start, stop in pairwise(ends) if not _on_one_rank(where, start, stop)]
+    for shard in where.shards:
+        assert sum(s.count % 128 == 0 for s in shard[: len(cut)]) == len(cut)
+
+
+def _on_one_rank(where, start, stop):
+    return any(_shared(s, start, stop) == stop - start for shard in where.shards for s in shard)
+
+
+@st.composite
+def partitions(draw, start=0, count=24, step=1):
+    """Segments that hold a progression exactly once, cut in two again and again: in halves, or every second one."""
+    if count < 2 or draw(st.integers(0, 3)) == 0:
+        return [Segment(start, count, step)]
+    if draw(st.booleans()):
+        cut = draw(st.integers(1, count - 1))
+        halves = (start, cut, step), (start + cut * step, count - cut, step)
+    else:
+        halves = (start, -(-count // 2), 2 * step), (start + step, count // 2, 2 * step)
+    return [s for half in halves for s in draw(partitions(*half))]
+
+
+@given(st.data())
+def test_layouts_made_by_hand_hold_every_position_once_or_are_refused(data):
+    """Segments of all steps at once; one of them perhaps moved, stretched or dropped."""
+    segments = data.draw(partitions())
+    changed = data.draw(st.integers(0, len(segments) - 1))
+    s = segments[changed]
+    segments[changed : changed + 1] = data.draw(
+        st.sampled_from(
+            [[s], [], [Segment(max(0, s.start - 1), s.count, s.step)], [Segment(s.start, s.count, s.step + 1)],
+             [Segment(s.start, s.count + 1, s.step)], [s, s], [Segment(s.start, 1), s]]
+        )
+    )  # fmt: skip
+    shards = [segments[::2], segments[1::2]]
+    held = sorted(p for s in segments for p in s.positions())
+    if held == list(range(24)) and all(shards):
+        assert sorted(p for rank in range(2) for p in Layout("mine", 24, shards).positions(rank)) == held
+    else:
+        with pytest.raises(LayoutError, match="'mine'"):
+            Layout("mine", 24, shards)
+
+
+@given(*[st.builds(Segment, st.integers(0, 30), st.integers(1, 9), st.integers(1, 9))] * 2)
+def test_segments_that_share_a_position(a, b):
+    assert a.meets(b) == bool(set(a.positions()) & set(b.positions()))
+
+
+@pytest.mark.parametrize(
+    ("length", "shards", "message"),
+    [
+        (8, [[Segment(0, 4)]], "4 of 8"),
+        (8, [[Segment(0, 8)], [Segment(0, 8)]], "a position twice"),
+        (8, [[Segment(0, 4)], [Segment(4, 5)]], "position 8; allowed: 0 to 7"),
+        (8, [[Segment(0, 8)], []], r"without a token; got ranks \[1\]"),
+        (8, [[(0, 8)]], "made of segments"),
+        (8, [Segment(0, 8)], "a list of segments for every rank"),
+        (8.0, [[Segment(0, 8)]], "ranks and tokens"),
+        (8, [], "ranks and tokens"),
+    ],
+)
+def test_bad_layouts_are_refused(length, shards, message):
+    with pytest.raises(LayoutError, match=message):
+        Layout("mine", length, shards)
+
+
+def test_more_ranks_than_plans_are_made_for():
+    """Refused before anything is listed."""
+    with pytest.raises(LayoutError, match="too many ranks; got 1073741824; allowed: at most 16384"):
+        make_layout("zigzag", 1 << 40, 1 << 30)
+    with pytest.raises(LayoutError, match="too many ranks"):
+        Layout("mine", 16385, [[Segment(i, 1)] for i in range(16385)])
+
+
+@pytest.mark.parametrize("numbers", [(0, 4, 0), (0, 4, -1), (-1, 4), (0, -1), (0, 4.0), (0, True)])
+def test_bad_segments_are_refused(numbers):
+    with pytest.raises(LayoutError, match="segment"):
+        Segment(*numbers)
+
+
+def test_zigzag_by_hand():
+    where = make_layout("zigzag", 16, 2)
+    assert where.positions(0) == [0, 1, 2, 3, 12, 13, 14, 15]
+    assert where.positions(1) == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert where.shards[1] == (Segment(4, 8),)  # neighbours are joined
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("contiguous", 1.8, 2.0), ("zigzag", 1.0, 1.001), ("striped", 1.0, 1.002)]
+)
+def test_how_even_causal_work_is(name, least, most):
+    where = make_layout(name, 4096, 8)
+    work = [sum(find_tiles(Mask.causal(), q, k).area for k in where.shards) for q in where.shards]
+    assert sum(work) == 4096 * 4097 // 2
+    assert least <= max(work) * 8 / sum(work) <= most

@@ -1,0 +1,144 @@
+"""Masks against matrices: their areas and overlaps, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burst_portable.conformance.oracle import dense_mask
+from burst_portable.errors import MaskError, UnknownNameError
+from burst_portable.mask import UNBOUNDED, Mask, Region, band_area
+
+sizes = st.integers(1, 9)
+bounds = st.integers(-12, 14)
+
+
+@given(sizes, sizes, bounds, bounds)
+def test_the_area_of_a_band(rows, columns, lo, hi):
+    counted = sum(lo <= i - j <= hi for i in range(rows) for j in range(columns))
+    assert band_area(rows, columns, lo, hi) == counted
+
+
+regions = st.builds(
+    lambda q, rows, k, columns, lo, width: Region(q, q + rows, k, k + columns, lo, lo + width),
+    st.integers(0, 12), st.integers(1, 10), st.integers(0, 12), st.integers(1, 10), bounds, st.integers(0, 15),
+)  # fmt: skip
+
+
+@given(regions, regions)
+def test_overlap_in_closed_form(a, b):
+    both = dense_overlap(a, b)
+    assert a.overlaps(b) == both
+    if both:
+        with pytest.raises(MaskError, match="overlap"):
+            Mask((a, b))
+    else:
+        Mask((a, b))
+
+
+def dense_overlap(a: Region, b: Region) -> bool:
+    return bool((dense_mask(Mask((a,)), 24) & dense_mask(Mask((b,)), 24)).any())
+
+
+@given(st.lists(regions, min_size=3, max_size=12))
+def test_the_sweep_finds_an_overlap_wherever_it_is(many):
+    overlapping = any(a.overlaps(b) for i, a in enumerate(many) for b in many[:i])
+    if overlapping:
+        with pytest.raises(MaskError):
+            Mask(tuple(many))
+    else:
+        assert int(sum(dense_mask(Mask((r,)), 24).sum() for r in many)) == Mask(tuple(many)).area(24)
+
+
+@given(st.lists(regions, max_size=4), st.integers(1, 24))
+def test_blind_rows_are_counted(many, length):
+    try:
+        mask = Mask(tuple(many))
+    except MaskError:
+        return
+    assert mask.blind_rows(length) == int((~dense_mask(mask, 24)[:length, :length].any(1)).sum())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("causl", "did you mean 'causal'"),
+        ("window", r"window:LEFT"),
+        ("window:-1", "out of range"),
+        ("window:x", "cannot be read"),
+        ("documents:0,5,3", "strictly rising"),
+        ("documents:1,5", "0 first"),
+        ("prefix:0", "out of range"),
+        ("share_question:5", "an answer"),
+        ("block_causal:0", "out of range"),
+    ],
+)
+def test_bad_masks_are_refused(text, message):
+    with pytest.raises((MaskError, UnknownNameError), match=message):
+        Mask.parse(text, 64)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        torch.tensor([0, 4, 9], dtype=torch.int32),
+        np.array([0, 4, 9]),
+        [np.int64(0), torch.tensor(4), 9],
+        range(0, 10, 9),
+    ],
+)
+def test_lengths_of_documents_come_in_many_forms(bounds):
+    expected = Mask.documents([int(b) for b in bounds])
+    assert Mask.documents(bounds) == expected
+    assert all(type(r.q_stop) is int for r in Mask.documents(bounds).regions)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [[0, 4.7, 9], [0.0, 9.0], ["0", "9"], "09", [False, 9], torch.tensor([0.0, 9.0]), torch.tensor([[0, 9]]), 9, None],
+)
+def test_lengths_that_are_no_whole_numbers(bounds):
+    for make in (Mask.documents, Mask.block_causal, Mask.share_question):
+        with pytest.raises(MaskError, match="takes whole numbers"):
+            make(bounds)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mask.window(1.5), "left of a mask.*1.5"),
+        (lambda: Mask.window(True), "left of a mask"),
+        (lambda: Mask.share_question([4, 0]), "at least 1"),
+        (lambda: Mask.parse(None), "short form"),
+        (lambda: Mask(5), "made of regions"),
+        (lambda: Mask(["causal"]), "made of regions"),
+        (lambda: Mask((), name=3), "name of a mask"),
+        (lambda: Region(0, 4.0, 0, 4), "q_stop of a region"),
+        (lambda: Region(0, 4, False, 4), "k_start of a region"),
+    ],
+)
+def test_masks_of_wrong_types(make, message):
+    with pytest.raises(MaskError, match=message):
+        make()
+
+
+def test_sizes_of_a_mask_may_be_numpys():
+    assert Mask.window(np.int64(3), torch.tensor(1)) == Mask.window(3, 1)
+    assert Mask(r for r in (Region(np.int32(0), 4, 0, 4),)) == Mask((Region(0, 4, 0, 4),))
+
+
+def test_a_mask_longer_than_the_sequence_is_refused():
+    with pytest.raises(MaskError, match="longer than the sequence"):
+        Mask.documents((0, 8, 65)).check_lengths(64, 64)
+    Mask.documents((0, 8, 64)).check_lengths(64, 64)
+    Mask((Region(0, UNBOUNDED, 0, 8),)).check_lengths(64, 64)
+
+
+def test_equal_masks_are_equal_keys():
+    assert Mask.causal() == Mask.causal()
+    assert hash(Mask.documents((0, 4, 9))) == hash(Mask.documents((0, 4, 9)))
+    assert Mask.documents((0, 4, 9)) == Mask.documents([0, 4, 9])
+    assert Mask.documents((0, 4, 9)) != Mask.documents((0, 5, 9))

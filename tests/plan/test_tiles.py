@@ -1,0 +1,147 @@
+"""Tiles, where masks meet layouts, against matrices; a million tokens cost neither time nor memory."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burst_portable.conformance.cases import LENGTH, MASKS
+from burst_portable.conformance.oracle import dense_mask
+from burst_portable.errors import LayoutError
+from burst_portable.layout import NAMES, OF_DOCUMENTS, Segment, make_layout
+from burst_portable.mask import UNBOUNDED, Mask
+from burst_portable.tiles import Tile, banded_box, find_tiles, fuse, sees
+
+sizes = st.integers(1, 9)
+bounds = st.integers(-12, 14)
+
+
+def cells(tile: Tile) -> set[tuple[int, int]]:
+    return {
+        (i, j)
+        for i in range(tile.q_start, tile.q_stop)
+        for j in range(tile.k_start, tile.k_stop)
+        if tile.lo <= i - j <= tile.hi
+    }
+
+
+@given(st.integers(0, 5), sizes, st.integers(0, 5), sizes, bounds, bounds)
+def test_a_banded_box_keeps_every_cell_and_no_empty_row_or_column(q, rows, k, columns, lo, hi):
+    box = {(i, j) for i in range(q, q + rows) for j in range(k, k + columns) if lo <= i - j <= hi}
+    tile = banded_box(q, q + rows, k, k + columns, lo, hi)
+    if tile is None:
+        assert not box
+        return
+    assert cells(tile) == box
+    assert {i for i, _ in box} == set(range(tile.q_start, tile.q_stop))
+    assert {j for _, j in box} == set(range(tile.k_start, tile.k_stop))
+    assert tile.area == len(box)
+    assert tile.full == (len(box) == tile.rows * tile.columns)
+
+
+@given(st.integers(0, 9), sizes, st.integers(0, 9), sizes, bounds, bounds, st.integers(1, 5))
+def test_blocks_that_are_visited(q, rows, k, columns, lo, hi, block):
+    """Of every block of rows: from the first column that one of them sees to the last, in whole blocks."""
+    tile = banded_box(q, q + rows, k, k + columns, lo, hi)
+    if tile is None:
+        return
+    seen = defaultdict(list)
+    for i, j in cells(tile):
+        seen[i // block].append(j)
+    counted = sum(-(-(max(row) + 1 - min(row)) // block) for row in seen.values())
+    assert tile.visited(block) == (tile.area if block == 1 else counted * block * block)
+
+
+@pytest.mark.parametrize(("lo", "hi"), [(0, UNBOUNDED), (0, 4096), (-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 5)])
+def test_blocks_of_long_tiles_are_estimated(lo, hi):
+    """What one tile visits is close to what its halves do, whose blocks are counted."""
+    whole = banded_box(0, 16384, 0, 16384, lo, hi)
+    parts = [whole.clipped(start, start + 8192, 0, 16384) for start in (0, 8192)]
+    assert whole.visited(128) == pytest.approx(sum(part.visited(128) for part in parts), rel=0.02)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_tiles_cover_every_pair_exactly_once(name, layout, ranks):
+    mask = MASKS[name]
+    try:
+        where = make_layout(layout, LENGTH, ranks, mask)
+    except LayoutError:
+        assert layout in OF_DOCUMENTS
+        return
+    covered = torch.zeros(LENGTH, LENGTH, dtype=torch.int64)
+    for q_shard in range(ranks):
+        for k_shard in range(ranks):
+            tiles = find_tiles(mask, where.shards[q_shard], where.shards[k_shard])
+            assert sees(mask, where.shards[q_shard], where.shards[k_shard]) == bool(tiles)
+            q, k = where.positions(q_shard), where.positions(k_shard)
+            for tile in tiles:
+                for i, j in cells(tile):
+                    covered[q[i], k[j]] += 1
+    assert torch.equal(covered, dense_mask(mask, LENGTH).long())
+    assert mask.area(LENGTH) == int(covered.sum())
+
+
+@given(st.data())
+def test_random_segments_meet_random_masks(data):
+    """Segments of any start and step, several a side: the one place where mask meets layout."""
+    mask = data.draw(st.sampled_from(list(MASKS.values())))
+    step = data.draw(st.integers(1, 4))
+
+    def side():
+        starts = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=3, unique=True))
+        return [Segment(s, data.draw(st.integers(1, 5)), step) for s in starts]
+
+    queries, keys = side(), side()
+    seen = dense_mask(mask, LENGTH)
+    q = [p for s in queries for p in s.positions()]
+    k = [p for s in keys for p in s.positions()]
+    expected = [(i, j) for i, a in enumerate(q) for j, b in enumerate(k) if seen[a, b]]
+    found = [cell for tile in find_tiles(mask, queries, keys) for cell in cells(tile)]
+    assert sorted(found) == expected  # sorted: a cell in two tiles would show twice
+
+
+def test_fusing_gives_one_tile_a_step_for_causal_zigzag_and_striped():
+    for layout in ("zigzag", "striped"):
+        where = make_layout(layout, 4096, 8)
+        pairs = [(a, b) for a in where.shards for b in where.shards]
+        assert all(len(find_tiles(Mask.causal(), a, b)) == 1 for a, b in pairs)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=9, unique=True), st.integers(1, 4)
+)
+def test_fusing_never_changes_what_is_seen(corners, size):
+    tiles = [banded_box(a * size, (a + 1) * size, b * size, (b + 1) * size, -99, 99) for a, b in corners]
+    fused = fuse(list(tiles))
+    assert len(fused) <= len(tiles)
+    assert sorted(c for t in fused for c in cells(t)) == sorted(c for t in tiles for c in cells(t))
+
+
+def test_queries_and_keys_of_different_steps_are_refused():
+    with pytest.raises(LayoutError, match="different steps"):
+        find_tiles(Mask.full(), [Segment(0, 4, 2)], [Segment(0, 4, 1)])
+
+
+def test_a_million_tokens_cost_neither_time_nor_memory():
+    """Interval search: nothing may be in proportion to the tokens. The bound on time is generous, not on memory."""
+    length, ranks = 1 << 20, 1024
+    cumulative = [*range(0, length, length // 500 + 1), length]
+    tracemalloc.start()
+    started = time.process_time()
+    mask = Mask.documents(cumulative)
+    where = make_layout("zigzag", length, ranks)
+    tiles = [find_tiles(mask, where.shards[5], where.shards[owner]) for owner in range(ranks)]
+    seconds = time.process_time() - started
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(t.area for t in tiles) > 0
+    assert peak < 4 << 20
+    assert seconds < 10
