@@ -114,7 +114,8 @@ def attention(
         seq_len: tokens of the whole sequence. None means those of a `Layout`, or that all ranks hold equally many.
         scale: of the scores; 1/sqrt(D) unless given.
         softcap: scores become softcap·tanh(scores / softcap).
-        sinks: one logit a query head, ``[Hq]``, that takes part in every row's softmax and has no value.
+        sinks: one logit a query head, ``[Hq]``, that takes part in every row's softmax and has no value; -inf is
+            none. Like those of q, k and v, values are not read, and so not refused: +inf and NaN have NaN gradients.
         kernel: "auto", or the name of one of the backend's kernels.
         deterministic: whether gradients must be the same bits every time, which rules the fastest kernels out.
             None follows `torch.use_deterministic_algorithms`.
