@@ -208,8 +208,8 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
 def add_sinks(state: State, sinks: Tensor) -> None:
     """Merge attention sinks, one logit a head ``[H]``, into a finished state: (out 0, LSE sink), in place.
 
-    Once and last: in a ring a kernel would count them once a hop. -inf is no sink. Next to +inf nothing else counts: out
-    is 0, LSE +inf, and the sink's gradient NaN.
+    Once and last: in a ring a kernel would count them once a hop. -inf is no sink. Next to +inf nothing else counts:
+    out is 0, LSE +inf, and the sink's gradient NaN.
     """
     out, lse = state
     sink = sinks.to(lse.dtype).view(1, -1, 1).expand_as(lse)
