@@ -1,10 +1,11 @@
-"""Files that users give, read up to a size: a device that never ends or a small gzip of a large file is refused."""
+"""Files that users give, read up to a size: a pipe that nobody writes to or a small gzip of a large file is refused."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import math
+import stat
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,8 @@ def read_json(path: Path, what: str, largest: int, *, parse_float: ParseFloat | 
     Raises `InputError`, of one line, for what is no such file, too large, too deep, or no strict JSON.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe is to wait for its writer
+            raise ValueError("no regular file")
         with path.open("rb") as file:
             text = _read(gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == _GZIP else file, largest)
     except (OSError, EOFError, ValueError, zlib.error) as error:

@@ -6,6 +6,7 @@ import copy
 import gzip
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,11 @@ def test_what_never_ends_and_what_is_none(tmp_path, capsys):
     bomb = tmp_path / "bomb.gz"
     bomb.write_bytes(gzip.compress(bytes(1 << 20), 9) * 300)  # 300 KB that unpack to 300 MB
     assert "more than 256 MiB" in refused(capsys, "profile", str(bomb))
-    assert "more than 256 MiB" in refused(capsys, "profile", "/dev/zero")
-    for path in (tmp_path, tmp_path / "absent", "x" * 300):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, "/dev/zero"):
+        for command in (["profile"], ["compare", str(SAMPLE)], ["trace"]):
+            assert "got no regular file" in refused(capsys, *command, str(path))
+    for path in (tmp_path / "absent", "x" * 300):
         refused(capsys, "profile", str(path))
         refused(capsys, "trace", str(path))
 
