@@ -1,0 +1,249 @@
+"""What a kernel holds: tiles in registers, pointers, descriptors, shared memory, barriers, products under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+TORCH = {
+    gl.float32: torch.float32, gl.bfloat16: torch.bfloat16, gl.float16: torch.float16,
+    gl.int32: torch.int32, gl.int64: torch.int64,
+}  # fmt: skip
+GLUON = {torch_dtype: dtype for dtype, torch_dtype in TORCH.items()}
+
+
+class Tile:
+    """A tensor in registers."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    @property
+    def dtype(self) -> Any:
+        return GLUON[self.x.dtype]
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.x.shape)
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Tile:
+        if dtype == gl.uint32:  # torch compares no uint32
+            assert bitcast, "a conversion that no kernel has needed yet"
+            return Tile(self.x.long() & 0xFFFFFFFF)
+        return Tile(self.x.to(TORCH[dtype]))
+
+    def __getitem__(self, at: Any) -> Tile:
+        return Tile(self.x[at])
+
+    def __neg__(self) -> Tile:
+        return Tile(-self.x)
+
+
+def _operator(name: str) -> Callable[[Tile, Any], Tile]:
+    def apply(self: Tile, other: Any) -> Any:
+        if isinstance(other, Product | Pointer):
+            return NotImplemented
+        return Tile(getattr(self.x, name)(plain(other)))
+
+    return apply
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "and", "or",
+              "lt", "le", "gt", "ge", "eq", "ne"):  # fmt: skip
+    setattr(Tile, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def plain(x: Any) -> Any:
+    assert not isinstance(x, Product), "a product is read before warpgroup_mma_wait"
+    return x.x if isinstance(x, Tile) else x
+
+
+class Scalar(int):
+    """A program's number, which kernels widen."""
+
+    def to(self, dtype: Any) -> int:
+        return int(self)
+
+
+class Pointer:
+    """Into a tensor's memory: one address, or a tile of them."""
+
+    def __init__(self, memory: Tensor, at: Any = 0) -> None:
+        self.memory, self.at = memory, at
+
+    @classmethod
+    def to(cls, x: Tensor) -> Pointer:
+        """From its first element on, to the end of what it is a part of."""
+        size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+        return cls(x.as_strided((size,), (1,)))
+
+    def __add__(self, step: Any) -> Pointer:
+        return Pointer(self.memory, self.at + plain(step))
+
+    def load(self, mask: Any = None, other: Any = None) -> Any:
+        if not isinstance(self.at, Tensor):
+            assert self.at >= 0, "an address before the tensor's first"
+            return self.memory[self.at].item()
+        at, mask = self._addresses(mask)
+        fill = torch.nan if other is None and self.memory.is_floating_point() else other or 0
+        return Tile(torch.where(mask, self.memory[at], torch.tensor(fill, dtype=self.memory.dtype)))
+
+    def store(self, value: Any, mask: Any = None) -> None:
+        at, mask = self._addresses(mask)
+        self.memory[at[mask]] = plain(value).to(self.memory.dtype).expand(at.shape)[mask]
+
+    def _addresses(self, mask: Any) -> tuple[Tensor, Tensor]:
+        mask = torch.ones_like(self.at, dtype=torch.bool) if mask is None else plain(mask).expand(self.at.shape)
+        at = torch.where(mask, self.at, 0).long()
+        assert (at >= 0).all(), "an address before the tensor's first"
+        return at, mask
+
+
+class Descriptor:
+    """A TMA descriptor: blocks of a tensor, where what is outside reads as 0 and is never written."""
+
+    layout = None
+
+    def __init__(self, x: Tensor, block: Sequence[int]) -> None:
+        self.x, self.block = x, list(block)
+        self.dtype = GLUON[x.dtype]
+        self.block_type = SimpleNamespace(nbytes=x.element_size() * torch.Size(block).numel())
+
+    def read(self, at: Sequence[int]) -> Tensor:
+        block = torch.zeros(self.block, dtype=self.x.dtype)
+        there, here = self._inside(at)
+        block[here] = self.x[there]
+        return block
+
+    def write(self, at: Sequence[int], block: Tensor, add: bool) -> None:
+        there, here = self._inside(at)
+        self.x[there] = block[here] + (self.x[there] if add else 0)
+
+    def _inside(self, at: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        there, here = [], []
+        for start, size, whole in zip(at, self.block, self.x.shape, strict=True):
+            first, last = min(max(start, 0), whole), max(0, min(start + size, whole))
+            there.append(slice(first, max(first, last)))
+            here.append(slice(first - start, max(first, last) - start))
+        return tuple(there), tuple(here)
+
+
+class Shared:
+    """Shared memory as threads see it, and as TMA and wgmma do.
+
+    `fence` is told of what a thread has stored, which engines do not see before its fence.
+    """
+
+    def __init__(self, threads: Tensor, engines: Tensor, fence: Callable[[Shared], None]) -> None:
+        self.threads, self.engines, self._fence = threads, engines, fence
+
+    @classmethod
+    def allocate(cls, dtype: Any, shape: Sequence[int], fence: Callable[[Shared], None]) -> Shared:
+        fill = torch.nan if dtype.is_floating() else -1
+        return cls(*(torch.full(tuple(shape), fill, dtype=TORCH[dtype]) for _ in range(2)), fence)
+
+    def load(self, layout: Any) -> Tile:
+        return Tile(self.threads.clone())
+
+    def store(self, tile: Tile) -> None:
+        assert tile.dtype == self.dtype, "a store converts nothing"
+        self.threads.copy_(tile.x)
+        _poison(self.engines)
+        self._fence(self)
+
+    def start_load(self) -> None:
+        """From now on, and until `end_load`, it holds nothing."""
+        _poison(self.threads)
+        _poison(self.engines)
+
+    def end_load(self, block: Tensor) -> None:
+        self.threads.copy_(block)
+        self.engines.copy_(block)
+
+    @property
+    def dtype(self) -> Any:
+        return GLUON[self.threads.dtype]
+
+    def _both(self, view: Callable[[Tensor], Tensor]) -> Shared:
+        return Shared(view(self.threads), view(self.engines), self._fence)
+
+    def index(self, i: int) -> Shared:
+        return self._both(lambda x: x[i])
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return self._both(lambda x: x.permute(tuple(order)))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return self._both(lambda x: x.narrow(dim, start, length))
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return self._both(lambda x: x.view(tuple(shape)))
+
+    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
+        size = torch.Size(shape).numel()
+        return self._both(lambda x: x.view(-1).view(TORCH[dtype])[:size].view(tuple(shape)))
+
+
+def _poison(x: Tensor) -> None:
+    x.fill_(torch.nan if x.is_floating_point() else -1)
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes are there."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.count, self.missing, self.bytes, self.phase = name, 0, 0, 0, 0
+
+    def init(self, count: int) -> None:
+        self.count = self.missing = count
+
+    def arrive(self, count: int, more: int = 0) -> None:
+        assert count <= self.missing, f"more arrivals at {self.name} than it counts"
+        self.missing -= count
+        self.add(more)
+
+    def add(self, count: int) -> None:
+        self.bytes += count
+        if self.missing == 0 and self.bytes == 0:
+            self.phase += 1
+            self.missing = self.count
+
+
+class Barriers:
+    """Several, one an index."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._each = [Barrier(f"{name}[{i}]") for i in range(count)]
+
+    def index(self, i: int) -> Barrier:
+        return self._each[i]
+
+
+class Product:
+    """What wgmma is at, or has made."""
+
+    def __init__(self, a: Any, b: Shared, acc: Any) -> None:
+        self._a, self._b, self._acc = a, b, acc
+        self._made: Tensor | None = None
+
+    def run(self) -> None:
+        left = self._a.engines if isinstance(self._a, Shared) else plain(self._a)
+        made = left.float() @ self._b.engines.float()
+        self._made = made if self._acc is None else made + plain(self.value_of(self._acc))
+
+    @staticmethod
+    def value_of(x: Any) -> Any:
+        """Of a product its result, which must be there; of anything else itself."""
+        if not isinstance(x, Product):
+            return x
+        assert x._made is not None, "a product is read before warpgroup_mma_wait"
+        return Tile(x._made)

@@ -1,0 +1,86 @@
+"""What the Hopper kernel must give, on a device and on the emulator: compared with the float64 reference."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from burst_portable.backends.cuda.hopper import HopperKernel
+from burst_portable.kernels.contract import Options
+from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.layout import Segment
+from burst_portable.mask import Mask
+from burst_portable.numerics import empty_state, finished, row_delta
+from burst_portable.tiles import Tiles, find_tiles
+
+KERNEL, ORACLE = HopperKernel(), ReferenceKernel()
+# (out, LSE, gradients): relative Frobenius error, of which bf16 attention itself has about 2e-3 to 4e-3.
+TOLERANCE = {torch.bfloat16: (6e-3, 2e-5, 1e-2), torch.float16: (1e-3, 2e-5, 2e-3)}
+MASKS = [
+    "full", "causal", "window:200", "window:300:100", "documents:0,100,357,600", "full_documents:0,300,301,600",
+    "prefix:130", "sink:4:150", "global:70:100:100", "block_causal:96", "share_question:100,200,150,150",
+]  # fmt: skip
+
+
+def tiles_of(text: str, length: int) -> Tiles:
+    whole = (Segment(0, length),)
+    return find_tiles(Mask.parse(text, length), whole, whole)
+
+
+def randn(*shape, device, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator(device).manual_seed(seed + sum(shape))
+    return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+
+def wide(*tensors):
+    return tuple(x.double() for x in tensors)
+
+
+def fresh_state(q):
+    return finished(empty_state(q, q.shape[-1]), q.dtype)
+
+
+def gap(x, exact):
+    """Relative Frobenius error; where the exact result is as good as 0 (one key a row), an absolute one."""
+    assert not torch.isnan(x).any()
+    floor = 0.01 * exact.numel() ** 0.5
+    return ((x.double() - exact).norm() / exact.norm().clamp(min=floor)).item()
+
+
+def compare(q, k, v, tiles, *, seed=0):
+    """Forward, backward with delta and with out, all against float64."""
+    tolerance = TOLERANCE[q.dtype]
+    options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
+    out, lse = KERNEL.attend(q, k, v, tiles, options)
+    exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, options)
+    assert out.dtype == lse.dtype == torch.float32
+    seen = exact_lse > -torch.inf
+    assert (lse[~seen] == -torch.inf).all()
+    assert (out.transpose(1, 2)[~seen] == 0).all()
+    assert gap(out, exact_out) < tolerance[0]
+    assert gap(lse[seen], exact_lse[seen]) < tolerance[1]
+    narrow, narrow_lse = KERNEL.attend(q, k, v, tiles, options, out_dtype=q.dtype)
+    assert narrow.dtype == q.dtype
+    assert gap(narrow, exact_out) < 1.5 * tolerance[0]
+    assert torch.equal(lse, narrow_lse)
+    compare_backward(q, k, v, tiles, seed=seed)
+
+
+def compare_backward(q, k, v, tiles, *, seed=0):
+    """With delta, with out, and of the whole."""
+    tolerance = TOLERANCE[q.dtype][2]
+    options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
+    exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, options)
+    dout = randn(*exact_out.shape, device=q.device, dtype=q.dtype, seed=seed + 7)
+    delta = row_delta(dout.double(), exact_out)
+    exact = tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    ORACLE.attend_backward(*wide(dout, q, k, v), exact_lse, tiles, options, delta=delta, into=exact)
+    for given in ({"delta": delta.float()}, {"out": exact_out.to(q.dtype)}, {"out": exact_out.float()}):
+        start = tuple(torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v))
+        KERNEL.attend_backward(dout, q, k, v, exact_lse.float(), tiles, options, into=start, **given)
+        for name, mine, good in zip("qkv", start, exact, strict=True):
+            assert gap(mine - 0.25, good) < tolerance, f"d{name} with {next(iter(given))}"
+    made = KERNEL.gradients(dout, q, k, v, exact_out.to(q.dtype), exact_lse.float(), tiles, options)
+    for name, mine, good in zip("qkv", made, exact, strict=True):
+        assert gap(mine, good) < 1.5 * tolerance, f"d{name} of the whole"

@@ -1,0 +1,189 @@
+"""The Hopper kernels' Python on the CPU against float64, with waits and slots watched; see `emulator.machine`."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from burst_portable.backends.cuda import hopper_backward, hopper_forward
+from burst_portable.backends.cuda.hopper import _triton_reason
+from burst_portable.kernels.contract import Options
+from burst_portable.tiles import Tile, Tiles
+from tests.kernels import hopper_cases
+from tests.kernels.hopper_cases import (
+    KERNEL,
+    MASKS,
+    ORACLE,
+    TOLERANCE,
+    compare,
+    compare_backward,
+    fresh_state,
+    gap,
+    tiles_of,
+    wide,
+)
+
+if _triton_reason():
+    pytest.skip(_triton_reason(), allow_module_level=True)
+
+from tests.kernels.emulator.hopper import EmulatedKernels, emulate
+from tests.kernels.emulator.machine import Machine
+
+randn = functools.partial(hopper_cases.randn, device="cpu")
+ORDERS = [(0, 0.0), (1, 0.5), (2, 1.0)]  # seed, eager
+
+
+@pytest.fixture(params=ORDERS[1:2], ids=["mixed"])
+def machine(request, monkeypatch):
+    emulate(monkeypatch, EmulatedKernels(Machine(*request.param)))
+
+
+def inputs(batch, length, heads, kv_heads, dim, dtype=torch.bfloat16):
+    return tuple(randn(batch, length, h, dim, dtype=dtype, seed=i) for i, h in enumerate((heads, kv_heads, kv_heads)))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask, dim, machine):
+    compare(*inputs(1, 301, 1, 1, dim), tiles_of(mask, 301))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_longer_masks(mask, dim, machine):
+    compare(*inputs(2, 900, 4, 2, dim), tiles_of(mask, 900))
+
+
+@pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_orders_groups_and_types(dim, machine):
+    for dtype, heads, length in (
+        (torch.float16, (3, 1), 129),
+        (torch.bfloat16, (2, 2), 257),
+        (torch.bfloat16, (1, 1), 1),
+    ):
+        compare(*inputs(2, length, heads[0], heads[1], dim, dtype), tiles_of("causal", length))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_queries_and_keys_of_other_lengths(dim, machine):
+    q, (k, v, _) = randn(1, 233, 2, dim), inputs(1, 511, 1, 1, dim)
+    compare(q, k, v, Tiles([Tile(5, 200, 17, 500, -2000, 2000)]))
+    compare(q, k, v, Tiles([Tile(0, 10, 400, 511, -2000, 2000), Tile(100, 233, 0, 77, 100, 300)]))
+
+
+@pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_state_is_merged_in_place(dim, machine):
+    length, options = 500, Options(scale=0.1)
+    q, k, v = inputs(1, length, 2, 1, dim)
+    tiles = tiles_of("causal", length)
+    exact = ORACLE.attend(*wide(q, k, v), tiles, options)
+    state = fresh_state(q)
+    for start, stop in ((400, 500), (0, 150), (150, 400)):
+        part = [t.clipped(0, length, start, stop) for t in tiles]
+        local = Tiles(t.shifted(0, -start) for t in part if t is not None)
+        KERNEL.attend(q, k[:, start:stop], v[:, start:stop], local, options, state=state)
+    assert gap(state[0], exact[0]) < TOLERANCE[q.dtype][0]
+    assert gap(state[1], exact[1]) < TOLERANCE[q.dtype][1]
+
+
+FORWARD_BUGS = {
+    "the first key slot is free before the product has read it": (
+        "        s = warpgroup_mma_wait(0, deps=[s])\n        mbarrier.arrive(k_emp.index(slot), count=1)\n",
+        "        mbarrier.arrive(k_emp.index(slot), count=1)\n        s = warpgroup_mma_wait(0, deps=[s])\n",
+    ),
+    "a value slot is free before the product has read it": (
+        "    o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])\n    mbarrier.arrive(v_emp.index(slot), count=1)\n",
+        "    mbarrier.arrive(v_emp.index(slot), count=1)\n    o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])\n",
+    ),
+    "a value slot is never free": ("    mbarrier.arrive(v_emp.index(slot), count=1)\n    p16", "    p16"),
+    "values are not waited for": ("    mbarrier.wait(v_rdy.index(slot), (it // NS) & 1)\n    ot", "    ot"),
+    "keys of the block before": ("mbarrier.wait(k_rdy.index(nslot), ((it + 1) // NS) & 1)", "pass"),
+    "the scores are not waited for": ("    s = warpgroup_mma_wait(1, deps=[s])\n", ""),
+    "queries are not waited for": ("        mbarrier.wait(q_rdy, turn & 1)\n", ""),
+    "queries of the next item too early": ("        mbarrier.wait(q_emp, (turn & 1) ^ 1)\n", ""),
+    "the result is stored without a fence": ("fence_async_shared()\n", "pass\n"),
+    "the next item's result over the one that TMA still reads": (
+        "        tma.store_wait(0)\n        if MODE",
+        "        if MODE",
+    ),
+    "the end does not wait for the last store": ("        turn += 1\n    tma.store_wait(0)\n", "        turn += 1\n"),
+    "the next item's number is not handed on": ("        mbarrier.arrive(t_rdy.index(turn & 1), count=1)\n", ""),
+}  # fmt: skip
+MERGE_BUGS = {
+    "the running result too early": ("mbarrier.wait(o_emp, (turn & 1) ^ 1)", "pass"),
+    "the running result is not waited for": ("            mbarrier.wait(o_rdy, turn & 1)\n", ""),
+}
+BACKWARD_BUGS = {
+    "dS without a fence": ("    fence_async_shared()\n    mbarrier.arrive(ds_rdy", "    mbarrier.arrive(ds_rdy"),
+    "dS of the other warpgroup is not waited for": ("    mbarrier.wait(ds_rdy.index(pair), (it // 2) & 1)\n", ""),
+    "a query slot is free before dK has read it": (
+        "    dk, ds = warpgroup_mma_wait(2, deps=[dkt, ds])\n    mbarrier.arrive(q_emp.index(slot), count=1)\n",
+        "    mbarrier.arrive(q_emp.index(slot), count=1)\n    dk, ds = warpgroup_mma_wait(2, deps=[dkt, ds])\n",
+    ),
+    "dV over a product too many": ("warpgroup_mma_wait(3, deps=[dvt, p16])", "warpgroup_mma_wait(4, deps=[dvt, p16])"),
+    "dQ over one that TMA still reads": ("    mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)\n", ""),
+    "dQ without a fence": ("    fence_async_shared()\n    mbarrier.arrive(dq_rdy", "    mbarrier.arrive(dq_rdy"),
+    "dQ is not waited for": ("        mbarrier.wait(dq_rdy.index(w), it & 1)\n", ""),
+    "dQ's buffer is free before TMA has read it": ("    tma.store_wait(0)\n    for w in", "    for w in"),
+    "row terms are not waited for": ("    mbarrier.wait(do_rdy.index(slot), phase)\n", ""),
+    "keys are not waited for": ("    mbarrier.wait(kv_rdy, 0)\n", ""),
+    "staging over what the other warpgroup still reads": ("    mbarrier.wait(done, 0)\n", ""),
+    "the end does not wait for what it adds": ("kv, D)\n    tma.store_wait(0)\n", "kv, D)\n"),
+}  # fmt: skip
+
+
+def planted(module, change, folder):
+    """The module with something else in the place of a few of its words."""
+    text = Path(module.__file__).read_text()
+    assert text.count(change[0]) >= 1, change[0]
+    path = folder / f"planted_{Path(module.__file__).name}"
+    path.write_text(text.replace(*change))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def caught(work, kernels_on, monkeypatch):
+    """Whether some order of events shows that something is wrong."""
+    for seed, (_, eager) in itertools.product(range(8), ORDERS):
+        emulate(monkeypatch, kernels_on(Machine(seed, eager)))
+        try:
+            work()
+        except AssertionError:
+            return True
+    return False
+
+
+def forward(merge):
+    q, k, v = inputs(1, 600, 3, 1, 64)
+    tiles, options = tiles_of("causal", 600), Options(scale=0.125)
+    out, lse = KERNEL.attend(q, k, v, tiles, options, state=fresh_state(q) if merge else None)
+    exact = ORACLE.attend(*wide(q, k, v), tiles, options)
+    assert gap(out, exact[0]) < 6e-3
+    assert gap(lse, exact[1]) < 2e-5
+
+
+@pytest.mark.parametrize("bug", [*FORWARD_BUGS, *MERGE_BUGS])
+def test_a_planted_bug_of_the_forward(bug, tmp_path, monkeypatch):
+    module = planted(hopper_forward, {**FORWARD_BUGS, **MERGE_BUGS}[bug], tmp_path)
+    work = functools.partial(forward, merge=bug in MERGE_BUGS)
+    assert caught(work, lambda machine: EmulatedKernels(machine, forward=module), monkeypatch)
+
+
+@pytest.mark.parametrize("bug", BACKWARD_BUGS)
+def test_a_planted_bug_of_the_backward(bug, tmp_path, monkeypatch):
+    module = planted(hopper_backward, BACKWARD_BUGS[bug], tmp_path)
+    q, k, v = inputs(1, 600, 1, 1, 64)
+    work = functools.partial(compare_backward, q, k, v, tiles_of("causal", 600))
+    assert caught(work, lambda machine: EmulatedKernels(machine, backward=module), monkeypatch)
