@@ -9,6 +9,7 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.cli import main
+from burst_portable.profiling.ablation import Ablation
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.tables import ablation_text
 from tests.profiling.made import Maker, ablated, ring
@@ -76,6 +77,15 @@ def test_an_ablation_is_in_every_form(tmp_path, capsys):
     assert "a step of 20.0 ms on rank 0" in ablation_text(report.data)
     told = {name: text for names, text in report.data["evidence"].items() for name in names.split(", ")}
     assert told["hidden"].startswith("ablation: ")
+
+
+def test_an_ablation_of_less_than_runs_differ_by_is_told_so():
+    """Steps that were shorter with messages, or with kernels, than without: the words name no time below zero."""
+    facts = {"rank": 1, **Ablation(0.0200, 0.0203, 0.0199, 0.0198).facts()}
+    told = ablation_text({"ablation": [facts]})
+    assert facts["exposed_communication"] == -300_000
+    assert "attention's messages add no more than runs differ by, its kernels add 100 µs, 400 µs are hidden" in told
+    assert "-" not in ablation_text({"ablation": [{"rank": 0, **Ablation(0.0200, 0.0203, 0.0201, 0.0206).facts()}]})
 
 
 def test_a_report_says_how_far_device_clocks_drift(tmp_path, capsys):
