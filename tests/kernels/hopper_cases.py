@@ -29,7 +29,7 @@ def tiles_of(text: str, length: int) -> Tiles:
 
 
 def randn(*shape, device, dtype=torch.bfloat16, seed=0):
-    generator = torch.Generator(device).manual_seed(seed + sum(shape))
+    generator = torch.Generator(device).manual_seed(100_000 * seed + sum(shape))
     return torch.randn(shape, device=device, generator=generator).to(dtype)
 
 
