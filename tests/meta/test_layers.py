@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from ci.check_layers import LAYERS
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKER = ROOT / "ci" / "check_layers.py"
@@ -132,3 +135,13 @@ def test_what_is_allowed_passes(tmp_path):
 def test_the_real_tree_holds():
     code, lines = run_checker()
     assert code == 0, "\n".join(lines)
+
+
+def test_the_table_for_contributors_is_the_checkers():
+    """From high to low, but for the names of the package itself."""
+    page = (
+        (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Layers")[2].partition("\n\nA vendor's")[0]
+    )
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    told = [set(re.findall("`([^`]+)`", part)) for cell in cells for part in cell.split(", then")]
+    assert told[::-1] == [set(names) - {"", "__main__", "backends"} for names in LAYERS]
