@@ -78,14 +78,14 @@ class Clock:
     """Seconds of work on this rank's device, the slowest rank's on all ranks."""
 
     def __init__(self, links: Links) -> None:
-        self._device, self._streams = links.device, for_device(links.device.type).capabilities.streams
+        self._device, self.streams = links.device, for_device(links.device.type).capabilities.streams
 
     def time(self, call: Callable[[], object], calls: int) -> float:
         """Seconds a call, of so many back to back, after all ranks have met."""
         self.settle()
         dist.barrier()
         self.settle()
-        if not self._streams:
+        if not self.streams:
             started = time.perf_counter()
             for _ in range(calls):
                 call()
@@ -106,7 +106,7 @@ class Clock:
 
     def settle(self) -> None:
         """Nothing is under way any more."""
-        if self._streams:
+        if self.streams:
             torch.accelerator.synchronize()
 
 

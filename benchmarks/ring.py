@@ -37,6 +37,7 @@ from benchmarks.ring_rows import QUICK_ROWS, ROWS, Row
 from benchmarks.rings import Calls, Contestant, Task, ours
 from benchmarks.script import end, names
 from burst_portable.backends.registry import choose_kernel, for_device
+from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import BurstError
 from burst_portable.kernels.contract import Options, Problem
 from burst_portable.layout import Segment
@@ -98,12 +99,7 @@ def expected(row: Row, mask: bp.Mask, whole: list[Tensor]) -> Expected:
 def _dense(mask: bp.Mask, *tensors: Tensor) -> dict[str, Tensor]:
     q, k, v, dout = (x.float() for x in tensors)
     leaves = tuple(x.clone().requires_grad_() for x in (q, k, v))
-    length = q.shape[1]
-    i, j = torch.arange(length, device=q.device).unsqueeze(1), torch.arange(length, device=q.device).unsqueeze(0)
-    seen = torch.zeros(length, length, dtype=torch.bool, device=q.device)
-    for r in mask.regions:
-        box = (i >= r.q_start) & (i < r.q_stop) & (j >= r.k_start) & (j < r.k_stop)
-        seen |= box & (i - j >= r.lo) & (i - j <= r.hi)
+    seen = dense_mask(mask, q.shape[1]).to(q.device)
     scores = torch.einsum("bqhd,bkd->bhqk", leaves[0], leaves[1][:, :, 0]) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     out = torch.einsum("bhqk,bkd->bqhd", weights, leaves[2][:, :, 0])
@@ -268,7 +264,7 @@ class Run:
         from burst_portable.comm.base import Message
 
         device, size, rank = self.links.device, self.links.size, self.links.rank
-        sizes = LINK_SIZES if self.clock._streams else (1 << 16,)
+        sizes = LINK_SIZES if self.clock.streams else (1 << 16,)
         there, back = (rank + 1) % size, (rank - 1) % size
         for name, transport in self.links.transports.items():
             for count in sizes if not isinstance(transport, str) else ():

@@ -42,12 +42,11 @@ LIMIT = 1.2e-2
 def variants(kernel: str, tma: bool) -> list[dict[str, object]]:
     """Everything worth a try; what does not compile is left out later."""
     return [
-        {"rows": rows, "columns": columns, "warps": warps, "stages": stages, "tma": by_tma, "together": together}
+        {"rows": rows, "columns": columns, "warps": warps, "stages": stages, "tma": by_tma, "together": 4}
         for rows, columns in SIZES[kernel]
         for warps in (4, 8)
         for stages in (2, 3)
         for by_tma in ((True, False) if tma else (False,))
-        for together in (4,)
         if not (rows * columns >= 128 * 128 and warps == 4)
     ]
 
