@@ -71,27 +71,30 @@ def write(results: list[Result], hosts: dict[str, dict[str, float]], folder: Pat
 
 
 def picture(results: list[Result]) -> str:
-    """Bars of TFLOP/s by row and provider, forward left and backward right."""
-    measured = [r for r in results if r.tflops]
-    rows = list(dict.fromkeys(r.row for r in measured))
-    bar, gap, width = 13, 10, 330
-    most = max((max(r.tflops.values()) for r in measured), default=1.0)
-    y, parts = 40, []
-    for row in rows:
-        parts.append(f'<text x="6" y="{y + 10}" font-weight="bold">{escape(row)}</text>')
-        for result in (r for r in measured if r.row == row):
-            color = COLORS.get(result.provider, OTHER_COLOR)
-            parts.append(f'<text x="120" y="{y + 10}">{escape(result.provider)}</text>')
-            for left, which in ((210, "forward"), (600, "backward")):
-                length = width * result.tflops[which] / most
-                parts.append(f'<rect x="{left}" y="{y}" width="{length:.0f}" height="{bar - 2}" fill="{color}"/>')
-                parts.append(f'<text x="{left + length + 4:.0f}" y="{y + 10}">{result.tflops[which]:.0f}</text>')
-            y += bar
-        y += gap
-    size = f'width="1000" height="{y + 10}" font-family="sans-serif" font-size="11"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+    """Bars of TFLOP/s by row and provider."""
     where = setting()
     title = f"{where['device']}, torch {where['torch']}, triton {where['triton']}, {where['date']}"
-    titles = f'<text x="6" y="16">{escape(title)}</text><text x="210" y="32">forward, TFLOP/s</text>'
-    titles += '<text x="600" y="32">backward, TFLOP/s</text>'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', titles, *parts, "</svg>"]) + "\n"
+    shown = [(r.row, r.provider, COLORS.get(r.provider, OTHER_COLOR), r.tflops) for r in results if r.tflops]
+    return bars(title, shown)
+
+
+def bars(title: str, shown: list[tuple[str, str, str, dict[str, float]]]) -> str:
+    """Bars as SVG, forward left and backward right. Of each: its row, label, color, and TFLOP/s by pass."""
+    columns, longest, high, y = {"forward": 420, "backward": 740}, 270, 13, 40
+    most = max((max(tflops.values()) for *_, tflops in shown), default=0.0) or 1.0
+    parts = [f'<text x="6" y="16">{escape(title)}</text>']
+    for which, left in columns.items():
+        parts.append(f'<text x="{left}" y="32">{which}, TFLOP/s</text>')
+    for row in dict.fromkeys(row for row, *_ in shown):
+        parts.append(f'<text x="6" y="{y + 10}" font-weight="bold">{escape(row)}</text>')
+        for _, label, color, tflops in (one for one in shown if one[0] == row):
+            parts.append(f'<text x="170" y="{y + 10}">{escape(label)}</text>')
+            for which, left in columns.items():
+                length = longest * tflops[which] / most
+                parts.append(f'<rect x="{left}" y="{y}" width="{length:.0f}" height="{high - 2}" fill="{color}"/>')
+                parts.append(f'<text x="{left + length + 4:.0f}" y="{y + 10}">{tflops[which]:.0f}</text>')
+            y += high
+        y += 10
+    size = f'width="1080" height="{y + 10}" font-family="sans-serif" font-size="11"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from html import escape
 from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.report import setting
+from benchmarks.report import bars, setting
 
 KINDS = ("forward", "backward", "forward, cold", "backward, cold")
 
@@ -66,27 +65,15 @@ def write(results: list[Measured], links: list[dict[str, object]], folder: Path,
 
 
 def picture(results: list[Measured], ranks: int) -> str:
-    """Bars of TFLOP/s by row, kernel and contestant, forward left and backward right."""
-    measured = [r for r in results if r.tflops]
-    most = max((max(r.tflops.values()) for r in measured), default=1.0) or 1.0
-    bar, gap, width, y = 13, 10, 270, 40
-    parts: list[str] = []
-    for row, kernel in dict.fromkeys((r.row, r.kernel) for r in measured):
-        parts.append(f'<text x="6" y="{y + 10}" font-weight="bold">{escape(row)}, {escape(kernel)}</text>')
-        for result in (r for r in measured if (r.row, r.kernel) == (row, kernel)):
-            still, other = "nothing sent" in result.contestant, " by the book" in result.contestant
-            color = "#c9c9c9" if still else "#a06cb5" if other or "-" in result.contestant else "#1f9d73"
-            parts.append(f'<text x="170" y="{y + 10}">{escape(result.contestant)}</text>')
-            for left, which in ((420, "forward"), (740, "backward")):
-                length = width * result.tflops[which] / most
-                parts.append(f'<rect x="{left}" y="{y}" width="{length:.0f}" height="{bar - 2}" fill="{color}"/>')
-                parts.append(f'<text x="{left + length + 4:.0f}" y="{y + 10}">{result.tflops[which]:.0f}</text>')
-            y += bar
-        y += gap
+    """Bars of TFLOP/s of a GPU by row, kernel and contestant."""
     where = setting()
-    size = f'width="1080" height="{y + 10}" font-family="sans-serif" font-size="11"'
     title = f"{ranks} x {where['device']}, torch {where['torch']}, {where['date']}; TFLOP/s a GPU"
-    titles = f'<text x="6" y="16">{escape(title)}</text><text x="420" y="32">forward</text>'
-    titles += '<text x="740" y="32">backward</text>'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', titles, *parts, "</svg>"]) + "\n"
+    shown = [(f"{r.row}, {r.kernel}", r.contestant, _color(r.contestant), r.tflops) for r in results if r.tflops]
+    return bars(title, shown)
+
+
+def _color(contestant: str) -> str:
+    """Grey where nothing is sent, green for ours, violet for others."""
+    if "nothing sent" in contestant:
+        return "#c9c9c9"
+    return "#a06cb5" if " by the book" in contestant or "-" in contestant else "#1f9d73"
