@@ -2,8 +2,8 @@
 
     python ci/make_models.py [MODEL_TYPE ...]
 
-Each is tried by `model_trials`, half a minute in all. With names nothing is written;
-their rows are printed. The exit code is 1 where a model gave another answer than one device.
+Each is tried by `model_trials`, half a minute in all. With names nothing is written; their rows are printed. The exit
+code is 1 where a model gave another answer than one device, and 2 for a name that transformers does not list.
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ def try_named(kind: str, class_name: str) -> Trial:
 
 def main(kinds: list[str]) -> int:
     """Try all and write the page, or some and print their rows."""
+    if unknown := set(kinds) - {kind for kind, _ in listed()}:
+        print(f"make_models: transformers lists no {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
     torch.set_num_threads(1)
     trials = {(kind, name): try_named(kind, name) for kind, name in listed() if not kinds or kind in kinds}
     if kinds:

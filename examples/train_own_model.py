@@ -35,7 +35,8 @@ def train(mesh: bp.Mesh, *, steps: int = 5, seq_len: int = 509, dim: int = 64) -
     parts = nn.ModuleDict({"embed": nn.Embedding(256, dim), "head": nn.Linear(dim, 256, bias=False)})
     parts["blocks"] = nn.ModuleList(Block(dim, mesh) for _ in range(2))
     for parameter in parts.parameters():  # the same on every rank
-        nn.init.normal_(parameter, std=0.02, generator=generator) if parameter.dim() > 1 else None
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02, generator=generator)
     optimizer = torch.optim.AdamW(parts.parameters(), lr=3e-3)
     text = torch.tensor(list("\n".join(pydoc_data.topics.topics.values()).encode()))
     losses = []
@@ -57,12 +58,13 @@ def train(mesh: bp.Mesh, *, steps: int = 5, seq_len: int = 509, dim: int = 64) -
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="threads, unless torchrun has started ranks")
+    ranks = parser.parse_args().ranks
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         losses, first = train(bp.Mesh.from_group()), dist.get_rank() == 0
         dist.destroy_process_group()
     else:
-        losses, first = bp.run_local(parser.parse_args().ranks, train)[0], True
+        losses, first = bp.run_local(ranks, train)[0], True
     if first:  # all ranks have the same losses
         print("losses:", *(f"{loss:.6f}" for loss in losses))
