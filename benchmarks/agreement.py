@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import burst_portable as bp
+from benchmarks.ranks import leave
 from benchmarks.script import count, end
 from burst_portable import autograd
 from burst_portable.config import listen_on_loopback
@@ -49,7 +50,7 @@ def one_rank(rank: int, ranks: int, store: str) -> None:
         # Other work on a machine only adds: the fastest tenth of many short turns is what the code itself takes.
         asked, silent = (statistics.quantiles(spent[asks], n=10)[0] for asks in (True, False))
         print(f"{ranks} ranks: {asked - silent:.0f} us a pass, {asked:.0f} with and {silent:.0f} without", flush=True)
-    dist.destroy_process_group()
+    leave()
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 import burst_portable as bp
+from benchmarks.ranks import leave
 from benchmarks.script import count, end
 from burst_portable.kernels.contract import Options
 from burst_portable.strategies.registry import make_strategy
@@ -86,6 +87,7 @@ def rank_main(rank: int, ranks: int, folder: Path, tokens: int, rounds: int) -> 
             times["plain"].append(cpu_time(lambda: plain(*whole)))
         dist.barrier()
     (folder / f"rank{rank}.json").write_text(json.dumps(times))
+    leave()
 
 
 def distribution(tokens: int, rounds: int) -> dict[str, float]:

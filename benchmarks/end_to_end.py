@@ -33,7 +33,7 @@ if not __package__:  # started as a script by torchrun
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import burst_portable as bp
-from benchmarks.ranks import Clock, Guard, join
+from benchmarks.ranks import Clock, Guard, join, leave
 from benchmarks.report import setting
 from benchmarks.script import count, end, names
 from burst_portable.backends.registry import for_device, peaks_of
@@ -347,7 +347,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args(given)
     Run(arguments).main()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ if not __package__:  # started as a script by torchrun
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import burst_portable as bp
-from benchmarks.ranks import Clock, join
+from benchmarks.ranks import Clock, join, leave
 from benchmarks.ring import ROWS, STRATEGIES
 from benchmarks.rings import strategy_named
 from benchmarks.script import count, end, names
@@ -347,7 +347,7 @@ def main() -> int:
     found["runs"] = runs
     code = _told(found, arguments.out) if links.rank == 0 else 0
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
     return code
 
 

@@ -58,6 +58,14 @@ def join(deadline: float) -> Links:
     return Links(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device, deadline)
 
 
+def leave() -> None:
+    """The last that a rank does."""
+    dist.destroy_process_group()
+    # gloo's threads give up a collective's tensors a moment after it is done, and need the interpreter for it: where
+    # that is ending, the process is aborted.
+    time.sleep(0.2)
+
+
 def connect(links: Links, wanted: list[str]) -> None:
     """The transports that were asked for, or why they are not there."""
     backend = for_device(links.device.type)

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 if not __package__:  # started as a script by torchrun
@@ -31,7 +30,7 @@ if not __package__:  # started as a script by torchrun
 import burst_portable as bp
 from benchmarks.other_rings import OTHERS
 from benchmarks.providers import Absent
-from benchmarks.ranks import Clock, Guard, connect, join
+from benchmarks.ranks import Clock, Guard, connect, join, leave
 from benchmarks.ring_report import Measured, print_tables, write
 from benchmarks.ring_rows import QUICK_ROWS, ROWS, Row
 from benchmarks.rings import Calls, Contestant, Task, ours
@@ -314,7 +313,7 @@ def main() -> None:
     run = Run(arguments)
     run.main()
     run.links.closing.close()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -28,14 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 if not __package__:  # started as a script by torchrun
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import burst_portable as bp
-from benchmarks.ranks import Clock, Guard, join
+from benchmarks.ranks import Clock, Guard, join, leave
 from benchmarks.report import setting
 from benchmarks.ring import ERROR_LIMIT, errors, expected
 from benchmarks.ring_rows import ROWS
@@ -366,7 +365,7 @@ def main() -> None:
         simulate(arguments)
         return
     Run(arguments).main()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
