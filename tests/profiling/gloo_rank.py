@@ -124,7 +124,10 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     if rank == SLOW_RANK:
         (folder / "compute.delays").write_text(json.dumps(slept))
     if ranks == 2:
+        slept.clear()
         ablated(mesh, folder / "ablated.json")
+        if rank == SLOW_RANK:
+            (folder / "ablated.delays").write_text(json.dumps(slept))
     dist.barrier()
 
 
