@@ -14,6 +14,7 @@ import transformers
 from burst_portable import __version__
 from burst_portable.backends.registry import load, rates_of
 from burst_portable.cli.plan_facts import plan_facts
+from burst_portable.cli.training.job import Job
 from burst_portable.cli.training.loop import PHASES, Course
 from burst_portable.cli.training.prepare import Prepared
 from burst_portable.cli.training.rank import Gradients, Outcome, course_of
@@ -86,14 +87,38 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
         reference: of one device, or None without a check.
         gradients: how far they are apart, where there are some and they were checked.
     """
-    job, plan = prepared.job, prepared.plan
+    job, backend = prepared.job, load(prepared.job.backend)
     courses = [course_of(o) for o in outcomes]
-    seconds = [max(c.seconds[i] for c in courses) for i in range(job.steps)]
-    losses = courses[0].losses
     alone = course_of(reference) if reference else None
-    peak = min((o.peak for o in outcomes), key=lambda one: one["flops"] or math.inf)
-    differences = relative_differences(losses, alone.losses) if alone else None
     facts: Facts = {
+        **_asked(prepared),
+        **_compared(job, courses[0], alone, gradients),
+        "notes": outcomes[0].notes,
+        "ranks_agree": len({o.fingerprint for o in outcomes}) == 1
+        and all(c.losses == courses[0].losses for c in courses),
+        "perplexity": _perplexity(courses[0]) if job.scoring else None,
+        "reference_perplexity": _perplexity(alone) if alone and job.scoring else None,
+        **_speed(prepared, outcomes, courses, alone),
+        "phases": [_phases(o, c) for o, c in zip(outcomes, courses, strict=True)],
+        "peak_memory_bytes": [o.peak_memory_bytes for o in outcomes],
+        "device_memory": backend.capabilities.streams,
+        "plan": plan_facts(prepared.plan, rates_of(backend, job.ranks), 0),
+        "device": platform.processor() or platform.machine(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    facts["failures"] = failures(facts)
+    facts["verdict"] = "failed" if facts["failures"] else "ok" if alone else "unchecked"
+    return facts
+
+
+def _asked(prepared: Prepared) -> Facts:
+    """What was to be run, and with which plan."""
+    job, plan = prepared.job, prepared.plan
+    return {
         "schema": SCHEMA,
         "version": __version__,
         "mode": "perplexity" if job.scoring else "training",
@@ -114,6 +139,14 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
         "threads_a_rank": job.threads,
         "model": prepared.model,
         "text": prepared.text,
+    }
+
+
+def _compared(job: Job, course: Course, alone: Course | None, gradients: Apart | None) -> Facts:
+    """Losses beside those of one device, and how far they and the gradients are apart."""
+    losses = course.losses
+    differences = relative_differences(losses, alone.losses) if alone else None
+    return {
         "losses": losses,
         "reference_losses": alone.losses if alone else None,
         "relative_differences": differences,
@@ -122,12 +155,18 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
         "worst_gradient_relative_difference": gradients.parameter if gradients else None,
         "worst_gradient": gradients.name if gradients else None,
         "tolerances": TOLERANCES[job.dtype],
-        "notes": outcomes[0].notes,
-        "ranks_agree": len({o.fingerprint for o in outcomes}) == 1 and all(c.losses == losses for c in courses),
-        "perplexity": _perplexity(courses[0]) if job.scoring else None,
-        "reference_perplexity": _perplexity(alone) if alone and job.scoring else None,
-        "tokens_per_second": job.seq_len * job.batch / _mean(seconds),
-        "reference_tokens_per_second": job.seq_len * job.batch / _mean(alone.seconds) if alone else None,
+    }
+
+
+def _speed(prepared: Prepared, outcomes: Sequence[Outcome], courses: Sequence[Course], alone: Course | None) -> Facts:
+    """Tokens and FLOPs a second. A step takes as long as on its slowest rank; the peak is of the slowest device."""
+    job = prepared.job
+    seconds = [max(c.seconds[i] for c in courses) for i in range(job.steps)]
+    peak = min((o.peak for o in outcomes), key=lambda one: one["flops"] or math.inf)
+    tokens = job.seq_len * job.batch
+    return {
+        "tokens_per_second": tokens / _mean(seconds),
+        "reference_tokens_per_second": tokens / _mean(alone.seconds) if alone else None,
         "seconds_per_step": _mean(seconds),
         "reference_seconds_per_step": _mean(alone.seconds) if alone else None,
         "model_flops_per_step": prepared.model_flops,
@@ -135,20 +174,7 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
         "peak": peak,
         "step_seconds": seconds,
         "reference_step_seconds": alone.seconds if alone else None,
-        "phases": [_phases(o, c) for o, c in zip(outcomes, courses, strict=True)],
-        "peak_memory_bytes": [o.peak_memory_bytes for o in outcomes],
-        "device_memory": load(job.backend).capabilities.streams,
-        "plan": plan_facts(plan, rates_of(load(job.backend), job.ranks), 0),
-        "device": platform.processor() or platform.machine(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
     }
-    facts["failures"] = failures(facts)
-    facts["verdict"] = "failed" if facts["failures"] else "ok" if alone else "unchecked"
-    return facts
 
 
 def failures(facts: Facts) -> list[str]:

@@ -78,34 +78,19 @@ def prepare(
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     chosen, reason = choose_backend(backend, ranks if local else 1)
-    if local and not chosen.capabilities.streams:
+    on_cpu = local and not chosen.capabilities.streams  # all ranks share this machine's cores and memory
+    if on_cpu:
         check_processes(ranks)
-    kernels = [kernel.name for kernel in chosen.kernels()]
-    if settings.kernel not in ("auto", *kernels):
-        raise unknown_name("kernel in BURST_KERNEL", settings.kernel, ("auto", *kernels))
+    _check_kernel(settings.kernel, chosen)
     planner = asked_strategy(strategy, inner, travels, moves, rates_of(chosen, ranks))
     config = config_of(model, seq_len)
     checkpoint = checkpoint_of(model)
-    sketch = outline(config)
-    check_model(sketch)
-    check_positions(config, seq_len)
-    _check_dropout(config, scoring)
-    if recompute:
-        _check_recompute(sketch, scoring)
+    sketch = _checked_outline(config, seq_len, scoring, recompute)
     tokens, name = tokens_of(text, checkpoint)
     check_tokens(tokens, seq_len, config.vocab_size)
     plan = _plan(config, seq_len, ranks, batch, planner, layout, dtype)
     about = _about(model, config, sketch)
     flops = model_flops(config, sketch, seq_len=seq_len, batch=batch, scoring=scoring)
-    if local and not chosen.capabilities.streams:
-        check_memory(
-            about["parameters"],
-            about["vocabulary"],
-            tokens=seq_len * batch,
-            copies=ranks,
-            itemsize=torch.promote_types(getattr(torch, dtype), torch.float32).itemsize,
-            training=not scoring,
-        )
     if steps is None:
         steps = math.ceil(tokens.numel() // seq_len / batch) if scoring else STEPS
     job = Job(
@@ -132,6 +117,8 @@ def prepare(
         profile=profiled,
         ablate=ablated,
     )
+    if on_cpu:
+        _check_memory(job, about)
     return Prepared(job, plan, name, about, flops, reason)
 
 
@@ -180,6 +167,23 @@ def _missing(backend: Backend, ranks: int) -> str | None:
     return None
 
 
+def _check_kernel(name: str, backend: Backend) -> None:
+    kernels = ("auto", *(kernel.name for kernel in backend.kernels()))
+    if name not in kernels:
+        raise unknown_name("kernel in BURST_KERNEL", name, kernels)
+
+
+def _checked_outline(config: Any, seq_len: int, scoring: bool, recompute: bool) -> Any:
+    """The model without its weights, once all that it cannot do is refused."""
+    sketch = outline(config)
+    check_model(sketch)
+    check_positions(config, seq_len)
+    _check_dropout(config, scoring)
+    if recompute:
+        _check_recompute(sketch, scoring)
+    return sketch
+
+
 def _check_dropout(config: Any, scoring: bool) -> None:
     """Attention refuses dropout while training; other dropout would differ from the reference, draw by draw."""
     heads_of_other_tasks = ("classifier", "summary")
@@ -216,6 +220,17 @@ def _plan(config: Any, seq_len: int, ranks: int, batch: int, strategy: Strategy,
         for mask in masks_of(config)
     ]
     return max(plans, key=lambda plan: plan.problem.area)
+
+
+def _check_memory(job: Job, about: dict[str, Any]) -> None:
+    check_memory(
+        about["parameters"],
+        about["vocabulary"],
+        tokens=job.seq_len * job.batch,
+        copies=job.ranks,
+        itemsize=torch.promote_types(getattr(torch, job.dtype), torch.float32).itemsize,
+        training=not job.scoring,
+    )
 
 
 def _about(name: str, config: Any, sketch: Any) -> dict[str, Any]:

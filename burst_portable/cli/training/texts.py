@@ -12,7 +12,6 @@ from torch import Tensor
 from burst_portable.cli.training.foreign import told
 from burst_portable.errors import InputError, explain
 
-BYTES = 256
 _LARGEST = 1 << 30  # bytes of a text: more would be held in memory once a rank
 
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from burst_portable.cli.training.job import Job
 from burst_portable.errors import BurstError, CommunicationError, DeadlineError, InputError, explain
 
 
@@ -47,20 +48,37 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def _run(path: Path, rank: int) -> None:
-    from burst_portable.cli.training.job import Job
-
-    job = Job.load(path)
     import torch
     import torch.distributed as dist
 
-    from burst_portable.cli.training.foreign import told
     from burst_portable.cli.training.rank import run_rank, save_gradients
-    from burst_portable.config import from_environment, listen_on_loopback
     from burst_portable.mesh import Mesh
 
+    job, folder = Job.load(path), path.parent
     torch.set_num_threads(job.threads)
     device = device_of(job.device_type, rank)
-    folder = path.parent
+    _join(job, rank, folder)
+    try:
+        outcome, gradients = run_rank(
+            job,
+            Mesh.from_group(inner=job.inner),
+            device,
+            lambda course: tell(event="step", loss=course.losses[-1], seconds=course.seconds[-1]),
+        )
+        if rank == 0 and gradients:
+            save_gradients(gradients, folder)
+        tell(event="done", outcome=asdict(outcome))
+    finally:
+        dist.destroy_process_group()
+
+
+def _join(job: Job, rank: int, folder: Path) -> None:
+    """The process group of all ranks, which meet in a file. Raises `DeadlineError` where one does not come."""
+    import torch.distributed as dist
+
+    from burst_portable.cli.training.foreign import told
+    from burst_portable.config import from_environment, listen_on_loopback
+
     listen_on_loopback(job.process_group)
     deadline = from_environment().deadline
     try:
@@ -79,18 +97,6 @@ def _run(path: Path, rank: int) -> None:
                 next_step="give them more time with BURST_DEADLINE, in seconds",
             )
         ) from error
-    try:
-        outcome, gradients = run_rank(
-            job,
-            Mesh.from_group(inner=job.inner),
-            device,
-            lambda course: tell(event="step", loss=course.losses[-1], seconds=course.seconds[-1]),
-        )
-        if rank == 0 and gradients:
-            save_gradients(gradients, folder)
-        tell(event="done", outcome=asdict(outcome))
-    finally:
-        dist.destroy_process_group()
 
 
 def device_of(device_type: str, local_rank: int) -> Any:
