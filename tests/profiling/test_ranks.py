@@ -58,7 +58,7 @@ def test_an_ablation_finds_the_slow_kernels_without_any_event(reports):
         data, delays = found["ablated"]
         rows = data["ablation"]
         assert [row["rank"] for row in rows] == [0, 1]
-        # two kernels a step: one step before, one that warms up, then a whole one and one without communication in turns
+        # two kernels a step: one step before, one that warms up, then a whole one and one without messages in turns
         steps = [a + b for a, b in zip(delays[::2], delays[1::2], strict=True)]
         assert len(steps) == 2 + 2 * REPEAT
         assert rows[SLOW_RANK]["exposed_computing"] == pytest.approx(min(steps[2::2]) * 1e9, rel=0.1)
