@@ -212,7 +212,7 @@ def _work(problem: Problem, pass_name: PassName, compute: Compute, rates: Rates)
     """Seconds of its kernel; operators on pieces are called for every tile at least."""
     calls = compute.count if rates.in_pieces else 1
     flops = pass_flops(problem, pass_name, compute.visited(rates.block))
-    return rates.compute(flops, pass_name, len(compute.parts), calls)
+    return rates.compute(flops, pass_name, len(compute.blocks), calls)
 
 
 def _transfer(move: Move, size: int, direct: bool, rates: Rates) -> float:

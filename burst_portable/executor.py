@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -168,13 +168,10 @@ class _Exchange:
     def views(self, moves: Sequence[Move], buffer: Tensor) -> Views:
         """The fields of messages that lie one after the other, as tensors of all their rows."""
         problem, first = self.part.problem, moves[0]
-        parts = fields(problem, first.side, result=first.result)
+        held = fields(problem, first.side, result=first.result)
         rows = buffer.view(sum(m.rows[1] - m.rows[0] for m in moves), -1)
-        ends = list(accumulate(part.size(problem.batch) for part in parts))
-        return tuple(
-            _view(part, rows[:, end - part.size(problem.batch) : end], problem.batch, self.dtype)
-            for part, end in zip(parts, ends, strict=True)
-        )
+        columns = torch.split(rows, [field.size(problem.batch) for field in held], dim=1)
+        return tuple(_view(f, x, problem.batch, self.dtype) for f, x in zip(held, columns, strict=True))
 
     def _outgoing(self, move: Move) -> Tensor:
         """The message for an input that leaves: a foreign block as it came, or rows of our own, packed once."""
@@ -222,8 +219,8 @@ class _Results:
             mine = tuple(rows_of(x, move.rows) for x in self._own)
         else:
             mine = self._blocks.views([self._sends[move.owner]], self._made[move.owner])
-        for total, part in zip(mine, came, strict=True):
-            total += part
+        for total, contribution in zip(mine, came, strict=True):
+            total += contribution
 
 
 def rows_of(tensor: Tensor, rows: tuple[int, int]) -> Tensor:
@@ -231,10 +228,10 @@ def rows_of(tensor: Tensor, rows: tuple[int, int]) -> Tensor:
     return tensor[:, rows[0] : rows[1]] if tensor.dim() == 4 else tensor[:, :, rows[0] : rows[1]]
 
 
-def _view(part: Field, rows: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
-    """A field's bytes of every row, ``[rows, bytes]``, as its tensor."""
-    kind = dtype if part.itemsize == dtype.itemsize and part.dim is not None else accumulation_dtype(dtype)
-    numbers = rows.view(kind)[:, : batch * part.heads * (part.dim or 1)]
-    if part.dim is None:
-        return numbers.view(-1, batch, part.heads).permute(1, 2, 0)
-    return numbers.view(-1, batch, part.heads, part.dim).transpose(0, 1)
+def _view(field: Field, rows: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
+    """A field's bytes of every row, uint8 ``[rows, bytes]``, as its tensor ``[B, rows, H, D]`` or ``[B, H, rows]``."""
+    kind = dtype if field.itemsize == dtype.itemsize and field.dim is not None else accumulation_dtype(dtype)
+    numbers = rows.view(kind)[:, : batch * field.heads * (field.dim or 1)]
+    if field.dim is None:
+        return numbers.view(-1, batch, field.heads).permute(1, 2, 0)
+    return numbers.view(-1, batch, field.heads, field.dim).transpose(0, 1)

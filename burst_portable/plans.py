@@ -61,7 +61,7 @@ class Problem:
         return self.mask.area(self.q_layout.length, self.k_layout.length)
 
 
-class Part(NamedTuple):
+class BlockTiles(NamedTuple):
     """The tiles of one pair of blocks, and where its first row and column lie among those of a `Compute`."""
 
     tiles: Tiles
@@ -75,7 +75,7 @@ class Compute:
 
     q_owners: tuple[int, ...]
     k_owners: tuple[int, ...]
-    parts: tuple[Part, ...]
+    blocks: tuple[BlockTiles, ...]
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -92,44 +92,44 @@ class Compute:
     def tiles(self) -> Tiles:
         """Of all its pairs, in rows and columns from the first of the first block of each side."""
         return Tiles(
-            tile.shifted(row, column) if row or column else tile for tiles, row, column in self.parts for tile in tiles
+            tile.shifted(row, column) if row or column else tile for tiles, row, column in self.blocks for tile in tiles
         )
 
-    # What follows is known without them: of most plans no tiles are ever shifted, they are only priced.
+    # The rest does without `tiles`: most plans are only priced, and shifting tiles for that would take longest.
 
     @property
     def count(self) -> int:
         """How many tiles it has."""
-        return sum([len(tiles) for tiles, _, _ in self.parts])
+        return sum([len(tiles) for tiles, _, _ in self.blocks])
 
     @property
     def area(self) -> int:
         """(q, k) pairs of one head."""
-        return sum([tiles.area for tiles, _, _ in self.parts])
+        return sum([tiles.area for tiles, _, _ in self.blocks])
 
     @property
     def rows(self) -> tuple[int, int]:
-        """`Tiles.rows` of all its tiles."""
-        every = [tiles.rows for tiles, _, _ in self.parts]
+        """Of all its tiles together, a row that several have counted each time; and of the tallest."""
+        every = [tiles.rows for tiles, _, _ in self.blocks]
         return sum([rows for rows, _ in every]), max([tallest for _, tallest in every])
 
     @property
     def columns(self) -> int:
-        """`Tiles.columns` of all its tiles."""
-        return sum([tiles.columns for tiles, _, _ in self.parts])
+        """Of all its tiles together, one that several have counted each time."""
+        return sum([tiles.columns for tiles, _, _ in self.blocks])
 
     @property
     def covered(self) -> tuple[int, int]:
         """Rows, and columns, in any of its tiles."""
-        if len(self.parts) == 1:
-            return self.parts[0].tiles.covered
-        rows = [(t.q_start + row, t.q_stop + row) for tiles, row, _ in self.parts for t in tiles]
-        columns = [(t.k_start + column, t.k_stop + column) for tiles, _, column in self.parts for t in tiles]
+        if len(self.blocks) == 1:
+            return self.blocks[0].tiles.covered
+        rows = [(t.q_start + row, t.q_stop + row) for tiles, row, _ in self.blocks for t in tiles]
+        columns = [(t.k_start + column, t.k_stop + column) for tiles, _, column in self.blocks for t in tiles]
         return covered(rows), covered(columns)
 
     def visited(self, block: int) -> int:
         """Pairs of the blocks that a kernel computes: see `Tile.visited`."""
-        return sum([tiles.visited(block, row) for tiles, row, _ in self.parts])
+        return sum([tiles.visited(block, row) for tiles, row, _ in self.blocks])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,8 @@ class Step:
 
 
 Steps = tuple[Step, ...]
+_MOVES = ("arrivals", "sends", "receives", "result_arrivals", "result_sends", "result_receives")
+"""The fields of a `Step` that hold moves."""
 
 
 @dataclass(frozen=True)
@@ -182,24 +184,24 @@ class PassPlan:
 
     def _make(self, rank: int) -> Steps:
         inputs = list(self._inputs(rank))
-        owners = defaultdict(list)  # of the blocks of each step, in the order in which they come
+        owners: dict[int, list[int]] = defaultdict(list)  # of the blocks of each step, in the order in which they come
         for owner in range(self.problem.ranks):
             if self._needs(owner, rank):
                 owners[self.route.step(owner, rank)].append(owner)
-        computes = {step: self._compute(tuple(blocks), rank) for step, blocks in owners.items()}
+        computes = {step: self._compute(tuple(ranks), rank) for step, ranks in owners.items()}
         return _scheduled(rank, inputs, computes, list(self._results(rank)))
 
     def _compute(self, owners: tuple[int, ...], rank: int) -> Compute:
         """What a rank does with the blocks of a step, which lie one after the other."""
-        parts: list[Part] = []
+        blocks: list[BlockTiles] = []
         before = 0
         for owner in owners:
             first, past = self._rows(owner, rank)
             shift = (0, before - first) if self.side == "kv" else (before - first, 0)
-            parts.append(Part(self._tiles(owner, rank), *shift))
+            blocks.append(BlockTiles(self._tiles(owner, rank), *shift))
             before += past - first
         q_owners, k_owners = ((rank,), owners) if self.side == "kv" else (owners, (rank,))
-        return Compute(q_owners, k_owners, tuple(parts))
+        return Compute(q_owners, k_owners, tuple(blocks))
 
     def _tiles(self, owner: int, rank: int) -> Tiles:
         return self._pairs.tiles(rank, owner) if self.side == "kv" else self._pairs.tiles(owner, rank)
@@ -308,7 +310,7 @@ class Plan:
         return ("forward", self.forward), ("backward", self.backward)
 
 
-def order(moves: Iterable[Move]) -> tuple[Move, ...]:
+def _ordered(moves: Iterable[Move]) -> tuple[Move, ...]:
     """The order in which both ends of every pair post their moves."""
     ordered = list(moves)
     if len(ordered) > 1:
@@ -318,7 +320,7 @@ def order(moves: Iterable[Move]) -> tuple[Move, ...]:
 
 def _scheduled(rank: int, inputs: list[Move], computes: dict[int, Compute], results: list[Move]) -> Steps:
     """Moves and computations, put where they belong: one `Step` for every index at which anything happens."""
-    at: dict[str, dict[int, list[Move]]] = {name: defaultdict(list) for name in _SLOTS}
+    at: dict[str, dict[int, list[Move]]] = {name: defaultdict(list) for name in _MOVES}
     last_use: dict[int, int] = {}
     for move in inputs:
         if move.target == rank:
@@ -344,10 +346,7 @@ def _scheduled(rank: int, inputs: list[Move], computes: dict[int, Compute], resu
             index,
             compute=computes.get(index),
             released=tuple(sorted(released.get(index, ()))),
-            **{name: order(slot[index]) for name, slot in at.items() if index in slot},
+            **{name: _ordered(slot[index]) for name, slot in at.items() if index in slot},
         )
         for index in indices
     )
-
-
-_SLOTS = ("arrivals", "sends", "receives", "result_arrivals", "result_sends", "result_receives")

@@ -13,7 +13,7 @@ import burst_portable as bp
 from burst_portable.backends.base import Peaks
 from burst_portable.backends.registry import known, load, peaks_of
 from burst_portable.cost import pass_memory
-from burst_portable.plans import Compute, Part
+from burst_portable.plans import BlockTiles, Compute
 from burst_portable.profiling.analyze import analyze
 from burst_portable.profiling.evidence import EVIDENCE, KINDS, evidence_of
 from burst_portable.profiling.report import Report
@@ -122,7 +122,7 @@ def test_the_least_memory_of_a_kernel_call_by_hand():
     plan = bp.plan(seq_len=32, ranks=2, heads=4, kv_heads=2, head_dim=8, value_dim=16, batch=3, itemsize=2)
     tiles = Tiles((Tile(0, 4, 2, 10, -99, 99), Tile(2, 6, 4, 8, -99, 99)))
     q, k, v, out, lse = 6 * 4 * 8, 8 * 2 * 8, 8 * 2 * 16, 6 * 4 * 16, 6 * 4
-    compute = Compute((0,), (0,), (Part(tiles),))
+    compute = Compute((0,), (0,), (BlockTiles(tiles),))
     assert pass_memory(plan.problem, "forward", compute) == 3 * (2 * (q + k + v) + 4 * (out + lse))
     expected = 3 * (2 * (q + k + v + out) + 4 * (2 * lse + q + k + v))
     assert pass_memory(plan.problem, "backward", compute) == expected
