@@ -20,7 +20,7 @@ from burst_portable import numerics
 from burst_portable.heads import HeadGroup, Span, heads_of
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.numerics import State, accumulation_dtype
-from burst_portable.plans import PassPlan, Plan
+from burst_portable.plans import Compute, PassPlan, Plan
 from burst_portable.reshard import Reshard, ToSequence
 from burst_portable.runtime import Runtime
 
@@ -113,7 +113,7 @@ def _attend(
     part: PassPlan, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> State:
     """(out in q's dtype or wider, LSE in the accumulation dtype) of all rows of some heads."""
-    compute = next((step.compute for step in part.rank(0)), None)
+    compute = _only(part)
     state = numerics.empty_state(q, v.shape[-1]) if compute is None else runtime.attend_whole(compute, q, k, v, options)
     if sinks is not None:
         state = numerics.finished(state, q.dtype)
@@ -123,10 +123,15 @@ def _attend(
 
 def _gradients(part: PassPlan, runtime: Runtime, options: Options, dout: Tensor, kept: Saved) -> Gradients:
     q, k, v, out, lse = kept
-    compute = next((step.compute for step in part.rank(0)), None)
+    compute = _only(part)
     if compute is None:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     return runtime.gradients(compute, (dout, q, k, v, out, lse), options)
+
+
+def _only(part: PassPlan) -> Compute | None:
+    """The computation of a pass that one rank plans for itself; None where the mask hides everything."""
+    return next((step.compute for step in part.rank(0)), None)
 
 
 def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -43,12 +43,6 @@ class Reshard:
         self._place = 0  # in every rank's inbox
 
     @property
-    def others(self) -> list[int]:
-        """The other ranks, the next one first."""
-        ranks, rank = self.transport.size, self.transport.rank
-        return [(rank + distance) % ranks for distance in range(1, ranks)]
-
-    @property
     def lasting(self) -> bool:
         """Whether what came may be kept when the pass is over."""
         return self.to_plan is not None or self.transport.lasting
@@ -66,8 +60,8 @@ class Reshard:
         whole = inbox.view(like.dtype).view(self.starts[-1], -1)
         pieces = torch.split(whole, self.rows)
         at = place + self.starts[rank] * row
-        sends = [Message(_bytes(packed[r]), r, at) for r in self.others]
-        receives = [Message(_bytes(pieces[r]), r, place + self.starts[r] * row) for r in self.others]
+        sends = [Message(_bytes(packed[r]), r, at) for r in self.transport.others]
+        receives = [Message(_bytes(pieces[r]), r, place + self.starts[r] * row) for r in self.transport.others]
         exchange = self._exchange(sends, receives, [(pieces[rank], packed[rank])], "to heads")
         return ToHeads(self, exchange, whole, fields, like.shape[0], sends)
 
@@ -88,8 +82,8 @@ class Reshard:
             pieces = inbox.view(made.dtype).view(ranks, self.rows[rank], *made.shape[1:])
             leaving = torch.split(made, self.rows)
             own.append((pieces[rank], leaving[rank]))
-            sends += [Message(_bytes(leaving[r]), r, place + rank * self.rows[r] * row) for r in self.others]
-            receives += [Message(_bytes(pieces[r]), r, place + r * mine) for r in self.others]
+            sends += [Message(_bytes(leaving[r]), r, place + rank * self.rows[r] * row) for r in self.transport.others]
+            receives += [Message(_bytes(pieces[r]), r, place + r * mine) for r in self.transport.others]
             came.append((pieces, result, heads))
         return ToSequence(self._exchange(sends, receives, own, "to sequence"), came, sends)
 

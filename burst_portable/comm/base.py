@@ -73,6 +73,11 @@ class Transport(ABC):
     node: int = 0
 
     @property
+    def others(self) -> list[int]:
+        """The other ranks, the next one first."""
+        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
+
+    @property
     def agreed(self) -> set[bytes]:
         """See above; made when it is first asked for."""
         found: set[bytes] = self.__dict__.setdefault("_agreed", set())
@@ -120,10 +125,9 @@ class Transport(ABC):
         """sends[r] goes to rank r, receives[r] comes from it; uint8, any sizes; returns when all have arrived."""
         if receives[self.rank].data_ptr() != sends[self.rank].data_ptr():
             receives[self.rank].copy_(sends[self.rank])
-        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         exchange = self.exchange(
-            [Message(sends[r], r) for r in others if sends[r].numel()],
-            [Message(receives[r], r) for r in reversed(others) if receives[r].numel()],
+            [Message(sends[r], r) for r in self.others if sends[r].numel()],
+            [Message(receives[r], r) for r in reversed(self.others) if receives[r].numel()],
             label,
         )
         exchange.wait()

@@ -128,7 +128,7 @@ class PeerCopyTransport(Transport):
         self._waited.clear()
         self._handed.clear()
         memory.enter()
-        for peer in self._others():
+        for peer in self.others:
             memory.signal(peer, self._free_flag(self.rank), self._mark, copying=False)
 
     def end(self) -> None:
@@ -223,9 +223,6 @@ class PeerCopyTransport(Transport):
                 )
             )
         return index, offset
-
-    def _others(self) -> list[int]:
-        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def _free_flag(self, peer: int) -> int:
         """Where a peer says that its inbox is free."""

@@ -97,10 +97,9 @@ class TorchDistTransport(Transport):
         # To each and from each, and not as a collective, whose error would not name the rank that is missing.
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
-        peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         outgoing, incoming = self._post(
-            [Message(mine, r) for r in peers],
-            [Message(parts[r], r) for r in peers],
+            [Message(mine, r) for r in self.others],
+            [Message(parts[r], r) for r in self.others],
             label,
             self._deadline if deadline is None else deadline,
         )

@@ -107,8 +107,7 @@ def _proof(transport: PeerCopyTransport, device: torch.device) -> str:
 
 
 def _exchange(transport: PeerCopyTransport, device: torch.device, turn: int) -> str:
-    size, rank = transport.size, transport.rank
-    others = [(rank + distance) % size for distance in range(1, size)]
+    rank, others = transport.rank, transport.others
     transport.begin(b"proof", _PROOF)
     mine = torch.full((_PROOF,), 16 * turn + rank % 16, dtype=torch.uint8, device=device)
     places = [transport.inbox(_PROOF, device, peer) for peer in others]
