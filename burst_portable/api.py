@@ -177,12 +177,17 @@ def _prepare(
         transport, _ = mesh.transport_for(q.device.type, direct=chosen.plan.direct)
     plan, said = chosen.plan, _statement(chosen, transport, q, sinks, with_lse)
     room = inboxes(plan, mesh.rank) if transport.direct else Inboxes()
-    runtime = PlainRuntime(chosen.kernel, transport, room.places)
-    sizes = room.forward, room.backward
-    row_delta = getattr(chosen.kernel, "row_delta", numerics.row_delta)
-    passes = said.of_pass("forward"), said.of_pass("backward")
-    by_out = plan.backward.side == "kv" and getattr(chosen.kernel, "in_pieces", False)
-    return Call(plan, runtime, chosen.options, *passes, sizes, by_out, with_lse, row_delta)
+    return Call(
+        plan,
+        PlainRuntime(chosen.kernel, transport, room.places),
+        chosen.options,
+        forward=said.of_pass("forward"),
+        backward=said.of_pass("backward"),
+        inboxes=(room.forward, room.backward),
+        by_out=plan.backward.side == "kv" and getattr(chosen.kernel, "in_pieces", False),
+        with_lse=with_lse,
+        row_delta=getattr(chosen.kernel, "row_delta", numerics.row_delta),
+    )
 
 
 def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor | None, with_lse: bool) -> Statement:
@@ -246,18 +251,7 @@ def partial_attention(
     tiles = checked_tiles(tiles, q.shape[1], k.shape[1])
     backend = for_device(q.device.type)
     options = contract.Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap))
-    problem = contract.Problem(
-        q.dtype,
-        q.device.type,
-        q.shape[2],
-        k.shape[2],
-        q.shape[3],
-        v.shape[3],
-        softcap is not None,
-        options.deterministic,
-        options.positive_scale,
-    )
-    chosen, _ = choose_kernel(backend, problem, kernel)
+    chosen, _ = choose_kernel(backend, contract.Problem.of(q, k, v, options, q.device.type), kernel)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     with torch.no_grad():
         return finished(chosen.attend(q, k, v, tiles, options), q.dtype)

@@ -19,7 +19,6 @@ from burst_portable.plans import Plan
 from burst_portable.runtime import Runtime, installed
 
 _SAVED = 5  # tensors of a group of heads: see `by_heads.Saved`
-_REFUSAL_DEADLINE = 10.0  # seconds that a rank that refuses to go backward waits for others to hear of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ def _refuse_twice(call: Call) -> NoReturn:
         )
     )
     if call.runtime.transport.size > 1:
-        tell_refusal(call.runtime.transport, refusal, _REFUSAL_DEADLINE)
+        tell_refusal(call.runtime.transport, refusal)
     raise refusal
 
 

@@ -24,11 +24,9 @@ from burst_portable.errors import (
 )
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
-from burst_portable.planning import check_heads
+from burst_portable.planning import LARGEST_HEAD, check_heads
 from burst_portable.values import as_float
 
-_REFUSAL_DEADLINE = 10.0  # seconds that a rank that refuses its call waits for others to hear of it
-_MAX_HEAD_DIM = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -110,8 +108,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) ->
         raise ShapeError(explain("q, k and v do not go together", got=shapes, allowed="equal batch and rows"))
     if q.shape[3] != k.shape[3]:
         raise ShapeError(explain("q and k have different head sizes", got=shapes))
-    if max(q.shape[3], v.shape[3]) > _MAX_HEAD_DIM:
-        raise ShapeError(explain("unsupported head size", got=shapes, allowed=f"1 to {_MAX_HEAD_DIM}"))
+    if max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
+        raise ShapeError(explain("unsupported head size", got=shapes, allowed=f"1 to {LARGEST_HEAD}"))
     check_heads(q.shape[2], k.shape[2])
 
 
@@ -161,7 +159,7 @@ def tell_the_others(mesh: Mesh, refusal: Exception, *tensors: Tensor) -> None:
     if mesh.size == 1 or isinstance(refusal, CommunicationError):
         return
     if (transport := _transport_to_tell(mesh, tensors)) is not None:
-        tell_refusal(transport, refusal, min(_REFUSAL_DEADLINE, mesh.config.deadline))
+        tell_refusal(transport, refusal, mesh.config.deadline)
 
 
 def _transport_to_tell(mesh: Mesh, tensors: Sequence[Tensor]) -> Transport | None:

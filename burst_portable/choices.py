@@ -104,17 +104,7 @@ def choose(
     options = contract.Options(
         checked_scale(request.scale, q.shape[3]), checked_softcap(request.softcap), request.deterministic
     )
-    whole = contract.Problem(
-        q.dtype,
-        device,
-        q.shape[2],
-        k.shape[2],
-        q.shape[3],
-        v.shape[3],
-        request.softcap is not None,
-        request.deterministic,
-        options.positive_scale,
-    )
+    whole = contract.Problem.of(q, k, v, options, device)
     by_setting = request.kernel == "auto" and mesh.config.kernel != "auto"
     named = mesh.config.kernel if by_setting else request.kernel
     made = _plan(q, k, v, mesh, request, backend, lambda: choose_kernel(backend, whole, named)[0])
@@ -123,7 +113,7 @@ def choose(
     kernel, _ = choose_kernel(backend, problem, named)
     why = "the first of the backend's that serves it" if named == "auto" else "named"
     return Choices(
-        suited(made, kernel),
+        plan_for_kernel(made, kernel),
         backend,
         problem,
         kernel,
@@ -132,9 +122,9 @@ def choose(
     )
 
 
-def suited(made: Plan, kernel: contract.Kernel) -> Plan:
+def plan_for_kernel(plan: Plan, kernel: contract.Kernel) -> Plan:
     """A plan as this kernel is best given it: rows of head shards as they come, if it takes any tiles in one launch."""
-    return in_rank_order(made) if made.reshard and not getattr(kernel, "in_pieces", False) else made
+    return in_rank_order(plan) if plan.reshard and not getattr(kernel, "in_pieces", False) else plan
 
 
 def _plan(

@@ -16,7 +16,7 @@ from burst_portable.strategies.registry import NAMES as STRATEGIES
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.values import size
 
-_LARGEST_HEAD = 1024  # no device's kernels take heads near that size
+LARGEST_HEAD = 1024  # no device's kernels take heads near that size
 
 
 def plan(
@@ -46,8 +46,8 @@ def plan(
     value_dim = head_dim if value_dim is None else size("value_dim", value_dim)
     batch, itemsize = size("batch", batch), size("itemsize", itemsize)
     for name, given in (("head_dim", head_dim), ("value_dim", value_dim)):
-        if given > _LARGEST_HEAD:
-            raise InputError(explain(f"{name} is too large", got=given, allowed=f"at most {_LARGEST_HEAD}"))
+        if given > LARGEST_HEAD:
+            raise InputError(explain(f"{name} is too large", got=given, allowed=f"at most {LARGEST_HEAD}"))
     check_heads(heads, kv_heads)
     mask = mask_of(mask, seq_len)
     left_open = isinstance(layout, str) and layout == "auto"

@@ -22,6 +22,7 @@ from burst_portable.errors import BurstError, CommunicationError, MismatchError,
 _FACTS_SIZE = 4096
 _SHOWN = 300
 _REMEMBERED = 1 << 14  # statements that a transport need not ask again
+_TELLING = 10.0  # seconds that a rank which refuses its call waits for others to hear of it
 _TITLE = ("pass", "mask", "case")
 REFUSED = "refused"
 """The fact of a rank that refused its own call: others must not wait for it."""
@@ -105,14 +106,15 @@ def _remember(transport: Transport, digest: bytes) -> None:
     transport.agreed.add(digest)
 
 
-def tell_refusal(transport: Transport, error: Exception, deadline: float) -> None:
+def tell_refusal(transport: Transport, error: Exception, deadline: float = _TELLING) -> None:
     """Let the others know that this rank refuses its call, so that they raise too instead of waiting.
 
-    They may not be there at all: then `deadline` seconds are lost, and the refusal is raised all the same.
+    They may not be there at all: then a few seconds are lost, `deadline` at most, and the refusal is raised all the
+    same.
     """
     told = str(error) if isinstance(error, BurstError) else f"{type(error).__name__}: {error}"
     try:
-        agree(transport, state({REFUSED: told[:1000]}), deadline=deadline)
+        agree(transport, state({REFUSED: told[:1000]}), deadline=min(_TELLING, deadline))
     except CommunicationError:
         return  # this rank's own error says more
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.autograd import Attention, Call
-from burst_portable.choices import suited
+from burst_portable.choices import plan_for_kernel
 from burst_portable.comm.agreement import agree, state
 from burst_portable.comm.base import Transport
 from burst_portable.conformance.cases import Case
@@ -92,7 +92,7 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
     """One rank's part of a case."""
     plan = plan_of(case)
     kernel = subject.choose(kernel_problem(case, device.type, plan))
-    plan = suited(plan, kernel)
+    plan = plan_for_kernel(plan, kernel)
     said = state({"case": case.spec()})
     runtime: Runtime = PlainRuntime(kernel, transport)
     if (wrap := installed.get()) is not None:  # as in a call: a profiling session records it

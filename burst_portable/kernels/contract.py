@@ -57,6 +57,21 @@ class Problem:
     deterministic: bool = True
     positive_scale: bool = True
 
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, options: Options, device: str) -> Problem:
+        """That of a call with such tensors, on a device of this type."""
+        return cls(
+            q.dtype,
+            device,
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+            value_dim=v.shape[3],
+            softcap=options.softcap is not None,
+            deterministic=options.deterministic,
+            positive_scale=options.positive_scale,
+        )
+
 
 class Support(NamedTuple):
     """Whether a kernel serves a problem, and the reason if it does not."""
