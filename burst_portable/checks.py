@@ -68,7 +68,9 @@ def check_tensor(name: str, x: object) -> None:
     if type(x).__name__ == "DTensor":
         raise InputError(f"{name} is a DTensor: pass its local tensor, x.to_local()")
     if x.layout is not torch.strided or x.is_nested:
-        raise InputError(explain(f"{name} is no dense tensor", got=f"{type(x).__name__}, {x.layout}"))
+        next_step = "pass a dense one; sequences of different lengths go into one row, with Mask.documents"
+        got = f"{type(x).__name__}, {x.layout}"
+        raise InputError(explain(f"{name} is no dense tensor", got=got, next_step=next_step))
 
 
 def checked_device(device: Any) -> torch.device | None:
@@ -102,12 +104,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) ->
         allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
         raise DtypeError(explain("no attention in this dtype", got=q.dtype, allowed=allowed))
     if not q.device == k.device == v.device:
-        raise InputError(explain("q, k and v lie on different devices", got=f"{q.device}, {k.device}, {v.device}"))
+        got = f"{q.device}, {k.device}, {v.device}"
+        raise InputError(explain("q, k and v lie on different devices", got=got, next_step="move them to one"))
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or (same_rows and q.shape[1] != k.shape[1]):
         raise ShapeError(explain("q, k and v do not go together", got=shapes, allowed="equal batch and rows"))
     if q.shape[3] != k.shape[3]:
-        raise ShapeError(explain("q and k have different head sizes", got=shapes))
+        raise ShapeError(
+            explain("q and k have different head sizes", got=shapes, allowed="one for both; v may have another")
+        )
     if max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
         raise ShapeError(explain("unsupported head size", got=shapes, allowed=f"1 to {LARGEST_HEAD}"))
     check_heads(q.shape[2], k.shape[2])
@@ -141,7 +146,7 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     number = as_number("scale", scale)
     if not math.isfinite(number):
-        raise InputError(explain("scale is no finite number", got=scale))
+        raise InputError(explain("scale is no finite number", got=scale, next_step="pass None for 1/sqrt(head size)"))
     return number
 
 

@@ -226,7 +226,7 @@ def strategy_on(
 ) -> Strategy:
     """The strategy that a user passed, with all that `auto` is to know of this machine: see `plan_on`."""
     if not isinstance(dtype, torch.dtype):
-        raise InputError(explain("dtype is none of torch's", got=shown(dtype)))
+        raise InputError(explain("dtype is none of torch's", got=shown(dtype), allowed="such as torch.bfloat16"))
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     sizes = size("heads", heads), size("kv_heads", kv_heads), size("head_dim", head_dim)

@@ -370,7 +370,7 @@ def _check_partition(layout: Layout) -> None:
             explain(f"{what} holds a position twice", got=f"{pair[0]} and {pair[1]}", allowed="every position once")
         )
     if held != layout.length:
-        raise LayoutError(explain(f"{what} leaves positions out", got=f"{held} of {layout.length}"))
+        raise LayoutError(explain(f"{what} leaves positions out", got=f"{held} of {layout.length}", allowed="all"))
 
 
 def _shared(segments: Sequence[Segment]) -> tuple[Segment, Segment] | None:

@@ -56,7 +56,7 @@ class Mesh:
         self.group, self.inner, self.backend = group, _checked_inner(inner, self.size), _checked_backend(backend)
         self.config = _checked_config(config)
         if not isinstance(group, dist.ProcessGroup | None):
-            raise InputError(explain("this is no process group", got=shown(group)))
+            raise InputError(explain("this is no process group", got=shown(group), allowed="one of dist's, or None"))
         if not callable(connect):
             raise InputError(explain("a mesh connects by a function of the device type", got=shown(connect)))
         self._connect = connect
@@ -294,7 +294,7 @@ def run_local(
         most = f"up to {_MOST_LOCAL_RANKS}: each is a thread"
         raise InputError(explain("too many ranks for one process", got=ranks, allowed=most))
     if not callable(work):
-        raise InputError(explain("work is no function of a mesh", got=shown(work)))
+        raise InputError(explain("work is no function of a mesh", got=shown(work), allowed="such as work(mesh)"))
     seconds = Config(deadline=deadline).deadline
     _checked_inner(inner, ranks)
     _checked_backend(backend)
@@ -346,22 +346,38 @@ def _checked_config(config: object) -> Config:
 def _place_in(group: Any) -> tuple[int, int]:
     """(rank, ranks) of this process in a process group."""
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to those that it leaves out
-        raise InputError(explain("this rank is no member of the group", got=f"global rank {dist.get_rank()}"))
+        raise _no_member()
     if not isinstance(group, dist.ProcessGroup):
         raise InputError(explain("this is no process group", got=shown(group), next_step="dist.new_group makes one"))
     try:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     except ValueError as error:  # made by hand, or destroyed
-        raise InputError(explain("torch.distributed does not know this process group", got=error)) from error
+        raise InputError(
+            explain(
+                "torch.distributed does not know this process group", got=error, next_step="dist.new_group makes one"
+            )
+        ) from error
     if rank < 0:
-        raise InputError(explain("this rank is no member of the group", got=f"global rank {dist.get_rank()}"))
+        raise _no_member()
     return rank, ranks
+
+
+def _no_member() -> InputError:
+    return InputError(
+        explain(
+            "this rank is no member of the group",
+            got=f"global rank {dist.get_rank()}",
+            next_step="let the members alone make the call",
+        )
+    )
 
 
 def _axis_group(device_mesh: Any, axis: object) -> Any:
     """The process group of one axis of a DeviceMesh."""
     if not hasattr(device_mesh, "get_group"):
-        raise InputError(explain("this is no DeviceMesh", got=shown(device_mesh)))
+        raise InputError(
+            explain("this is no DeviceMesh", got=shown(device_mesh), next_step="init_device_mesh makes one")
+        )
     names, axes = device_mesh.mesh_dim_names or (), device_mesh.ndim
     told = f"a DeviceMesh of {axes} axes ({', '.join(names) or 'without names'})"
     if axis is None and axes > 1:

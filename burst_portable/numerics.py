@@ -182,7 +182,7 @@ def _check_parts(parts: Sequence[State]) -> None:
             )
         if not out.device == lse.device == first.device:
             got = f"out on {out.device}, LSE on {lse.device}, the first out on {first.device}"
-            raise InputError(explain("partial results lie on different devices", got=got))
+            raise InputError(explain("partial results lie on different devices", got=got, next_step="move them to one"))
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:

@@ -208,7 +208,8 @@ def checked_tiles(tiles: Iterable[Tile], rows: int, columns: int) -> Tiles:
     boxes = [Region(t.q_start, t.q_stop, t.k_start, t.k_stop, t.lo, t.hi) for t in made]
     if pair := first_overlap(sorted(boxes, key=lambda r: r.q_start)):
         got = f"{pair[0]} and {pair[1]}"
-        raise ShapeError(explain("two tiles overlap, so their pairs would count twice", got=got))
+        next_step = "end one where the other begins"
+        raise ShapeError(explain("two tiles overlap, so their pairs would count twice", got=got, next_step=next_step))
     return Tiles(made)
 
 

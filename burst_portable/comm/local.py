@@ -159,7 +159,7 @@ def run_threads(ranks: int, work: Callable[[LocalTransport], T], *, deadline: fl
     Raises what the first failing rank raised; errors of communication only if there is no other.
     """
     if ranks < 1:
-        raise InputError(explain("local ranks must be at least 1", got=ranks))
+        raise InputError(explain("too few local ranks", got=ranks, allowed="at least 1"))
     fabric = Fabric(ranks, deadline)
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []

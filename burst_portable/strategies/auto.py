@@ -108,13 +108,9 @@ class AutoStrategy:
 
 def as_time(seconds: float) -> str:
     """A time of three digits."""
-    return (
-        f"{seconds * 1e3:.3g} ms"
-        if seconds < 0.9995
-        else f"{seconds:.3g} s"
-        if seconds < 999.5
-        else f"{seconds:,.0f} s"
-    )
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 @lru_cache(maxsize=64)

@@ -25,7 +25,8 @@ def check_numbers(seq_len: int, ranks: int, steps: int | None, batch: int, rate:
     if not (math.isfinite(rate) and rate > 0):
         raise InputError(explain("--lr is no learning rate", got=rate, allowed="above 0"))
     if ranks > seq_len:
-        raise InputError(explain("more ranks than tokens", got=f"--ranks {ranks}, --seq-len {seq_len}"))
+        got = f"--ranks {ranks}, --seq-len {seq_len}"
+        raise InputError(explain("more ranks than tokens", got=got, allowed=f"at most {seq_len} ranks"))
 
 
 def check_processes(ranks: int) -> None:

@@ -200,7 +200,11 @@ def _check_dropout(config: Any, scoring: bool) -> None:
 
 def _check_recompute(sketch: Any, scoring: bool) -> None:
     if scoring:
-        raise InputError(explain("--recompute has no meaning without a backward pass", got="--eval"))
+        raise InputError(
+            explain(
+                "--recompute has no meaning without a backward pass", got="--eval", next_step="leave one of them out"
+            )
+        )
     recompute_layers(sketch)
 
 
