@@ -127,9 +127,10 @@ def _backward_by_heads(call: Call, saved: tuple[Any, ...], dout: Tensor | None) 
 
 def _begin(call: Call, *, forward: int = 0) -> None:
     """All ranks make the same call, and a pass of it begins: backward if `forward` is the number of its forward."""
-    transport, said = call.runtime.transport, call.backward if forward else call.forward
+    transport = call.runtime.transport
+    said, inbox = (call.backward, call.inboxes[1]) if forward else (call.forward, call.inboxes[0])
     agree(transport, said, forward=forward)
-    transport.begin(said.digest + forward.to_bytes(8, "little"), call.inboxes[forward > 0])
+    transport.begin(said.digest + forward.to_bytes(8, "little"), inbox)
 
 
 def apply(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:

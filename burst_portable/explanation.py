@@ -96,7 +96,7 @@ def explain(
     meant = checked_device(device)
     chosen = choose(q, k, v, sinks, mesh, request, None if meant is None else meant.type)
     automatic = "auto" in (strategy, getattr(strategy, "name", ""))
-    why = [*([] if automatic else ["named"]), *([chosen.plan.reason] if chosen.plan.reason else [])]
+    why = filter(None, ("" if automatic else "named", chosen.plan.reason))
     return Explanation(
         backend=_backend(chosen, mesh),
         strategy=Choice(chosen.plan.strategy, "; ".join(why), {}),

@@ -28,7 +28,7 @@ Progress = Callable[[int, int, Trial, Outcome | None], None]
 """Called before a trial (with None) and after it: how many are done, how many there are."""
 
 _SHRUNK = 3  # failures of a group whose smallest case is looked for at length; the rest mostly say the same
-_BRIEFLY = 12  # attempts for those
+_AT_LENGTH, _BRIEFLY = 80, 12  # attempts
 
 
 def check_backend(
@@ -125,7 +125,7 @@ def attempt(trial: Trial, case: Case | None = None) -> Outcome:
         return Outcome(wrong=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
 
 
-def shrunk(trial: Trial, attempts: int = 80) -> Case | None:
+def shrunk(trial: Trial, attempts: int = _AT_LENGTH) -> Case | None:
     """The smallest case found that fails as this one does; None for trials that are no case."""
     if trial.case is None:
         return None
@@ -144,7 +144,7 @@ def _tried(subject: Subject, trials: Sequence[Trial], fail_fast: bool, progress:
         if not outcome.ok:
             failures[trial.check] = failures.get(trial.check, 0) + 1
             if not fail_fast:
-                least = shrunk(trial, *[_BRIEFLY] * (failures[trial.check] > _SHRUNK))
+                least = shrunk(trial, _AT_LENGTH if failures[trial.check] <= _SHRUNK else _BRIEFLY)
         if progress:
             progress(number + 1, len(trials), trial, outcome)
         yield _result(subject, trial, outcome, seconds, least)

@@ -42,13 +42,15 @@ _SMALLEST = 1e-4
 
 def relative_differences(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
     """|a - b| / |b|, loss by loss; infinite where one is no finite number."""
+    return [_ratio(abs(a - b), abs(b)) for a, b in zip(losses, reference, strict=True)]
 
-    def one(a: float, b: float) -> float:
-        if not (math.isfinite(a) and math.isfinite(b)):
-            return math.inf
-        return abs(a - b) / abs(b) if b else (0.0 if a == b else math.inf)
 
-    return [one(a, b) for a, b in zip(losses, reference, strict=True)]
+def _ratio(difference: float, norm: float) -> float:
+    """0 / 0 is 0; what is no finite number is infinite."""
+    if not norm:
+        return 0.0 if difference == 0 else math.inf
+    ratio = difference / norm
+    return ratio if math.isfinite(ratio) else math.inf
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,9 @@ def gradient_differences(gradients: Gradients, reference: Gradients) -> Apart:
         r, g = expected.detach().double().cpu(), gradients[name].detach().double().cpu()
         apart[name], norms[name] = (math.inf if g.shape != r.shape else float((g - r).norm())), float(r.norm())
     whole = math.hypot(*norms.values())
-
-    def over(difference: float, norm: float) -> float:
-        value = difference / norm if norm else (0.0 if difference == 0 else math.inf)
-        return value if math.isfinite(value) else math.inf
-
-    relative = {name: over(apart[name], max(norms[name], _SMALLEST * whole)) for name in reference}
+    relative = {name: _ratio(apart[name], max(norms[name], _SMALLEST * whole)) for name in reference}
     worst = max(relative, key=lambda name: relative[name])
-    return Apart(over(math.hypot(*apart.values()), whole), relative[worst], worst)
+    return Apart(_ratio(math.hypot(*apart.values()), whole), relative[worst], worst)
 
 
 def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | None, gradients: Apart | None) -> Facts:

@@ -63,8 +63,8 @@ class Delayed(Transport):
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
-        for message in (*sends, *receives)[: int(self._streams)]:
-            _keep_busy(message.buffer.device, self._chance.randrange(4))
+        if self._streams and (messages := (*sends, *receives)):
+            _keep_busy(messages[0].buffer.device, self._chance.randrange(4))
         time.sleep(self._chance.random() * self._seconds)
         leaving, arriving = self._inner.post(sends, receives, label)
         late = [[_Late(handle, self._chance, self._seconds) for handle in group] for group in (leaving, arriving)]
