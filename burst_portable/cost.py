@@ -173,7 +173,7 @@ def reshard_bytes(plan: Plan, pass_name: PassName, rank: int) -> list[tuple[int,
 def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassCost:
     """The cost of one pass on one rank."""
     part = plan.forward if pass_name == "forward" else plan.backward
-    steps = part.rank(0 if plan.reshard else rank)
+    steps = plan.steps(pass_name, rank)
     computes = [s.compute for s in steps if s.compute]
     received = [m for s in steps for m in (*s.receives, *s.result_receives)]
     size = _sizes(part)

@@ -305,6 +305,11 @@ class Plan:
         p = self.problem
         return head_groups(p.heads // p.ranks, max(1, p.kv_heads // p.ranks), self.groups)
 
+    def steps(self, pass_name: PassName, rank: int) -> Steps:
+        """What a rank does in a pass; where heads are resharded, all do the same for each group of theirs."""
+        part = self.forward if pass_name == "forward" else self.backward
+        return part.rank(0 if self.reshard else rank)
+
     def passes(self) -> tuple[tuple[PassName, PassPlan], ...]:
         """Both, with their names."""
         return ("forward", self.forward), ("backward", self.backward)

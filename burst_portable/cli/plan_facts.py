@@ -136,7 +136,7 @@ def _pass(
         "moves": "all_to_all" if plan.reshard else part.route.name,
         "max": {column: max(values) for column, values in columns.items()},
         "mean": {column: sum(values) / len(values) for column, values in columns.items()},
-        "bytes_a_hop": None if plan.reshard else _largest_hop(part, name, ranks),
+        "bytes_a_hop": None if plan.reshard else _largest_hop(part, ranks),
         "memory": {
             "shard": _shard(plan, name, part, ranks),
             "in_flight": max(c.blocks_held for c in costs),
@@ -169,16 +169,17 @@ def shard_bytes(problem: Problem, pass_name: PassName, rank: int) -> int:
     return inputs + results + wide * (queries * d + keys * (d + dv))
 
 
-def _largest_hop(part: PassPlan, name: PassName, ranks: Sequence[int]) -> int:
+def _largest_hop(part: PassPlan, ranks: Sequence[int]) -> int:
+    """Bytes of the largest message that one of these ranks gets."""
     moves = (m for r in ranks for s in part.rank(r) for m in (*s.receives, *s.result_receives))
     return max((message_size(part.problem, move) for move in moves), default=0)
 
 
 def _steps(plan: Plan, name: PassName, part: PassPlan, rank: int) -> list[Facts]:
-    return [_step(part, name, step) for step in part.rank(0 if plan.reshard else rank)]
+    return [_step(part, step) for step in plan.steps(name, rank)]
 
 
-def _step(part: PassPlan, name: PassName, step: Step) -> Facts:
+def _step(part: PassPlan, step: Step) -> Facts:
     def moved(moves: Sequence[Move], other: str) -> list[Facts]:
         return [
             {"what": m.label, "rank": getattr(m, other), "rows": list(m.rows), "bytes": message_size(part.problem, m)}

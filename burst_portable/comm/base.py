@@ -140,7 +140,8 @@ class Transport(ABC):
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
         """A few bytes of every rank, in rank order; equally many on all. They need not be of one call's pass.
 
-        Raises a `CommunicationError` when a rank does not take part within the deadline (seconds).
+        Raises a `CommunicationError` when a rank does not take part within the deadline (seconds). Made of messages,
+        as here, that is theirs; a transport that can wait less long for once has its own.
         """
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]

@@ -18,6 +18,7 @@ from burst_portable.backends.registry import for_device, meter_of, peaks_of, rat
 from burst_portable.comm.base import Exchange, Handle, Message, Transport
 from burst_portable.cost import pass_flops, rank_cost
 from burst_portable.kernels.contract import Gradients, Options
+from burst_portable.layout import Layout
 from burst_portable.moves import Move
 from burst_portable.numerics import State
 from burst_portable.plans import PASSES, Compute, Plan
@@ -127,7 +128,7 @@ class PlanFacts:
         self.dtype = ""  # of the tensors, known when they come
         self.computes: dict[tuple[bool, Compute], tuple[int, int, int, int]] = {}
         for backward, (name, part) in enumerate(plan.passes()):
-            for step in part.rank(0 if plan.reshard else rank):
+            for step in plan.steps(name, rank):
                 if c := step.compute:
                     area = c.tiles.area
                     work = pass_flops(part.problem, name, area)
@@ -163,10 +164,10 @@ class PlanFacts:
         }
 
 
-def _layout_name(layout: Any) -> str:
-    segments = layout.shards[0]
-    shape = f"{len(segments)} segment{'s' if len(segments) > 1 else ''} a rank"
-    return getattr(layout, "name", None) or (f"{shape}, step {segments[0].step}" if segments else shape)
+def _layout_name(layout: Layout) -> str:
+    """Its name; of one that was made without, its shape."""
+    first = layout.shards[0]
+    return layout.name or f"{len(first)} segment{'s' if len(first) > 1 else ''} a rank, step {first[0].step}"
 
 
 def _only(owners: tuple[int, ...]) -> int:

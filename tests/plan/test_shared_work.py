@@ -13,7 +13,7 @@ from burst_portable.boxes import make_box
 from burst_portable.cost import plan_cost
 from burst_portable.layout import NAMES, OF_DOCUMENTS, make_layout
 from burst_portable.mask import Mask
-from burst_portable.plans import Problem
+from burst_portable.plans import PASSES, Problem
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.tiles import Tiles
 
@@ -37,7 +37,7 @@ def test_what_is_told_of_a_launch_is_what_its_tiles_say(mask):
     for problem in problems(mask, 3):
         for label, strategy in auto._candidates(problem):
             made = strategy.plan(problem)
-            computes = [s.compute for _, part in made.passes() for s in part.rank(0 if made.reshard else 1)]
+            computes = [s.compute for name in PASSES for s in made.steps(name, 1)]
             for one in filter(None, computes):
                 found = Tiles(one.tiles)
                 assert (one.count, one.area, one.rows, one.columns, one.covered) == (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from burst_portable.conformance.cases import DTYPES, VALUES, Case
 from burst_portable.conformance.checks.attending import case_trial, case_trials
-from burst_portable.conformance.inputs import Inputs, make_inputs
+from burst_portable.conformance.inputs import make_inputs
 from burst_portable.conformance.oracle import Answer
 from burst_portable.conformance.running import run_case
 from burst_portable.conformance.subject import Subject
@@ -57,10 +57,10 @@ def _bad(subject: Subject, where: str, value: float, ranks: int) -> Outcome:
         clean, dirty = run_case(subject, case, x), run_case(subject, case, replace(x, **{where: tensor}))
     except UnsupportedError as refusal:
         return Outcome(skipped=str(refusal))
-    return Outcome(wrong=_spilt(case, x, clean, dirty, where) or _hidden(case, dirty, where))
+    return Outcome(wrong=_spilt(case, clean, dirty, where) or _hidden(dirty, where))
 
 
-def _spilt(case: Case, x: Inputs, clean: Answer, dirty: Answer, where: str) -> str:
+def _spilt(case: Case, clean: Answer, dirty: Answer, where: str) -> str:
     """Which numbers changed that must not: of other batch rows, of heads with other keys, of other queries."""
     group = case.sizes[0] // case.sizes[1]
     heads = {"out": group, "dq": group, "dk": 1, "dv": 1}
@@ -80,7 +80,7 @@ def _spilt(case: Case, x: Inputs, clean: Answer, dirty: Answer, where: str) -> s
     return ""
 
 
-def _hidden(case: Case, dirty: Answer, where: str) -> str:
+def _hidden(dirty: Answer, where: str) -> str:
     """What ought to show the bad number and does not: an answer that looks right is worse than none."""
     if where == "dout":
         shows = {"dv": dirty.dv[0, 0, 0, 0], "dq": dirty.dq[0, ROW, 0, 0]}

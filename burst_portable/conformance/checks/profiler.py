@@ -21,7 +21,7 @@ from burst_portable.conformance.trial import Check, Outcome, Trial, plain
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.numerics import State
-from burst_portable.plans import Compute, PassPlan, Plan
+from burst_portable.plans import PASSES, Compute, PassName, Plan
 from burst_portable.profiling.partition import PARTS
 from burst_portable.profiling.session import Session, profile
 from burst_portable.runtime import Queries, Runtime, installed
@@ -119,20 +119,20 @@ def _complete(told: Facts, case: Case) -> str:
     plan = plan_of(case)
     seen = int(oracle.dense_mask(case.make_mask(), case.length).sum())
     shared = case.ranks * plan.groups if plan.reshard else 1  # each group of heads sees every pair
-    for backward, (name, part) in enumerate(plan.passes()):
+    for backward, name in enumerate(PASSES):
         pieces = [step for step in told["steps"] if step["backward"] == backward]
         pairs = sum(cell["pairs"] for step in pieces for cell in step["ranks"])
         if pairs != seen * shared:
             return f"{name}: {pairs} pairs are in the report, and the mask has {seen * shared}"
         kernels = [rank["passes"][name]["kernels"] for rank in told["ranks"]]
-        planned = [_computes(plan, part, rank) for rank in range(case.ranks)]
+        planned = [_computes(plan, name, rank) for rank in range(case.ranks)]
         if kernels != planned:
             return f"{name}: {kernels} kernels a rank are in the report, and the plan has {planned}"
     return ""
 
 
-def _computes(plan: Plan, part: PassPlan, rank: int) -> int:
-    return plan.groups * sum(step.compute is not None for step in part.rank(0 if plan.reshard else rank))
+def _computes(plan: Plan, name: PassName, rank: int) -> int:
+    return plan.groups * sum(step.compute is not None for step in plan.steps(name, rank))
 
 
 # ------------------------------------------------------------------------------------------------------- the clock
