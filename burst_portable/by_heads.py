@@ -40,7 +40,11 @@ def run_forward(
     with_lse: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None, list[Saved]]:
-    """(out in q's dtype, LSE if it is asked for, what backward needs if it is to be kept) of this rank's rows."""
+    """(out in q's dtype, LSE if it is asked for, what backward needs if it is to be kept) of this rank's rows.
+
+    q, k and v hold all heads of this rank's rows, ``[B, S_rank, H, D]``, as out does; LSE is ``[B, H, S_rank]``. What
+    is kept holds all rows of this rank's heads.
+    """
     reshard = Reshard(plan, runtime.transport, q.device)
     coming = [reshard.to_heads([(q, g.queries), *((x, g.keys) for x in (k, v) if g.first)]) for g in plan.head_groups]
     out = q.new_empty((*q.shape[:3], v.shape[-1]))

@@ -22,12 +22,17 @@ from burst_portable.plans import PassPlan, Step
 from burst_portable.runtime import Runtime
 
 Views = tuple[Tensor, ...]
+"""The tensors of a block: (k, v), (q, dO, LSE, delta), or gradients; over messages, or a rank's own."""
 
 
 def run_forward(
     part: PassPlan, rank: int, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor
 ) -> State:
-    """(out, LSE) of this rank's queries, as the kernel keeps them while it merges: see `numerics.finished`."""
+    """(out ``[B, S, Hq, Dv]``, LSE ``[B, Hq, S]``) of this rank's S queries.
+
+    In the dtypes that the kernel keeps while it merges: see `numerics.finished`. q is ``[B, S, Hq, D]``; k and v,
+    ``[B, S', Hkv, D]`` and ``[B, S', Hkv, Dv]``, are this rank's own; those of others come as the plan says.
+    """
     blocks = _Exchange(part, rank, runtime, (k, v), q.dtype, backward=False)
     state: State | None = None
     for step in part.rank(rank):
@@ -52,7 +57,11 @@ def run_backward(
     lse: Tensor,
     delta: Tensor,
 ) -> Gradients:
-    """(dq, dk, dv) of this rank's shard, in the accumulation dtype. LSE and delta are global: see `runtime.Queries`."""
+    """(dq, dk, dv) of this rank's shard, shaped as q, k and v, in the accumulation dtype.
+
+    dout is ``[B, S, Hq, Dv]``; lse and delta, ``[B, Hq, S]``, are global: see `runtime.Queries`, also for what may be
+    passed in place of delta.
+    """
     dq, dk, dv = (torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v))
     travels_kv = part.side == "kv"
     own_block, own_gradients = ((k, v), (dk, dv)) if travels_kv else ((q, dout, lse, delta), (dq,))

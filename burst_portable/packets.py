@@ -30,6 +30,7 @@ from burst_portable.plans import PassName, PassPlan, Plan, Problem
 
 ALIGNMENT = 16
 """In every row, a field starts at a multiple of so many bytes: kernels load straight from the message."""
+_INBOX_ALIGNMENT = 256  # bytes; what is needed together begins at a multiple of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,4 +157,4 @@ def _reshard_inbox(plan: Plan, pass_name: PassName) -> int:
 
 
 def _aligned(size: int) -> int:
-    return -(-size // 256) * 256
+    return -(-size // _INBOX_ALIGNMENT) * _INBOX_ALIGNMENT

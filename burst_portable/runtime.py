@@ -28,14 +28,14 @@ Where queries stay, out may be in the place of delta: operators on pieces want i
 
 
 class Runtime(Protocol):
-    """Resolved once, in forward, and kept for backward."""
+    """Resolved once, in forward, and kept for backward. Tensors are shaped as `kernels.contract` says."""
 
     @property
     def transport(self) -> Transport:
         """For buffers and collectives."""
 
     def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
-        """The kernel, on one computation of the plan."""
+        """The kernel, on one computation of the plan; `state` as it gave it for the one before, None for the first."""
 
     def attend_backward(
         self,
@@ -46,7 +46,7 @@ class Runtime(Protocol):
         options: Options,
         into: tuple[Tensor, ...],
     ) -> None:
-        """The kernel's backward, on one computation of the plan."""
+        """The kernel's backward, on one computation of the plan; adds to `into`, which is (dq, dk, dv)."""
 
     def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
         """The kernel, on a computation that nothing is merged with: see `kernels.whole`."""
