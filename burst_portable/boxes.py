@@ -21,6 +21,7 @@ _FUSE_PAIRWISE = 16  # above so many only neighbours are tried: documents by the
 
 def make_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Box | None:
     """The part of a box that a band lets through, without empty rows and columns; None if nothing is seen."""
+    # Comparisons, where min and max would be calls: this runs for every region of every pair of blocks.
     least, most = q_start - k_stop + 1, q_stop - 1 - k_start
     if lo < least:
         lo = least

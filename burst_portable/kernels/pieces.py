@@ -70,10 +70,10 @@ class PiecewiseKernel(ABC, Generic[P]):
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
     ) -> State:
         everything = slice(0, q.shape[1])
-        whole = [self.ready(x, q.dtype) for x in (q, k, v)]
+        queries, keys, values = (self.ready(x, q.dtype) for x in (q, k, v))
         for piece in (piece for tile in tiles for piece in self.lower(tile)):
             rows, columns = piece.rows, piece.columns
-            out, lse = self.forward(whole[0][:, rows], whole[1][:, columns], whole[2][:, columns], piece, options.scale)
+            out, lse = self.forward(queries[:, rows], keys[:, columns], values[:, columns], piece, options.scale)
             if state is None and rows == everything:
                 state = (out, lse.contiguous())  # perhaps the only piece: kept as it is
                 continue
