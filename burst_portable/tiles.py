@@ -28,9 +28,7 @@ from burst_portable.mask import UNBOUNDED, Mask, Region, first_overlap
 from burst_portable.values import as_int
 
 _COUNTED = 64  # blocks of rows: of more, what they visit is estimated
-
-_PAIRS_KEPT = 1 << 14
-
+_PAIRS_KEPT = 1 << 14  # pairs of blocks whose tiles a plan keeps
 _SEARCHED = 4  # up to so many segments, looking at each is faster than searching
 
 
@@ -218,12 +216,7 @@ def find_tiles(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) 
 
     Raises `LayoutError` when segments of different steps meet: their band would not be a band of indices.
     """
-    return Tiles(Tile(*box) for box in fused(list(_pieces(_rows(mask, queries), _KeySearch(keys)))))
-
-
-def sees(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) -> bool:
-    """Whether any query of one block sees any key of the other."""
-    return next(_pieces(_rows(mask, queries), _KeySearch(keys)), None) is not None
+    return BlockPairs(mask, (queries,), (keys,)).tiles(0, 0)
 
 
 class BlockPairs:
@@ -263,12 +256,6 @@ class BlockPairs:
         if k_owner not in self._searches:
             self._searches[k_owner] = _KeySearch(self._keys[k_owner])
         return _pieces(self._rows[q_owner], self._searches[k_owner])
-
-
-def fuse(tiles: Iterable[Tile]) -> Tiles:
-    """The same pairs in fewer tiles where a union of some disjoint ones is a banded box again."""
-    boxes = [(t.q_start, t.q_stop, t.k_start, t.k_stop, t.lo, t.hi) for t in tiles]
-    return Tiles(Tile(*box) for box in fused(boxes))
 
 
 class _Rows(NamedTuple):

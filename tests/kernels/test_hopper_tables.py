@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from burst_portable.backends.cuda.hopper_tables import LaunchTable, backward_table, forward_table
-from burst_portable.tiles import Tile, Tiles, fuse
+from burst_portable.tiles import Tile, Tiles
 
 SEQ = 700
 CASES = {
@@ -81,7 +81,7 @@ def test_only_border_blocks_are_masked():
 
 
 def test_blocks_that_see_nothing_are_not_launched_for_a_state():
-    tiles = fuse([Tile(300, 301, 500, 501, -200, -200)])
+    tiles = Tiles([Tile(300, 301, 500, 501, -200, -200)])
     assert forward_table(tiles, SEQ, 128, 128, every_block=False).blocks == 1
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections import defaultdict
+from dataclasses import astuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from burst_portable.boxes import fused
 from burst_portable.conformance.cases import LENGTH, MASKS
 from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import LayoutError
 from burst_portable.layout import NAMES, OF_DOCUMENTS, Segment, make_layout
 from burst_portable.mask import UNBOUNDED, Mask
-from burst_portable.tiles import Tile, banded_box, find_tiles, fuse, sees
+from burst_portable.tiles import BlockPairs, Tile, banded_box, find_tiles
 
 sizes = st.integers(1, 9)
 bounds = st.integers(-12, 14)
@@ -77,10 +79,12 @@ def test_tiles_cover_every_pair_exactly_once(name, layout, ranks):
         assert layout in OF_DOCUMENTS
         return
     covered = torch.zeros(LENGTH, LENGTH, dtype=torch.int64)
+    pairs = BlockPairs(mask, where.shards, where.shards)
     for q_shard in range(ranks):
         for k_shard in range(ranks):
-            tiles = find_tiles(mask, where.shards[q_shard], where.shards[k_shard])
-            assert sees(mask, where.shards[q_shard], where.shards[k_shard]) == bool(tiles)
+            tiles = pairs.tiles(q_shard, k_shard)
+            assert pairs.sees(q_shard, k_shard) == bool(tiles)
+            assert pairs.area(q_shard, k_shard) == tiles.area
             q, k = where.positions(q_shard), where.positions(k_shard)
             for tile in tiles:
                 for i, j in cells(tile):
@@ -120,9 +124,9 @@ def test_fusing_gives_one_tile_a_step_for_causal_zigzag_and_striped():
 )
 def test_fusing_never_changes_what_is_seen(corners, size):
     tiles = [banded_box(a * size, (a + 1) * size, b * size, (b + 1) * size, -99, 99) for a, b in corners]
-    fused = fuse(list(tiles))
-    assert len(fused) <= len(tiles)
-    assert sorted(c for t in fused for c in cells(t)) == sorted(c for t in tiles for c in cells(t))
+    larger = [Tile(*box) for box in fused([astuple(tile) for tile in tiles])]
+    assert len(larger) <= len(tiles)
+    assert sorted(c for t in larger for c in cells(t)) == sorted(c for t in tiles for c in cells(t))
 
 
 def test_queries_and_keys_of_different_steps_are_refused():
