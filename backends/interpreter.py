@@ -64,7 +64,7 @@ def kernel_of(backend: str, chip: str) -> Any:
 
     kind = AscendTritonKernel if backend == "ascend" else TritonKernel
 
-    class Kernel(kind):  # type: ignore[valid-type, misc]
+    class Kernel(kind):  # type: ignore[valid-type, misc]  # which of the two is known only when it runs
         def supports(self, problem: Problem) -> Support:
             return Support(False, NO_BFLOAT16) if problem.dtype == torch.bfloat16 else super().supports(problem)
 

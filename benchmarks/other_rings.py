@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -137,7 +138,7 @@ def plain_ulysses(task: Task) -> Calls:
     q, k, v = (x.detach().requires_grad_() for x in (task.q, task.k, task.v))
     few = task.k[:, :, : max(1, kv_heads // ranks)]
     local = Local(task.kernel, task.q[:, :, : heads // ranks], few)
-    call = lambda: _Ulysses.apply(q, k, v, local, task.scale, causal, task.links.group)  # noqa: E731
+    call = partial(_Ulysses.apply, q, k, v, local, task.scale, causal, task.links.group)
     return through_autograd(call, (q, k, v), task.dout)
 
 
@@ -150,7 +151,7 @@ def zigzag_ring(task: Task) -> Calls:
     local = Local(task.kernel, task.q, task.k)
     module = _with_kernel(local)
     q, k, v = (x.detach().requires_grad_() for x in (task.q, task.k, task.v))
-    call = lambda: module.zigzag_ring_flash_attn_func(q, k, v, causal=True, group=task.links.group)  # noqa: E731
+    call = partial(module.zigzag_ring_flash_attn_func, q, k, v, causal=True, group=task.links.group)
     return through_autograd(call, (q, k, v), task.dout)
 
 
@@ -174,7 +175,9 @@ def _with_kernel(local: Local) -> Any:
     interface = ModuleType("flash_attn.flash_attn_interface")
     interface._flash_attn_forward, interface._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
     package = ModuleType("ring_flash_attn")
-    package.__path__ = list(find_spec("ring_flash_attn").submodule_search_locations)  # type: ignore[union-attr]
+    spec = find_spec("ring_flash_attn")
+    assert spec is not None, "it is installed: the caller has looked"
+    package.__path__ = list(spec.submodule_search_locations or ())
     known = {"flash_attn.flash_attn_interface": interface, "ring_flash_attn": package}
     if "flash_attn" not in sys.modules:
         known["flash_attn"] = import_module("flash_attn") if find_spec("flash_attn") else ModuleType("flash_attn")

@@ -154,7 +154,7 @@ def _check(
     if query.dtype not in _DTYPES or {key.dtype, value.dtype} != {query.dtype}:
         raise TypeError(f"dtypes {query.dtype}, {key.dtype}, {value.dtype}: float16, bfloat16 or float32, all the same")
     if keep != 1.0:
-        raise NotImplementedError("dropout is not emulated")
+        raise NotImplementedError(f"dropout (keep_prob {keep}) is not emulated: burst_portable passes none")
     if not 1 <= heads <= 256:
         raise ValueError(f"Nq {heads} is outside 1 to 256")
     if (layout == "TND") != (q_lengths is not None) or (q_lengths is None) != (k_lengths is None):
@@ -191,7 +191,7 @@ def _hidden(s: Sequence, mask: Tensor | None, mode: int, pre: int, after: int, l
             raise ValueError(f"atten_mask of modes 0 and 1 is Sq x Sk, {rows} x {columns}; got {tuple(mask.shape)}")
         return mask.reshape(-1, rows, columns)[0].bool()
     if mode not in (2, 3, 4):
-        raise NotImplementedError(f"sparse_mode {mode} is not emulated")
+        raise NotImplementedError(f"sparse_mode {mode} is not emulated: burst_portable passes 0, 2, 3 and 4")
     _check_compressed(mask)
     corner = columns - rows
     if mode == 2:  # "from the upper left", tokens have no effect

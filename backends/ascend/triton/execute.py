@@ -133,7 +133,7 @@ def _block(block: Any, environment: dict[Any, Any]) -> list[Any]:
         if name in ("scf.yield", "linalg.yield", "func.return"):
             return operands
         if name not in OPERATIONS:
-            raise NotImplementedError(f"this IR has {name}, which is not executed")
+            raise NotImplementedError(f"this IR has {name}, which no kernel of ours has needed yet")
         environment.update(zip(op.results, OPERATIONS[name](op, operands, environment), strict=True))
     return []
 
@@ -205,7 +205,7 @@ def _constant(op: Any, operands: list[Any], environment: dict[Any, Any]) -> list
         return [_cast(value.value.data, value.type)]
     if str(value) in ("true", "false"):
         return [np.bool_(str(value) == "true")]
-    raise NotImplementedError(f"a constant {value}")
+    raise NotImplementedError(f"this IR has a constant {value}: only numbers, true and false were needed yet")
 
 
 @operation("linalg.fill")

@@ -32,7 +32,6 @@ OUT_16 = 0  # out in the input's dtype
 OUT_32 = 1  # out in float32
 MERGE_32 = 2  # merges into a running float32 (out, lse)
 
-_OUT_16 = gl.constexpr(OUT_16)
 _MERGE_32 = gl.constexpr(MERGE_32)
 
 

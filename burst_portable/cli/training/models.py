@@ -57,8 +57,7 @@ def build(
     """The model with its weights, on a device, and what there is to say about them.
 
     The weights are those of the checkpoint, or random ones, drawn on the device, that the seed decides; never a
-    mixture. Raises `InputError`
-    for a checkpoint that cannot be loaded, or lacks some.
+    mixture. Raises `InputError` for a checkpoint that cannot be loaded, or lacks some.
     """
     from transformers import AutoModelForCausalLM
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,10 +36,10 @@ def language_of(machine: Machine) -> dict[str, Any]:
         "tl": language,
         "mbarrier": _MBarrier(machine),
         "tma": _Tma(machine),
-        "fence_async_shared": _Fence(machine),
-        "warpgroup_mma": _Mma(machine),
-        "warpgroup_mma_wait": _MmaWait(machine),
-        "_tma_add": lambda descriptor, at, source: _copy_out(machine, descriptor, at, source, add=True),
+        "fence_async_shared": partial(_fence, machine),
+        "warpgroup_mma": partial(_mma, machine),
+        "warpgroup_mma_wait": partial(_mma_wait, machine),
+        "_tma_add": partial(_copy_out, machine, add=True),
     }
 
 
@@ -200,25 +201,22 @@ def _copy_out(machine: Machine, descriptor: Descriptor, at: Any, source: Shared,
     machine.turn()
 
 
-class _Fence(_OnMachine):
-    def __call__(self) -> None:
-        for place in self._machine.me.unfenced:
-            place.engines.copy_(place.threads)
-        self._machine.me.unfenced.clear()
+def _fence(machine: Machine) -> None:
+    for place in machine.me.unfenced:
+        place.engines.copy_(place.threads)
+    machine.me.unfenced.clear()
 
 
-class _Mma(_OnMachine):
-    def __call__(self, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
-        assert is_async, "a product that is waited for at once is not emulated"
-        self._machine.me.products.append(made := Product(a, b, acc if use_acc else None))
-        self._machine.turn()
-        return made
+def _mma(machine: Machine, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+    assert is_async, "a product that is waited for at once is not emulated"
+    machine.me.products.append(made := Product(a, b, acc if use_acc else None))
+    machine.turn()
+    return made
 
 
-class _MmaWait(_OnMachine):
-    def __call__(self, outstanding: int, deps: Sequence[Any]) -> Any:
-        me = self._machine.me
-        while len(me.products) > outstanding:
-            me.products.popleft().run()
-        values = [Product.value_of(one) for one in deps]
-        return values[0] if len(values) == 1 else tuple(values)
+def _mma_wait(machine: Machine, outstanding: int, deps: Sequence[Any]) -> Any:
+    products = machine.me.products
+    while len(products) > outstanding:
+        products.popleft().run()
+    values = [Product.value_of(one) for one in deps]
+    return values[0] if len(values) == 1 else tuple(values)
