@@ -62,6 +62,8 @@ ROWS: dict[str, Row] = {
     "state-4k-causal": Row(4096, (32, 32), 128, "causal", resumed=True),
     "documents": Row(16384, (32, 32), 128, _documents(16384, 16), quick=True),
     "window": Row(16384, (32, 32), 128, "window:1024", quick=True),
+    "documents-gqa": Row(16384, (32, 8), 128, _documents(16384, 16)),
+    "window-gqa": Row(16384, (32, 8), 128, "window:1024"),
     "prefix": Row(16384, (32, 32), 128, "prefix:8192"),
     "sink": Row(16384, (32, 32), 128, "sink:64:1024"),
     "share-question": Row(16384, (32, 32), 128, "share_question:4096,3000,3000,3000,3288"),

@@ -37,4 +37,4 @@ def test_the_compiler_is_asked(monkeypatch):
     monkeypatch.setattr(machine_code, "kernel_table", lambda chips, heads: ())
     report = machine_code.report(["sm_90"])
     assert not report.ok
-    assert report.failures[0].message == "512 bytes of scratch, allowed 112"
+    assert report.failures[0].message == "512 bytes of scratch, allowed 48"

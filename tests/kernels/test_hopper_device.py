@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+from burst_portable.backends.cuda import hopper as module
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.contract import Options, Problem
 from burst_portable.numerics import empty_state
@@ -35,6 +36,28 @@ def test_masks(mask, dim):
     length = 600
     q, k, v = (randn(2, length, h, dim, seed=i) for i, h in enumerate((4, 2, 2)))
     compare(q, k, v, tiles_of(mask, length))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", ["documents:0,90,1114,1300,1900", "full_documents:0,77,777,1900"])
+def test_blocks_that_start_with_documents(mask, dim):
+    """Where a block stops short, the rows that follow are another's: nothing is written there, into a state neither."""
+    q, k, v = (randn(2, 1900, h, dim, seed=i) for i, h in enumerate((4, 2, 2)))
+    tiles, options = tiles_of(mask, 1900), Options(scale=dim**-0.5, deterministic=False)
+    compare(q, k, v, tiles)
+    state = KERNEL.attend(q, k, v, tiles, options, state=fresh_state(q))
+    exact = ORACLE.attend(*wide(q, k, v), tiles, options)
+    assert gap(state[0], exact[0]) < TOLERANCE[q.dtype][0]
+    assert gap(state[1], exact[1]) < TOLERANCE[q.dtype][1]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_one_backward_program_for_all_heads_of_a_key(mask, dim, monkeypatch):
+    """As where there are many programs: here that would make the last one late."""
+    monkeypatch.setattr(module, "_LATE", 0)
+    q, k, v = (randn(2, 600, h, dim, seed=i) for i, h in enumerate((6, 2, 2)))
+    compare(q, k, v, tiles_of(mask, 600))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

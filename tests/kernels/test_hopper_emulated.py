@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from burst_portable.backends.cuda import hopper_backward, hopper_forward
+from burst_portable.backends.cuda import hopper, hopper_backward, hopper_forward
 from burst_portable.backends.cuda.hopper import _triton_reason
 from burst_portable.kernels.contract import Options
 from burst_portable.tiles import Tile, Tiles
@@ -94,6 +94,29 @@ def test_state_is_merged_in_place(dim, machine):
         KERNEL.attend(q, k[:, start:stop], v[:, start:stop], local, options, state=state)
     assert gap(state[0], exact[0]) < TOLERANCE[q.dtype][0]
     assert gap(state[1], exact[1]) < TOLERANCE[q.dtype][1]
+
+
+@pytest.mark.parametrize(
+    ("mask", "dim"),
+    [("documents:0,90,690,770", 64), ("documents:0,90,690,770", 128), ("full_documents:0,77,647,770", 128)],
+)
+def test_blocks_that_start_with_documents(mask, dim, machine):
+    """Where a block stops short, the rows that follow are another's: nothing is written there, into a state neither."""
+    q, k, v = inputs(1, 770, 2, 1, dim)
+    tiles, options = tiles_of(mask, 770), Options(scale=dim**-0.5, deterministic=False)
+    compare(q, k, v, tiles)
+    out, lse = KERNEL.attend(q, k, v, tiles, options, state=fresh_state(q))
+    exact = ORACLE.attend(*wide(q, k, v), tiles, options)
+    assert gap(out, exact[0]) < TOLERANCE[q.dtype][0]
+    assert gap(lse, exact[1]) < TOLERANCE[q.dtype][1]
+
+
+@pytest.mark.parametrize(("mask", "dim"), [*((mask, 128) for mask in MASKS), ("causal", 64), ("sink:4:150", 64)])
+def test_one_backward_program_for_all_heads_of_a_key(mask, dim, machine, monkeypatch):
+    """As where there are many programs: here that would make the last one late."""
+    monkeypatch.setattr(hopper, "_LATE", 0)
+    q, k, v = inputs(2, 301, 3, 1, dim)
+    compare_backward(q, k, v, tiles_of(mask, 301))
 
 
 FORWARD_BUGS = {

@@ -18,6 +18,8 @@ CASES = {
     "one pair": [Tile(300, 301, 500, 501, -200, -200)],
     "documents": [Tile(0, 100, 0, 100, 0, 99), Tile(100, 250, 100, 250, 0, 149), Tile(250, 700, 250, 700, 0, 449)],
     "sink and window": [Tile(0, SEQ, 8, SEQ, 0, 100), Tile(0, SEQ, 0, 8, 0, SEQ)],
+    "long documents": [Tile(0, 90, 0, 90, 0, 89), Tile(90, 640, 90, 640, 0, 549), Tile(640, 700, 640, 700, 0, 59)],
+    "a document and what all see": [Tile(0, SEQ, 0, 50, -SEQ, SEQ), Tile(77, 690, 77, 690, 0, 600)],
     "nothing": [],
 }
 
@@ -32,12 +34,12 @@ def dense(tiles: Tiles) -> np.ndarray:
 
 
 def painted(table: LaunchTable, outer: int, inner: int, *, peel: bool) -> np.ndarray:
-    """What a kernel would see: outer x inner, with room for padding."""
+    """What a kernel would see: outer x inner, with room for padding. The forward (peel) stores no row past a stop."""
     seen = np.zeros((SEQ + outer, SEQ + 2 * inner), dtype=int)
     for w in range(table.blocks):
         row = table.numbers[16 * w : 16 * w + 16]
-        index, runs_at, runs, full, masked_at, masked = row[:6]
-        block = slice(index * outer, (index + 1) * outer)
+        top, runs_at, runs, full, masked_at, masked, stop = row[:7]
+        block = slice(top, stop if peel else top + outer)
         pairs = [table.numbers[runs_at + 2 * r : runs_at + 2 * r + 2] for r in range(runs)]
         visited = [start + i * inner for start, count in pairs for i in range(count)]
         assert len(visited) == full + masked
@@ -57,7 +59,7 @@ def painted(table: LaunchTable, outer: int, inner: int, *, peel: bool) -> np.nda
 def test_forward_table_paints_the_mask(name):
     tiles = Tiles(CASES[name])
     table = forward_table(tiles, SEQ, 128, 128, every_block=True)
-    assert table.blocks == 6
+    assert table.blocks == (7 if name == "short rows" else 6)
     seen = painted(table, 128, 128, peel=True)
     assert (seen[:SEQ, :SEQ] == dense(tiles)).all()
     assert (seen[:SEQ, SEQ:] == 0).all(), "keys past the end must be hidden"
@@ -75,7 +77,7 @@ def test_only_border_blocks_are_masked():
     causal = Tiles([Tile(0, 1024, 0, 1024, 0, 1023)])
     table = forward_table(causal, 1024, 128, 128, every_block=False)
     assert [table.numbers[16 * w + 5] for w in range(8)] == [0] * 8, "but for the one that is peeled"
-    assert [table.numbers[16 * w] for w in range(8)] == [7, 6, 5, 4, 3, 2, 1, 0], "long rows first"
+    assert [table.numbers[16 * w] for w in range(8)] == list(range(896, -1, -128)), "long rows first"
     table = backward_table(causal, 1024, 64, 128)
     assert [table.numbers[16 * w + 5] for w in range(8)] == [2] * 8
 
@@ -90,8 +92,8 @@ def test_keys_that_nobody_sees_are_launched_where_gradients_are_written():
     assert backward_table(tiles, 256, 64, 128).blocks == 2
     table = backward_table(tiles, 256, 64, 128, every_block_of=400)
     rows = [table.numbers[16 * w : 16 * w + 6] for w in range(table.blocks)]
-    assert sorted(row[0] for row in rows) == [0, 1, 2, 3]
-    assert [(row[2], row[3], row[5]) for row in rows if row[0] >= 2] == [(0, 0, 0)] * 2, "nothing to visit"
+    assert sorted(row[0] for row in rows) == [0, 128, 256, 384]
+    assert [(row[2], row[3], row[5]) for row in rows if row[0] >= 256] == [(0, 0, 0)] * 2, "nothing to visit"
 
 
 def visits(table: LaunchTable) -> list[list[tuple[int, ...]]]:
@@ -109,13 +111,26 @@ def visits(table: LaunchTable) -> list[list[tuple[int, ...]]]:
 
 
 def test_a_block_that_many_see_is_divided_where_its_gradients_are_added():
-    n, sinks = 8192, 64
+    n, sinks = 8192, 128
     tiles = Tiles([Tile(0, n, sinks, n, 0, 255), Tile(0, n, 0, sinks, 0, n)])
     written, added = (visits(backward_table(tiles, n, 64, 128, every_block_of=keys)) for keys in (n, 0))
-    assert max(map(len, written)) == 128 + 5, "the sinks' queries, and the window of the keys beside them"
+    assert max(map(len, written)) == 128, "the sinks' queries"
     assert max(map(len, added)) <= 64
     assert sorted(chain(*written)) == sorted(chain(*added)), "the same, no more and no less"
     assert not backward_table(Tiles([Tile(0, n, 0, n, 0, n)]), n, 64, 128).uneven, "causal: twice the average"
+
+
+def test_blocks_start_with_long_documents():
+    tiles = Tiles([Tile(a, b, a, b, 0, b - a - 1) for a, b in ((0, 90), (90, 1114), (1114, 1300), (1300, 2000))])
+    table = forward_table(tiles, 2000, 128, 128, every_block=True)
+    rows = sorted(table.numbers[16 * w : 16 * w + 7] for w in range(table.blocks))
+    starts, stops = [row[0] for row in rows], [row[6] for row in rows]
+    assert starts == [0, *range(90, 1114, 128), 1114, 1242, *range(1300, 2000, 128)]
+    assert stops == [*starts[1:], 2000]
+    assert [row[5] for row in rows[1:9]] == [0] * 8, "one masked block, the one that is peeled"
+    added, written = (backward_table(tiles, 2000, 64, 128, every_block_of=keys) for keys in (0, 2000))
+    assert sorted(added.numbers[16 * w] for w in range(added.blocks)) == starts
+    assert sorted(written.numbers[16 * w] for w in range(written.blocks)) == list(range(0, 2000, 128))
 
 
 def test_size_follows_the_border_and_not_the_area():

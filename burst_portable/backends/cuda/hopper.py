@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -56,6 +56,7 @@ FORWARD = {64: ForwardConfig(128, 2, 240, 168), 128: ForwardConfig(128, 2, 240, 
 BACKWARD = {64: BackwardConfig(128, 2, 240, 168), 128: BackwardConfig(64, 2, 240, 168)}
 """By head size."""
 
+_LATE = 6  # a program may be so small a part of what a multiprocessor does
 _PLAIN = torch.contiguous_format
 
 QUERY_BLOCK = 128  # of the forward: two warpgroups of 64 rows
@@ -67,8 +68,12 @@ class _OnDevice:
     """A `hopper_tables.LaunchTable` whose numbers are on the device."""
 
     numbers: Tensor
-    blocks: int
-    uneven: bool
+    made: LaunchTable
+    """What else is known of it."""
+
+    @property
+    def blocks(self) -> int:
+        return self.made.blocks
 
 
 class HopperKernel:
@@ -149,8 +154,8 @@ class HopperKernel:
                     compiled.rows("k", k, config.BN, dim),
                     compiled.rows("v", v, config.BN, dim),
                     compiled.rows("out", out, 64, dim),
-                    lse, table.numbers, compiled.counter(q.device, stream),
-                    options.scale * _LOG2E, rows, lse.stride(0), lse.stride(1),
+                    out, lse, table.numbers, compiled.counter(q.device, stream),
+                    options.scale * _LOG2E, rows, *out.stride()[:3], lse.stride(0), lse.stride(1),
                     items, heads, group, table.blocks, head_group,
                 ),
                 (config.BN, dim, config.NS, mode, config.REGS),
@@ -200,10 +205,11 @@ class HopperKernel:
         options: Options,
     ) -> Gradients:
         """See `kernels.whole`: dK and dV in the dtype of k where one program alone makes them."""
-        if options.deterministic or not tiles or q.numel() == 0 or k.numel() == 0 or q.shape[2] != k.shape[2]:
+        if options.deterministic or not tiles or q.numel() == 0 or k.numel() == 0:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
         _check_options(options)
-        if self._backward_table(q, tiles, k.shape[1]).uneven:  # several programs each, whose shares are added
+        table = self._backward_table(q, tiles, k.shape[1]).made
+        if table.uneven or _span(table, q, k) * k.shape[2] != q.shape[2]:  # several programs, whose shares are added
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         into = (dq, torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty_like(v, memory_format=_PLAIN))
@@ -231,7 +237,9 @@ class HopperKernel:
         table = self._backward_table(q, tiles, k.shape[1] if store else 0)
         compiled = compiled_kernels()
         group = heads // k.shape[2]
-        head_group = _head_group(heads, group, rows * dim * 4 * group)
+        span = _span(table.made, q, k)
+        units = heads // span
+        head_group = _head_group(units, group // span, rows * dim * 4 * group)
         # In bf16 the scale rides in P, for nothing; in fp16 small P would leave the range of normal numbers.
         fold = int(q.dtype == torch.bfloat16)
         dq, dk, dv = into
@@ -240,7 +248,7 @@ class HopperKernel:
             minus_lse, minus_delta = _row_terms(compiled, stream, dout, lse, delta, out, options.scale, config.BM, fold)
             compiled.backward(
                 (q.device.index, q.dtype, dim, store),
-                (head_group, table.blocks, batch * heads // head_group),
+                (head_group, table.blocks, batch * units // head_group),
                 (
                     compiled.rows("q", q, config.BM, dim),
                     compiled.rows("k", k, 64, dim),
@@ -252,7 +260,7 @@ class HopperKernel:
                     compiled.rows("dk", dk, 64, dim),
                     compiled.rows("dv", dv, 64, dim),
                     table.numbers, options.scale, options.scale * _LOG2E,
-                    heads, group, head_group,
+                    heads, group, span, head_group,
                 ),
                 (config.BM, dim, config.NQ, fold, int(store), config.REGS),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
@@ -277,7 +285,7 @@ class HopperKernel:
         if found is None:
             table = build()
             numbers = torch.tensor(table.numbers, dtype=torch.int32).to(key[-1])
-            found = self._tables[key] = _OnDevice(numbers, table.blocks, table.uneven)
+            found = self._tables[key] = _OnDevice(numbers, replace(table, numbers=[]))
             while len(self._tables) > _TABLES:
                 self._tables.popitem(last=False)
         return found
@@ -320,6 +328,13 @@ def _row_terms(
         stream,
     )  # fmt: skip
     return minus_lse, minus_delta
+
+
+def _span(table: LaunchTable, q: Tensor, k: Tensor) -> int:
+    """Query heads that one backward program does: all that read its keys, unless the last to end would end late."""
+    group = q.shape[2] // k.shape[2]
+    share = table.total * q.shape[0] * q.shape[2] / processors(q.device.index)
+    return group if table.longest * group * _LATE <= share else 1
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,7 @@
 """Backward attention for Hopper (sm_90) in Gluon: a load warp and two warpgroups of 64 keys each.
 
-One program does one block of 128 keys of one query head, with keys as rows, so that Pᵀ and dSᵀ are register
-operands of dV and dK. Per block of BM queries, a warpgroup computes::
+One program does one block of 128 keys of one query head, or of all heads that read them (`span`), with keys as rows,
+so that Pᵀ and dSᵀ are register operands of dV and dK. Per block of BM queries, a warpgroup computes::
 
     Sᵀ = K·Qᵀ (on top of -LSE)     dPᵀ = V·dOᵀ         Pᵀ = exp2(Sᵀ)          dSᵀ = Pᵀ∘(dPᵀ - delta)
     dV += Pᵀ·dO                    dK += dSᵀ·Q         dQ = dS·K  (half of it, dS of both through shared memory)
@@ -74,10 +74,10 @@ def prepare_kernel(
 
 
 @gluon.jit
-def _work(table, heads, head_group):
-    # program -> batch, query head, both as one, row of the work table. Along x run heads that share rows in the L2,
-    # along y blocks, long columns first, along z the other heads and batches.
-    head = gl.program_id(2) * head_group + gl.program_id(0)
+def _work(table, heads, span, head_group):
+    # program -> batch, its first query head, both as one, row of the work table. Along x run heads that share rows in
+    # the L2, along y blocks, long columns first, along z the other heads and batches.
+    head = (gl.program_id(2) * head_group + gl.program_id(0)) * span
     return head // heads, head % heads, head, table + 16 * gl.program_id(1)
 
 
@@ -109,11 +109,11 @@ def _load_rows(
 @gluon.jit
 def _loader(
     q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
-    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, head_group,
+    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, span, head_group,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr,
 ):  # fmt: skip
-    b, h, bh, work = _work(table, heads, head_group)
-    col = gl.load(work) * 128
+    b, h, bh, work = _work(table, heads, span, head_group)
+    col = gl.load(work)
     kv = h // kv_group
     runs = table + gl.load(work + 1)
     n_runs = gl.load(work + 2)
@@ -124,14 +124,15 @@ def _loader(
         tma.async_copy_global_to_shared(k_desc, [b, col + 64 * w, kv, 0], kv_rdy, k_view)
         tma.async_copy_global_to_shared(v_desc, [b, col + 64 * w, kv, 0], kv_rdy, v_view)
     it = 0
-    for r in range(n_runs):
-        first = gl.load(runs + 2 * r)
-        count = gl.load(runs + 2 * r + 1)
-        for i in range(count):
-            row = first + i * BM
-            _load_rows(q_desc, l_desc, b, row, h, bh, q_rdy, q_emp, q_sm, l_sm, it, BM, D, NQ)
-            _load_rows(do_desc, d_desc, b, row, h, bh, do_rdy, do_emp, do_sm, d_sm, it, BM, D, NQ)
-            it += 1
+    for g in range(span):
+        for r in range(n_runs):
+            first = gl.load(runs + 2 * r)
+            count = gl.load(runs + 2 * r + 1)
+            for i in range(count):
+                row = first + i * BM
+                _load_rows(q_desc, l_desc, b, row, h + g, bh + g, q_rdy, q_emp, q_sm, l_sm, it, BM, D, NQ)
+                _load_rows(do_desc, d_desc, b, row, h + g, bh + g, do_rdy, do_emp, do_sm, d_sm, it, BM, D, NQ)
+                it += 1
 
 
 @gluon.jit
@@ -149,18 +150,19 @@ def _add_dq(dq_desc, b, row, h, dq_sm, dq_rdy, dq_emp, it, D: gl.constexpr):
 
 
 @gluon.jit
-def _adder(dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, head_group, BM: gl.constexpr, D: gl.constexpr):
+def _adder(dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, span, head_group, BM: gl.constexpr, D: gl.constexpr):
     # a warp of its own: the workers have no registers left for where a block lies
-    b, h, _bh, work = _work(table, heads, head_group)
+    b, h, _bh, work = _work(table, heads, span, head_group)
     runs = table + gl.load(work + 1)
     n_runs = gl.load(work + 2)
     it = 0
-    for r in range(n_runs):
-        first = gl.load(runs + 2 * r)
-        count = gl.load(runs + 2 * r + 1)
-        for i in range(count):
-            _add_dq(dq_desc, b, first + i * BM, h, dq_sm, dq_rdy, dq_emp, it + i, D)
-        it += count
+    for g in range(span):
+        for r in range(n_runs):
+            first = gl.load(runs + 2 * r)
+            count = gl.load(runs + 2 * r + 1)
+            for i in range(count):
+                _add_dq(dq_desc, b, first + i * BM, h + g, dq_sm, dq_rdy, dq_emp, it + i, D)
+            it += count
 
 
 @gluon.jit
@@ -182,13 +184,28 @@ def _bounds(entry, col0, sl: gl.constexpr):
 
 @gluon.jit
 def _row_terms(buf, BM: gl.constexpr, sl: gl.constexpr):
-    return gl.zeros([64, BM], gl.float32, sl) + buf.reshape([BM]).load(gl.SliceLayout(0, sl))[None, :]
+    terms, _ = gl.broadcast(
+        buf.reshape([BM]).load(gl.SliceLayout(0, sl))[None, :],
+        gl.zeros([64], gl.float32, gl.SliceLayout(1, sl))[:, None],
+    )
+    return terms
+
+
+@gluon.jit
+def _scores(WG: gl.constexpr, k_sm, q_sm, l_sm, q_rdy, it, end, BM: gl.constexpr, NQ: gl.constexpr):
+    # S' of block `it`; past the last one of whatever stands there, for nobody
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    slot = it % NQ
+    mbarrier.wait(q_rdy.index(slot), (it // NQ) & 1, pred=it < end)
+    s = _row_terms(l_sm.index(slot), BM, sl)
+    return warpgroup_mma(k_sm.index(WG + (it >> 30)), q_sm.index(slot).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
 def _step(
     WG: gl.constexpr, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
-    q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, dk, dv, masked, n_masked, col0, scale, qk_scale,
+    q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, end, i, s, dk, dv, masked, n_masked, col0,
+    scale, qk_scale,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
@@ -198,22 +215,20 @@ def _step(
     slot = it % NQ
     phase = (it // NQ) & 1
     pair = it % 2
-    mbarrier.wait(q_rdy.index(slot), phase)
-    s = _row_terms(l_sm.index(slot), BM, sl)
-    s = warpgroup_mma(k_sm.index(WG), q_sm.index(slot).permute((1, 0)), s, is_async=True)
+    # 0, which the compiler does not know: it would work out where all operands lie before the loop, and keep that in
+    # registers and scratch
+    zero = it >> 30
     mbarrier.wait(do_rdy.index(slot), phase)
-    dp = gl.zeros([64, BM], gl.float32, sl)
-    dp = warpgroup_mma(v_sm.index(WG), do_sm.index(slot).permute((1, 0)), dp, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
+    dp = _row_terms(d_sm.index(slot), BM, sl)
+    dp = warpgroup_mma(v_sm.index(WG + zero), do_sm.index(slot).permute((1, 0)), dp, is_async=True)
     p = gl.exp2(s * qk_scale)
-    if it < n_masked:
-        first, last = _bounds(masked + 8 * it, col0, sl)
+    if i < n_masked:
+        first, last = _bounds(masked + 8 * i, col0, sl)
         p = hide(p, first, last, 0.0)
     p16 = gl.convert_layout(p.to(q_sm.dtype), pl)
     dvt = warpgroup_mma(p16, do_sm.index(slot), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    delta = d_sm.index(slot).reshape([BM]).load(gl.SliceLayout(0, sl))
-    ds = (p * (dp + delta[None, :])).to(q_sm.dtype)
+    ds = (p * dp).to(q_sm.dtype)
     ds_sm.index(2 * pair + WG).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_rdy.index(pair), count=1)
@@ -235,14 +250,17 @@ def _step(
     mbarrier.arrive(do_emp.index(slot), count=1)
     dk, ds = warpgroup_mma_wait(2, deps=[dkt, ds])
     mbarrier.arrive(q_emp.index(slot), count=1)
-    dq = warpgroup_mma_wait(0, deps=[dq])
+    # the next block's scores, beside the writing of dQ
+    st = _scores(WG, k_sm, q_sm, l_sm, q_rdy, it + 1, end, BM, NQ)
+    dq = warpgroup_mma_wait(1, deps=[dq])
     if not FOLD:
         dq = dq * scale
     mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)
     dq_sm.index(WG).store(dq)
     fence_async_shared()
     mbarrier.arrive(dq_rdy.index(WG), count=1)
-    return dk, dv
+    s = warpgroup_mma_wait(0, deps=[st])
+    return s, dk, dv
 
 
 @gluon.jit
@@ -267,23 +285,30 @@ def _store_out(x, desc, buffer, b, row, kv, D: gl.constexpr):
 def _worker(
     WG: gl.constexpr, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
     kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-    scale, qk_scale, heads, kv_group, head_group,
+    scale, qk_scale, heads, kv_group, span, head_group,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    b, h, _bh, work = _work(table, heads, head_group)
-    col0 = gl.load(work) * 128 + 64 * WG
+    b, h, _bh, work = _work(table, heads, span, head_group)
+    col0 = gl.load(work) + 64 * WG
     masked = table + gl.load(work + 4)
     n_masked = gl.load(work + 5)
     n = gl.load(work + 3) + n_masked
     dk = gl.zeros([64, D], gl.float32, al)
     dv = gl.zeros([64, D], gl.float32, al)
     mbarrier.wait(kv_rdy, 0)
-    for i in range(n):
-        dk, dv = _step(
+    i = 0
+    end = span * n
+    s = _scores(WG, k_sm, q_sm, l_sm, q_rdy, 0, end, BM, NQ)
+    s = warpgroup_mma_wait(0, deps=[s])
+    for it in range(end):  # one loop, or the compiler takes `it` for a number that threads differ in
+        s, dk, dv = _step(
             WG, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
-            q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, i, dk, dv,
+            q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, end, i, s, dk, dv,
             masked, n_masked, col0, scale, qk_scale, BM, D, NQ, FOLD)  # fmt: skip
+        i += 1
+        if i == n:  # the next head
+            i = 0
     if FOLD:
         dv = dv * (1.0 / scale)
     else:
@@ -306,11 +331,11 @@ def _worker(
 
 
 # Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
-@gluon.jit(do_not_specialize=["table", "heads", "kv_group", "head_group"])
+@gluon.jit(do_not_specialize=["table", "heads", "kv_group", "span", "head_group"])
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, dq_desc, dk_desc, dv_desc, table,
     scale: gl.float32, qk_scale: gl.float32,
-    heads: gl.int32, kv_group: gl.int32, head_group: gl.int32,
+    heads: gl.int32, kv_group: gl.int32, span: gl.int32, head_group: gl.int32,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -350,11 +375,11 @@ def backward_kernel(
     gl.warp_specialize([
         (_worker, (0, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                   scale, qk_scale, heads, kv_group, head_group, BM, D, NQ, FOLD, STORE)),
+                   scale, qk_scale, heads, kv_group, span, head_group, BM, D, NQ, FOLD, STORE)),
         (_worker, (1, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                   scale, qk_scale, heads, kv_group, head_group, BM, D, NQ, FOLD, STORE)),
+                   scale, qk_scale, heads, kv_group, span, head_group, BM, D, NQ, FOLD, STORE)),
         (_loader, (q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
-                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, head_group, BM, D, NQ)),
-        (_adder, (dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, head_group, BM, D)),
+                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, span, head_group, BM, D, NQ)),
+        (_adder, (dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, span, head_group, BM, D)),
     ], [4, 1, 1], [REGS, 24, 24])  # fmt: skip

@@ -1,6 +1,6 @@
 """Forward attention for Hopper (sm_90) in Gluon: a load warp and two warpgroups of 64 query rows each.
 
-A work item is one block of 128 query rows of one head. One program a multiprocessor stays and takes items off a
+A work item is one block of up to 128 query rows of one head. One program a multiprocessor stays and takes items off a
 counter, so that the loads of an item run beside the end of the one before, and nobody waits for a longer row. Per
 key block, a warpgroup starts Q·Kᵀ of the next block and P·V of this one together, and does the softmax of the next
 while the tensor cores work::
@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from burst_portable.backends.cuda.hopper_fade import faded
 from burst_portable.backends.cuda.hopper_mask import hide
 
 # What the epilogue writes.
@@ -33,6 +34,9 @@ OUT_32 = 1  # out in float32
 MERGE_32 = 2  # merges into a running float32 (out, lse)
 
 _MERGE_32 = gl.constexpr(MERGE_32)
+
+# A row's maximum may stay behind by this many powers of 2: P is at most 256 then, the sums are float32.
+_BEHIND = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -88,7 +92,7 @@ def _producer(
     while t < items:
         b, h, work = _item(t, table, heads, blocks, head_group)
         kv = h // kv_group
-        row0 = gl.load(work) * 128
+        row0 = gl.load(work)
         runs = table + gl.load(work + 1)
         n_runs = gl.load(work + 2)
         first = gl.load(work + 8)
@@ -130,7 +134,7 @@ def _entry(entry):
     # a masked block as it stands in the table
     return (
         gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3),
-        gl.load(entry + 4), gl.load(entry + 5), gl.load(entry + 6),
+        gl.load(entry + 4), gl.load(entry + 5), gl.load(entry + 6), gl.load(entry + 7),
     )  # fmt: skip
 
 
@@ -180,7 +184,8 @@ def _step(
     mbarrier.arrive(k_emp.index(nslot), count=1)
     if MASK:
         s = hide(s, left, right, float("-inf"))
-    ntop = gl.maximum(top, gl.max(s, axis=1) * qk_scale)
+    ntop = gl.max(s, axis=1) * qk_scale
+    ntop = gl.where(ntop > top + _BEHIND, ntop, top)
     fade = gl.exp2(top - ntop)
     p = gl.exp2(s * qk_scale - ntop[:, None])
     fade_parts = gl.convert_layout(fade, gl.SliceLayout(1, total.type.layout))
@@ -188,8 +193,7 @@ def _step(
     o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])
     mbarrier.arrive(v_emp.index(slot), count=1)
     p16 = gl.convert_layout(_packed(p, p16.dtype), gl.DotOperandLayout(0, ol, 2))
-    o = o * gl.convert_layout(fade, gl.SliceLayout(1, ol))[:, None]
-    return o, p16, total, ntop
+    return faded(o, fade), p16, total, ntop
 
 
 @gluon.jit
@@ -212,9 +216,9 @@ def _finish(total, top, old, MODE: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    WG: gl.constexpr, o_desc, lse, table, q_sm, k_sm, v_sm, o_sm,
+    WG: gl.constexpr, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
     q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-    qk_scale, Sq, lse_sb, lse_sh, items, heads, blocks, head_group,
+    qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
     BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -225,8 +229,9 @@ def _consumer(
     part = o_sm.index(WG)
     t = gl.program_id(0)
     b, h, work = _item(t, table, heads, blocks, head_group)
-    row0 = gl.load(work) * 128 + 64 * WG
-    col, k_start, k_stop, q_start, q_stop, lo, hi = _entry(work + 8)
+    row0 = gl.load(work) + 64 * WG
+    stop = gl.load(work + 6)
+    col, k_start, k_stop, q_start, q_stop, lo, hi, all_seen = _entry(work + 8)
     it = 0
     turn = 0
     while t < items:
@@ -234,19 +239,21 @@ def _consumer(
         masked = table + gl.load(work + 4)
         n = n_full + gl.load(work + 5)
         left, right = _bounds(col, k_start, k_stop, q_start, q_stop, lo, hi, row0, sl)
-        # the first block, always with a mask; nothing to multiply by V yet
+        # the first block; nothing to multiply by V yet
         mbarrier.wait(q_rdy, turn & 1)
         slot = it % NS
         mbarrier.wait(k_rdy.index(slot), (it // NS) & 1)
-        # of the item before; not beside the product, or no barrier stands between its end and the slot's release
-        tma.store_wait(0)
-        if MODE == _MERGE_32:
-            mbarrier.arrive(o_emp, count=1, pred=turn > 0)
         s = gl.zeros([64, BN], gl.float32, sl)
         s = warpgroup_mma(q, k_sm.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_emp.index(slot), count=1)
-        s = hide(s, left, right, float("-inf"))
+        # The item before is written by now. Not beside the product, or no barrier stands between its end and the slot's
+        # release.
+        tma.store_wait(0)
+        if MODE == _MERGE_32:
+            mbarrier.arrive(o_emp, count=1, pred=turn > 0)
+        if MODE == _MERGE_32 or all_seen == 0:  # merging has no register for it
+            s = hide(s, left, right, float("-inf"))
         top = gl.maximum(gl.max(s, axis=1) * qk_scale, -1e30)  # finite, also where nothing is seen
         p = gl.exp2(s * qk_scale - top[:, None])
         total = _partial_sum(p, BN)
@@ -257,7 +264,7 @@ def _consumer(
                 q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it + i, o, p16, total, top, left, right, qk_scale,
                 False, BN, D, NS)  # fmt: skip
         for i in range(n_full, n):
-            m_col, m_ks, m_ke, m_qs, m_qe, m_lo, m_hi = _entry(masked)
+            m_col, m_ks, m_ke, m_qs, m_qe, m_lo, m_hi, _ = _entry(masked)
             left, right = _bounds(m_col, m_ks, m_ke, m_qs, m_qe, m_lo, m_hi, row0, sl)
             masked += 8
             o, p16, total, top = _step(
@@ -268,22 +275,23 @@ def _consumer(
         lse_row = lse + b * lse_sb + h * lse_sh + rows
         old = gl.zeros([64], gl.float32, rl)
         if MODE == _MERGE_32:
-            old = gl.load(lse_row, mask=rows < Sq, other=float("-inf"))
+            old = gl.load(lse_row, mask=rows < stop, other=float("-inf"))
         it += n
         slot = it % NS
         mbarrier.wait(v_rdy.index(slot), (it // NS) & 1)
         ot = warpgroup_mma(p16, v_sm.index(slot), o, is_async=True)
         # what the next item needs, while the tensor cores work
-        at_b, at_h, at_row = b, h, row0
+        at_b, at_h, at_row, at_stop = b, h, row0, stop
         mbarrier.wait(t_rdy.index(turn & 1), (turn >> 1) & 1)
         t = gl.sum(t_sm.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
         mbarrier.arrive(t_emp.index(turn & 1), count=1)
         b, h, work = _item(gl.minimum(t, items - 1), table, heads, blocks, head_group)
-        row0 = gl.load(work) * 128 + 64 * WG
-        col, k_start, k_stop, q_start, q_stop, lo, hi = _entry(work + 8)
+        row0 = gl.load(work) + 64 * WG
+        stop = gl.load(work + 6)
+        col, k_start, k_stop, q_start, q_stop, lo, hi, all_seen = _entry(work + 8)
         total = gl.convert_layout(gl.sum(total, axis=1), rl)
         both, keep, gain = _finish(total, gl.convert_layout(top, rl), old, MODE)
-        gl.store(lse_row, both, mask=rows < Sq)
+        gl.store(lse_row, both, mask=rows < at_stop)
         o, p16 = warpgroup_mma_wait(0, deps=[ot, p16])
         mbarrier.arrive(v_emp.index(slot), count=1)
         it += 1
@@ -291,19 +299,25 @@ def _consumer(
         if MODE == _MERGE_32:
             mbarrier.wait(o_rdy, turn & 1)
             o = o + part.load(ol) * keep[:, None]
-        part.store(o.to(o_sm.dtype))
-        fence_async_shared()
-        view = part._reinterpret(o_sm.dtype, [1, 64, 1, D], o_desc.layout)
-        tma.async_copy_shared_to_global(o_desc, [at_b, at_row, at_h, 0], view)
+        if (at_stop - at_row >= 64) | (at_stop == Sq):  # TMA leaves out what is past a batch's end
+            part.store(o.to(o_sm.dtype))
+            fence_async_shared()
+            view = part._reinterpret(o_sm.dtype, [1, 64, 1, D], o_desc.layout)
+            tma.async_copy_shared_to_global(o_desc, [at_b, at_row, at_h, 0], view)
+        else:  # the rows from there on are another item's
+            place = out + at_b * o_sb + at_h * o_sh + rows.to(gl.int64)[:, None] * o_ss
+            place += gl.arange(0, D, gl.SliceLayout(0, ol))[None, :]
+            gl.store(place, o.to(o_sm.dtype), mask=(rows < at_stop)[:, None])
         turn += 1
     tma.store_wait(0)
 
 
 # Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
-@gluon.jit(do_not_specialize=["lse", "table", "counter", "Sq", "lse_sb", "lse_sh", "items", "heads", "kv_group", "blocks", "head_group"])  # fmt: skip # noqa: E501
+@gluon.jit(do_not_specialize=["out", "lse", "table", "counter", "Sq", "o_sb", "o_ss", "o_sh", "lse_sb", "lse_sh", "items", "heads", "kv_group", "blocks", "head_group"])  # fmt: skip # noqa: E501
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse, table, counter,
-    qk_scale: gl.float32, Sq: gl.int32, lse_sb: gl.int64, lse_sh: gl.int64,
+    q_desc, k_desc, v_desc, o_desc, out, lse, table, counter,
+    qk_scale: gl.float32, Sq: gl.int32, o_sb: gl.int64, o_ss: gl.int64, o_sh: gl.int64,
+    lse_sb: gl.int64, lse_sh: gl.int64,
     items: gl.int32, heads: gl.int32, kv_group: gl.int32, blocks: gl.int32, head_group: gl.int32,
     BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
@@ -342,12 +356,14 @@ def forward_kernel(
     fence_async_shared()
     # The argument tuples stand inline: a local variable would turn their constants into tensors.
     gl.warp_specialize([
-        (_consumer, (0, o_desc, lse, table, q_sm, k_sm, v_sm, o_sm,
+        (_consumer, (0, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
                      q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                     qk_scale, Sq, lse_sb, lse_sh, items, heads, blocks, head_group, BN, D, NS, MODE)),
-        (_consumer, (1, o_desc, lse, table, q_sm, k_sm, v_sm, o_sm,
+                     qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                     BN, D, NS, MODE)),
+        (_consumer, (1, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
                      q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                     qk_scale, Sq, lse_sb, lse_sh, items, heads, blocks, head_group, BN, D, NS, MODE)),
+                     qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                     BN, D, NS, MODE)),
         (_producer, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
                      q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
                      counter, items, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),

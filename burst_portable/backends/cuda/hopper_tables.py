@@ -4,27 +4,31 @@ Forward has query blocks outside and walks over keys; backward has key blocks ou
 outer block the table holds the blocks that a band or a border cuts, each with its bounds, and the full blocks as
 runs, so that its size follows the borders of the mask and not its area. One flat list of int32::
 
-    work    16 a block    outer block, runs at, runs, full blocks, masked at, masked blocks, 0, 0, one masked block
+    work    16 a block    outer start, runs at, runs, full blocks, masked at, masked blocks, outer stop, 0, one masked
+                          block
     runs    2 a run       first inner index, number of blocks: all that is visited, in order, but for the peeled one
-    masked  8 a block     first inner index, inner start, stop, outer start, stop, lo, hi, 0
+    masked  8 a block     first inner index, inner start, stop, outer start, stop, lo, hi, 1 if it shows all
 
 The forward peels one masked block off its loop: that one stands in the work row itself, so that one load finds
 all that a program begins with. Then come its full blocks, then the masked rest; the backward begins with the masked
-ones. "at" counts int32 from the list's beginning. Inner blocks start anywhere (in the backward at multiples of 4),
-outer ones at multiples of their size. A masked block shows the pairs with inner in [start, stop), outer in
+ones. "at" counts int32 from the list's beginning. Blocks start anywhere (inner ones of the backward at multiples of
+4). A masked block shows the pairs with inner in [start, stop), outer in
 [start, stop), lo <= outer - inner <= hi.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from burst_portable.tiles import Tile, Tiles
 
 _WORK = 16
 _HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # a masked block that shows nothing
 _SHORT = 64  # inner blocks: no longer is no reason to divide
+_LONG = 4  # outer blocks: a document of so many has blocks of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +36,14 @@ class LaunchTable:
     """The int32 numbers, and how many outer blocks are launched a head.
 
     uneven: some outer block visits so many more than the others that it is better divided.
+    longest, total: inner blocks that one visits at most, and all together.
     """
 
     numbers: list[int]
     blocks: int
     uneven: bool = False
+    longest: int = 0
+    total: int = 0
 
 
 @dataclass(slots=True)
@@ -55,18 +62,24 @@ class _Block:
         return self.full + len(self.masked)
 
 
+Span = tuple[int, int]
+"""An outer block: where it starts and stops; shorter than others where the next one starts at a document's start."""
+
+
 @dataclass(frozen=True, slots=True)
 class Walk:
     """One direction: block sizes and which padding does no harm.
 
-    outer_length, inner_length: where padding begins, if a kernel may treat padded rows as seen (forward: padded
-    queries are never stored; backward: padded queries have LSE -inf), else None.
+    outer_padding: whether a kernel may treat outer indices from a block's stop on as seen (forward: they are never
+    stored).
+    inner_length: where padding begins, if a kernel may treat padded rows as seen (backward: padded queries have LSE
+    -inf), else None.
     inner_align: where inner blocks may start: TMA reads a row of float32 from multiples of 16 bytes on.
     """
 
     outer: int
     inner: int
-    outer_length: int | None = None
+    outer_padding: bool = False
     inner_length: int | None = None
     inner_align: int = 1
 
@@ -78,14 +91,14 @@ def forward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_blo
         rows: length of the queries.
         every_block: launch blocks that see nothing as well, for they must write 0 and -inf.
     """
-    walk = Walk(q_block, k_block, outer_length=rows)
-    blocks = _collect(tiles, walk)
+    spans = _spans(tiles, rows, q_block)
+    blocks = _collect(tiles, Walk(q_block, k_block, outer_padding=True), spans)
     if every_block:
-        for index in range(-(-rows // q_block)):
-            blocks.setdefault(index, _Block(masked=[_HIDDEN]))
-    for index, block in blocks.items():
+        for span in spans:
+            blocks.setdefault(span, _Block(masked=[_HIDDEN]))
+    for span, block in blocks.items():
         if not block.masked:
-            _peel(block, index, walk)
+            _peel(block, span, k_block)
     return _pack(blocks.items(), peel=True)
 
 
@@ -94,25 +107,50 @@ def backward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_bl
 
     Args:
         rows: length of the queries.
-        every_block_of: length of the keys, if blocks write their gradients instead: none is divided then, and those
-            that nobody sees are launched as well, for they must write 0.
+        every_block_of: length of the keys, if blocks write their gradients instead: none is divided then, none starts
+            where another has not stopped, and those that nobody sees are launched as well, for they must write 0.
     """
-    turned = (Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles)
+    turned = Tiles([Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles])
     walk = Walk(k_block, q_block, inner_length=rows, inner_align=4)
-    collected = _collect(turned, walk)
+    keys = max((t.q_stop for t in turned), default=0)
+    spans = _grid(0, every_block_of, k_block) if every_block_of else _spans(turned, keys, k_block)
+    collected = _collect(turned, walk, spans)
     most = _longest_of(collected)
     uneven = any(block.length > most for block in collected.values())
-    for index in range(-(-every_block_of // k_block)):
-        collected.setdefault(index, _Block())
+    if every_block_of:
+        collected |= {span: _Block() for span in spans if span not in collected}
     blocks = []
-    for index, block in collected.items():
-        block.runs = [part for run in block.runs for part in _turned(run, index * walk.outer, walk.inner)]
+    for span, block in collected.items():
+        block.runs = [part for run in block.runs for part in _turned(run, span[0], walk.inner)]
         divided = [block] if every_block_of else _divided(block, most, walk.inner)
-        blocks += [(index, part) for part in divided]
+        blocks += [(span, part) for part in divided]
     return _pack(blocks, peel=False, uneven=uneven)
 
 
-def _longest_of(blocks: dict[int, _Block]) -> int:
+def _grid(start: int, stop: int, size: int) -> list[Span]:
+    return [(at, min(at + size, stop)) for at in range(start, stop, size)]
+
+
+def _spans(tiles: Iterable[Tile], length: int, size: int) -> list[Span]:
+    """Outer blocks, from each long document's start on: the diagonal of all its blocks is then in one inner block.
+
+    A block that stops short costs as much as a whole one, so that short documents are not worth one.
+
+             16 keys a block, a document of 40 rows from row 8 on
+        0   #...........         0    #...........     rows 0 to 7
+        8   .#..........         8    .#..........
+        16  .##.........         24   .##.........
+        32  .###........         40   .###........
+    """
+    starts = [0]
+    bounds = sorted({t.q_start for t in tiles if 0 < t.q_start < length} | {length})
+    for bound, following in pairwise(bounds):
+        if following - bound >= _LONG * size:
+            starts.append(bound)
+    return [span for start, stop in pairwise([*starts, length]) for span in _grid(start, stop, size)]
+
+
+def _longest_of(blocks: dict[Span, _Block]) -> int:
     """How many inner blocks a block may visit. A head's long ones begin first, but the last head's end last."""
     total = sum(block.length for block in blocks.values())
     return max(_SHORT, 2 * -(-total // max(1, len(blocks))))
@@ -134,22 +172,23 @@ def _divided(block: _Block, most: int, inner: int) -> Iterator[_Block]:
         yield part
 
 
-def _collect(tiles: Iterable[Tile], walk: Walk) -> dict[int, _Block]:
-    blocks: dict[int, _Block] = {}
+def _collect(tiles: Iterable[Tile], walk: Walk, spans: list[Span]) -> dict[Span, _Block]:
+    blocks: dict[Span, _Block] = {}
+    starts = [start for start, _ in spans]
     for tile in tiles:
-        for index in range(tile.q_start // walk.outer, -(-tile.q_stop // walk.outer)):
-            _visit(blocks.setdefault(index, _Block()), index, tile, walk)
-    return {index: block for index, block in blocks.items() if block.length}
+        for at in range(bisect_right(starts, tile.q_start) - 1, bisect_left(starts, tile.q_stop)):
+            _visit(blocks.setdefault(spans[at], _Block()), spans[at], tile, walk)
+    return {span: block for span, block in blocks.items() if block.length}
 
 
-def _visit(block: _Block, index: int, tile: Tile, walk: Walk) -> None:
+def _visit(block: _Block, span: Span, tile: Tile, walk: Walk) -> None:
     """Add what one outer block sees of one tile. Its inner blocks start at the first index that it sees."""
-    top, bottom = index * walk.outer, (index + 1) * walk.outer
+    top, bottom = span
     first, last = max(top, tile.q_start), min(bottom, tile.q_stop) - 1
     start, stop = max(tile.k_start, first - tile.hi), min(tile.k_stop, last - tile.lo + 1)
     start -= start % walk.inner_align
     count = -(-(stop - start) // walk.inner)
-    whole_outer = first == top and (last == bottom - 1 or last + 1 == walk.outer_length)
+    whole_outer = first == top and last + 1 == bottom and (walk.outer_padding or bottom - top == walk.outer)
     full_from, full_to = count, count
     if whole_outer:
         # what every outer index of the block sees
@@ -161,19 +200,15 @@ def _visit(block: _Block, index: int, tile: Tile, walk: Walk) -> None:
     if full_to > full_from:
         block.runs.append((start + full_from * walk.inner, full_to - full_from))
     for i in (*range(full_from), *range(full_to, count)):
-        block.masked.append(_masked(start + i * walk.inner, tile))
+        at = start + i * walk.inner
+        block.masked.append((at, tile.k_start, tile.k_stop, first, last + 1, tile.lo, tile.hi, 0))
 
 
-def _masked(start: int, tile: Tile) -> tuple[int, ...]:
-    return (start, tile.k_start, tile.k_stop, tile.q_start, tile.q_stop, tile.lo, tile.hi, 0)
-
-
-def _peel(block: _Block, index: int, walk: Walk) -> None:
+def _peel(block: _Block, span: Span, inner: int) -> None:
     """Treat the first full block as a masked one: a mask that shows all of it."""
     (start, count), *rest = block.runs
-    block.runs = [(start + walk.inner, count - 1), *rest] if count > 1 else rest
-    top, bottom = index * walk.outer, (index + 1) * walk.outer
-    block.masked.append((start, start, start + walk.inner, top, bottom, -(1 << 30), 1 << 30, 0))
+    block.runs = [(start + inner, count - 1), *rest] if count > 1 else rest
+    block.masked.append((start, start, start + inner, *span, -(1 << 30), 1 << 30, 1))
 
 
 def _turned(run: tuple[int, int], outer: int, inner: int) -> Iterator[tuple[int, int]]:
@@ -190,7 +225,7 @@ def _turned(run: tuple[int, int], outer: int, inner: int) -> Iterator[tuple[int,
         yield run
 
 
-def _pack(blocks: Iterable[tuple[int, _Block]], *, peel: bool, uneven: bool = False) -> LaunchTable:
+def _pack(blocks: Iterable[tuple[Span, _Block]], *, peel: bool, uneven: bool = False) -> LaunchTable:
     """Long blocks first: what is launched last should be short."""
     order = sorted(blocks, key=lambda item: -item[1].length)
     work: list[int] = []
@@ -198,7 +233,7 @@ def _pack(blocks: Iterable[tuple[int, _Block]], *, peel: bool, uneven: bool = Fa
     masked: list[int] = []
     runs_at = _WORK * len(order)
     masked_at = runs_at + 2 * sum(len(block.runs) + len(block.masked) - peel for _, block in order)
-    for index, block in order:
+    for (start, stop), block in order:
         at, masked_now = runs_at + len(runs), masked_at + len(masked)
         if peel:
             first, *rest = block.masked
@@ -206,9 +241,10 @@ def _pack(blocks: Iterable[tuple[int, _Block]], *, peel: bool, uneven: bool = Fa
         else:
             first, rest = _HIDDEN, block.masked
             walked = [*((entry[0], 1) for entry in rest), *block.runs]
-        work += (index, at, len(walked), block.full, masked_now, len(rest), 0, 0, *first)
+        work += (start, at, len(walked), block.full, masked_now, len(rest), stop, 0, *first)
         for run in walked:
             runs += run
         for entry in rest:
             masked += entry
-    return LaunchTable(work + runs + masked, len(order), uneven)
+    lengths = [block.length for _, block in order]
+    return LaunchTable(work + runs + masked, len(order), uneven, max(lengths, default=0), sum(lengths))

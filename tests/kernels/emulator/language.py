@@ -100,6 +100,10 @@ class _Language(_OnMachine):
         return Tile(plain(x).unsqueeze(axis))
 
     @staticmethod
+    def broadcast(a: Tile, b: Tile) -> tuple[Tile, Tile]:
+        return tuple(Tile(x) for x in torch.broadcast_tensors(plain(a), plain(b)))
+
+    @staticmethod
     def reshape(x: Tile, shape: Sequence[int]) -> Tile:
         return Tile(plain(x).reshape(tuple(shape)))
 
@@ -118,6 +122,8 @@ class _Language(_OnMachine):
 
     @staticmethod
     def inline_asm_elementwise(asm: str, constraints: str, args: Sequence[Tile], *, dtype: Any, **_: Any) -> Tile:
+        if "mul.f32" in asm:  # whether a warp jumps over its products makes no difference
+            return Tile(plain(args[0]) * plain(args[1]))
         assert asm.startswith("cvt.rn."), f"an instruction that is not emulated: {asm}"
         return args[0].to(dtype)
 
@@ -166,8 +172,8 @@ class _MBarrier(_OnMachine):
             barrier.arrive(count)
         self._machine.turn()
 
-    def wait(self, barrier: Barrier, phase: int) -> None:
-        self._machine.turn(lambda: barrier.phase & 1 != phase, f"phase {phase} of {barrier.name}")
+    def wait(self, barrier: Barrier, phase: int, pred: bool = True) -> None:
+        self._machine.turn(lambda: not pred or barrier.phase & 1 != phase, f"phase {phase} of {barrier.name}")
 
 
 class _Tma(_OnMachine):
