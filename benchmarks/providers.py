@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.script import accelerator
+from burst_portable.kernels import whole
 from burst_portable.kernels.contract import Kernel, Options, Problem
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
@@ -104,6 +105,22 @@ def hopper_kernel(task: Task) -> Calls:
     except ImportError as error:
         raise Absent(f"cannot be imported: {error}") from error
     return own(module.HopperKernel(), task)
+
+
+def hopper_whole(task: Task) -> Calls:
+    """The same kernel where one call computes all: out and gradients in 16 bits at the end, as the others give them."""
+    if task.resumed:
+        raise Absent("has no running state")
+    hopper_kernel(task)  # raises where it is absent
+    kernel: Kernel = importlib.import_module("burst_portable.backends.cuda.hopper").HopperKernel()
+    tensors = task.q, task.k, task.v
+    out, lse = whole.attend_whole(kernel, *tensors, task.tiles, task.options)
+
+    def backward() -> tuple[Tensor, Tensor, Tensor]:
+        made = whole.gradients(kernel, task.dout, *tensors, out, lse, task.tiles, task.options)
+        return tuple(x.to(task.q.dtype) for x in made)  # type: ignore[return-value]
+
+    return lambda: whole.attend_whole(kernel, *tensors, task.tiles, task.options), backward
 
 
 # --------------------------------------------------------------------------------------------- others
@@ -221,6 +238,7 @@ def flash_attn_4(task: Task) -> Calls:
 PROVIDERS: dict[str, Callable[[Task], Calls]] = {
     "triton": triton_kernel,
     "hopper": hopper_kernel,
+    "hopper-whole": hopper_whole,
     "cudnn": cudnn,
     "flash": aten_flash,
     "flex": lambda task: flex(task, "default"),

@@ -12,7 +12,14 @@ from pathlib import Path
 import torch
 
 PEERS = ("cudnn", "flex", "flex-max", "flash-attn-4")
-COLORS = {"triton": "#3b6fb6", "hopper": "#1f9d73", "cudnn": "#8a8a8a", "flash": "#c9c9c9", "flex": "#d9a441"}
+COLORS = {
+    "triton": "#3b6fb6",
+    "hopper": "#1f9d73",
+    "hopper-whole": "#7fc8ad",
+    "cudnn": "#8a8a8a",
+    "flash": "#c9c9c9",
+    "flex": "#d9a441",
+}
 OTHER_COLOR = "#a06cb5"
 
 
