@@ -3,7 +3,8 @@
     python -m backends.cuda.machine_code [--json backends/cuda/evidence/machine-code.json] [--chip sm_90]
 
 `compile`: each portable kernel with the tuning tables' blocks: matrix instructions are there, nothing spills that has
-not been justified, shared memory suffices. `hopper`: those for sm_90 likewise. It has no numbers and no times.
+not been justified, shared memory suffices, and on sm_90 no matrix descriptor may come from a path that did not run.
+`hopper`: those for sm_90 likewise. It has no numbers and no times.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ HEADS = (64, 128)
 SCRATCH = {"backward D=64": 48}
 """Bytes a thread that a Hopper kernel may keep outside its loops, by how its name begins: what stands still while a
 loop runs."""
+DOUBTFUL = "doubtful descriptors"
 
 
 def compiled(chips: list[str]) -> Iterator[Result]:
@@ -33,6 +35,7 @@ def compiled(chips: list[str]) -> Iterator[Result]:
         justified = (record.target, record.kernel, record.head_dim) in JUSTIFIED
         takes = {"shared memory": (record.shared, TARGETS[record.target].shared)}
         takes |= {} if justified else {"scratch": (record.scratch, 0)}
+        takes |= {DOUBTFUL: (len(record.descriptors), 0)} if record.target == "sm_90" else {}
         wrong = problems(record)
         yield Result("compile", name, not wrong, record.seconds, {} if record.error else takes, "; ".join(wrong))
 
@@ -53,6 +56,8 @@ def hopper() -> Iterator[Result]:
         ]
         wrong += [] if made.wgmma else ["no matrix instruction wgmma"]
         wrong += [f"ptxas: {warning}" for warning in made.warnings]
+        wrong += made.descriptors
+        takes[DOUBTFUL] = (float(len(made.descriptors)), 0.0)
         yield Result("hopper", f"sm_90 {made.name}", not wrong, made.seconds, takes, "; ".join(wrong))
 
 

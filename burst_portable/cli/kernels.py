@@ -31,7 +31,8 @@ def kernels(
 
     Registers, spills, shared memory, occupancy, matrix instruction, seconds: for every chip that is asked for, with
     no device. Exit code 1 when a kernel breaks a limit: no matrix instruction, too much shared memory, spills that
-    nobody has justified, or a warning of ptxas that a pipeline was serialised.
+    nobody has justified, a warning of ptxas that a pipeline was serialised, or, on sm_90, an operand's address that may
+    come from a path that did not run.
 
     Examples:
 

@@ -28,13 +28,16 @@ def test_machine_code():
     assert {r.name for r in report.results if r.check == "compile"} == portable
     hopper = {f"sm_90 {build.name}" for build in hopper_aot.builds(machine_code.HEADS)}
     assert {r.name for r in report.results if r.check == "hopper"} == hopper
+    descriptors = [r.errors.get(machine_code.DOUBTFUL) for r in report.results if r.name.startswith("sm_90")]
+    assert set(descriptors) == {(0, 0)}
 
 
 def test_the_compiler_is_asked(monkeypatch):
-    """A kernel that spills is a failure of the report."""
-    made = hopper_aot.Report("backward D=64 bf16", 255, 512, 0, 1024, 4, 0, (), 1.0)
+    """A kernel that spills, or with a doubtful descriptor, is a failure of the report."""
+    doubt = "UR4 comes from two places"
+    made = hopper_aot.Report("backward D=64 bf16", 255, 512, 0, 1024, 4, 0, (), (doubt,), 1.0)
     monkeypatch.setattr(hopper_aot, "compile_build", lambda build: made)
     monkeypatch.setattr(machine_code, "kernel_table", lambda chips, heads: ())
     report = machine_code.report(["sm_90"])
     assert not report.ok
-    assert report.failures[0].message == "512 bytes of scratch, allowed 48"
+    assert report.failures[0].message == f"512 bytes of scratch, allowed 48; {doubt}"

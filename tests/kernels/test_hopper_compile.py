@@ -37,6 +37,7 @@ def check(report):
     assert not report.warnings, "ptxas serialises wgmma (C7510 to C7517)"
     assert report.wgmma > 0
     assert report.early_releases == 0
+    assert not report.descriptors
     assert report.shared_bytes <= hopper_aot.SHARED_LIMIT
     print(report)
 

@@ -1,4 +1,4 @@
-"""The Hopper kernels compiled ahead of time, on any machine: registers, spills, shared memory, ptxas's warnings."""
+"""The Hopper kernels compiled ahead of time, on any machine: registers, spills, shared memory, ptxas's faults."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from burst_portable.backends.cuda.hopper import BACKWARD, FORWARD
+from burst_portable.kernels.triton import matrix_descriptors
 
 SHARED_LIMIT = 227 * 1024
 _NAMES = {"bf16": 16, "fp16": 16, "fp32": 32}
@@ -41,6 +42,8 @@ class Report:
     early_releases: int
     """Barriers that one warp arrives at while others may still wait for the product before: see `_early_releases`."""
     warnings: tuple[str, ...]
+    descriptors: tuple[str, ...]
+    """Matrix descriptors that may come from a path that did not run: see `matrix_descriptors`."""
     seconds: float
 
 
@@ -137,6 +140,7 @@ def compile_build(build: Build) -> Report:
         wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
         early_releases=_early_releases(compiled.asm["ptx"]),
         warnings=tuple(sorted(set(re.findall(r"C75\d\d[^\n]*", said)))),
+        descriptors=matrix_descriptors.check(compiled.asm["cubin"]),
         seconds=seconds,
     )
 

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 from burst_portable.errors import explain, unknown_name
-from burst_portable.kernels.triton import backward, forward
+from burst_portable.kernels.triton import backward, forward, matrix_descriptors
 from burst_portable.kernels.triton.prepared import padded
 from burst_portable.kernels.triton.tuning import HALF, Blocks, choose
 
@@ -74,6 +74,7 @@ class Record:
 
     `occupancy` is programs a multiprocessor on NVIDIA's chips, waves a SIMD on AMD's. `registers` are a thread's,
     on AMD's chips vector registers with `accumulators` apart. `scratch` is bytes a thread of spilled memory.
+    `descriptors` are wgmma's that may be wrong, see `matrix_descriptors`.
     """
 
     target: str
@@ -88,6 +89,7 @@ class Record:
     occupancy: int = 0
     instruction: str = ""
     warnings: tuple[str, ...] = ()
+    descriptors: tuple[str, ...] = ()
     error: str = ""
 
 
@@ -104,7 +106,7 @@ def problems(record: Record) -> list[str]:
     if record.scratch and not justified:
         found.append(f"{record.scratch} bytes of scratch memory")
     found += [f"ptxas: {warning}" for warning in record.warnings]
-    return found
+    return found + list(record.descriptors)
 
 
 def kernel_table(
@@ -248,12 +250,14 @@ def _read_nvidia(compiled: Any, target: str) -> dict[str, Any]:
     threads = metadata.num_warps * 32
     by_registers = _REGISTERS // max(1, -(-registers // 8) * 8 * threads)
     by_shared = chip.shared_of_unit // (metadata.shared + KIB)
+    instruction = _instruction(target, compiled.asm["ptx"])
     return {
         "registers": registers,
         "scratch": max(_first(r"STACK:(\d+)", usage), _first(r"(\d+) bytes spill stores", said)),
         "occupancy": min(by_registers, by_shared, 2048 // threads),
-        "instruction": _instruction(target, compiled.asm["ptx"]),
+        "instruction": instruction,
         "warnings": tuple(sorted(set(_SERIALISED.findall(said)))),
+        "descriptors": matrix_descriptors.check(compiled.asm["cubin"]) if instruction.startswith("wgmma") else (),
     }
 
 
