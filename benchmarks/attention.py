@@ -40,7 +40,6 @@ class Row:
     head: int
     mask: str
     quick: bool = False
-    resumed: bool = False
 
 
 def _documents(length: int, count: int) -> str:
@@ -58,8 +57,6 @@ ROWS: dict[str, Row] = {
     "causal-32k": Row(32768, (16, 16), 128, "causal"),
     "causal-4k": Row(4096, (32, 32), 128, "causal", quick=True),
     "full-4k": Row(4096, (32, 32), 128, "full", quick=True),
-    "state-4k": Row(4096, (32, 32), 128, "full", quick=True, resumed=True),
-    "state-4k-causal": Row(4096, (32, 32), 128, "causal", resumed=True),
     "documents": Row(16384, (32, 32), 128, _documents(16384, 16), quick=True),
     "window": Row(16384, (32, 32), 128, "window:1024", quick=True),
     "documents-gqa": Row(16384, (32, 8), 128, _documents(16384, 16)),
@@ -133,9 +130,8 @@ def errors(calls: Calls, task: Task, expected: dict[str, Tensor]) -> dict[str, f
         target = expected[name]
         difference = x[:, :, : target.shape[2]].float() - target
         found[name] = float(difference.norm() / target.norm())
-    if lse is not None and not task.resumed:
+    if lse is not None:
         found["lse"] = float((lse[:, : expected["lse"].shape[1]] - expected["lse"]).abs().max())
-    # Merging a state with what it already holds adds to every row's LSE and keeps out: that is checked alone.
     return found
 
 
@@ -222,7 +218,7 @@ def finish(entry: Entry, row: Row, task: Task) -> None:
 
 def run_row(name: str, providers: list[str], seconds: float) -> list[Result]:
     row = ROWS[name]
-    task = make_task(name, row.length, row.heads, row.head, row.mask, resumed=row.resumed)
+    task = make_task(name, row.length, row.heads, row.head, row.mask)
     expected = reference(task)
     entries, results = prepare(task, providers, expected)
     del expected
@@ -236,7 +232,7 @@ def host_times(providers: list[str]) -> dict[str, dict[str, float]]:
     """Host microseconds of a cached call of our kernels, on a problem small enough that the device keeps up."""
     found = {}
     for name in {"triton", "hopper"} & set(providers):
-        task = make_task("host", 256, (1, 1), 128, "causal", resumed=False)
+        task = make_task("host", 256, (1, 1), 128, "causal")
         try:
             calls = PROVIDERS[name](task)
         except Absent:

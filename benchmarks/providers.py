@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,6 @@ class Task:
     k: Tensor
     v: Tensor
     dout: Tensor
-    resumed: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -54,7 +54,7 @@ class Task:
 Calls = tuple[Callable[[], tuple[Tensor, Tensor | None]], Callable[[], tuple[Tensor, Tensor, Tensor]]]
 
 
-def make_task(name: str, length: int, heads: tuple[int, int], head: int, mask: str, *, resumed: bool) -> Task:
+def make_task(name: str, length: int, heads: tuple[int, int], head: int, mask: str) -> Task:
     device = accelerator()
     generator = torch.Generator(device).manual_seed(0)
     count = {"q": heads[0], "k": heads[1], "v": heads[1], "dout": heads[0]}
@@ -63,27 +63,36 @@ def make_task(name: str, length: int, heads: tuple[int, int], head: int, mask: s
         for n, h in count.items()
     }
     parsed, segment = Mask.parse(mask, length), (Segment(0, length),)
-    return Task(name, parsed, find_tiles(parsed, segment, segment), resumed=resumed, **made)
+    return Task(name, parsed, find_tiles(parsed, segment, segment), **made)
 
 
 # ------------------------------------------------------------------------------------------ our kernels
 
 
-def own(kernel: Kernel, task: Task) -> Calls:
-    """A kernel of this library. Gradients go into float32 buffers, which are added to: the checks zero them."""
+def check(kernel: Kernel, task: Task) -> None:
+    """Raises `Absent` where the kernel does not serve this row."""
     q, k, v = task.q, task.k, task.v
     facts = (q.dtype, q.device.type, q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-    problem = Problem(*facts, deterministic=False)
-    if not (support := kernel.supports(problem)).ok:
+    if not (support := kernel.supports(Problem(*facts, deterministic=False))).ok:
         raise Absent(support.reason)
+
+
+def own(kernel: Kernel, task: Task, *, resumed: bool = False) -> Calls:
+    """A kernel of this library as the steps of a ring call it; `resumed`: those that come after the first.
+
+    Out is float32 or merged into a running state, whose LSE grows with every call; gradients are added to float32
+    buffers, which the checks zero.
+    """
+    q, k, v = task.q, task.k, task.v
+    check(kernel, task)
     into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     task.extra.setdefault("zero", []).extend(into)
     state = kernel.attend(q, k, v, task.tiles, task.options)
     running = state[0].clone(), state[1].clone()
 
-    def forward() -> tuple[Tensor, Tensor]:
-        if task.resumed:
-            return kernel.attend(q, k, v, task.tiles, task.options, state=running)
+    def forward() -> tuple[Tensor, Tensor | None]:
+        if resumed:
+            return kernel.attend(q, k, v, task.tiles, task.options, state=running)[0], None
         return kernel.attend(q, k, v, task.tiles, task.options)
 
     def backward() -> tuple[Tensor, Tensor, Tensor]:
@@ -93,26 +102,29 @@ def own(kernel: Kernel, task: Task) -> Calls:
     return forward, backward
 
 
-def triton_kernel(task: Task) -> Calls:
+def triton_kernel(task: Task, *, resumed: bool = False) -> Calls:
     from burst_portable.kernels.triton import TritonKernel
 
-    return own(TritonKernel(), task)
+    return own(TritonKernel(), task, resumed=resumed)
 
 
-def hopper_kernel(task: Task) -> Calls:
+def _hopper() -> Kernel:
     try:
         module = importlib.import_module("burst_portable.backends.cuda.hopper")
     except ImportError as error:
         raise Absent(f"cannot be imported: {error}") from error
-    return own(module.HopperKernel(), task)
+    kernel: Kernel = module.HopperKernel()
+    return kernel
+
+
+def hopper_kernel(task: Task, *, resumed: bool = False) -> Calls:
+    return own(_hopper(), task, resumed=resumed)
 
 
 def hopper_whole(task: Task) -> Calls:
     """The same kernel where one call computes all: out and gradients in 16 bits at the end, as the others give them."""
-    if task.resumed:
-        raise Absent("has no running state")
-    hopper_kernel(task)  # raises where it is absent
-    kernel: Kernel = importlib.import_module("burst_portable.backends.cuda.hopper").HopperKernel()
+    kernel = _hopper()
+    check(kernel, task)
     tensors = task.q, task.k, task.v
     out, lse = whole.attend_whole(kernel, *tensors, task.tiles, task.options)
 
@@ -128,8 +140,6 @@ def hopper_whole(task: Task) -> Calls:
 
 def _fused(task: Task, backend: SDPBackend) -> Calls:
     """torch's scaled_dot_product_attention with one of its backends."""
-    if task.resumed:
-        raise Absent("knows no running state")
     if task.mask.name not in ("full", "causal"):
         raise Absent(f"knows no mask {task.mask}")
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (task.q, task.k, task.v))
@@ -174,8 +184,6 @@ def flex(task: Task, mode: str) -> Calls:
     """FlexAttention, its mask from the regions in a mask function and a block mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    if task.resumed:
-        raise Absent("knows no running state")
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (task.q, task.k, task.v))
     length = q.shape[2]
     block = None
@@ -217,8 +225,6 @@ def flash_attn_4(task: Task) -> Calls:
         from flash_attn.cute import flash_attn_func
     except ImportError as error:
         raise Absent(f"not installed: {error}") from error
-    if task.resumed:
-        raise Absent("knows no running state")
     if task.mask.name not in ("full", "causal"):
         raise Absent(f"was not asked for the mask {task.mask}")
     leaves = tuple(x.detach().requires_grad_() for x in (task.q, task.k, task.v))
@@ -237,11 +243,13 @@ def flash_attn_4(task: Task) -> Calls:
 
 PROVIDERS: dict[str, Callable[[Task], Calls]] = {
     "triton": triton_kernel,
+    "triton-state": partial(triton_kernel, resumed=True),
     "hopper": hopper_kernel,
+    "hopper-state": partial(hopper_kernel, resumed=True),
     "hopper-whole": hopper_whole,
     "cudnn": cudnn,
     "flash": aten_flash,
-    "flex": lambda task: flex(task, "default"),
-    "flex-max": lambda task: flex(task, "max-autotune-no-cudagraphs"),
+    "flex": partial(flex, mode="default"),
+    "flex-max": partial(flex, mode="max-autotune-no-cudagraphs"),
     "flash-attn-4": flash_attn_4,
 }
