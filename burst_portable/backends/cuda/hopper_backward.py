@@ -340,7 +340,8 @@ def backward_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    # dQ in lines of 32 bytes, which are one row's in four lanes: in lines of 128, rows would meet in the same banks.
+    narrow: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=32, rank=2)
     q_sm = gl.allocate_shared_memory(dtype, [NQ, BM, D], tile)
     do_sm = gl.allocate_shared_memory(dtype, [NQ, BM, D], tile)
     k_sm = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
@@ -348,7 +349,7 @@ def backward_kernel(
     l_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], l_desc.layout)
     d_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], d_desc.layout)
     ds_sm = gl.allocate_shared_memory(dtype, [4, 64, BM], tile)
-    dq_sm = gl.allocate_shared_memory(gl.float32, [2, 64, 64], wide)
+    dq_sm = gl.allocate_shared_memory(gl.float32, [2, 64, 64], narrow)
     bl: gl.constexpr = mbarrier.MBarrierLayout()
     kv_rdy = gl.allocate_shared_memory(gl.int64, [1], bl)
     q_rdy = gl.allocate_shared_memory(gl.int64, [NQ, 1], bl)

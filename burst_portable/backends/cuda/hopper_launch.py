@@ -110,19 +110,19 @@ class Descriptors:
         self._kept: dict[Hashable, Any] = {}
         self._units: dict[Hashable, tuple[int, ...]] = {}
         self._layouts = {
-            size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)
+            (size, line): gl.NVMMASharedLayout(swizzle_byte_width=line, element_bitwidth=8 * size, rank=4)
+            for size, line in ((2, 128), (4, 128), (4, 32))
         }
         self._vector = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
-    def rows(self, name: str, x: Tensor, rows: int, columns: int) -> Any:
-        """For `rows` rows and `columns` columns of one head of [B, S, H, D]."""
-        return self._keep(
-            x, rows, columns, lambda: ([1, rows, 1, columns], self._layouts[x.element_size()], tma_strides(name, x))
-        )
+    def rows(self, name: str, x: Tensor, rows: int, columns: int, *, line: int = 128) -> Any:
+        """For `rows` rows and `columns` columns of one head of [B, S, H, D]; `line`: bytes side by side when shared."""
+        layout = self._layouts[x.element_size(), line]
+        return self._keep(x, (rows, columns, line), lambda: ([1, rows, 1, columns], layout, tma_strides(name, x)))
 
     def vector(self, x: Tensor, rows: int) -> Any:
         """For `rows` entries of one row of [B·H, S]."""
-        return self._keep(x, 1, rows, lambda: ([1, rows], self._vector, list(x.stride())))
+        return self._keep(x, rows, lambda: ([1, rows], self._vector, list(x.stride())))
 
     def strides(self, name: str, x: Tensor, unit: int) -> tuple[int, ...]:
         """The strides of batch, row and head as TMA takes them, in units of so many elements."""
@@ -134,8 +134,8 @@ class Descriptors:
             found = self._units[key] = tuple(s // unit for s in tma_strides(name, x)[:3])
         return found
 
-    def _keep(self, x: Tensor, rows: int, columns: int, parts: Callable[[], tuple[list[int], Any, list[int]]]) -> Any:
-        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, rows, columns)
+    def _keep(self, x: Tensor, form: Hashable, parts: Callable[[], tuple[list[int], Any, list[int]]]) -> Any:
+        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, form)
         found = self._kept.get(key)
         if found is None:
             block, layout, strides = parts()
