@@ -333,8 +333,7 @@ def main() -> int:
     arguments = parser.parse_args()
     found: Found = {"what": arguments.what, "torch": torch.__version__, "strategy": arguments.strategy}
     if arguments.what == "overlap":
-        kind = torch.accelerator.current_accelerator()
-        device = kind if kind is not None else torch.device("cpu")
+        device = _current()
         found |= {"device": _name(device), "runs": overlap(device)}
         return _told(found, arguments.out)
     links = join(120.0)
@@ -349,6 +348,12 @@ def main() -> int:
     dist.barrier()
     leave()
     return code
+
+
+def _current() -> torch.device:
+    """With its number: an event of a device without one belongs to none, and is over before it began."""
+    kind = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 def _name(device: torch.device) -> str:
