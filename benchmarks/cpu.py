@@ -139,7 +139,7 @@ def planning() -> dict[str, float]:
         mask, strategy = bp.Mask.documents(cumulative), make_strategy(name)
         plan = bp.plan(seq_len=tokens, ranks=ranks, heads=32, kv_heads=8, mask=mask, strategy=strategy)
         for _, part in plan.passes():
-            part.rank(5)
+            part.steps_of(5)
         found[name] = time.process_time() - started
     return found
 

@@ -164,7 +164,7 @@ def _beside(device: Device, kernel: float, copy: float) -> Found | None:
     inner = SimpleNamespace(transport=transport, attend=lambda *_: device.kernel(kernel), post=post)
     ranks = [RecordingRuntime(inner, plan, Recorder(rank, "host", light=False)) for rank in (0, 1)]  # type: ignore[arg-type]
     q = torch.empty(1, device=device.device)
-    first, second = plan.forward.rank(0)
+    first, second = plan.forward.steps_of(0)
     move, sent = first.receives[0], torch.empty(8, dtype=torch.uint8, device=device.device)
     for runtime in ranks:  # the clocks' first marks wait for the device
         runtime.recorder.clock(device.device)

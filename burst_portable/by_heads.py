@@ -135,7 +135,7 @@ def _gradients(part: PassPlan, runtime: Runtime, options: Options, dout: Tensor,
 
 def _only(part: PassPlan) -> Compute | None:
     """The computation of a pass that one rank plans for itself; None where the mask hides everything."""
-    return next((step.compute for step in part.rank(0)), None)
+    return next((step.compute for step in part.steps_of(0)), None)
 
 
 def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -304,7 +304,7 @@ def _in_turn(steps: Sequence[Step], pass_name: PassName, rates: Rates) -> float:
 def _by_blocks(part: PassPlan, pass_name: PassName, rank: int, rates: Rates, direct: bool) -> float:
     """Seconds of one rank where blocks travel. Strategies that are compared have passes in common."""
     line, size, packed, launched = _Timeline(direct, pass_name, rates), _sizes(part), set[tuple[int, int]](), False
-    steps = part.rank(rank)
+    steps = part.steps_of(rank)
     kept = _in_turn(steps, pass_name, rates)
     for step in steps:
         line.wait(step.arrivals)
@@ -323,7 +323,7 @@ def _by_blocks(part: PassPlan, pass_name: PassName, rank: int, rates: Rates, dir
 
 def _by_groups(plan: Plan, part: PassPlan, pass_name: PassName, rank: int, rates: Rates) -> float:
     """Seconds of one rank whose heads are resharded, group after group: see `by_heads`."""
-    work = sum(_work(part.problem, pass_name, s.compute, rates) for s in part.rank(0) if s.compute)
+    work = sum(_work(part.problem, pass_name, s.compute, rates) for s in part.steps_of(0) if s.compute)
     moving = _exchanges(reshard_bytes(plan, pass_name, rank), plan, rates)
     line = _Timeline(plan.direct, pass_name, rates)
     passes = handling.resharded(plan, pass_name, rank, in_pieces=rates.in_pieces, lent=bool(rates.direct))

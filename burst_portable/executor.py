@@ -35,7 +35,7 @@ def run_forward(
     """
     blocks = _Exchange(part, rank, runtime, (k, v), q.dtype, backward=False)
     state: State | None = None
-    for step in part.rank(rank):
+    for step in part.steps_of(rank):
         blocks.begin(step)
         if step.compute:
             keys, values = blocks.use(step)
@@ -67,7 +67,7 @@ def run_backward(
     own_block, own_gradients = ((k, v), (dk, dv)) if travels_kv else ((q, dout, lse, delta), (dq,))
     blocks = _Exchange(part, rank, runtime, own_block, q.dtype, backward=True)
     results = _Results(blocks, own_gradients)
-    for step in part.rank(rank):
+    for step in part.steps_of(rank):
         blocks.begin(step)
         if compute := step.compute:
             block, gradients = blocks.use(step), results.accumulators(step)
@@ -199,7 +199,7 @@ class _Results:
     def __init__(self, blocks: _Exchange, own: Views) -> None:
         self._blocks, self._own = blocks, own
         self._made: dict[int, Tensor] = {}
-        results = [m for step in blocks.part.rank(blocks.rank) for m in step.result_sends]
+        results = [m for step in blocks.part.steps_of(blocks.rank) for m in step.result_sends]
         self._sends = {m.owner: m for m in results}
 
     def accumulators(self, step: Step) -> Views:

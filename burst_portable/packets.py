@@ -134,7 +134,7 @@ def _places(part: PassPlan, target: int) -> tuple[dict[Move, int], int]:
 
     Inputs come first: what travels forward and backward alike is one and the same move, and has one place.
     """
-    steps = part.rank(target)
+    steps = part.steps_of(target)
     inputs = [list(moves) for step in steps for _, moves in groupby(step.receives, lambda m: m.needed)]
     places: dict[Move, int] = {}
     end = 0

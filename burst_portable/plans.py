@@ -174,7 +174,7 @@ class PassPlan:
         object.__setattr__(self, "_pairs", block_pairs(p.mask, p.q_layout, p.k_layout))
         object.__setattr__(self, "_needs", Needs(self._pairs, self.side))
 
-    def rank(self, rank: int) -> Steps:
+    def steps_of(self, rank: int) -> Steps:
         """The steps of one rank; those of the last few asked for are kept."""
         if rank not in self._ranks:
             if len(self._ranks) >= _RANKS_KEPT:
@@ -308,7 +308,7 @@ class Plan:
     def steps(self, pass_name: PassName, rank: int) -> Steps:
         """What a rank does in a pass; where heads are resharded, all do the same for each group of theirs."""
         part = self.forward if pass_name == "forward" else self.backward
-        return part.rank(0 if self.reshard else rank)
+        return part.steps_of(0 if self.reshard else rank)
 
     def passes(self) -> tuple[tuple[PassName, PassPlan], ...]:
         """Both, with their names."""

@@ -50,7 +50,7 @@ class _Checker:
     def walk(self, rank: int) -> None:
         """One rank's steps, in order: a block is used only while it is there."""
         held = {rank}
-        for step in self.part.rank(rank):
+        for step in self.part.steps_of(rank):
             held |= {m.owner for m in step.arrivals}
             for move in step.sends:
                 if move.owner not in held:

@@ -34,7 +34,7 @@ def steps_of(plan: Plan) -> dict[tuple[int, int], int]:
     return {
         (rank, owner): step.index
         for rank in range(RANKS)
-        for step in plan.forward.rank(rank)
+        for step in plan.forward.steps_of(rank)
         if step.compute
         for owner in step.compute.k_owners
     }
@@ -73,7 +73,7 @@ def matrix(plan: Plan, left: int) -> list[str]:
 def bars(plan: Plan, left: int) -> list[str]:
     """What each rank computes, a box a step, as long as its pairs; the step ends with its slowest rank."""
     areas = [
-        {step.index: step.compute.tiles.area for step in plan.forward.rank(rank) if step.compute}
+        {step.index: step.compute.tiles.area for step in plan.forward.steps_of(rank) if step.compute}
         for rank in range(RANKS)
     ]
     longest = [max(area.get(step, 0) for area in areas) for step in range(RANKS)]

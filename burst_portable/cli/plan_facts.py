@@ -171,7 +171,7 @@ def shard_bytes(problem: Problem, pass_name: PassName, rank: int) -> int:
 
 def _largest_hop(part: PassPlan, ranks: Sequence[int]) -> int:
     """Bytes of the largest message that one of these ranks gets."""
-    moves = (m for r in ranks for s in part.rank(r) for m in (*s.receives, *s.result_receives))
+    moves = (m for r in ranks for s in part.steps_of(r) for m in (*s.receives, *s.result_receives))
     return max((message_size(part.problem, move) for move in moves), default=0)
 
 

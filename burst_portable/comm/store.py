@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from functools import cache
 
 import torch.distributed as dist
 
 from burst_portable.errors import CommunicationError, DeadlineError, PeerLostError, explain
 
 
-@cache
 def board_of(group: dist.ProcessGroup) -> Board:
-    """The board of a group, on the store that the group was made with. One a group, since turns are counted."""
+    """The board of a group, on the store that the group was made with."""
     store = dist.PrefixStore(f"burst_portable/{group.group_name}", group.get_group_store())
     return Board(store, dist.get_rank(group), dist.get_world_size(group))
 
 
 class Board:
-    """Where every rank of a group puts up what it says, turn after turn.
+    """Where every rank of a group puts up what it says, turn after turn; the store counts a rank's turns.
 
     Args:
         store: shared by the ranks, and by nobody else under the same prefix.
@@ -27,7 +25,6 @@ class Board:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._turn = 0
 
     def share(self, data: bytes, what: str, deadline: float) -> list[bytes]:
         """What every rank said at this turn, in rank order.
@@ -35,9 +32,10 @@ class Board:
         Raises `DeadlineError` naming the ranks that said nothing in `deadline` seconds, `PeerLostError` where the
         store itself is gone.
         """
-        turn, self._turn = self._turn, self._turn + 1
         until = time.monotonic() + deadline
+        turn = -1  # unknown
         try:
+            turn = self._store.add(f"turns/{self._rank}", 1) - 1
             self._store.set(f"{turn}/{self._rank}", data)
             if turn > 1:  # all ranks have said something at the turn before, so they have read the one before that
                 self._store.delete_key(f"{turn - 2}/{self._rank}")

@@ -79,7 +79,7 @@ def test_what_a_kernel_is_priced_by():
     """Blocks that are visited, and a call for every tile where an operator is called on pieces."""
     mask = Mask.documents((0, 96, 160, 1000, 1024))
     made = plan(mask=mask, ranks=1, seq_len=1024, strategy="ring", layout="contiguous")
-    tiles = made.forward.rank(0)[0].compute.tiles
+    tiles = made.forward.steps_of(0)[0].compute.tiles
     rates = Rates(1e-6, 1.0, launch_latency=3.0, backward_launch_latency=5.0)  # a million FLOPs a second
     flops = 4 * 32 * 128 / 1e6  # a pair
     assert len(tiles) == 4

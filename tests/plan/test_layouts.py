@@ -70,7 +70,7 @@ def test_whole_documents_are_even_and_little_is_sent(ranks, seed):
         problem = Problem(mask, where, where, 32, 8, 128, 128)
         plan = RingStrategy(moves="fetch").plan(problem)
         sent[name] = plan_cost(plan, Rates(600.0, 300.0)).sent
-        pairs = [sum(s.compute.tiles.area for s in plan.forward.rank(r) if s.compute) for r in range(ranks)]
+        pairs = [sum(s.compute.tiles.area for s in plan.forward.steps_of(r) if s.compute) for r in range(ranks)]
         assert sum(pairs) == mask.area(ends[-1])
         for held in (pairs, [where.count(rank) for rank in range(ranks)]):
             assert max(held) * ranks < 1.03 * sum(held)

@@ -57,7 +57,7 @@ class TestPlantedMistakes:
         own = {name: dataclasses.replace(part) for name, part in plan.passes()}  # passes are shared by plans
         plan = dataclasses.replace(plan, **own)
         for part in own.values():
-            steps = list(part.rank(rank))
+            steps = list(part.steps_of(rank))
             part._ranks[rank] = tuple(change(steps))  # kept: so few ranks never push it out
         return verify(plan, ranks=ranks)
 
@@ -115,11 +115,11 @@ class TestPlantedMistakes:
 
 def test_a_ring_by_hand():
     """Rank 1 of 3, full mask: its own block, then rank 0's, then rank 2's; K and V leave to rank 2."""
-    steps = make_plan(Mask.full(), "contiguous", ranks=3, length=9).forward.rank(1)
+    steps = make_plan(Mask.full(), "contiguous", ranks=3, length=9).forward.steps_of(1)
     assert [s.compute.k_owners for s in steps] == [(1,), (0,), (2,)]
     assert [(m.owner, m.target, m.issue, m.needed) for s in steps for m in s.sends] == [(1, 2, 0, 1), (0, 2, 1, 2)]
     assert [(m.owner, m.source) for s in steps for m in s.receives] == [(0, 0), (2, 0)]
-    backward = make_plan(Mask.full(), "contiguous", ranks=3, length=9, strategy="burst").backward.rank(1)
+    backward = make_plan(Mask.full(), "contiguous", ranks=3, length=9, strategy="burst").backward.steps_of(1)
     assert [s.compute.q_owners for s in backward if s.compute] == [(1,), (0,), (2,)]
     # dQ of rank 0 is made at step 1 and goes on to rank 2; dQ of rank 2 is complete at step 2 and goes home.
     assert [(m.owner, m.target) for s in backward for m in s.result_sends] == [(0, 2), (2, 2)]
@@ -127,7 +127,7 @@ def test_a_ring_by_hand():
 
 def test_a_double_ring_sends_the_next_node_s_block_first():
     plan = make_plan(Mask.full(), "contiguous", "double_ring", ranks=8, inner=4)
-    steps = plan.forward.rank(0)
+    steps = plan.forward.steps_of(0)
     outer = [m for s in steps for m in s.sends if m.target == 4]
     assert [(m.owner, m.issue, m.needed) for m in outer] == [(0, 0, 4)]
 
@@ -135,7 +135,7 @@ def test_a_double_ring_sends_the_next_node_s_block_first():
 def test_the_own_node_s_round_is_divided_by_hand():
     """Rank 0 of two nodes of 4, full mask, backward, K and V travel: dK and dV have twice the bytes of K and V."""
     plan = make_plan(Mask.full(), "contiguous", "double_ring", ranks=8, inner=4, travels="kv")
-    steps = plan.backward.rank(0)
+    steps = plan.backward.steps_of(0)
     assert [s.compute.k_owners[0] for s in steps if s.compute] == [0, 4, 7, 6, 5, 3, 2, 1]
     assert [[(m.owner, m.source) for m in s.receives] for s in steps][:8] == [
         [(4, 4)], [(7, 3)], [(6, 3)], [(5, 3)], [(3, 3)], [(2, 3)], [(1, 3)], [],
@@ -165,18 +165,18 @@ def test_only_ranks_that_need_a_block_get_it():
     """A window no wider than a shard: each rank hears from one neighbour, whatever the strategy."""
     for strategy in ("ring", "burst", "double_ring"):
         plan = make_plan(Mask.window(8), "contiguous", strategy, ranks=8, length=64)
-        received = [len([m for s in plan.forward.rank(r) for m in s.receives]) for r in range(8)]
+        received = [len([m for s in plan.forward.steps_of(r) for m in s.receives]) for r in range(8)]
         assert sum(received) == 7 if strategy != "double_ring" else sum(received) < 56
     causal = make_plan(Mask.causal(), "contiguous", "ring", ranks=8, length=64)
-    assert sum(len(s.receives) for r in range(8) for s in causal.forward.rank(r)) == 28
+    assert sum(len(s.receives) for r in range(8) for s in causal.forward.steps_of(r)) == 28
 
 
 def test_fetching_takes_only_the_rows_that_are_seen():
     plan = make_plan(Mask.window(3), "contiguous", "ring", ranks=4, length=64, moves="fetch")
-    (move,) = [m for s in plan.forward.rank(2) for m in s.receives]
+    (move,) = [m for s in plan.forward.steps_of(2) for m in s.receives]
     assert move.rows == (13, 16)
     whole = make_plan(Mask.window(3), "contiguous", "ring", ranks=4, length=64)
-    (move,) = [m for s in whole.forward.rank(2) for m in s.receives]
+    (move,) = [m for s in whole.forward.steps_of(2) for m in s.receives]
     assert move.rows == (0, 16)
 
 
@@ -200,14 +200,14 @@ def test_bytes_by_hand():
 def test_fields_of_a_message_are_aligned():
     """LSE and delta of three heads are 12 bytes a row, and take 16."""
     plan = make_plan(Mask.full(), "contiguous", "burst", length=53, heads=3, kv_heads=3)
-    (move, *_) = plan.backward.rank(0)[0].sends
+    (move, *_) = plan.backward.steps_of(0)[0].sends
     assert message_size(plan.problem, move) == 14 * (2 * 3 * 64 * 2 + 2 * ALIGNMENT)
 
 
 def test_blocks_together_are_one_launch_and_one_piece_of_the_inbox():
     """Five ranks, two blocks a launch: rank 3's own, then those of 1 and 2, then those of 0 and 4."""
     plan = make_plan(Mask.full(), "contiguous", ranks=5, length=60, moves="fetch", together=2)
-    steps = plan.forward.rank(3)
+    steps = plan.forward.steps_of(3)
     assert [s.compute.k_owners for s in steps] == [(3,), (1, 2), (0, 4)]
     assert [s.compute.tiles.area for s in steps] == [144, 288, 288]
     places = inboxes(plan, 3).places
@@ -218,7 +218,7 @@ def test_blocks_together_are_one_launch_and_one_piece_of_the_inbox():
         theirs = inboxes(plan, rank).places
         assert all(theirs[m] == places[m] for m in theirs.keys() & places.keys())
     causal = make_plan(Mask.causal(), "zigzag", "burst", ranks=8, length=160, moves="fetch", ahead=8, together=8)
-    assert [s.compute.label for s in causal.forward.rank(2)] == ["q2 x kv2", "q2 x kv0+1+3+4+5+6+7"]
+    assert [s.compute.label for s in causal.forward.steps_of(2)] == ["q2 x kv2", "q2 x kv0+1+3+4+5+6+7"]
     assert verify(causal) == []
 
 
@@ -227,11 +227,11 @@ def test_the_own_block_last_by_hand():
     options = {"mask": Mask.full(), "layout": "contiguous", "moves": "fetch", "ahead": 3}
     first, last = (make_plan(own=own, **options) for own in ("first", "last"))
     assert first.forward == last.forward
-    steps = last.backward.rank(0)
+    steps = last.backward.steps_of(0)
     assert [s.compute.k_owners if s.compute else None for s in steps] == [None, (3,), (2,), (1,), (0,)]
     assert [[m.owner for m in s.result_sends] for s in steps] == [[], [3], [2], [1], []]
     assert [[m.source for m in s.result_arrivals] for s in steps] == [[], [], [1], [2], [3]]
-    together = make_plan(own="last", together=3, **options).backward.rank(0)
+    together = make_plan(own="last", together=3, **options).backward.steps_of(0)
     assert [s.compute.k_owners if s.compute else None for s in together] == [None, (1, 2, 3), (0,)]
     # A step computes for a second, K and V take half of one to come, dK and dV a whole one to leave.
     size = rank_cost(first, "forward", 0, Rates(1, 1)).received / 3

@@ -175,7 +175,7 @@ class Arrived:
 
 def test_a_batch_is_watched_once_and_sends_of_their_own_are_not():
     plan = bp.plan(seq_len=64, ranks=2, heads=1, head_dim=16, mask="full", layout="contiguous", strategy="ring")
-    step = plan.forward.rank(0)[0]
+    step = plan.forward.steps_of(0)[0]
     buffer, log = torch.empty(8, dtype=torch.uint8), []
     batch, apart = Arrived(), Arrived()
     clock = SimpleNamespace(

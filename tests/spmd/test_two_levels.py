@@ -91,7 +91,9 @@ def test_plans_give_gradients_between_nodes_a_whole_round(travels, first):
         mask="full",
         strategy=make_strategy("double_ring", inner=NODE, travels=travels),
     )
-    moves = [m for rank in range(RANKS) for s in plan.backward.rank(rank) for m in (*s.receives, *s.result_receives)]
+    moves = [
+        m for rank in range(RANKS) for s in plan.backward.steps_of(rank) for m in (*s.receives, *s.result_receives)
+    ]
     steps = {(m.result, m.source // NODE != m.target // NODE): set() for m in moves}
     for m in moves:
         steps[m.result, m.source // NODE != m.target // NODE].add(m.needed - m.issue)

@@ -110,7 +110,7 @@ def test_rows_stay_as_they_come_for_kernels_of_one_launch():
     assert [s.start for s in as_they_come.forward.problem.q_layout.shards[0]] == [0, 56, 8, 48, 16, 40, 24]
     for plan in (natural, as_they_come):
         assert verify(plan) == []
-        assert plan.forward.rank(0)[0].compute.tiles.area == 64 * 65 // 2
+        assert plan.forward.steps_of(0)[0].compute.tiles.area == 64 * 65 // 2
         assert plan.backward.problem.k_layout == plan.forward.problem.q_layout
 
 
@@ -227,7 +227,7 @@ def test_whole_gradients_are_handed_through():
         return seen[-1]
 
     x = make_inputs(case)
-    tiles = bp.plan(seq_len=case.length, ranks=1, heads=12, layout="contiguous").forward.rank(0)[0].compute.tiles
+    tiles = bp.plan(seq_len=case.length, ranks=1, heads=12, layout="contiguous").forward.steps_of(0)[0].compute.tiles
     options = Options(0.3)
     out, lse = kernel.attend(x.q, x.k, x.v, tiles, options)
     kernel.backward = watched
