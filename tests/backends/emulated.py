@@ -1,12 +1,17 @@
-"""AMD's flash attention operators emulated on the CPU, from what their sources say; numbers of ours, not AMD's.
+"""Others' flash attention operators emulated on the CPU, from what their sources say; numbers of ours, not theirs.
 
-Both refuse what the real ones refuse and follow the conventions that differ in silence, so a kernel that strays into
+They refuse what the real ones refuse and follow the conventions that differ in silence, so a kernel that strays into
 them fails here: causal is aligned bottom-right, a row that sees nothing has LSE +inf, a backward with a causal
 rectangle is refused, out and gradients come in 16 bits.
 """
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -61,3 +66,34 @@ def attend_backward(
     dk, dv = (torch.einsum("bhqk,bqhd->bkhd", a, b) for a, b in ((ds, q.double()), (weights, wide)))
     summed = (x.reshape(batch, columns, heads, shared, size).sum(3) for x in (dk, dv))
     return dq.to(q.dtype), *(x.to(q.dtype) for x in summed)
+
+
+def flash_4_package(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """flash-attn-4 as if installed, as `flash_attn.cute.interface` of 4.0.0b36 takes what it is given; its calls."""
+    called: list[str] = []
+
+    def forward(q, k, v, *, softmax_scale, causal, return_lse):
+        called.append("forward")
+        assert return_lse
+        _check_in_steps(q, k, v)
+        return *attend(q, k, v, causal, softmax_scale), None, None, None
+
+    def backward(q, k, v, out, dout, lse, softmax_scale, causal):
+        called.append("backward")
+        _check_in_steps(q, k, v, out, dout)
+        return attend_backward(dout, q, k, v, out, lse, causal, softmax_scale)
+
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name, module)
+    module._flash_attn_fwd, module._flash_attn_bwd = forward, backward
+    return called
+
+
+def _check_in_steps(*tensors: Tensor) -> None:
+    """It takes for granted that rows begin at multiples of 16 bytes."""
+    for x in tensors:
+        assert x.data_ptr() % 16 == 0
+        assert all(step > 0 and step % 8 == 0 for step in x.stride()[:3])

@@ -15,8 +15,9 @@ import torch
 from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.cuda import vendors
 from burst_portable.conformance import check_backend
-from burst_portable.kernels.contract import Problem
+from burst_portable.kernels.contract import Options, Problem
 from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.tiles import Tile, Tiles
 from tests.backends import emulated
 
 
@@ -79,21 +80,7 @@ def aten():
 
 @pytest.fixture
 def flash_4(monkeypatch):
-    """A package of that name: what `flash_attn.cute.interface` of 4.0.0b36 takes, by name and by place."""
-
-    def forward(q, k, v, *, softmax_scale, causal, return_lse):
-        assert return_lse
-        return *emulated.attend(q, k, v, causal, softmax_scale), None, None, None
-
-    def backward(q, k, v, out, dout, lse, softmax_scale, causal):
-        return emulated.attend_backward(dout, q, k, v, out, lse, causal, softmax_scale)
-
-    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-        module.__path__ = []
-        monkeypatch.setitem(sys.modules, name, module)
-    module._flash_attn_fwd, module._flash_attn_bwd = forward, backward
+    emulated.flash_4_package(monkeypatch)
     return vendors.Flash4Kernel()
 
 
@@ -132,6 +119,17 @@ def test_flash_attn_4_against_float64(on_hopper, flash_4):
 def problem(**changes):
     usual = {"dtype": torch.bfloat16, "device": "cuda", "heads": 4, "kv_heads": 2, "head_dim": 64, "value_dim": 64}
     return Problem(**{**usual, "deterministic": False, **changes})
+
+
+def test_flash_attn_4_is_given_rows_in_steps_of_16_bytes(on_hopper, flash_4):
+    """Others it would read at strides that it takes for granted: the stand-in refuses them."""
+    odd = torch.randn(2, 20, 2, 65).bfloat16()[..., :64]
+    tiles, options = Tiles([Tile(0, 20, 0, 20, 0, 19)]), Options(scale=0.125, deterministic=False)
+    for q in (odd, odd[:, :1].expand(2, 20, 2, 64), torch.randn(20 * 64 + 1).bfloat16()[1:].view(1, 20, 1, 64)):
+        out, lse = flash_4.attend(q, q, q, tiles, options)
+        exact = ReferenceKernel().attend(*(q.double(),) * 3, tiles, options)
+        torch.testing.assert_close(out.double(), exact[0], rtol=0, atol=2e-2)
+        flash_4.gradients(q, q, q, q, out, lse, tiles, options)
 
 
 REASONS = [

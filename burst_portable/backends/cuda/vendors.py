@@ -21,6 +21,7 @@ from burst_portable.kernels.pieces import TriangleKernel
 from burst_portable.numerics import State
 
 _CUDNN_FROM = 90000
+_PLAIN = torch.contiguous_format
 _FLASH_4 = ((9, 0), (10, 0), (10, 3), (11, 0))
 """Where flash-attn-4 has a forward and a backward with heads of 128."""
 
@@ -124,6 +125,13 @@ class Flash4Kernel(TriangleKernel):
         if not reason and (others := sorted(set(capabilities()).difference(_FLASH_4))):
             reason = f"it has no backward for sm_{others[0][0]}{others[0][1]}"
         return Support(not reason, reason)
+
+    def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """In steps of 16 bytes: the package takes that for granted and would read elsewhere."""
+        x = super().ready(x, dtype)
+        each = 16 // x.element_size()
+        uneven = x.data_ptr() % 16 or any(step <= 0 or step % each for step in x.stride()[:3])
+        return x.clone(memory_format=_PLAIN) if uneven else x
 
     def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
         forward = self._interface._flash_attn_fwd
