@@ -15,7 +15,8 @@ builds of an operator take and ignore::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -38,6 +39,14 @@ class Place(Protocol):
 
 
 P = TypeVar("P", bound=Place)
+
+
+def only_piece(pieces: Iterable[P], rows: int, columns: int) -> P | None:
+    """The one piece, if it is one and has so many rows and columns; else None."""
+    first = list(islice(pieces, 2))
+    if len(first) == 1 and (first[0].rows, first[0].columns) == (slice(0, rows), slice(0, columns)):
+        return first[0]
+    return None
 
 
 class PiecewiseKernel(ABC, Generic[P]):
@@ -122,12 +131,11 @@ class PiecewiseKernel(ABC, Generic[P]):
         options: Options,
     ) -> Gradients:
         """See `kernels.whole`: what the operator gives is handed through where one piece is all."""
-        pieces = [piece for tile in tiles for piece in self.lower(tile)]
-        whole = slice(0, q.shape[1]), slice(0, k.shape[1])
-        if len(pieces) != 1 or (pieces[0].rows, pieces[0].columns) != whole:
+        piece = only_piece((piece for tile in tiles for piece in self.lower(tile)), q.shape[1], k.shape[1])
+        if piece is None:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
         ready = (self.ready(x, q.dtype) for x in (dout, q, k, v, out))
-        return self.backward(*ready, lse, pieces[0], options.scale)
+        return self.backward(*ready, lse, piece, options.scale)
 
 
 class Triangle(NamedTuple):

@@ -50,6 +50,7 @@ def rates_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Rates | N
     kernels = _H200 if "H200" in name else _H100 if "H100" in name else {}
     if not kernels:
         return None
+    # "hopper+flash-attn-4" too is predicted with hopper's: a plan's rates are of steps, and those are hopper's.
     rates = replace(kernels.get(kernel, kernels["hopper"]), block=_BLOCK)
     source = f"{kernel if kernel in kernels else 'hopper'} on"
     if kernels is _H100:

@@ -1,0 +1,175 @@
+"""The Hopper kernel with flash-attn-4, both emulated on the CPU: who is asked for what, and the numbers.
+
+What the real package computes is not shown by this; see test_hopper_flash4_device.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from burst_portable.backends.cuda import hopper, vendors
+from burst_portable.backends.cuda.backend import CudaBackend
+from burst_portable.backends.cuda.hopper_flash4 import HopperFlash4Kernel
+from burst_portable.backends.cuda.machines import rates_of_machine
+from burst_portable.backends.registry import choose_kernel
+from burst_portable.errors import UnsupportedError
+from burst_portable.kernels.contract import Options, Problem
+from burst_portable.kernels.lazy import LazyKernel
+from burst_portable.kernels.whole import attend_whole, gradients
+from burst_portable.tiles import Tile, Tiles
+from tests.backends.emulated import flash_4_package
+from tests.kernels.emulator.hopper import EmulatedKernels, emulate
+from tests.kernels.emulator.machine import Machine
+from tests.kernels.flash4_cases import OPTIONS, box, causal, compare_whole, inputs
+from tests.kernels.hopper_cases import ORACLE, gap, tiles_of, wide
+
+PAIR = "hopper+flash-attn-4"
+USUAL = Problem(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, value_dim=128, deterministic=False)
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch):
+    """As on an H100, but for the kernels."""
+    emulate(monkeypatch, EmulatedKernels(Machine(1, 0.5)))
+    monkeypatch.setattr(hopper, "_triton_reason", lambda: "")
+    monkeypatch.setattr(hopper, "_device_reason", lambda device: "")
+    monkeypatch.setattr(vendors, "capabilities", lambda: ((9, 0),))
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """What flash-attn-4 is asked for."""
+    return flash_4_package(monkeypatch)
+
+
+def kernel_of(problem=USUAL, named="auto"):
+    return choose_kernel(CudaBackend(), problem, named)
+
+
+WHOLE = {
+    "box": (70, 139, (2, 2), box(70, 139)),
+    "box, fewer K/V heads": (139, 70, (4, 1), box(139, 70)),
+    "causal": (131, 131, (2, 2), causal(131)),
+    "causal, fewer K/V heads": (65, 65, (4, 2), causal(65)),
+    "one row": (1, 37, (2, 1), box(1, 37)),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize(("dim", "asked"), [(64, ["forward", "backward"]), (128, ["backward"])])
+def test_boxes_and_causal_squares(called, dim, asked, case):
+    rows, columns, heads, tiles = WHOLE[case]
+    compare_whole(kernel_of()[0], *inputs(rows, columns, heads, dim, "cpu"), tiles)
+    assert called == asked
+
+
+def test_float16(called):
+    compare_whole(kernel_of()[0], *inputs(67, 67, (2, 1), 64, "cpu", torch.float16), causal(67))
+    assert called == ["forward", "backward"]
+
+
+OWN = {
+    "documents": (90, 90, tiles_of("documents:0,31,90", 90)),
+    "window": (90, 90, tiles_of("window:30", 90)),
+    "half a window": (90, 90, Tiles([Tile(0, 90, 0, 90, -1, 90)])),
+    "the mirror of a causal square": (70, 70, Tiles([Tile(0, 70, 0, 70, -70, 0)])),
+    "a causal rectangle": (70, 100, Tiles([Tile(0, 70, 0, 100, -30, 70)])),
+    "a box of some columns": (60, 90, Tiles([Tile(0, 60, 0, 80, -90, 60)])),
+    "a causal square of some rows": (90, 60, Tiles([Tile(30, 90, 0, 60, 30, 90)])),
+    "two boxes": (60, 90, Tiles([Tile(0, 60, 0, 40, -90, 60), Tile(0, 60, 40, 90, -90, 60)])),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("case", OWN)
+def test_all_else_is_ours(called, dim, case):
+    rows, columns, tiles = OWN[case]
+    compare_whole(kernel_of()[0], *inputs(rows, columns, (2, 1), dim, "cpu", batch=1), tiles)
+    assert called == []
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_steps_of_a_ring_are_ours(called, dim):
+    kernel = kernel_of()[0]
+    dout, q, k, v = inputs(70, 70, (2, 1), dim, "cpu", batch=1)
+    out, lse = kernel.attend(q, k[:, :40], v[:, :40], box(70, 40), OPTIONS)
+    assert out.dtype == torch.float32
+    out, lse = kernel.attend(q, k[:, 40:], v[:, 40:], box(70, 30), OPTIONS, state=(out, lse))
+    assert gap(out, ORACLE.attend(*wide(q, k, v), box(70, 70), OPTIONS)[0]) < 6e-3
+    into = tuple(torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v))
+    kernel.attend_backward(dout, q, k, v, lse, box(70, 70), OPTIONS, out=out, into=into)
+    exact = tuple(torch.full_like(x, 0.25, dtype=torch.float64) for x in (q, k, v))
+    ORACLE.attend_backward(*wide(dout, q, k, v, lse), box(70, 70), OPTIONS, out=out.double(), into=exact)
+    for mine, good in zip(into, exact, strict=True):
+        assert gap(mine - 0.25, good - 0.25) < 1e-2
+    assert called == []
+
+
+def test_hopper_by_name_is_ours_alone(called):
+    for dim in (64, 128):
+        compare_whole(kernel_of(named="hopper")[0], *inputs(65, 65, (2, 1), dim, "cpu", batch=1), causal(65))
+    assert called == []
+
+
+def test_auto_takes_it_where_the_package_is_installed(called):
+    assert [kernel.name for kernel in CudaBackend().kernels()][:2] == [PAIR, "hopper"]
+    assert kernel_of()[0].name == kernel_of(named=PAIR)[0].name == PAIR
+    refused = replace(USUAL, deterministic=True)
+    chosen, why = kernel_of(refused, "auto")
+    assert chosen.name not in (PAIR, "hopper")
+    assert f"not {PAIR}: its backward adds dq in any order" in why
+    assert "not hopper: its backward adds dq in any order" in why
+    with pytest.raises(UnsupportedError, match="any order"):
+        kernel_of(refused, PAIR)
+
+
+def test_auto_does_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    chosen, why = kernel_of()
+    assert chosen.name == "hopper"
+    assert f"not {PAIR}: the package flash_attn is not installed" in why
+    assert "pip install flash-attn-4" in why
+
+
+def test_auto_does_without_a_broken_package():
+    broken = LazyKernel("flash-attn-4", "nowhere", "Kernel", needs="torch")
+    support = HopperFlash4Kernel(broken).supports(USUAL)
+    assert not support.ok
+    assert "torch is broken: it fails to import" in support.reason
+
+
+def test_a_package_that_is_not_asked_where_ours_declines(monkeypatch):
+    """Its import takes seconds, and may fail."""
+    monkeypatch.setattr(hopper, "_device_reason", lambda device: "it runs on sm_90, not on sm_80")
+    assert "sm_80" in HopperFlash4Kernel(None).supports(USUAL).reason
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"softcap": 20.0}, {"scale": -1.0}])
+def test_options_that_it_declines_are_refused_as_by_ours(called, options):
+    options = Options(**{"scale": 0.1, "deterministic": False, **options})
+    dout, q, k, v = inputs(9, 9, (1, 1), 64, "cpu")
+    if not options.deterministic:
+        with pytest.raises(UnsupportedError, match="hopper kernel"):
+            attend_whole(kernel_of()[0], q, k, v, causal(9), options)
+    with pytest.raises(UnsupportedError, match="hopper kernel"):
+        gradients(kernel_of()[0], dout, q, k, v, q, torch.zeros(2, 1, 9), causal(9), options)
+    assert called == []
+
+
+def test_an_empty_batch(called):
+    dout, q, k, v = (x[:0] for x in inputs(9, 9, (1, 1), 64, "cpu"))
+    out, lse = attend_whole(kernel_of()[0], q, k, v, causal(9), OPTIONS)
+    assert (out.shape, lse.shape) == ((0, 9, 1, 64), (0, 1, 9))
+    made = gradients(kernel_of()[0], dout, q, k, v, out, lse, causal(9), OPTIONS)
+    assert [x.shape for x in made] == [q.shape] * 3
+    assert called == []
+
+
+def test_its_plans_are_predicted_as_hopper_s():
+    for machine in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        assert rates_of_machine(machine, 4, PAIR) == rates_of_machine(machine, 4, "hopper")
