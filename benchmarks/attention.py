@@ -152,6 +152,7 @@ def prepare(task: Task, providers: list[str], expected: dict[str, Tensor]) -> tu
         started = time.time()
         try:
             calls = PROVIDERS[name](task)
+            result.kernel = task.extra.pop("kernel", "")
             result.errors = errors(calls, task, expected)
         except Absent as reason:
             result.reason = str(reason)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.script import accelerator
+from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.kernels import whole
 from burst_portable.kernels.contract import Kernel, Options, Problem
 from burst_portable.layout import Segment
@@ -69,11 +70,13 @@ def make_task(name: str, length: int, heads: tuple[int, int], head: int, mask: s
 # ------------------------------------------------------------------------------------------ our kernels
 
 
+def problem_of(task: Task) -> Problem:
+    return Problem.of(task.q, task.k, task.v, task.options, task.q.device.type)
+
+
 def check(kernel: Kernel, task: Task) -> None:
     """Raises `Absent` where the kernel does not serve this row."""
-    q, k, v = task.q, task.k, task.v
-    facts = (q.dtype, q.device.type, q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-    if not (support := kernel.supports(Problem(*facts, deterministic=False))).ok:
+    if not (support := kernel.supports(problem_of(task))).ok:
         raise Absent(support.reason)
 
 
@@ -122,9 +125,21 @@ def hopper_kernel(task: Task, *, resumed: bool = False) -> Calls:
 
 
 def hopper_whole(task: Task) -> Calls:
-    """The same kernel where one call computes all: out and gradients in 16 bits at the end, as the others give them."""
+    """The same kernel where one call computes all."""
     kernel = _hopper()
     check(kernel, task)
+    return in_16_bits(kernel, task)
+
+
+def auto(task: Task) -> Calls:
+    """The kernel that `auto` takes, where one call computes all."""
+    kernel, _ = choose_kernel(for_device(task.q.device.type), problem_of(task))
+    task.extra["kernel"] = kernel.name
+    return in_16_bits(kernel, task)
+
+
+def in_16_bits(kernel: Kernel, task: Task) -> Calls:
+    """A kernel where one call computes all: out and gradients in 16 bits at the end, as the others give them."""
     tensors = task.q, task.k, task.v
     out, lse = whole.attend_whole(kernel, *tensors, task.tiles, task.options)
 
@@ -132,7 +147,11 @@ def hopper_whole(task: Task) -> Calls:
         made = whole.gradients(kernel, task.dout, *tensors, out, lse, task.tiles, task.options)
         return tuple(x.to(task.q.dtype) for x in made)  # type: ignore[return-value]
 
-    return lambda: whole.attend_whole(kernel, *tensors, task.tiles, task.options), backward
+    def forward() -> tuple[Tensor, Tensor | None]:
+        out, lse = whole.attend_whole(kernel, *tensors, task.tiles, task.options)
+        return out.to(task.q.dtype), lse
+
+    return forward, backward
 
 
 # --------------------------------------------------------------------------------------------- others
@@ -242,6 +261,7 @@ def flash_attn_4(task: Task) -> Calls:
 
 
 PROVIDERS: dict[str, Callable[[Task], Calls]] = {
+    "auto": auto,
     "triton": triton_kernel,
     "triton-state": partial(triton_kernel, resumed=True),
     "hopper": hopper_kernel,

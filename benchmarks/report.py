@@ -35,6 +35,7 @@ class Result:
     milliseconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     seconds_to_start: float = 0.0
+    kernel: str = ""  # that `auto` took
 
 
 def setting() -> dict[str, str]:
@@ -65,7 +66,8 @@ def print_tables(results: list[Result], hosts: dict[str, dict[str, float]]) -> N
         )
         memory = "/".join(f"{result.peak_bytes[w] / 2**20:.0f}" for w in ("forward", "backward"))
         forward, backward = result.tflops["forward"], result.tflops["backward"]
-        print(f"{result.row:16} {result.provider:13} {forward:7.1f} {backward:7.1f}          {memory:>11}  {ratios}")
+        speeds = f"{forward:7.1f} {backward:7.1f}          {memory:>11}  {ratios}"
+        print(f"{result.row:16} {result.provider:13} {speeds}{f'  with {result.kernel}' if result.kernel else ''}")
     for provider, times in hosts.items():
         print(f"host time of a cached call, {provider}: {times} microseconds")
 
