@@ -38,10 +38,19 @@ class Call:
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out in q's dtype, LSE) of tensors that are sharded as the plan's passes want them."""
-    state = run_forward(call.plan.forward, call.runtime.transport.rank, call.runtime, call.options, q, k, v)
+    part = call.plan.forward
+    if _whole(call, sinks):
+        state = by_heads.attend(part, call.runtime, call.options, q, k, v, None)
+    else:
+        state = run_forward(part, call.runtime.transport.rank, call.runtime, call.options, q, k, v)
     if sinks is not None:
         numerics.add_sinks(state, sinks)
     return state[0].to(q.dtype), state[1].to(numerics.accumulation_dtype(q.dtype))
+
+
+def _whole(call: Call, sinks: Tensor | None) -> bool:
+    """Whether one call of the kernel computes all: on one rank. Sinks are added to an out that is not rounded yet."""
+    return call.plan.problem.ranks == 1 and sinks is None
 
 
 class Attention(torch.autograd.Function):
@@ -107,9 +116,12 @@ def _backward(call: Call, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[
     if dout is None:  # a rank whose result nobody used still takes part: others wait for it
         dout = torch.zeros_like(out)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    part, rank = call.plan.backward, call.runtime.transport.rank
+    if _whole(call, sinks):
+        dq, dk, dv = by_heads.gradients(part, call.runtime, call.options, dout, (q, k, v, out, lse))
+        return (dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)), None
     delta = None if call.by_out and sinks is None else call.row_delta(dout, out)
     given = out if call.by_out or delta is None else delta
-    part, rank = call.plan.backward, call.runtime.transport.rank
     dq, dk, dv = run_backward(part, rank, call.runtime, call.options, dout, q, k, v, lse, given)
     dsinks = None if sinks is None or delta is None else numerics.sinks_gradient(sinks, lse, delta)
     return (dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)), dsinks

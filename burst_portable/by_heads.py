@@ -57,7 +57,7 @@ def run_forward(
         keys, values = pair or (keys, values)
         assert keys is not None, "K and V come with the first group that reads them"
         assert values is not None, "K and V come with the first group that reads them"
-        part, part_lse = _attend(
+        part, part_lse = attend(
             plan.forward, runtime, options, queries, keys, values, _own(sinks, plan, group, runtime)
         )
         part = part.to(q.dtype)
@@ -98,7 +98,7 @@ def run_backward(
     shared: tuple[Tensor, ...] = ()  # gradients of K and V that several groups add to
     for group, arriving, kept in zip(plan.head_groups, coming, saved, strict=True):
         (part_dout,) = arriving.wait()
-        part_dq, *pair = _gradients(plan.backward, runtime, options, part_dout, kept)
+        part_dq, *pair = gradients(plan.backward, runtime, options, part_dout, kept)
         shared = tuple(pair) if group.first else _sum(shared, pair)
         home: list[tuple[Tensor, Tensor, Span]] = [(part_dq, dq, group.queries)]
         if group.last:
@@ -113,7 +113,7 @@ def run_backward(
     return (dq, dk, dv), dsinks
 
 
-def _attend(
+def attend(
     part: PassPlan, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> State:
     """(out in q's dtype or wider, LSE in the accumulation dtype) of all rows of some heads."""
@@ -125,7 +125,8 @@ def _attend(
     return state[0], state[1].to(accumulation_dtype(q.dtype))
 
 
-def _gradients(part: PassPlan, runtime: Runtime, options: Options, dout: Tensor, kept: Saved) -> Gradients:
+def gradients(part: PassPlan, runtime: Runtime, options: Options, dout: Tensor, kept: Saved) -> Gradients:
+    """(dq, dk, dv) of all rows of some heads, in q's dtype or the accumulation dtype."""
     q, k, v, out, lse = kept
     compute = _only(part)
     if compute is None:
