@@ -22,7 +22,7 @@ from burst_portable.kernels.triton.compile import JUSTIFIED, TARGETS, kernel_tab
 
 CHIPS = ("sm_80", "sm_90", "sm_100")
 HEADS = (64, 128)
-SCRATCH = {"backward D=64": 24}
+SCRATCH = {"backward D=64": 56}
 """Bytes a thread that a Hopper kernel may keep outside its loops, by how its name begins: what stands still while a
 loop runs."""
 DOUBTFUL = "doubtful descriptors"

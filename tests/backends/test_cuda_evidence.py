@@ -40,4 +40,4 @@ def test_the_compiler_is_asked(monkeypatch):
     monkeypatch.setattr(machine_code, "kernel_table", lambda chips, heads: ())
     report = machine_code.report(["sm_90"])
     assert not report.ok
-    assert report.failures[0].message == f"512 bytes of scratch, allowed 24; {doubt}"
+    assert report.failures[0].message == f"512 bytes of scratch, allowed 56; {doubt}"

@@ -256,7 +256,7 @@ class HopperKernel:
                     compiled.rows("dout", dout, config.BM, dim),
                     compiled.vector(minus_lse, config.BM),
                     compiled.vector(minus_delta, config.BM),
-                    compiled.rows("dq", dq, 64, 64, line=32),
+                    compiled.rows("dq", dq, 64, 64),
                     compiled.rows("dk", dk, 64, dim),
                     compiled.rows("dv", dv, 64, dim),
                     table.numbers, options.scale, options.scale * _LOG2E,

@@ -101,7 +101,7 @@ def backward_build(dim: int, dtype: str = "bf16", *, store: bool = False) -> Bui
         "do_desc": queries,
         "l_desc": _vector(config.BM),
         "d_desc": _vector(config.BM),
-        "dq_desc": _descriptor([1, 64, 1, 64], "fp32", 32),
+        "dq_desc": _rows(64, 64, "fp32"),
         "dk_desc": made,
         "dv_desc": made,
         "table": "*i32",

@@ -3,8 +3,8 @@
 One program does one block of 128 keys of one query head, or of all heads that read them (`span`), with keys as rows,
 so that Pᵀ and dSᵀ are register operands of dV and dK. Per block of BM queries, a warpgroup computes::
 
-    Sᵀ = K·Qᵀ (on top of -LSE)     dPᵀ = V·dOᵀ         Pᵀ = exp2(Sᵀ)          dSᵀ = Pᵀ∘(dPᵀ - delta)
-    dV += Pᵀ·dO                    dK += dSᵀ·Q         dQ = dS·K  (half of it, dS of both through shared memory)
+    Sᵀ = K·Qᵀ       dPᵀ = V·dOᵀ     Pᵀ = exp2(Sᵀ - LSE)     dSᵀ = Pᵀ∘(dPᵀ - delta)
+    dV += Pᵀ·dO     dQ = dS·K  (half of it, dS of both through shared memory)         dK += dSᵀ·Q
 
 dQ is added to global float32 by TMA, and so are dK and dV at the end: a ring's steps, and the query heads of one
 K/V head, add up with no merge. Such additions come in any order, so this kernel is not deterministic. Where nothing
@@ -14,7 +14,7 @@ Which query blocks a key block visits stands in an int32 table (see `hopper_tabl
 ones, in one loop.
 
 Shapes: q, dout, dq [B, Sq, Hq, D]; k, v, dk, dv [B, Sk, Hkv, D]. `prepare_kernel` makes the row terms
-[B·Hq, Sq + padding] that the scores and dP start from.
+[B·Hq, Sq + padding], -LSE and -delta.
 """
 
 import triton
@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from burst_portable.backends.cuda.hopper_mask import hide
+from burst_portable.backends.cuda.hopper_turned import turned_rows
 
 
 @builtin
@@ -183,84 +184,82 @@ def _bounds(entry, col0, sl: gl.constexpr):
 
 
 @gluon.jit
-def _row_terms(buf, BM: gl.constexpr, sl: gl.constexpr):
+def _row_terms(buf, factor, BM: gl.constexpr, sl: gl.constexpr):
     terms, _ = gl.broadcast(
-        buf.reshape([BM]).load(gl.SliceLayout(0, sl))[None, :],
+        (buf.reshape([BM]).load(gl.SliceLayout(0, sl)) * factor)[None, :],
         gl.zeros([64], gl.float32, gl.SliceLayout(1, sl))[:, None],
     )
     return terms
 
 
 @gluon.jit
-def _scores(WG: gl.constexpr, k_sm, q_sm, l_sm, q_rdy, it, end, BM: gl.constexpr, NQ: gl.constexpr):
-    # S' of block `it`; past the last one of whatever stands there, for nobody
+def _product(keys, rows, BM: gl.constexpr):
+    # Sᵀ or dPᵀ of a block
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    slot = it % NQ
-    mbarrier.wait(q_rdy.index(slot), (it // NQ) & 1, pred=it < end)
-    s = _row_terms(l_sm.index(slot), BM, sl)
-    return warpgroup_mma(k_sm.index(WG + (it >> 30)), q_sm.index(slot).permute((1, 0)), s, is_async=True)
+    nothing = gl.zeros([64, BM], gl.float32, sl)
+    return warpgroup_mma(keys, rows.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _step(
     WG: gl.constexpr, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
-    q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, end, i, s, dk, dv, masked, n_masked, col0,
-    scale, qk_scale,
+    q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, i, dk, dv, masked, n_masked, col0, scale, qk_scale,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ql: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     pl: gl.constexpr = gl.DotOperandLayout(0, al, 2)
+    ds_rows: gl.constexpr = turned_rows(BM, 64, 16)
+    dq_rows: gl.constexpr = turned_rows(64, 64, 32)
     slot = it % NQ
     phase = (it // NQ) & 1
     pair = it % 2
     # 0, which the compiler does not know: it would work out where all operands lie before the loop, and keep that in
     # registers and scratch
     zero = it >> 30
+    mbarrier.wait(q_rdy.index(slot), phase)
+    s = _product(k_sm.index(WG + zero), q_sm.index(slot), BM)
     mbarrier.wait(do_rdy.index(slot), phase)
-    dp = _row_terms(d_sm.index(slot), BM, sl)
-    dp = warpgroup_mma(v_sm.index(WG + zero), do_sm.index(slot).permute((1, 0)), dp, is_async=True)
-    p = gl.exp2(s * qk_scale)
+    dp = _product(v_sm.index(WG + zero), do_sm.index(slot), BM)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = gl.exp2(s * qk_scale + _row_terms(l_sm.index(slot), qk_scale, BM, sl))
     if i < n_masked:
         first, last = _bounds(masked + 8 * i, col0, sl)
         p = hide(p, first, last, 0.0)
     p16 = gl.convert_layout(p.to(q_sm.dtype), pl)
+    minus_delta = _row_terms(d_sm.index(slot), 1.0, BM, sl)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    ds = (p * (dp + minus_delta)).to(q_sm.dtype)
+    ds_sm.index(2 * pair + WG)._reinterpret(q_sm.dtype, [BM, 64], ds_rows).permute((1, 0)).store(ds)
     dvt = warpgroup_mma(p16, do_sm.index(slot), dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = (p * dp).to(q_sm.dtype)
-    ds_sm.index(2 * pair + WG).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_rdy.index(pair), count=1)
     ds = gl.convert_layout(ds, pl)
-    dkt = warpgroup_mma(ds, q_sm.index(slot), dk, is_async=True)
     mbarrier.wait(ds_rdy.index(pair), (it // 2) & 1)
     dq = gl.zeros([64, 64], gl.float32, ql)
-    ds0 = ds_sm.index(2 * pair).permute((1, 0))
-    ds1 = ds_sm.index(2 * pair + 1).permute((1, 0))
+    ds0 = ds_sm.index(2 * pair)
+    ds1 = ds_sm.index(2 * pair + 1)
     if D == 128:  # half of the columns
         dq = warpgroup_mma(ds0, k_sm.index(0).slice(WG * 64, 64, dim=1), dq, use_acc=False, is_async=True)
         dq = warpgroup_mma(ds1, k_sm.index(1).slice(WG * 64, 64, dim=1), dq, is_async=True)
     else:  # half of the rows
-        ds0 = ds_sm.index(2 * pair).slice(WG * 64, 64, dim=1).permute((1, 0))
-        ds1 = ds_sm.index(2 * pair + 1).slice(WG * 64, 64, dim=1).permute((1, 0))
-        dq = warpgroup_mma(ds0, k_sm.index(0), dq, use_acc=False, is_async=True)
-        dq = warpgroup_mma(ds1, k_sm.index(1), dq, is_async=True)
-    dv, p16 = warpgroup_mma_wait(3, deps=[dvt, p16])
+        dq = warpgroup_mma(ds0.slice(WG * 64, 64, dim=0), k_sm.index(0), dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds1.slice(WG * 64, 64, dim=0), k_sm.index(1), dq, is_async=True)
+    dv, p16 = warpgroup_mma_wait(2, deps=[dvt, p16])
     mbarrier.arrive(do_emp.index(slot), count=1)
-    dk, ds = warpgroup_mma_wait(2, deps=[dkt, ds])
-    mbarrier.arrive(q_emp.index(slot), count=1)
-    # the next block's scores, beside the writing of dQ
-    st = _scores(WG, k_sm, q_sm, l_sm, q_rdy, it + 1, end, BM, NQ)
+    dkt = warpgroup_mma(ds, q_sm.index(slot), dk, is_async=True)
+    # dQ is written beside dK's product, which leaves half of shared memory's bandwidth to others
     dq = warpgroup_mma_wait(1, deps=[dq])
     if not FOLD:
         dq = dq * scale
     mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)
-    dq_sm.index(WG).store(dq)
+    dq_sm.index(WG)._reinterpret(gl.float32, [64, 64], dq_rows).store(dq)
     fence_async_shared()
     mbarrier.arrive(dq_rdy.index(WG), count=1)
-    s = warpgroup_mma_wait(0, deps=[st])
-    return s, dk, dv
+    dk, ds = warpgroup_mma_wait(0, deps=[dkt, ds])
+    mbarrier.arrive(q_emp.index(slot), count=1)
+    return dk, dv
 
 
 @gluon.jit
@@ -298,13 +297,10 @@ def _worker(
     dv = gl.zeros([64, D], gl.float32, al)
     mbarrier.wait(kv_rdy, 0)
     i = 0
-    end = span * n
-    s = _scores(WG, k_sm, q_sm, l_sm, q_rdy, 0, end, BM, NQ)
-    s = warpgroup_mma_wait(0, deps=[s])
-    for it in range(end):  # one loop, or the compiler takes `it` for a number that threads differ in
-        s, dk, dv = _step(
+    for it in range(span * n):  # one loop, or the compiler takes `it` for a number that threads differ in
+        dk, dv = _step(
             WG, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
-            q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, end, i, s, dk, dv,
+            q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, it, i, dk, dv,
             masked, n_masked, col0, scale, qk_scale, BM, D, NQ, FOLD)  # fmt: skip
         i += 1
         if i == n:  # the next head
@@ -340,16 +336,15 @@ def backward_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    # dQ in lines of 32 bytes, which are one row's in four lanes: in lines of 128, rows would meet in the same banks.
-    narrow: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=32, rank=2)
+    wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     q_sm = gl.allocate_shared_memory(dtype, [NQ, BM, D], tile)
     do_sm = gl.allocate_shared_memory(dtype, [NQ, BM, D], tile)
     k_sm = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
     v_sm = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
     l_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], l_desc.layout)
     d_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], d_desc.layout)
-    ds_sm = gl.allocate_shared_memory(dtype, [4, 64, BM], tile)
-    dq_sm = gl.allocate_shared_memory(gl.float32, [2, 64, 64], narrow)
+    ds_sm = gl.allocate_shared_memory(dtype, [4, BM, 64], tile)
+    dq_sm = gl.allocate_shared_memory(gl.float32, [2, 64, 64], wide)
     bl: gl.constexpr = mbarrier.MBarrierLayout()
     kv_rdy = gl.allocate_shared_memory(gl.int64, [1], bl)
     q_rdy = gl.allocate_shared_memory(gl.int64, [NQ, 1], bl)

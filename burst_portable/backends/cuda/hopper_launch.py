@@ -110,15 +110,14 @@ class Descriptors:
         self._kept: dict[Hashable, Any] = {}
         self._units: dict[Hashable, tuple[int, ...]] = {}
         self._layouts = {
-            (size, line): gl.NVMMASharedLayout(swizzle_byte_width=line, element_bitwidth=8 * size, rank=4)
-            for size, line in ((2, 128), (4, 128), (4, 32))
+            size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)
         }
         self._vector = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
-    def rows(self, name: str, x: Tensor, rows: int, columns: int, *, line: int = 128) -> Any:
-        """For `rows` rows and `columns` columns of one head of [B, S, H, D]; `line`: bytes side by side when shared."""
-        layout = self._layouts[x.element_size(), line]
-        return self._keep(x, (rows, columns, line), lambda: ([1, rows, 1, columns], layout, tma_strides(name, x)))
+    def rows(self, name: str, x: Tensor, rows: int, columns: int) -> Any:
+        """For `rows` rows and `columns` columns of one head of [B, S, H, D]."""
+        layout = self._layouts[x.element_size()]
+        return self._keep(x, (rows, columns), lambda: ([1, rows, 1, columns], layout, tma_strides(name, x)))
 
     def vector(self, x: Tensor, rows: int) -> Any:
         """For `rows` entries of one row of [B·H, S]."""

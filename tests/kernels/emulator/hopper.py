@@ -36,7 +36,7 @@ class EmulatedKernels:
 
         return launch
 
-    def rows(self, name: str, x: Tensor, rows: int, columns: int, *, line: int = 128) -> Descriptor:
+    def rows(self, name: str, x: Tensor, rows: int, columns: int) -> Descriptor:
         tma_strides(name, x)
         return Descriptor(x, (1, rows, 1, columns))
 

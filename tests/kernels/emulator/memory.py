@@ -188,9 +188,34 @@ class Shared:
     def reshape(self, shape: Sequence[int]) -> Shared:
         return self._both(lambda x: x.view(tuple(shape)))
 
-    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
+    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared | Turned:
         size = torch.Size(shape).numel()
-        return self._both(lambda x: x.view(-1).view(TORCH[dtype])[:size].view(tuple(shape)))
+        view = self._both(lambda x: x.view(-1).view(TORCH[dtype])[:size].view(tuple(shape)))
+        return view if layout is None or not hasattr(layout, "offset_bases") else Turned(view, rows_of_lines(layout), 0)
+
+
+class Turned:
+    """Shared memory whose rows are other ones than its lines. It is only written."""
+
+    def __init__(self, lines: Shared, rows: list[int], dim: int) -> None:
+        self._lines, self._rows, self._dim = lines, rows, dim
+
+    def permute(self, order: Sequence[int]) -> Turned:
+        assert tuple(order) == (1, 0)
+        return Turned(self._lines.permute(order), self._rows, 1 - self._dim)
+
+    def store(self, tile: Tile) -> None:
+        self._lines.store(Tile(tile.x.index_select(self._dim, torch.tensor(self._rows))))
+
+
+def rows_of_lines(layout: Any) -> list[int]:
+    """Which row every line of 128 bytes holds, by a linear layout of rows and columns that keeps TMA's swizzle."""
+    bases = layout.offset_bases
+    width = 1 << sum(row == 0 for row, _ in bases[: next(i for i, (row, _) in enumerate(bases) if row)])
+    lines = [(row, column) for row, column in bases[width.bit_length() - 1 :] if row]
+    chunk = min(column for _, column in lines[:3])
+    assert [column // chunk for _, column in lines] == [1, 2, 4, *[0] * (len(lines) - 3)], "not the swizzle of TMA"
+    return [sum(row for i, (row, _) in enumerate(lines) if at >> i & 1) for at in range(1 << len(lines))]
 
 
 def _poison(x: Tensor) -> None:
