@@ -64,7 +64,8 @@ def check_no_transforms() -> None:
 def check_tensor(name: str, x: object) -> None:
     """Refuse what is no dense tensor of this process."""
     if not isinstance(x, Tensor):
-        raise ShapeError(explain(f"{name} is no tensor", got=shown(x), next_step="torch.as_tensor makes one"))
+        advice = "pass a tensor; torch.as_tensor makes one of numbers"
+        raise ShapeError(explain(f"{name} is no tensor", got=shown(x), next_step=advice))
     if type(x).__name__ == "DTensor":
         raise InputError(f"{name} is a DTensor: pass its local tensor, x.to_local()")
     if x.layout is not torch.strided or x.is_nested:

@@ -28,8 +28,9 @@ def read_json(path: Path, what: str, largest: int, *, parse_float: ParseFloat | 
     Raises `InputError`, of one line, for what is no such file, too large, too deep, or no strict JSON.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe is to wait for its writer
-            raise ValueError("no regular file")
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):  # to open a pipe is to wait for its writer
+            raise ValueError("a folder" if stat.S_ISDIR(mode) else "no regular file")
         with path.open("rb") as file:
             text = _read(gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == _GZIP else file, largest)
     except (OSError, EOFError, ValueError, zlib.error) as error:
@@ -48,7 +49,12 @@ def parse_json(text: bytes | str, source: str, what: str, *, parse_float: ParseF
 
 
 def _told(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    if isinstance(error, OSError):
+        return error.strerror or str(error)  # without the path, which stands before it
+    if isinstance(error, UnicodeDecodeError):
+        return "bytes that are no text"
+    told = " ".join(str(error).split())[:300]
+    return f"no JSON: {told}" if isinstance(error, json.JSONDecodeError) else told
 
 
 def _read(file: Any, largest: int) -> bytes:

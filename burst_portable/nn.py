@@ -169,7 +169,9 @@ def _check_names(mask: object, strategy: Any, layout: object) -> None:
     if isinstance(mask, str):
         Mask.parse(mask, 1)
     elif not isinstance(mask, Mask):
-        raise InputError(explain("mask is no mask", got=shown(mask), allowed="a Mask, or its short form"))
+        raise InputError(
+            explain("mask is no mask", got=shown(mask), allowed="a Mask, or its short form as 'causal' or 'full'")
+        )
     strategy_of(strategy)
     if not isinstance(layout, Layout) and not (isinstance(layout, str) and layout in LAYOUTS):
         raise unknown_name("layout", layout, LAYOUTS)

@@ -81,7 +81,9 @@ def mask_of(mask: Mask | str, length: int) -> Mask:
     """The mask that a user passed, for a sequence of that length."""
     made = Mask.parse(mask, length) if isinstance(mask, str) else mask
     if not isinstance(made, Mask):
-        raise InputError(explain("mask is no mask", got=shown(mask), allowed="a Mask, or its short form"))
+        raise InputError(
+            explain("mask is no mask", got=shown(mask), allowed="a Mask, or its short form as 'causal' or 'full'")
+        )
     made.check_lengths(length, length)
     return made
 

@@ -65,7 +65,8 @@ def test_what_never_ends_and_what_is_none(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, "/dev/zero"):
         for command in (["profile"], ["compare", str(SAMPLE)], ["trace"]):
-            assert "got no regular file" in refused(capsys, *command, str(path))
+            kind = "a folder" if path == tmp_path else "no regular file"
+            assert f"got {kind}" in refused(capsys, *command, str(path))
     for path in (tmp_path / "absent", "x" * 300):
         refused(capsys, "profile", str(path))
         refused(capsys, "trace", str(path))

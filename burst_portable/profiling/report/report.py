@@ -46,8 +46,10 @@ class Report:
         data = data if isinstance(data, dict) else {}
         if data.get("schema") != SCHEMA:
             got = repr(data["schema"])[:80] if "schema" in data else "no schema"
+            older = str(data.get("schema")).startswith(SCHEMA.partition("/")[0])
+            advice = "record it again" if older else "pass a report's profile.json"
             raise InputError(
-                explain(f"{path} is no report of this version", got=got, allowed=SCHEMA, next_step="record it again")
+                explain(f"{path} is no profile of this version", got=got, allowed=SCHEMA, next_step=advice)
             )
         if wrong := what_is_wrong(data):
             raise InputError(explain(f"{path} is no report that this library wrote", got=wrong))
