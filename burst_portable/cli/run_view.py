@@ -100,6 +100,8 @@ class View:
         from burst_portable.profiling.report.tables import ablation_text
 
         self._console.print(f"time    {profile['verdict']['text']}", markup=False)
+        if advice := profile["verdict"]["advice"]:
+            self._console.print(f"advice  {advice}", markup=False)
         if ablated := ablation_text(profile):
             self._console.print(f"        {ablated}", markup=False)
         self._console.print(f"profile {report / 'profile.html'}", markup=False)

@@ -15,6 +15,7 @@ from burst_portable.profiling.units import percent, time_text
 
 PASSES = ("forward", "backward")
 _WORTH = 0.03  # of a rank's time: what is less is not worth a verdict
+_MUCH = 0.2  # of all ranks' time: so much idle outside of attention is told of, though it is no loss of attention's
 _HEARD = 0.25  # of a slow rank's excess: what others waited for it, so that all of it counts
 _THROTTLED = 0.95  # of the other ranks' clock
 _STANDS_OUT = 2.0  # a link is slow when ranks wait so many times longer for it than for the middle one, at such a rate
@@ -42,16 +43,31 @@ def losses_of(report: dict[str, Any]) -> list[Loss]:
 
 
 def verdict_of(report: dict[str, Any]) -> dict[str, Any]:
-    """The largest loss as one sentence, and what to do; or that there is none worth naming."""
+    """The largest loss as one sentence, and what to do; or that there is none worth naming, and where the time went."""
     losses = report["losses"]
+    outside = _share(report, "idle_outside_attention")
     if losses and losses[0]["share"] >= _WORTH:
         worst = losses[0]
         text = f"{worst['text']}: {time_text(worst['lost'])} lost, {percent(worst['share'])} of the time."
+        if outside > max(_MUCH, worst["share"]):
+            text += f" {percent(outside)} is idle outside of attention, which this profile does not look into."
         return {**worst, "text": text[0].upper() + text[1:]}
-    span, compute = (sum(rank[key] for rank in report["ranks"]) for key in ("span", "compute"))
-    share = compute / span if span else 0.0
-    text = f"No large loss: {percent(share)} of the time is attention computing, and no rank waits for another."
-    return {"kind": "none", "rank": -1, "peer": -1, "lost": 0, "share": 0.0, "text": text, "advice": "", "evidence": ""}
+    communication = _share(report, "exposed_comm") + _share(report, "exposed_copy")
+    text = (
+        f"No large loss in attention: {percent(_share(report, 'compute'))} of the time it computes, "
+        f"{percent(communication)} is exposed communication, {percent(_share(report, 'idle_between_kernels'))} idle "
+        f"between kernels, {percent(outside)} idle outside of attention."
+    )
+    advice = change.OUTSIDE if outside > _MUCH else ""
+    return {
+        "kind": "none", "rank": -1, "peer": -1, "lost": 0, "share": 0.0, "text": text, "advice": advice, "evidence": "",
+    }  # fmt: skip
+
+
+def _share(report: dict[str, Any], part: str) -> float:
+    """What a part of the partition is of all ranks' time."""
+    span, took = (sum(rank[key] for rank in report["ranks"]) for key in ("span", part))
+    return took / span if span else 0.0
 
 
 def _loss(kind: str, lost: float, text: str, advice: str, evidence: str, rank: int = -1, peer: int = -1) -> Loss:

@@ -17,6 +17,7 @@ def test_a_run_leaves_its_profile(tmp_path, capsys):
     printed = capsys.readouterr().out
     data = Report.load(folder / "profile.json").data
     assert f"time    {data['verdict']['text']}" in " ".join(printed.splitlines())
+    assert f"advice  {data['verdict']['advice']}" in " ".join(printed.splitlines()), "half of so small a run is outside"
     assert str(folder / "profile.html") in printed
     assert (folder / "profile.html").stat().st_size > 10_000
     assert [rank["rank"] for rank in data["ranks"]] == [0, 1]

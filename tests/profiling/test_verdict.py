@@ -184,6 +184,36 @@ def test_gaps_between_kernels():
     assert "give each rank more tokens, or fewer steps" in advice
 
 
+def apart(gap: float, wait: float) -> list[RankRecords]:
+    """Two attentions of 1000 µs, so far apart; the second waits so long for bytes on their way."""
+    makers = Maker(0), Maker(1)
+    for one in makers:
+        one.compute(0, 0, 1000)
+        one.call = 1
+        one.collective(0, 1000 + gap, 1000 + gap + wait)
+        one.compute(0, 1000 + gap + wait, 2000 + gap + wait)
+    return [one.records() for one in makers]
+
+
+def test_no_large_loss_says_what_the_rest_of_the_time_is():
+    """2000 µs computing, 40 of communication and 1960 of something else: nothing that attention could save."""
+    verdict = analyze(apart(1960, 40))["verdict"]
+    assert verdict["kind"] == "none"
+    assert verdict["text"].endswith(
+        "50.0 % of the time it computes, 1.0 % is exposed communication, 0.0 % idle between kernels, "
+        "49.0 % idle outside of attention."
+    )
+    assert verdict["advice"].startswith("look at a whole step with torch.profiler")
+    assert analyze(apart(200, 40))["verdict"]["advice"] == "", "a tenth of the time needs no word"
+
+
+def test_a_loss_says_how_much_more_is_outside_of_attention():
+    assert analyze(apart(1700, 300))["verdict"]["text"].endswith(
+        "300 µs lost, 7.5 % of the time. 42.5 % is idle outside of attention, which this profile does not look into."
+    )
+    assert "outside" not in analyze(apart(900, 1100))["verdict"]["text"]
+
+
 def test_kernels_that_communication_slows():
     """The same kernel takes 100 µs alone and 180 beside a transfer that a stream watched."""
     a, b = Maker(0), Maker(1)
