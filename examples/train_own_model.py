@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import burst_portable as bp
+from burst_portable.errors import InputError
 from burst_portable.integrations.gradients import sum_gradients, sum_over_ranks
 from burst_portable.nn import SelfAttention
 
@@ -65,6 +66,9 @@ if __name__ == "__main__":
         losses, first = train(bp.Mesh.from_group()), dist.get_rank() == 0
         dist.destroy_process_group()
     else:
-        losses, first = bp.run_local(ranks, train)[0], True
+        try:
+            losses, first = bp.run_local(ranks, train)[0], True
+        except InputError as error:  # such as --ranks 0
+            parser.exit(2, f"{parser.prog}: {error}\n")
     if first:  # all ranks have the same losses
         print("losses:", *(f"{loss:.6f}" for loss in losses))

@@ -4,6 +4,7 @@ python examples/train_with_trainer.py
 torchrun --nproc-per-node 2 examples/train_with_trainer.py
 """
 
+import argparse
 import os
 import pydoc_data.topics
 import tempfile
@@ -62,6 +63,7 @@ def train(
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     losses = train(mesh=bp.Mesh.from_group() if dist.is_initialized() else bp.Mesh.single())

@@ -202,3 +202,14 @@ def test_the_example_gives_the_same_losses_on_any_number_of_ranks():
     alone, three = (bp.run_local(ranks, lambda mesh: train(mesh, steps=3, seq_len=101))[0] for ranks in (1, 3))
     assert alone == pytest.approx(three, rel=1e-5)
     assert alone[-1] < alone[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"), [("0", "ranks is no size; got 0"), ("1025", "up to 1024"), ("two", "'two'")]
+)
+def test_the_example_tells_in_a_line_what_cannot_be_used(ranks, told, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [EXAMPLE.name, "--ranks", ranks])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err.splitlines()[-1]
