@@ -93,6 +93,9 @@ def test_the_readme_example_runs_as_torchrun_would_start_it():
         [sys.executable, "-c", example], env={**os.environ, **group}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    told = re.fullmatch(r"rank 0 holds \(1, 4096, 8, 64\); plain attention differs by (\S+)\n", done.stdout)
+    assert told, done.stdout
+    assert float(told[1]) < 2e-6
 
 
 def test_the_picture_of_two_plans_is_what_the_plans_make():
