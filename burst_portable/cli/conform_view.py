@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from burst_portable.cli.output import JsonOption, console, on_stderr
+from burst_portable.cli.output import JsonOption, console, on_stderr, table
 from burst_portable.conformance.report import TIERS, Report, closest
 from burst_portable.conformance.suite import Progress as Told
 from burst_portable.conformance.trial import Outcome, Trial
@@ -38,17 +37,14 @@ def bar() -> Iterator[Told]:
 def show(report: Report, *, stderr: bool = False) -> None:
     """The table, what failed, the verdict."""
     say = console(stderr=stderr)
-    table = Table(title=f"{escape(report.backend)}, {report.effort}, up to {report.ranks} ranks")
-    table.add_column("checks")
-    for name in ("passed", "failed", "skipped"):
-        table.add_column(name, justify="right")
-    table.add_column("closest to the limit")
-    table.add_column("seconds", justify="right")
+    title = f"{escape(report.backend)}, {report.effort}, up to {report.ranks} ranks"
+    columns = ("checks", "passed", "failed", "skipped", "closest to the limit", "seconds")
+    rows = table(*columns, left=["closest to the limit"], title=title)
     for line in report.lines():
         failed = f"[bold red]{line.failed}[/]" if line.failed else "0"
         row = (str(line.passed), failed, str(line.skipped), escape(closest(line)), f"{line.seconds:.1f}")
-        table.add_row(line.check, *row)
-    say.print(table)
+        rows.add_row(line.check, *row)
+    say.print(rows, "")
     _show_failures(say, report)
     _show_skipped(say, report)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
@@ -81,9 +77,7 @@ def show_groups(json_option: JsonOption) -> None:
     json_option.write({check.name: check.title for check in CHECKS.values()})
     if json_option.stdout:
         return
-    table = Table()
-    table.add_column("--only")
-    table.add_column("what is tried")
+    rows = table("--only", "what is tried", left=["what is tried"])
     for check in CHECKS.values():
-        table.add_row(check.name, check.title)
-    console().print(table)
+        rows.add_row(check.name, check.title)
+    console().print(rows)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from burst_portable.cli.output import console
+from burst_portable.cli.output import console, labelled, table
 
 Facts = dict[str, Any]
 
@@ -20,46 +21,59 @@ def show(facts: Facts) -> None:
     found = [f"{name} {version or 'is not installed'}" for name, version in facts["packages"].items()]
     say.print(", ".join(found), markup=False)
     say.print("hop deadline {deadline:g} s, local kernel {kernel}".format(**facts["settings"]), markup=False)
-    say.print(_backends(facts["backends"]))
+    say.print("", _backends(facts["backends"]), "")
+    for name, backend in facts["backends"].items():
+        if not backend["ok"]:
+            say.print(labelled(name, f"no: {backend['reason']}"))
     for name, backend in facts["backends"].items():
         for line in _details(name, backend):
             say.print(line)
 
 
 def _backends(backends: dict[str, Facts]) -> Table:
-    table = Table(title="backends", title_justify="left", title_style="bold")
-    for column in ("backend", "runs here", "device", "process group", "from"):
-        table.add_column(column)
+    columns = ("backend", "runs here", "device", "process group", "from")
+    rows = table(*columns, left=columns)
     for name, backend in backends.items():
-        verdict = Text("yes", "green") if backend["ok"] else Text(f"no: {backend['reason']}", "red")
-        row = (backend.get("device_type", ""), backend.get("process_group", ""), backend["from"])
-        table.add_row(escape(name), verdict, *map(escape, row))
-    return table
+        row = (backend.get("device_type", ""), backend.get("process_group", ""), backend["from"].partition(":")[0])
+        rows.add_row(escape(name), _answer(backend["ok"]), *map(escape, row))
+    return rows
 
 
-def _details(name: str, backend: Facts) -> list[Table | Text]:
-    lines: list[Table | Text] = []
+def _answer(ok: bool) -> Text:
+    return Text("yes", "green") if ok else Text("no", "red")
+
+
+def _details(name: str, backend: Facts) -> list[Table | Padding | str]:
+    """What a backend's probe found, a line a device; then its kernels, and why some do not serve."""
+    short, lines = [], []
     for key, value in backend["facts"].items():
-        listed = value if isinstance(value, list) and value and isinstance(value[0], dict) else [value]
-        for number, entry in enumerate(listed):
-            label = key if len(listed) == 1 else f"{key} {number}"
-            shown = ", ".join(f"{k} {v}" for k, v in entry.items()) if isinstance(entry, dict) else entry
-            lines.append(Text(f"{name}: {label} {shown}"))
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            lines += [f"{key} {number} {_joined(entry)}" for number, entry in enumerate(value)]
+        elif isinstance(value, dict):
+            lines.append(f"{key} {_joined(value)}")
+        else:
+            short.append(f"{key} {_word(value)}")
+    told: list[Table | Padding | str] = [labelled(name, line) for line in (", ".join(short), *lines) if line]
     if backend["kernels"]:
-        lines += [_kernels(name, backend["kernels"])]
-        lines += [Text(f"  {line}", "dim") for line in _reasons(backend["kernels"])]
-    return lines
+        told += ["", _kernels(name, backend["kernels"]), ""]
+        told += [Padding(Text(line, "dim"), (0, 0, 0, 2)) for line in _reasons(backend["kernels"])]
+    return told
+
+
+def _joined(facts: Facts) -> str:
+    return ", ".join(f"{name} {_word(value)}" for name, value in facts.items())
+
+
+def _word(value: Any) -> Any:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
 
 
 def _kernels(name: str, kernels: list[Facts]) -> Table:
-    table = Table(title=f"kernels of {escape(name)}, the preferred first", title_justify="left", title_style="bold")
-    table.add_column("problem")
-    for kernel in kernels:
-        table.add_column(escape(kernel["name"]))
+    names = [escape(kernel["name"]) for kernel in kernels]
+    rows = table("problem", *names, left=names, title=f"kernels of {escape(name)}, the preferred first")
     for case in kernels[0]["supports"]:
-        answers = [kernel["supports"][case]["ok"] for kernel in kernels]
-        table.add_row(escape(case), *(Text("yes", "green") if ok else Text("no", "red") for ok in answers))
-    return table
+        rows.add_row(escape(case), *(_answer(kernel["supports"][case]["ok"]) for kernel in kernels))
+    return rows
 
 
 def _reasons(kernels: list[Facts]) -> list[str]:

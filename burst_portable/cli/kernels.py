@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
+from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr, table
+from burst_portable.cli.units import bytes_text
 from burst_portable.errors import BackendUnavailableError, InputError, explain
 
 if TYPE_CHECKING:
     from burst_portable.kernels.triton.compile import Record
 
 SCHEMA = "burst_portable.kernels/1"
+_BLOCKS = 14  # characters: half of what is told of them, on two lines in a narrow terminal
 STEP = 16  # elements: the kernels are compiled as for contiguous tensors whose strides are multiples of it
 
 
@@ -76,17 +78,22 @@ def _compiled(table: Any, total: int, *, quiet: bool) -> list[Record]:
 
 
 def _show(records: list[Record], wrong: dict[int, list[str]], justified: dict[tuple[str, str, int], str]) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"portable kernels, bf16, triton {_triton_version()}", title_justify="left")
-    for name in ("chip", "kernel", "D", "blocks", "registers", "scratch", "shared", "occupancy", "matrix", "s", ""):
-        table.add_column(name, justify="left" if name in ("chip", "kernel", "blocks", "matrix") else "right")
+    columns = ("chip", "kernel", "D", "blocks", "registers", "scratch", "shared", "occupancy", "")
+    title = f"portable kernels, bf16, triton {_triton_version()}"
+    rows = table(*columns, left=("kernel", "blocks"), title=title)
+    for column in rows.columns:
+        column.no_wrap = column.header != "blocks"
+        if column.header == "blocks":
+            column.min_width, column.overflow = _BLOCKS, "fold"
     for index, r in enumerate(records):
         registers = f"{r.registers}+{r.accumulators}" if r.accumulators else str(r.registers)
-        told = (r.blocks, registers, str(r.scratch), str(r.shared), str(r.occupancy), r.instruction, f"{r.seconds:.1f}")
-        table.add_row(r.target, r.kernel, str(r.head_dim), *told, "[red]no" if index in wrong else "[green]ok")
+        told = (r.blocks, registers, str(r.scratch), bytes_text(r.shared), str(r.occupancy))
+        rows.add_row(r.target, r.kernel, str(r.head_dim), *told, "[red]no" if index in wrong else "[green]ok")
     say = console()
-    say.print(table)
+    say.print(rows, "")
+    say.print(f"compiled in {sum(r.seconds for r in records):.1f} s")
+    for target, instruction in dict.fromkeys((r.target, r.instruction) for r in records if r.instruction):
+        say.print(f"{target} multiplies with {instruction}", markup=False)
     for r in records:
         if r.scratch and (why := justified.get((r.target, r.kernel, r.head_dim))):
             say.print(f"{r.target} {r.kernel} D={r.head_dim}: {r.scratch} bytes of scratch, {why}", markup=False)

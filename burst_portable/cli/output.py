@@ -16,14 +16,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from burst_portable.errors import InputError, explain
 
 JSON_HELP = "Write JSON to FILE beside the tables; without FILE, or as -, to standard output and nothing else there."
 PRINT_JSON_HELP = "Print JSON to standard output instead of tables."
 _PIPE_WIDTH = 120
-_PLAIN = {"→": ">", "←": "<", "·": ".", "…": "~", "µ": "u", "≤": "<", "²": "2", "━": "-", "╸": "-", "╺": "-"}
+_LABEL = 7  # characters
+_PLAIN = dict(zip("→←·…µ≤²━╸╺█▓▒░", "><.~u<2---#=+-", strict=True))
 
 
 class _Console(Console):
@@ -38,6 +42,28 @@ def console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = Fals
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream is not None and stream.isatty() else _PIPE_WIDTH
     return _Console(stderr=stderr, quiet=quiet, highlight=False, soft_wrap=soft_wrap, width=width)
+
+
+def table(*columns: str, left: Iterable[str] = (), title: str | None = None) -> Table:
+    """An empty table as every command has it: a rule below the head, numbers to the right, no frame.
+
+    The first column and those of `left` hold words, and are set to the left.
+    """
+    made = Table(title=title, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    made.title_justify, made.title_style = "left", "bold"
+    words = {columns[0], *left}
+    for name in columns:
+        made.add_column(name, justify="left" if name in words else "right")
+    return made
+
+
+def labelled(label: str, text: str | Text, *, style: str = "") -> Table:
+    """A word in a narrow column, and what is told of it beside, however many lines it takes."""
+    made = Table.grid(padding=(0, 1, 0, 0))
+    made.add_column(width=_LABEL, no_wrap=True)
+    made.add_column(style=style)
+    made.add_row(Text(label), Text(text) if isinstance(text, str) else text)
+    return made
 
 
 def on_stderr(*, quiet: bool = False) -> dict[str, Any]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from burst_portable.cli.drawing import LABELS, SEVERAL, Cell, owners, score_matrix, several
+from burst_portable.cli.output import labelled, table
 from burst_portable.cli.plan_facts import Facts
-from burst_portable.cli.units import bytes_text, flops_text, seconds_text
+from burst_portable.cli.units import bytes_text, flops_text, percent, seconds_text
 from burst_portable.plans import TRAVELS, Plan
 
-_COLOURS = ("blue", "dark_orange", "green", "magenta", "cyan", "red", "yellow", "purple")
+# Of middling lightness: to be read on a light and on a dark ground, and with white digits on them.
+_COLOURS = ("#2f6fde", "#c8690f", "#17855c", "#b5469e", "#0d8499", "#d2453f", "#8f7500", "#7a5fd0")
 _PASSES = ("forward", "backward")
 
 
@@ -23,8 +24,8 @@ def show(console: Console, plan: Plan, facts: Facts, *, steps: int) -> None:
     _header(console, facts)
     _drawing(console, plan)
     for name in _PASSES:
-        console.print(_steps_table(facts, name, steps))
-    console.print(_costs_table(facts))
+        console.print(_steps_table(facts, name, steps), "")
+    console.print(_costs_table(facts), "")
     _time_note(console, facts)
 
 
@@ -32,7 +33,8 @@ def show_check(console: Console, facts: Facts) -> None:
     """What the check found."""
     outcome = facts["check"]
     if not outcome["done"]:
-        console.print("[yellow]check   skipped[/]: --no-check was given, so nothing says that the plan is right")
+        told = Text.assemble(("skipped", "yellow"), ": --no-check was given, so nothing says that the plan is right")
+        console.print(labelled("check", told))
     elif outcome["ok"]:
         ranks, walked = facts["problem"]["ranks"], outcome["ranks"]
         if walked == ranks:
@@ -41,9 +43,9 @@ def show_check(console: Console, facts: Facts) -> None:
         else:
             told = "each pair is computed exactly once, each send between them meets its receive"
             which = f"a sample, {walked} of {ranks:,} ranks; --check-all takes all"
-        console.print(f"[green]check   ok[/]: {told} ({which})")
+        console.print(labelled("check", Text.assemble(("ok", "green"), f": {told} ({which})")))
     else:
-        console.print("[red]check   FAILED[/]:")
+        console.print(labelled("check", Text.assemble(("FAILED", "red"), ":")))
         for problem in outcome["wrong"]:
             console.print(f"  {problem}", markup=False)
 
@@ -53,14 +55,15 @@ def _header(console: Console, facts: Facts) -> None:
     share = p["area"] / p["seq_len"] ** 2
     sizes = f"batch {p['batch']}, {p['heads']} query and {p['kv_heads']} K/V heads of {p['head_dim']}"
     values = f" (values {p['value_dim']})" if p["value_dim"] != p["head_dim"] else ""
-    console.print(
-        f"[bold]plan[/]    {facts['strategy']} over {p['ranks']:,} ranks, layout {escape(str(p['layout']))}, "
-        f"{p['seq_len']:,} tokens, {sizes}{values}, {p['itemsize']} bytes a number",
+    told = (
+        f" over {p['ranks']:,} ranks, layout {p['layout']}, {p['seq_len']:,} tokens, "
+        f"{sizes}{values}, {p['itemsize']} bytes a number"
     )
+    console.print(labelled("plan", Text.assemble((facts["strategy"], "bold"), told)))
     blind = f"; {p['blind_rows']:,} tokens see nothing, their output is 0" if p["blind_rows"] else ""
-    console.print(f"mask    {p['mask']}: {p['area']:,} pairs a head, {share:.3%} of all{blind}", markup=False)
+    console.print(labelled("mask", f"{p['mask']}: {p['area']:,} pairs a head, {100 * share:.3f} % of all{blind}"))
     if facts["reason"]:
-        console.print(f"why     {facts['reason']}", markup=False)
+        console.print(labelled("why", facts["reason"]))
 
 
 # ------------------------------------------------------------------------------------------------- drawing
@@ -70,12 +73,13 @@ def _drawing(console: Console, plan: Plan) -> None:
     problem = plan.problem
     matrix = score_matrix(problem.mask, problem.q_layout)
     console.print()
-    console.print("score matrix: queries go down, keys to the right; coloured by the rank that holds the queries")
+    console.print("score matrix", style="bold")
     console.print(Text.assemble("  keys ", *(_owner_text(rank) for rank in owners(problem.k_layout))))
     for row in matrix:
         console.print(Text.assemble("       ", *(_cell_text(cell) for cell in row)))
     unsure = f"; {SEVERAL}: of several ranks" if several(matrix) else ""
-    console.print(f"       00: all pairs of the cell, 0: some, ·: none; the digit is the rank{unsure}\n")
+    console.print("       queries go down, keys to the right; digit and colour are their ranks")
+    console.print(f"       00: all pairs of the cell, 0: some, ·: none{unsure}\n")
 
 
 def _label(rank: int | None) -> str:
@@ -90,7 +94,7 @@ def _cell_text(cell: Cell) -> Text:
     if not cell.seen:
         return Text(cell.text, style="dim")
     colour = _colour(cell.rank)
-    return Text(cell.text, style=f"white on {colour}" if cell.seen == 1 else colour)
+    return Text(cell.text, style=f"#ffffff on {colour}" if cell.seen == 1 else colour)
 
 
 def _colour(rank: int | None) -> str:
@@ -105,14 +109,15 @@ def _steps_table(facts: Facts, name: str, limit: int) -> Table:
     rank = facts["steps"]["rank"]
     part = facts["passes"][name]
     title = f"{name} on rank {rank}: {TRAVELS[name, part['travels']]} ({part['moves']})"
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in ("step", "arrives", "computes", "tiles", "pairs", "sends", "bytes sent"):
-        table.add_column(column, justify="right" if column in ("step", "pairs", "bytes sent") else "left")
+    columns = ("step", "arrives", "computes", "tiles", "pairs", "sends", "sent")
+    rows = table(*columns, left=("arrives", "computes", "tiles", "sends"), title=title)
+    for column in rows.columns:
+        column.no_wrap = column.header not in ("arrives", "sends")
     for step in steps[:limit]:
-        table.add_row(*_step_row(step))
+        rows.add_row(*_step_row(step))
     if len(steps) > limit:
-        table.add_row("…", f"{len(steps) - limit:,} more", *[""] * 5)
-    return table
+        rows.add_row("…", f"{len(steps) - limit:,} more", *[""] * 5)
+    return rows
 
 
 def _step_row(step: Facts) -> tuple[str, ...]:
@@ -148,13 +153,10 @@ def _joined(parts: list[str]) -> str:
 
 def _costs_table(facts: Facts) -> Table:
     passes = [facts["passes"][name] for name in _PASSES]
-    table = Table(title=f"costs over {_ranks_text(facts)}", title_justify="left", title_style="bold")
-    table.add_column("")
-    for name in _PASSES:
-        table.add_column(name, justify="right")
+    rows = table(f"costs over {_ranks_text(facts)}", *_PASSES)
     for label, value in _COST_ROWS.items():
-        table.add_row(label, *(value(part) for part in passes))
-    return table
+        rows.add_row(label, *(value(part) for part in passes))
+    return rows
 
 
 def _ranks_text(facts: Facts) -> str:
@@ -172,7 +174,7 @@ _COST_ROWS = {
     "FLOPs a rank, max / mean": _max_mean("flops", flops_text),
     "imbalance (max / mean)": lambda part: f"{part['imbalance']:.3f}",
     "sent by a rank, max / mean": _max_mean("sent_bytes", bytes_text),
-    "received by a rank, max / mean": _max_mean("received_bytes", bytes_text),
+    "came to a rank, max / mean": _max_mean("received_bytes", bytes_text),
     "largest hop": lambda part: "-" if part["bytes_a_hop"] is None else bytes_text(part["bytes_a_hop"]),
     "hops of a rank, max": lambda part: f"{part['max']['hops']:,}",
     "kernel launches, max": lambda part: f"{part['max']['launches']:,}",
@@ -181,14 +183,12 @@ _COST_ROWS = {
     "memory: blocks in flight": lambda part: bytes_text(part["memory"]["in_flight"]),
     "predicted time": lambda part: seconds_text(part["seconds"]),
     "computing alone": lambda part: seconds_text(part["compute_seconds"]),
-    "predicted efficiency": lambda part: f"{part['efficiency']:.1%}",
+    "predicted efficiency": lambda part: percent(part["efficiency"]),
 }
 
 
 def _time_note(console: Console, facts: Facts) -> None:
     rates = facts["rates"]
     outer = f", {rates['outer_gbps']:g} GB/s between nodes of {rates['node']}" if rates["node"] else ""
-    console.print(
-        f"time    {seconds_text(facts['seconds'])} forward and backward, predicted (not measured) for "
-        f"{rates['tflops']:g} TFLOP/s and {rates['gbps']:g} GB/s a rank{outer}"
-    )
+    told = f"forward and backward, predicted (not measured) for {rates['tflops']:g} TFLOP/s and {rates['gbps']:g} GB/s"
+    console.print(labelled("time", f"{seconds_text(facts['seconds'])} {told} a rank{outer}"))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from burst_portable.cli.output import PRINT_JSON_HELP, JsonOption, check_file, console
+from burst_portable.cli.output import PRINT_JSON_HELP, JsonOption, check_file, console, table
 
 COMPARE_SCHEMA = "burst_portable.compare/1"
 
@@ -59,7 +59,6 @@ def compare(
 
     burst-portable compare before/profile.json after/profile.json --threshold 0.2
     """
-    from rich.table import Table
 
     from burst_portable.profiling.report import Report
     from burst_portable.profiling.report.compare import compare as changes_of
@@ -77,14 +76,12 @@ def compare(
         say.print(f"[bold red]SLOWER[/]  {', '.join(worse)}: by more than {100 * threshold:g} %")
     else:
         say.print(f"[bold green]OK[/]  nothing became slower by more than {100 * threshold:g} %")
-    table = Table(header_style="bold")
-    for name in ("a training step, slowest rank", "before", "after", "after / before"):
-        table.add_column(name, justify="left" if name.startswith("a ") else "right")
+    rows = table("a training step, slowest rank", "before", "after", "after / before")
     for c in changes:
         style = "red" if c.worse else ""
         ratio = f"{c.ratio:.3g}" if c.before else "-"
-        table.add_row(NAMES.get(c.name, c.name), time_text(c.before), time_text(c.after), ratio, style=style)
-    say.print(table)
+        rows.add_row(NAMES.get(c.name, c.name), time_text(c.before), time_text(c.after), ratio, style=style)
+    say.print("", rows)
     return 1 if worse else 0
 
 
@@ -101,7 +98,6 @@ def trace(
     burst-portable trace rank0.json rank1.json.gz
     """
     from rich.markup import escape
-    from rich.table import Table
 
     from burst_portable.profiling.partition import FIELDS
     from burst_portable.profiling.report.tables import NAMES
@@ -112,12 +108,10 @@ def trace(
     if as_json:
         JsonOption("-").write([{"file": str(file), **one} for file, one in zip(files, found, strict=True)])
         return
-    table = Table(header_style="bold")
-    table.add_column("")
-    for file, one in zip(files, found, strict=True):
-        table.add_column(escape(file.name) if one["rank"] is None else f"rank {one['rank']}", justify="right")
+    named = zip(files, found, strict=True)
+    rows = table("", *(escape(file.name) if one["rank"] is None else f"rank {one['rank']}" for file, one in named))
     for name in FIELDS:
-        table.add_row(NAMES.get(name, name), *(time_text(one[name]) for one in found))
+        rows.add_row(NAMES.get(name, name), *(time_text(one[name]) for one in found))
     hidden = (percent(one["overlap"] / one["comm"]) if one["comm"] else "-" for one in found)
-    table.add_row("communication hidden", *hidden)
-    console().print(table)
+    rows.add_row("communication hidden", *hidden)
+    console().print(rows)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from burst_portable.cli.output import console
-from burst_portable.cli.units import bytes_text, flops_text, seconds_text
+from burst_portable.cli.output import console, table
+from burst_portable.cli.units import bytes_text, flops_text, percent, seconds_text
 
 if TYPE_CHECKING:
     from burst_portable.cli.training.prepare import Prepared
@@ -71,15 +70,11 @@ class View:
     def verdict(self, facts: dict[str, Any]) -> None:
         """One line that says it, and a table."""
         self._console.print(f"\n{_MARKS[facts['verdict']]} {escape(verdict_text(facts))}")
-        table = Table(show_header=True, header_style="bold")
-        table.add_column("")
-        table.add_column(_count(facts["world_size"], "rank"), justify="right")
         checked = bool(facts["reference_losses"])
-        if checked:
-            table.add_column("one device", justify="right")
+        rows = table("", _count(facts["world_size"], "rank"), *(["one device"] if checked else []))
         for row in summary(facts):
-            table.add_row(*(row if checked else row[:2]))
-        self._console.print(table)
+            rows.add_row(*(row if checked else row[:2]))
+        self._console.print("", rows, "")
         self._console.print(f"times   {timing_text(facts)}", markup=False, style="dim")
         if utilised := utilisation_text(facts):
             self._console.print(f"MFU     {utilised}", markup=False, style="dim")
@@ -180,6 +175,6 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     unit = _unit(facts["mode"] == "perplexity")
     rows.append(both(f"seconds a {unit}", seconds, "reference_seconds_per_step", seconds_text))
     if facts["model_flop_utilisation"] is not None:
-        rows.append(("model FLOP utilisation", f"{facts['model_flop_utilisation']:.1%}", "-"))
+        rows.append(("model FLOP utilisation", percent(facts["model_flop_utilisation"]), "-"))
     rows.append(("peak memory a rank", bytes_text(max(facts["peak_memory_bytes"])), "-"))
     return rows

@@ -25,6 +25,11 @@ def seconds_text(seconds: float) -> str:
     return "0 s"
 
 
+def percent(share: float) -> str:
+    """0.1234 -> "12.3 %"."""
+    return f"{100 * share:.1f} %"
+
+
 def _scaled(value: float, base: float, names: tuple[str, ...]) -> str:
     index = 0
     while value >= base and index < len(names) - 1:

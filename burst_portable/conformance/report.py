@@ -183,7 +183,7 @@ class Report:
 def closest(line: Line) -> str:
     """How near a group came to its limits, in words."""
     part, quantity = line.closest
-    return f"{quantity} at {part:.0%}" if quantity else ""
+    return f"{quantity} at {100 * part:.0f} %" if quantity else ""
 
 
 def _line(check: str, results: list[Result]) -> Line:

@@ -66,7 +66,8 @@ class AutoStrategy:
         node = self.inner or self.rates.node
         if 0 < node < problem.ranks:
             source += f", {self.rates.outer_gbps:g} GB/s between nodes of {node}"
-        reason = f"chose {best} by predicted time{source} ({told})" + "".join(f"; {r}" for r in reasons)
+        then = ", then by bytes sent" if len(alike) > 1 else ""
+        reason = f"chose {best} by predicted time{then}{source} ({told})" + "".join(f"; {r}" for r in reasons)
         return replace(plans[best], reason=reason)
 
     def _sent(self, plan: Plan) -> int:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from burst_portable.cli import app, main
+from burst_portable.cli import app, main, output
 from burst_portable.cli.app import with_json_value
 from burst_portable.cli.output import JsonOption, check_file, check_folder
 from burst_portable.errors import InputError
 
+SAMPLE = Path(__file__).parents[2] / "profiling" / "sample" / "slow_link.json"
 PLAN = ("plan", "--seq-len", "64", "--ranks", "2", "--heads", "2")
 
 
@@ -131,3 +132,23 @@ def test_terminated_cleans_up(monkeypatch, capsys, tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
     captured = capsys.readouterr()
     assert captured.out + captured.err == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--seq-len", "131072", "--ranks", "8", "--inner", "4"],
+        ["doctor"],
+        ["conform", "--list"],
+        ["profile", str(SAMPLE)],
+        ["compare", str(SAMPLE), str(SAMPLE)],
+    ],
+    ids=lambda command: command[0],
+)
+def test_tables_of_a_narrow_terminal_are_whole(capsys, monkeypatch, command):
+    monkeypatch.setattr(output, "_PIPE_WIDTH", 80)
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    sentences = ("SLOW LINK", "  what to do", "  peaks of")  # which the terminal wraps
+    assert [line for line in lines if len(line.rstrip()) > 80 and not line.startswith(sentences)] == []
+    assert [line for line in lines if "…" in line] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -11,11 +12,20 @@ from rich.table import Table
 
 from burst_portable.profiling.contention import contended
 from burst_portable.profiling.partition import PARTS
-from burst_portable.profiling.report.tables import ABLATED, drift_text, loss_name, peaks_text, step_rows, traced_rows
+from burst_portable.profiling.report.tables import (
+    ABLATED,
+    NAMES,
+    drift_text,
+    loss_name,
+    peaks_text,
+    step_rows,
+    traced_rows,
+)
 from burst_portable.profiling.sensors import told
 from burst_portable.profiling.units import percent, scaled, time_text
 
 _COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
+_SHADES = {"compute": "█", "exposed_comm": "▓", "exposed_copy": "▒", "idle": "░"}  # told apart without colours too
 _BAR = 20  # characters: with the numbers beside it, a line of 80
 _STEPS = 8
 _RANKS = 16
@@ -34,6 +44,7 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
     if verdict["advice"]:
         say.print(f"  [bold]what to do[/]  {escape(verdict['advice'])}", soft_wrap=True)
     say.print(_ranks(data))
+    say.print("  " + "  ".join(f"{_shade(part, 2)} {NAMES[part]}" for part in PARTS))
     if len(data["ranks"]) > _RANKS:
         say.print(f"  and {len(data['ranks']) - _RANKS} ranks more", style="dim")
     total = _totals(data)
@@ -74,10 +85,8 @@ def _totals(data: dict[str, Any]) -> str:
 
 
 def _ranks(data: dict[str, Any]) -> Table:
-    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    legend = " ".join(f"[{_COLOURS[p]}]█[/]" for p in PARTS)
-    for name in ("rank", "span", "computing", "exposed", "blocking", "idle", legend):
-        table.add_column(name, justify="left" if name == legend else "right", no_wrap=True)
+    table = _table("rank", "span", "computing", "exposed", "blocking", "idle", "where its time went", left=[6])
+    table.columns[0].justify = "right"
     longest = max(rank["span"] for rank in data["ranks"]) or 1
     for rank in data["ranks"][:_RANKS]:
         table.add_row(
@@ -92,31 +101,39 @@ def _ranks(data: dict[str, Any]) -> Table:
     return table
 
 
+def _table(*columns: str, left: Collection[int] = ()) -> Table:
+    """An empty table; its first column and those of `left` are words, the others numbers."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index == 0 or index in left else "right", no_wrap=True)
+    return table
+
+
+def _shade(part: str, length: int) -> str:
+    return f"[{_COLOURS[part]}]{_SHADES[part] * length}[/]"
+
+
 def _bar(rank: dict[str, Any], longest: int) -> str:
-    """Four colours in proportion; what rounds to nothing is not drawn."""
+    """Four shades in proportion; what rounds to nothing is not drawn."""
     drawn, done, at = [], 0, 0
     for part in PARTS:
         done += rank[part]
         until = round(_BAR * done / longest)
         if until > at:
-            drawn.append(f"[{_COLOURS[part]}]{'█' * (until - at)}[/]")
+            drawn.append(_shade(part, until - at))
         at = until
     return "".join(drawn)
 
 
 def _ablation(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for name in ("ablation", *ABLATED.values()):
-        table.add_column(name, justify="left" if name == "ablation" else "right", no_wrap=True)
+    table = _table("ablation", *ABLATED.values())
     for r in rows:
         table.add_row(f"rank {r['rank']}", *(time_text(r[name]) for name in ABLATED))
     return table
 
 
 def _achieved(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for name in ("achieved", "in kernels", "planned", "sent", "planned", "of the roofline"):
-        table.add_column(name, justify="left" if name == "achieved" else "right", no_wrap=True)
+    table = _table("achieved", "in kernels", "planned", "sent", "planned", "of the roofline")
     for r in rows:
         rates = (scaled(r[key], "FLOP/s") if r[key] else "-" for key in ("flop_rate", "planned_flop_rate"))
         sent = "-" if r["sent"] is None else scaled(r["sent"], "B")
@@ -126,9 +143,7 @@ def _achieved(rows: list[dict[str, Any]]) -> Table:
 
 
 def _steps(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for name in ("ring step", "n", "window", "computing", "blocking", "worst rank", "it waits", "came"):
-        table.add_column(name, justify="left" if name == "ring step" else "right", no_wrap=True)
+    table = _table("ring step", "n", "window", "computing", "blocking", "worst rank", "it waits", "came")
     for r in rows:
         table.add_row(
             f"{r['pass']} {r['step']}",
@@ -144,9 +159,7 @@ def _steps(rows: list[dict[str, Any]]) -> Table:
 
 
 def _traced(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for name in ("the tracer saw", "pass", "n", "time", "most of it at"):
-        table.add_column(name, justify="right" if name in ("n", "time") else "left", no_wrap=True)
+    table = _table("the tracer saw", "pass", "n", "time", "most of it at", left=[1, 4])
     for r in rows:
         name = r["name"] if len(r["name"]) <= _NAME else r["name"][: _NAME - 1] + "…"
         where = f"step {r['most']['step']}"
