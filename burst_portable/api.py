@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from burst_portable import numerics
+from burst_portable.autocast import as_autocast_would, own_precision
 from burst_portable.autograd import Call, apply
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.checks import (
@@ -103,7 +104,8 @@ def attention(
     cuts them out).
 
     Args:
-        q: ``[B, S, Hq, D]``, float32, bfloat16, float16 or float64; the last stride is 1.
+        q: ``[B, S, Hq, D]``, float32, bfloat16, float16 or float64; the last stride is 1. Under autocast, all
+            three are cast to its dtype first, float64 excepted, as torch's scaled_dot_product_attention does.
         k, v: ``[B, S, Hkv, D]`` and ``[B, S, Hkv, Dv]``; Hq is a multiple of Hkv; they are never repeated.
         mask: a `Mask`, or its short form (see `Mask.parse`), in global positions.
         mesh: a `Mesh` (keep it: it remembers plans), a DeviceMesh of one axis, a process group, or None for the
@@ -122,7 +124,7 @@ def attention(
         return_lse: also return LSE ``[B, Hq, S]``, float32 (float64 for float64), with no gradient.
 
     Returns:
-        ``[B, S, Hq, Dv]`` in q's dtype; rows that see nothing are 0 (and their LSE -inf).
+        ``[B, S, Hq, Dv]`` in q's dtype, or autocast's; rows that see nothing are 0 (and their LSE -inf).
 
     Raises:
         InputError: shapes, names, mask, layout that do not go together (a ValueError).
@@ -136,6 +138,7 @@ def attention(
         if not isinstance(return_lse, bool):
             raise InputError(explain("return_lse is no choice", got=shown(return_lse), allowed="True or False"))
         request = requested(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)
+        q, k, v = as_autocast_would(q, k, v)
         key = return_lse, _key(request, q, k, v, sinks)
         call = mesh.remembered(key, lambda: _prepare(q, k, v, sinks, mesh, request, return_lse))
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -245,6 +248,7 @@ def partial_attention(
         InputError, DtypeError, UnsupportedError: as `attention`; also tiles that overlap or reach past their block, and
             tensors that want gradients.
     """
+    q, k, v = as_autocast_would(q, k, v)
     check_tensors(q, k, v, same_rows=False)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise InputError("partial_attention has no gradient: detach its tensors first, or let attention() do the whole")
@@ -253,5 +257,5 @@ def partial_attention(
     options = contract.Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap))
     chosen, _ = choose_kernel(backend, contract.Problem.of(q, k, v, options, q.device.type), kernel)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    with torch.no_grad():
+    with torch.no_grad(), own_precision(q.device.type):
         return finished(chosen.attend(q, k, v, tiles, options), q.dtype)

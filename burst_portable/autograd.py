@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_portable import by_heads, numerics
+from burst_portable.autocast import own_precision
 from burst_portable.comm.agreement import Statement, agree, tell_refusal
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.executor import run_backward, run_forward
@@ -80,7 +80,7 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             _refuse_twice(ctx.call)
         saved = ctx.saved_tensors  # once: checkpointing recomputes them, and gives each away a single time
-        with _own_precision(saved[0].device.type):
+        with own_precision(saved[0].device.type):
             _begin(ctx.call, forward=ctx.number)
             run = _backward_by_heads if ctx.call.plan.reshard else _backward
             grads, dsinks = run(ctx.call, saved, dout)
@@ -150,7 +150,7 @@ def apply(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> 
     if (wrap := installed.get()) is not None:
         call = replace(call, runtime=wrap(call.runtime, call.plan))
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    with _own_precision(q.device.type):
+    with own_precision(q.device.type):
         _begin(call)
         if wanted:
             result: tuple[Tensor, Tensor | None] = Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
@@ -161,10 +161,3 @@ def apply(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> 
             out, lse = forward(call, q, k, v, sinks)
         call.runtime.transport.end()
         return out, lse
-
-
-def _own_precision(device_type: str) -> AbstractContextManager[object]:
-    """Autocast ends here: it would cut the products inside a kernel down to 16 bits."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burst_portable.autocast import as_autocast_would
 from burst_portable.backends.registry import known, refusal
 from burst_portable.checks import checked_device
 from burst_portable.choices import Choices, choose, requested
@@ -94,7 +95,9 @@ def explain(
     mesh = as_mesh(mesh)
     request = requested(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)
     meant = checked_device(device)
-    chosen = choose(q, k, v, sinks, mesh, request, None if meant is None else meant.type)
+    device_type = None if meant is None else meant.type
+    q, k, v = as_autocast_would(q, k, v, device_type)
+    chosen = choose(q, k, v, sinks, mesh, request, device_type)
     automatic = "auto" in (strategy, getattr(strategy, "name", ""))
     why = filter(None, ("" if automatic else "named", chosen.plan.reason))
     return Explanation(

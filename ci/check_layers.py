@@ -20,7 +20,7 @@ PACKAGE = "burst_portable"
 # From low to high. A module may import its own layer and those below. A name stands for a module and for all
 # that lies under it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "config", "values", "compiling", "background"),
+    ("errors", "config", "values", "compiling", "autocast", "background"),
     ("numerics", "files"),
     ("mask", "layout"),
     ("boxes", "tiles", "moves", "heads"),

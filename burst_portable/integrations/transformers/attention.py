@@ -91,23 +91,20 @@ def attend(
             )
         )
     _refuse(dropout, query, key, others)
-    query, key, value = _as_autocast_would(query, key, value)
-    # Autocast ends here: the kernels choose their own precision, which a cast in the middle would spoil.
-    with torch.autocast(query.device.type, enabled=False):
-        out = attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            mask=mask_of(attention_mask.band, sequence.seq_len, sequence.documents),
-            mesh=state.mesh,
-            strategy=state.strategy,
-            layout=sequence.layout,
-            seq_len=sequence.seq_len,
-            scale=scaling,
-            softcap=softcap,
-            sinks=s_aux,
-            kernel=state.kernel,
-        )
+    out = attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        mask=mask_of(attention_mask.band, sequence.seq_len, sequence.documents),
+        mesh=state.mesh,
+        strategy=state.strategy,
+        layout=sequence.layout,
+        seq_len=sequence.seq_len,
+        scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        kernel=state.kernel,
+    )
     return out, None
 
 
@@ -149,12 +146,3 @@ def _refuse(dropout: float, query: Tensor, key: Tensor, others: dict[str, Any]) 
                 got=", ".join(sorted(unknown)),
             )
         )
-
-
-def _as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v in autocast's dtype, as scaled_dot_product_attention gets them; float64 is left alone."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
