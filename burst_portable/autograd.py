@@ -66,7 +66,8 @@ class Attention(torch.autograd.Function):
             out, lse, groups = _by_heads(call, q, k, v, sinks, keep=True)
             ctx.save_for_backward(*(x for group in groups for x in group), sinks)
         else:
-            out, lse = forward(call, q, k, v, sinks)
+            # No views, as some kernels return: those could not be changed in place.
+            out, lse = (x.detach() for x in forward(call, q, k, v, sinks))
             ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.call, ctx.number = call, transport.passes
         transport.end()

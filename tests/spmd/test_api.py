@@ -163,6 +163,23 @@ def test_dtypes_that_disagree():
         bp.attention(q.double(), k, v)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_results_can_be_changed_in_place(ranks, dtype):
+    """As those of torch's own attention, which kernels give as views of one another."""
+    whole = [x.requires_grad_() for x in qkv(dtype=dtype)]
+
+    def work(mesh):
+        out, lse = bp.attention(*(bp.shard(x, mesh) for x in whole), mesh=mesh, return_lse=True)
+        expected = out.detach() + 1, lse + 1
+        for result, wanted in zip((out.add_(1), lse.add_(1)), expected, strict=True):
+            assert torch.equal(result, wanted)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # backward needs them as they were
+            out.sum().backward()
+
+    bp.run_local(ranks, work)
+
+
 def test_errors_are_builtins_too():
     with pytest.raises(ValueError, match="mask"):
         bp.attention(*qkv(), mask="nothing")
