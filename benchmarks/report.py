@@ -6,21 +6,13 @@ import datetime
 import json
 import platform
 from dataclasses import asdict, dataclass, field
-from html import escape
 from pathlib import Path
 
 import torch
 
+from benchmarks import picture
+
 PEERS = ("cudnn", "flex", "flex-max", "flash-attn-4")
-COLORS = {
-    "triton": "#3b6fb6",
-    "hopper": "#1f9d73",
-    "hopper-whole": "#7fc8ad",
-    "cudnn": "#8a8a8a",
-    "flash": "#c9c9c9",
-    "flex": "#d9a441",
-}
-OTHER_COLOR = "#a06cb5"
 
 
 @dataclass
@@ -76,34 +68,4 @@ def write(results: list[Result], hosts: dict[str, dict[str, float]], folder: Pat
     folder.mkdir(parents=True, exist_ok=True)
     data = {"setting": setting(), "host_microseconds": hosts, "results": [asdict(r) for r in results]}
     (folder / f"{label}.json").write_text(json.dumps(data, indent=1) + "\n")
-    (folder / f"{label}.svg").write_text(picture(results))
-
-
-def picture(results: list[Result]) -> str:
-    """Bars of TFLOP/s by row and provider."""
-    where = setting()
-    title = f"{where['device']}, torch {where['torch']}, triton {where['triton']}, {where['date']}"
-    shown = [(r.row, r.provider, COLORS.get(r.provider, OTHER_COLOR), r.tflops) for r in results if r.tflops]
-    return bars(title, shown)
-
-
-def bars(title: str, shown: list[tuple[str, str, str, dict[str, float]]]) -> str:
-    """Bars as SVG, forward left and backward right. Of each: its row, label, color, and TFLOP/s by pass."""
-    columns, longest, high, y = {"forward": 420, "backward": 740}, 270, 13, 40
-    most = max((max(tflops.values()) for *_, tflops in shown), default=0.0) or 1.0
-    parts = [f'<text x="6" y="16">{escape(title)}</text>']
-    for which, left in columns.items():
-        parts.append(f'<text x="{left}" y="32">{which}, TFLOP/s</text>')
-    for row in dict.fromkeys(row for row, *_ in shown):
-        parts.append(f'<text x="6" y="{y + 10}" font-weight="bold">{escape(row)}</text>')
-        for _, label, color, tflops in (one for one in shown if one[0] == row):
-            parts.append(f'<text x="170" y="{y + 10}">{escape(label)}</text>')
-            for which, left in columns.items():
-                length = longest * tflops[which] / most
-                parts.append(f'<rect x="{left}" y="{y}" width="{length:.0f}" height="{high - 2}" fill="{color}"/>')
-                parts.append(f'<text x="{left + length + 4:.0f}" y="{y + 10}">{tflops[which]:.0f}</text>')
-            y += high
-        y += 10
-    size = f'width="1080" height="{y + 10}" font-family="sans-serif" font-size="11"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
+    (folder / f"{label}.svg").write_text(picture.of(data))

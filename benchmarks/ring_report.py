@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.report import bars, setting
+from benchmarks import picture
+from benchmarks.report import setting
 
 KINDS = ("forward", "backward", "forward, cold", "backward, cold")
 
@@ -61,19 +62,4 @@ def write(results: list[Measured], links: list[dict[str, object]], folder: Path,
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     data = {"setting": {**setting(), "ranks": ranks}, "links": links, "results": [asdict(r) for r in results]}
     (folder / f"{label}.json").write_text(json.dumps(data, indent=1) + "\n")
-    (folder / f"{label}.svg").write_text(picture(results, ranks))
-
-
-def picture(results: list[Measured], ranks: int) -> str:
-    """Bars of TFLOP/s of a GPU by row, kernel and contestant."""
-    where = setting()
-    title = f"{ranks} x {where['device']}, torch {where['torch']}, {where['date']}; TFLOP/s a GPU"
-    shown = [(f"{r.row}, {r.kernel}", r.contestant, _color(r.contestant), r.tflops) for r in results if r.tflops]
-    return bars(title, shown)
-
-
-def _color(contestant: str) -> str:
-    """Grey where nothing is sent, green for ours, violet for others."""
-    if "nothing sent" in contestant:
-        return "#c9c9c9"
-    return "#a06cb5" if " by the book" in contestant or "-" in contestant else "#1f9d73"
+    (folder / f"{label}.svg").write_text(picture.of(data))

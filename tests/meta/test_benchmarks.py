@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import picture
 from benchmarks.script import count, end, names
 from burst_portable.errors import DeadlineError, UnknownNameError
 
@@ -48,3 +49,21 @@ def test_options():
         count("0")
     with pytest.raises(argparse.ArgumentTypeError, match="unknown: d, ; known are a, c"):
         names(("a", "c"))("a,d,")
+
+
+def test_pictures_are_what_their_numbers_make():
+    old = [file.name for file, drawn in picture.pictures().items() if file.read_text(encoding="utf-8") != drawn]
+    assert old == [], "run python -m benchmarks.picture"
+
+
+def test_a_picture_tells_ours_from_others_and_from_bounds():
+    kinds = {"hopper": "ours", "triton": "portable", "cudnn": "others", "context_parallel alltoall": "others"}
+    kinds |= {"ring nccl": "ours", "ring nccl, nothing sent": "still", "plain call": "still", "flex-max": "others"}
+    assert {name: picture.whose(name) for name in kinds} == kinds
+    results = [
+        {"row": "a", "provider": name, "tflops": {"forward": 9.0, "backward": 4.5}} for name in ("hopper", "<&>")
+    ]
+    drawn = picture.of({"setting": dict.fromkeys(("device", "torch", "triton", "date"), "x"), "results": results})
+    assert drawn.count(f'width="{picture.LONGEST:.1f}"') == 2
+    assert drawn.count(f'width="{picture.LONGEST / 2:.1f}"') == 2
+    assert "&lt;&amp;&gt;" in drawn
