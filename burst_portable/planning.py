@@ -72,8 +72,10 @@ def planned_with_layout(strategy: Strategy, problem: Problem) -> Plan:
         made = planned(strategy, replace(problem, q_layout=layout, k_layout=layout))
         tried[layout.name] = pricing.seconds(made), made
     best = min(tried, key=lambda name: round(tried[name][0], 7))
-    told = ", ".join(f"{name} {as_time(tried[name][0])}" for name in sorted(tried, key=lambda name: tried[name][0]))
     made = tried[best][1]
+    if len(tried) == 1:  # as on one rank
+        return made
+    told = ", ".join(f"{name} {as_time(tried[name][0])}" for name in sorted(tried, key=lambda name: tried[name][0]))
     return replace(made, reason="; ".join(filter(None, (f"layout {best} by predicted time ({told})", made.reason))))
 
 

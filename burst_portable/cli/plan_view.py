@@ -56,7 +56,7 @@ def _header(console: Console, facts: Facts) -> None:
     sizes = f"batch {p['batch']}, {p['heads']} query and {p['kv_heads']} K/V heads of {p['head_dim']}"
     values = f" (values {p['value_dim']})" if p["value_dim"] != p["head_dim"] else ""
     told = (
-        f" over {p['ranks']:,} ranks, layout {p['layout']}, {p['seq_len']:,} tokens, "
+        f" over {p['ranks']:,} rank{'' if p['ranks'] == 1 else 's'}, layout {p['layout']}, {p['seq_len']:,} tokens, "
         f"{sizes}{values}, {p['itemsize']} bytes a number"
     )
     console.print(labelled("plan", Text.assemble((facts["strategy"], "bold"), told)))

@@ -144,6 +144,8 @@ def _count(number: int, unit: str) -> str:
 
 def _travels(plan: Plan) -> str:
     """What goes where in each pass, in a few words."""
+    if plan.problem.ranks == 1:
+        return "nothing travels"
     if plan.reshard:
         return "rows for heads, all to all"
     return ", ".join(f"{name} {_SIDES[part.side]} {_PATHS[part.route.name]}" for name, part in plan.passes())

@@ -50,6 +50,8 @@ class AutoStrategy:
         return plan_seconds(plan, self._rates_for(plan.problem), _sample(plan.problem))
 
     def plan(self, problem: Problem) -> Plan:
+        if problem.ranks == 1:
+            return replace(RingStrategy().plan(problem), reason="on one rank nothing travels, so nothing is chosen")
         plans: dict[str, Plan] = {}
         reasons = []
         for label, strategy in self._candidates(problem):

@@ -61,6 +61,7 @@ def test_every_reason_is_told():
     assert told.backend.others["cuda"] == "it takes tensors on cuda"
     assert told.kernel.others == {"cpu_flash": "it has no softcap"}
     assert told.moves == {"forward": "nothing, one rank holds all", "backward": "nothing, one rank holds all"}
+    assert told.strategy.why == "on one rank nothing travels, so nothing is chosen"
     assert told.mask == "documents(2): 43 pairs a head; 4 tokens see nothing"
     text = str(told).splitlines()
     assert "kernel    reference: the first of the backend's that serves it" in text
