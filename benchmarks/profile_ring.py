@@ -42,7 +42,7 @@ import burst_portable as bp
 from benchmarks.ranks import Clock, join, leave
 from benchmarks.ring import ROWS, STRATEGIES
 from benchmarks.rings import strategy_named
-from benchmarks.script import count, end, names
+from benchmarks.script import count, current_device, end, names
 from burst_portable.backends.registry import for_device
 from burst_portable.kernels.contract import Options
 from burst_portable.profiling.analyze import analyze
@@ -333,7 +333,7 @@ def main() -> int:
     arguments = parser.parse_args()
     found: Found = {"what": arguments.what, "torch": torch.__version__, "strategy": arguments.strategy}
     if arguments.what == "overlap":
-        device = _current()
+        device = current_device()
         found |= {"device": _name(device), "runs": overlap(device)}
         return _told(found, arguments.out)
     links = join(120.0)
@@ -348,12 +348,6 @@ def main() -> int:
     dist.barrier()
     leave()
     return code
-
-
-def _current() -> torch.device:
-    """With its number: an event of a device without one belongs to none, and is over before it began."""
-    kind = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 def _name(device: torch.device) -> str:

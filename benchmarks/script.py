@@ -33,10 +33,19 @@ def names(known: Collection[str], separator: str = ",") -> Callable[[str], list[
     return listed
 
 
+def current_device() -> torch.device:
+    """The accelerator in use, or the CPU where torch sees none.
+
+    With its number: an event of a device without one belongs to none, and is over before it began.
+    """
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+
+
 def accelerator() -> torch.device:
     """What a script that measures kernels runs on. Raises `BackendUnavailableError` where there is none."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is None:
+    if (device := current_device()).type == "cpu":
         raise BackendUnavailableError("this measures an accelerator, and torch sees none here")
     return device
 

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import picture
-from benchmarks.script import count, end, names
-from burst_portable.errors import DeadlineError, UnknownNameError
+from benchmarks.script import accelerator, count, current_device, end, names
+from burst_portable.errors import BackendUnavailableError, DeadlineError, UnknownNameError
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = [file.name for file in sorted(FOLDER.glob("*.py")) if "__main__" in file.read_text(encoding="utf-8")]
@@ -49,6 +50,19 @@ def test_options():
         count("0")
     with pytest.raises(argparse.ArgumentTypeError, match="unknown: d, ; known are a, c"):
         names(("a", "c"))("a,d,")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_device_that_a_script_measures_has_its_number(there, monkeypatch):
+    parts = {"is_available": there, "current_accelerator": torch.device("cuda"), "current_device_index": 3}
+    for name, value in parts.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    assert current_device() == (torch.device("cuda", 3) if there else torch.device("cpu"))
+    if there:
+        assert accelerator() == torch.device("cuda", 3)
+    else:
+        with pytest.raises(BackendUnavailableError, match="torch sees none here"):
+            accelerator()
 
 
 def test_pictures_are_what_their_numbers_make():
