@@ -1,19 +1,26 @@
-"""Draws docs/images/plan.svg from two real plans: who computes which pairs of a causal mask, at which ring step.
+"""Makes the pictures of docs/images/ that need no measurement, and the sample of a profile's page.
 
-    python ci/make_images.py [--check]
+    PYTHONPATH=. python ci/make_images.py [--check]
 
-With --check nothing is written, and the exit code is 1 where the picture on disk is another than the plans make.
+plan.svg is drawn from two real plans: who computes which pairs of a causal mask, at which ring step. profile.png and
+profile-dark.png are photographs of the sample's page, by Chromium where there is one. With --check nothing is written,
+and the exit code is 1 where plan.svg on disk is another than the plans make. Speeds are benchmarks/picture.py's.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import burst_portable as bp
 from burst_portable.plans import Plan
+from burst_portable.profiling.report import Report
 
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "plan.svg"
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
+PICTURE, SAMPLE = IMAGES / "plan.svg", ROOT / "profiling" / "sample" / "slow_link.json"
+PAGE_SIZE = (1160, 1300)  # pixels of the page's photograph: down to the timeline's end
 RANKS, CHUNKS, LENGTH = 4, 8, 8192
 SLOWEST = 14 * (LENGTH // CHUNKS) ** 2  # pairs of the slowest rank of each step, contiguous: both panels' full width
 CELL, LEFT, TOP, GAP = 38, 20, 96, 78
@@ -125,13 +132,34 @@ def draw() -> str:
     )
 
 
+def photograph(page: Path) -> None:
+    """The top of a page, for readers in the light and in the dark."""
+    from tests.profiling import chromium
+
+    if chromium.path() is None:
+        print("no chromium on this machine: profile.png and profile-dark.png stay as they are")
+        return
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        browser = chromium.Page(Path(folder), *PAGE_SIZE)
+        browser.resize(*PAGE_SIZE)
+        browser.open(page)
+        for scheme, name in (("light", "profile.png"), ("dark", "profile-dark.png")):
+            browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            browser.resize(*PAGE_SIZE)  # returns when the timeline is drawn in these colours
+            browser.screenshot(IMAGES / name)
+        browser.close()
+
+
 def main() -> int:
-    """Writes the picture, or compares."""
+    """Writes the pictures, or compares."""
     if "--check" in sys.argv[1:]:
         same = PICTURE.read_text(encoding="utf-8") == draw()
         print(f"docs/images/plan.svg is {'what the plans make' if same else 'old: run ci/make_images.py'}")
         return 0 if same else 1
     PICTURE.write_text(draw(), encoding="utf-8")
+    page = SAMPLE.with_suffix(".html")
+    Report.load(SAMPLE).write_html(page)
+    photograph(page)
     return 0
 
 

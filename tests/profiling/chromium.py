@@ -96,7 +96,8 @@ class Page:
         self.run("new Promise(told => requestAnimationFrame(() => requestAnimationFrame(() => told(0))))")
 
     def screenshot(self, file: Path) -> None:
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        """What the window shows, as PNG."""
+        shot = self.call("Page.captureScreenshot")
         file.write_bytes(base64.b64decode(shot["data"]))
 
     def said(self) -> list[str]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
 from burst_portable.profiling.report import Report
-from burst_portable.profiling.report.html import page
+from burst_portable.profiling.report.html import _whole, page
 from burst_portable.profiling.units import percent, scaled, time_text
 from tests.profiling import chromium
 from tests.profiling.made import ablated, ring
 
+SAMPLE = Path(__file__).parents[2] / "profiling" / "sample" / "slow_link.json"
 UNITS = {
     **dict.fromkeys(("flop_rate", "planned_flop_rate"), "FLOP/s"),
     **dict.fromkeys(("bandwidth", "planned_bandwidth"), "B/s"),
@@ -59,7 +61,7 @@ def test_numbers_on_the_page_are_the_json_s(browser, report):
             assert text.startswith(percent(found)), path
         elif not path.endswith("messages"):
             assert text == time_text(found), path
-    assert browser.run("document.querySelector('h1').textContent") == report.verdict
+    assert browser.run("document.querySelector('h1').textContent").replace("\u00a0", " ") == report.verdict
 
 
 @needs_chromium
@@ -83,6 +85,37 @@ def test_hover_tells_and_the_wheel_zooms(browser):
     assert after != before
     browser.run("document.getElementById('all').click()")
     assert browser.run("document.getElementById('range').textContent") == before
+
+
+@needs_chromium
+def test_a_step_shows_its_longest_wait_in_the_timeline(browser):
+    before = browser.run("document.getElementById('range').textContent")
+    name, backward, step = browser.run(
+        "(() => { const b = document.querySelector('button.step.most'); b.click();"
+        "return [b.textContent, b.dataset.backward, b.dataset.step] })()"
+    )
+    assert name == f"{('forward', 'backward')[int(backward)]} {step}"
+    assert browser.run("document.getElementById('range').textContent") != before
+    left, top, width = browser.run("(() => { const b = document.getElementById('timeline').getBoundingClientRect();"
+                                   "return [b.left, b.top, b.width] })()")  # fmt: skip
+    told = []
+    for rank in range(4):  # what is in the middle, on each rank's second track
+        browser.mouse("mouseMoved", left + 62 + (width - 70) / 2, top + 24 + rank * 61 + 25)
+        told.append(browser.run("document.getElementById('tip').textContent"))
+    assert any("waiting on rank" in one and f"{name.split()[0]}, ring step {step}," in one for one in told), told
+    browser.run("document.getElementById('all').click()")
+
+
+def test_a_number_stays_with_its_unit():
+    told = _whole("rank 1 of 4 ranks brings 0.257 MB/s in 3 ms, 78.3 % at 2.25 GFLOP/s; 8 kilograms")
+    assert told == "rank 1 of 4 ranks brings 0.257~MB/s in 3~ms, 78.3~% at 2.25~GFLOP/s; 8 kilograms".replace(
+        "~", "\u00a0"
+    )
+
+
+def test_the_sample_is_what_the_page_is_today():
+    there = SAMPLE.with_suffix(".html").read_text(encoding="utf-8")
+    assert there == page(Report.load(SAMPLE).data), "run PYTHONPATH=. python ci/make_images.py"
 
 
 @needs_chromium

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from burst_portable.profiling.partition import PARTS
 from burst_portable.profiling.report.tables import (
     ABLATED,
     NAMES,
+    PASSES,
     drift_text,
     layer_rows,
     loss_name,
@@ -30,6 +32,7 @@ _UNIT = 100  # nanoseconds: what the timeline is drawn to
 _MOST_EVENTS = 45_000  # drawn: about 15 bytes each
 _MOST_ROWS = 400
 _MOST_KERNELS = 40
+_MOST_BARS = 32
 _BAR = (
     *((part, part, NAMES[part]) for part in PARTS if part != "idle"),
     ("idle", "idle_between_kernels", "idle between kernels"),
@@ -49,7 +52,13 @@ def page(data: dict[str, Any]) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        time=time_text, percent=percent, scaled=scaled, flops=lambda x: scaled(x, "FLOP/s"), loss_name=loss_name
+        time=time_text,
+        percent=percent,
+        scaled=scaled,
+        flops=lambda x: scaled(x, "FLOP/s"),
+        loss_name=loss_name,
+        backward=PASSES.index,
+        whole=_whole,
     )
     environment.globals.update(
         cell=_cell,
@@ -69,6 +78,9 @@ def page(data: dict[str, Any]) -> str:
         longest=max((rank["span"] for rank in data["ranks"]), default=1) or 1,
         totals=_totals(data),
         steps=steps[:_MOST_ROWS],
+        most=max(steps, key=lambda step: step["blocking"], default=None),
+        longest_step=max((step["span"] for step in steps), default=0),
+        longest_steps=_longest(steps),
         steps_left_out=max(0, len(steps) - _MOST_ROWS),
         layers=layer_rows(data)[:_MOST_ROWS],
         prediction=prediction_rows(data),
@@ -86,6 +98,17 @@ def page(data: dict[str, Any]) -> str:
         script=Markup((folder / "timeline.js").read_text(encoding="utf-8")),
         events=Markup(json.dumps(drawn, separators=(",", ":")).replace("<", "\\u003c")),
     )
+
+
+def _whole(text: str) -> str:
+    """A sentence whose numbers stay on one line with their units."""
+    return re.sub(r"(?<=\d) (?=(?:%|[nµm]?s|[kMGTP]?(?:B|FLOP)(?:/s)?)(?!\w))", "\u00a0", text)
+
+
+def _longest(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The steps with the longest windows, in their order; none where nothing took time."""
+    spans = sorted((step["span"] for step in steps), reverse=True)[:_MOST_BARS]
+    return [step for step in steps if step["span"] and step["span"] >= spans[-1]][:_MOST_BARS]
 
 
 def _cell(value: float, path: str, text: str | None = None) -> Markup:

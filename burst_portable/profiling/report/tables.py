@@ -15,6 +15,7 @@ NAMES = {
     "blocking": "blocking",
 }
 PASSES = ("forward", "backward")
+_STEP_PARTS = ("span", "compute", "exposed_comm", "exposed_copy", "idle", "blocking", "overlap")
 _LOSSES = {
     "slow rank": "slow rank",
     "slow link": "slow link",
@@ -77,7 +78,7 @@ def step_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
     for index, one in enumerate(data["steps"]):
         ranks = one["ranks"]
         times = max(r["times"] for r in ranks)
-        worst = max(ranks, key=lambda r: r["blocking"] + r["compute"])
+        slowest = max(ranks, key=lambda r: r["blocking"] + r["compute"])
 
         def mean(name: str, of: list[dict[str, Any]] = ranks) -> float:
             return sum(r[name] / r["times"] for r in of) / len(of)
@@ -89,9 +90,9 @@ def step_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
                 "pass": PASSES[one["backward"]],
                 "step": one["step"],
                 "times": times,
-                **{name: mean(name) for name in ("span", "compute", "exposed_comm", "blocking", "overlap", "idle")},
-                "worst": worst["rank"],
-                "worst_blocking": worst["blocking"] / worst["times"],
+                **{name: mean(name) for name in _STEP_PARTS},
+                "slowest": slowest["rank"],
+                "slowest_blocking": slowest["blocking"] / slowest["times"],
                 "flops_per_second": sum(r["flops"] for r in ranks) * 1e9 / compute if compute else 0.0,
                 "received_bytes": mean("received_bytes"),
                 "tiles": mean("tiles"),

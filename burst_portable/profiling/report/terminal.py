@@ -143,7 +143,7 @@ def _achieved(rows: list[dict[str, Any]]) -> Table:
 
 
 def _steps(rows: list[dict[str, Any]]) -> Table:
-    table = _table("ring step", "n", "window", "computing", "blocking", "worst rank", "it waits", "came")
+    table = _table("ring step", "n", "window", "computing", "blocking", "slowest", "it waits", "received")
     for r in rows:
         table.add_row(
             f"{r['pass']} {r['step']}",
@@ -151,8 +151,8 @@ def _steps(rows: list[dict[str, Any]]) -> Table:
             time_text(r["span"]),
             time_text(r["compute"]),
             time_text(r["blocking"]),
-            str(r["worst"]),
-            time_text(r["worst_blocking"]),
+            str(r["slowest"]),
+            time_text(r["slowest_blocking"]),
             scaled(r["received_bytes"], "B"),
         )
     return table

@@ -11,7 +11,7 @@
     const ns = x * data.unit, a = Math.abs(ns);
     for (const [size, unit] of [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]])
       if (a >= size) return (ns / size).toPrecision(4).replace(/\.?0+$/, "") + " " + unit;
-    return Math.round(ns) + " ns";
+    return ns ? Math.round(ns) + " ns" : "0";
   };
   const scaled = (x, unit) => {
     let i = 0;
@@ -34,7 +34,7 @@
     for (let p = 0, at = 0; p < r.p.length; p += 4) places.push([(at += r.p[p]), r.p[p + 1], r.p[p + 2], r.p[p + 3]]);
     return { rank: r.rank, start, stop, what, lanes, reach, places };
   });
-  let from = 0, to = end, width = 0, height = 0;
+  let from = 0, to = end, width = 0, height = 0, shown = null;
   const x = (t) => LEFT + ((t - from) / (to - from)) * (width - LEFT - 8);
   const back = (px) => from + ((px - LEFT) / (width - LEFT - 8)) * (to - from);
   const top = (r, lane) => TOP + r * (3 * LANE + GAP) + lane * LANE;
@@ -77,6 +77,11 @@
         }
         pen.globalAlpha = 1;
       });
+      if (shown && shown[0] === r) {
+        const [, i, l] = shown, a = Math.max(LEFT, x(r.start[i])), b = Math.min(width - 8, x(r.stop[i]));
+        pen.strokeStyle = colour("--ink"); pen.lineWidth = 2;
+        if (b > a) pen.strokeRect(a - 1, top(n, l), b - a + 2, LANE);
+      }
     });
     range.textContent = time(from) + " to " + time(to);
   }
@@ -110,6 +115,24 @@
     from = Math.max(0, Math.min(start, end - size)); to = from + size;
     draw();
   }
+  // The longest wait at a ring step, or where nobody waited its longest event: brought into view, with a frame.
+  function show(backward, step) {
+    let longest = -1;
+    for (const r of ranks) r.lanes.forEach((lane, l) => {
+      let p = 0;
+      for (const i of lane) {
+        while (p + 1 < r.places.length && r.places[p + 1][0] <= i) p++;
+        const took = (r.stop[i] - r.start[i]) * (l === 1 ? 1e6 : 1);
+        if (r.places[p][3] === step && data.what[r.what[i]][1] === backward && took > longest) { longest = took; shown = [r, i, l]; }
+      }
+    });
+    if (longest < 0) return;
+    const [r, i] = shown, size = Math.min(end, Math.max(20, 5 * (r.stop[i] - r.start[i])));
+    canvas.scrollIntoView({ block: "center" });
+    move((r.start[i] + r.stop[i] - size) / 2, size);
+  }
+  for (const button of document.querySelectorAll("button.step"))
+    button.addEventListener("click", () => show(+button.dataset.backward, +button.dataset.step));
   canvas.addEventListener("wheel", (e) => {
     if (!e.ctrlKey && !e.shiftKey && Math.abs(e.deltaX) > Math.abs(e.deltaY)) return move(from + (e.deltaX / width) * (to - from), to - from), e.preventDefault();
     e.preventDefault(); zoom(Math.exp(e.deltaY * 0.002), back(e.offsetX));
