@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from burst_portable.cli.drawing import score_matrix
 from burst_portable.cli.report import charts
 from burst_portable.cli.report.charts import Part, Series
 from burst_portable.cli.run_view import timing_text, utilisation_text, verdict_text
 from burst_portable.cli.units import bytes_text, flops_text, seconds_text
-from burst_portable.plans import Plan
+from burst_portable.plans import TRAVELS, Plan
 
 # What a step is made of, in the order in which it is drawn: (class, name, what it is).
 PARTS = (
@@ -47,6 +48,7 @@ def write_html(facts: dict[str, Any], plan: Plan, path: Path) -> None:
         small=lambda x: f"{x:.1e}" if x else "0",
         loss=lambda x: f"{x:.6f}",
         count=lambda x: f"{x:,.0f}",
+        whole=_whole,
     )
     rows = [time_parts(phases) for phases in facts["phases"]]
     page = environment.get_template("report.html.j2").render(
@@ -62,9 +64,15 @@ def write_html(facts: dict[str, Any], plan: Plan, path: Path) -> None:
         legend=[(rank % charts.COLOURS, charts.rank_label(rank)) for rank in range(min(facts["world_size"], 16))],
         time=charts.bars([(f"rank {i}", parts) for i, parts in enumerate(rows)], "s"),
         time_rows=rows,
+        travels=TRAVELS,
         told={name: what for _, name, what in (*PARTS, _UNKNOWN)},
     )
     path.write_text(page, encoding="utf-8")
+
+
+def _whole(text: str) -> Markup:
+    """A sentence whose numbers are not broken at their minus: 1.2e-07."""
+    return Markup(re.sub(r"\d[\d.]*e-\d+", r'<span class="whole">\g<0></span>', str(escape(text))))
 
 
 def time_parts(phases: dict[str, float | None]) -> list[Part]:
