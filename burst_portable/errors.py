@@ -11,6 +11,7 @@
     ├── DtypeError (TypeError)               a dtype that no kernel takes, or dtypes that disagree
     ├── UnsupportedError (NotImplementedError)   valid, but what was named cannot do it
     ├── BackendUnavailableError (ImportError)    a backend that was named and cannot run here
+    ├── DeviceError (RuntimeError)           a device's driver refused a call
     └── CommunicationError (RuntimeError)    between ranks
         ├── MismatchError                    ranks that disagree about the call
         ├── PeerLostError (ConnectionError)  a peer that is gone
@@ -61,6 +62,10 @@ class UnsupportedError(BurstError, NotImplementedError):
 
 class BackendUnavailableError(BurstError, ImportError):
     """A backend that was named, but cannot run on this machine."""
+
+
+class DeviceError(BurstError, RuntimeError):
+    """A device's driver refused a call."""
 
 
 class CommunicationError(BurstError, RuntimeError):

@@ -1,7 +1,8 @@
 """Launching Gluon kernels with little host time: tensor descriptors and compiled kernels are kept and reused.
 
 Triton binds, specialises and looks up each launch anew, which costs more than a short kernel takes. Our kernels
-specialise on nothing but what stands in the key given here, so that the compiled kernel may be called directly.
+specialise on nothing but what stands in the key given here, so that the compiled kernel may be called directly, past
+Triton where the driver can be asked (`hopper_driver`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burst_portable.backends.cuda.hopper_driver import Described, kernel_driver, pack_described, ready
 from burst_portable.errors import UnsupportedError, explain
 
 _DESCRIPTORS = 2048  # kept at most
@@ -21,11 +23,11 @@ _COUNTERS = 1024  # in a pool
 
 
 class Launcher:
-    """One kernel: Triton's way the first time, its compiled form afterwards."""
+    """One kernel: Triton's way the first time, packed for the driver afterwards."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._compiled: dict[Hashable, Any] = {}
+        self._launches: dict[Hashable, Callable[[tuple[int, int, int], Sequence[Any], int], None]] = {}
 
     def __call__(
         self,
@@ -41,11 +43,25 @@ class Launcher:
         Args:
             key: the device, and everything that the types of `args`, and `constants`, depend on.
         """
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            self._compiled[key] = self._kernel[grid](*args, *constants, **options)
+        launch = self._launches.get(key)
+        if launch is None:
+            self._launches[key] = self._first(grid, args, constants, options)
         else:
-            compiled[grid](*args, *constants, stream=stream)
+            launch(grid, args, stream)
+
+    def _first(
+        self, grid: tuple[int, int, int], args: Sequence[Any], constants: Sequence[Any], options: dict[str, int]
+    ) -> Callable[[tuple[int, int, int], Sequence[Any], int], None]:
+        compiled = self._kernel[grid](*_for_triton(args), *constants, **options)
+
+        def by_triton(grid: tuple[int, int, int], args: Sequence[Any], stream: int) -> None:
+            compiled[grid](*_for_triton(args), *constants, stream=stream)
+
+        return ready(kernel_driver(), compiled, args) or by_triton
+
+
+def _for_triton(args: Sequence[Any]) -> list[Any]:
+    return [a.triton if isinstance(a, Described) else a for a in args]
 
 
 class Counters:
@@ -107,21 +123,25 @@ class Descriptors:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         self._make = TensorDescriptor
-        self._kept: dict[Hashable, Any] = {}
+        self._kept: dict[Hashable, Described] = {}
         self._units: dict[Hashable, tuple[int, ...]] = {}
         self._layouts = {
             size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)
         }
         self._vector = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
-    def rows(self, name: str, x: Tensor, rows: int, columns: int) -> Any:
+    def rows(self, name: str, x: Tensor, rows: int, columns: int) -> Described:
         """For `rows` rows and `columns` columns of one head of [B, S, H, D]."""
-        layout = self._layouts[x.element_size()]
-        return self._keep(x, (rows, columns), lambda: ([1, rows, 1, columns], layout, tma_strides(name, x)))
+        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, rows, columns)
+        found = self._kept.get(key)
+        if found is None:
+            found = self._keep(key, x, [1, rows, 1, columns], self._layouts[x.element_size()], tma_strides(name, x))
+        return found
 
-    def vector(self, x: Tensor, rows: int) -> Any:
+    def vector(self, x: Tensor, rows: int) -> Described:
         """For `rows` entries of one row of [B·H, S]."""
-        return self._keep(x, rows, lambda: ([1, rows], self._vector, list(x.stride())))
+        key = (x.data_ptr(), x.shape, x.stride(), rows)
+        return self._kept.get(key) or self._keep(key, x, [1, rows], self._vector, list(x.stride()))
 
     def strides(self, name: str, x: Tensor, unit: int) -> tuple[int, ...]:
         """The strides of batch, row and head as TMA takes them, in units of so many elements."""
@@ -133,16 +153,20 @@ class Descriptors:
             found = self._units[key] = tuple(s // unit for s in tma_strides(name, x)[:3])
         return found
 
-    def _keep(self, x: Tensor, form: Hashable, parts: Callable[[], tuple[list[int], Any, list[int]]]) -> Any:
-        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, form)
-        found = self._kept.get(key)
-        if found is None:
-            block, layout, strides = parts()
-            found = self._make(_Address(x.data_ptr(), x.dtype), list(x.shape), strides, block, layout)
-            if len(self._kept) >= _DESCRIPTORS:
-                self._kept.clear()
-            self._kept[key] = found
-        return found
+    def _keep(self, key: Hashable, x: Tensor, block: list[int], layout: Any, strides: list[int]) -> Described:
+        shape, swizzle = list(x.shape), layout.swizzle_byte_width
+        # One copy of TMA is no wider than a swizzled line.
+        box = (*block[:-1], min(block[-1], swizzle // x.element_size()) if swizzle else block[-1])
+        driver = kernel_driver()
+        packed = b""
+        if driver is not None:
+            encoded = driver.tensor_map(x.data_ptr(), x.dtype, shape, strides, box, swizzle)
+            packed = pack_described(encoded, shape, strides)
+        triton = self._make(_Address(x.data_ptr(), x.dtype), shape, strides, block, layout)
+        if len(self._kept) >= _DESCRIPTORS:
+            self._kept.clear()
+        made = self._kept[key] = Described(triton, box, swizzle, packed)
+        return made
 
 
 def tma_strides(name: str, x: Tensor) -> list[int]:
