@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 import torch
 
+from burst_portable.backends.cuda import hopper_configs
 from burst_portable.backends.cuda.hopper import HopperKernel
 from burst_portable.kernels.contract import Options
 from burst_portable.kernels.reference import ReferenceKernel
@@ -39,6 +41,25 @@ def wide(*tensors):
 
 def fresh_state(q):
     return finished(empty_state(q, q.shape[-1]), q.dtype)
+
+
+def tall_where_it_can(monkeypatch):
+    """Forward passes at head size 64 are cut as those of long rows, however short they are."""
+    monkeypatch.setattr(hopper_configs, "TALL_BLOCKS", 0)
+    monkeypatch.setattr(hopper_configs, "TALL_ITEMS", 0)
+    monkeypatch.setattr(KERNEL, "_tables", OrderedDict())
+
+
+def compare_forward(q, k, v, tiles):
+    """A forward pass, and one merged into a state that nothing was added to, against float64."""
+    options = Options(scale=1 / math.sqrt(q.shape[-1]))
+    exact = ORACLE.attend(*wide(q, k, v), tiles, options)
+    seen = exact[1] > -torch.inf
+    for state in (None, fresh_state(q)):
+        out, lse = KERNEL.attend(q, k, v, tiles, options, state=state)
+        assert gap(out, exact[0]) < TOLERANCE[q.dtype][0]
+        assert gap(lse[seen], exact[1][seen]) < TOLERANCE[q.dtype][1]
+        assert (lse[~seen] == -torch.inf).all()
 
 
 def gap(x, exact):

@@ -9,6 +9,7 @@ if _triton_reason():
     pytest.skip(_triton_reason(), allow_module_level=True)
 
 from burst_portable.backends.cuda import hopper_aot
+from burst_portable.backends.cuda.hopper_configs import FORWARD, TALL
 
 # Scratch of the backward lies in its masked branch and in what runs once an item; its full blocks reload a few
 # addresses. More than this says that something began to spill in the loop.
@@ -17,9 +18,9 @@ BACKWARD_SCRATCH = {64: 56, 128: 0}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [0, 1, 2])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_forward(dim, mode):
-    report = hopper_aot.compile_build(hopper_aot.forward_build(dim, mode))
+@pytest.mark.parametrize(("dim", "cut"), [(64, FORWARD), (64, TALL), (128, FORWARD)], ids=["64", "64-tall", "128"])
+def test_forward(dim, cut, mode):
+    report = hopper_aot.compile_build(hopper_aot.forward_build(dim, mode, config=cut[dim]))
     assert report.scratch_bytes == 0, report
     check(report)
 

@@ -8,12 +8,26 @@ import pytest
 import torch
 
 from burst_portable.backends.cuda import hopper as module
+from burst_portable.backends.cuda.hopper_driver import Ready
+from burst_portable.backends.cuda.hopper_launch import compiled_kernels
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.contract import Options, Problem
 from burst_portable.numerics import empty_state
 from burst_portable.tiles import Tile, Tiles
 from tests.kernels import hopper_cases
-from tests.kernels.hopper_cases import KERNEL, MASKS, ORACLE, TOLERANCE, compare, fresh_state, gap, tiles_of, wide
+from tests.kernels.hopper_cases import (
+    KERNEL,
+    MASKS,
+    ORACLE,
+    TOLERANCE,
+    compare,
+    compare_forward,
+    fresh_state,
+    gap,
+    tall_where_it_can,
+    tiles_of,
+    wide,
+)
 
 pytestmark = pytest.mark.device
 
@@ -49,6 +63,23 @@ def test_blocks_that_start_with_documents(mask, dim):
     exact = ORACLE.attend(*wide(q, k, v), tiles, options)
     assert gap(state[0], exact[0]) < TOLERANCE[q.dtype][0]
     assert gap(state[1], exact[1]) < TOLERANCE[q.dtype][1]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_in_tall_blocks(mask, monkeypatch):
+    tall_where_it_can(monkeypatch)
+    q, k, v = (randn(2, 600, h, 64, seed=i) for i, h in enumerate((4, 2, 2)))
+    compare_forward(q, k, v, tiles_of(mask, 600))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [1, 63, 193, 1000, 1900])
+def test_lengths_of_tall_blocks(length, dtype, monkeypatch):
+    tall_where_it_can(monkeypatch)
+    q, k, v = (randn(2, length, h, 64, dtype=dtype, seed=i) for i, h in enumerate((6, 2, 2)))
+    compare_forward(q, k, v, tiles_of("causal", length))
+    if length == 1900:
+        compare_forward(q, k, v, tiles_of("documents:0,90,1114,1300,1900", length))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -161,3 +192,12 @@ def test_refusals():
     odd = randn(1, 64, 2, 129)[..., :128]
     with pytest.raises(UnsupportedError, match="cannot address q"):
         KERNEL.attend(odd, q, q, tiles, Options(scale=0.1))
+
+
+def test_launches_go_straight_to_the_driver():
+    q, k, v = (randn(1, 200, 2, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
+    compare(q, k, v, tiles_of("causal", 200))
+    kernels = compiled_kernels()
+    for launcher in (kernels.forward, kernels.backward, kernels.prepare):
+        assert launcher._launches
+        assert all(isinstance(launch, Ready) for launch in launcher._launches.values())

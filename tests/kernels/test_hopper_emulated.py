@@ -23,8 +23,10 @@ from tests.kernels.hopper_cases import (
     TOLERANCE,
     compare,
     compare_backward,
+    compare_forward,
     fresh_state,
     gap,
+    tall_where_it_can,
     tiles_of,
     wide,
 )
@@ -52,6 +54,18 @@ def inputs(batch, length, heads, kv_heads, dim, dtype=torch.bfloat16):
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask, dim, machine):
     compare(*inputs(1, 301, 1, 1, dim), tiles_of(mask, 301))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_in_tall_blocks(mask, machine, monkeypatch):
+    tall_where_it_can(monkeypatch)
+    compare_forward(*inputs(1, 301, 2, 1, 64), tiles_of(mask, 301))
+
+
+@pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+def test_tall_blocks_that_start_with_documents(machine, monkeypatch):
+    tall_where_it_can(monkeypatch)
+    compare_forward(*inputs(1, 1000, 1, 1, 64), tiles_of("documents:0,90,890,950", 1000))
 
 
 @pytest.mark.full

@@ -5,8 +5,11 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from burst_portable.backends.cuda.hopper_configs import forward_cut
 from burst_portable.backends.cuda.hopper_tables import LaunchTable, backward_table, forward_table
-from burst_portable.tiles import Tile, Tiles
+from burst_portable.layout import Segment
+from burst_portable.mask import Mask
+from burst_portable.tiles import Tile, Tiles, find_tiles
 
 SEQ = 700
 CASES = {
@@ -137,3 +140,23 @@ def test_size_follows_the_border_and_not_the_area():
     n = 1 << 17
     table = forward_table(Tiles([Tile(0, n, 0, n, 0, n - 1)]), n, 128, 128, every_block=True)
     assert len(table.numbers) <= (16 + 2) * (n // 128)
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "heads", "warpgroups"),
+    [
+        ("causal", 8192, 32, 3),
+        ("full", 4096, 32, 3),
+        ("causal", 4096, 32, 2),
+        ("window:1024", 8192, 32, 2),
+        ("causal", 8192, 8, 2),
+    ],
+    ids=["long", "whole", "short", "window", "few heads"],
+)
+def test_blocks_are_tall_where_rows_are_long_and_many(mask, length, heads, warpgroups):
+    segment = (Segment(0, length),)
+    tiles = find_tiles(Mask.parse(mask, length), segment, segment)
+    config, table = forward_cut(tiles, length, 64, heads, 132, every_block=True)
+    assert warpgroups == config.W
+    assert table.blocks == -(-length // (64 * warpgroups))
+    assert forward_cut(tiles, length, 128, heads, 132, every_block=True)[0].W == 2

@@ -11,13 +11,21 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from burst_portable.backends.cuda.hopper_configs import (
+    BACKWARD,
+    FORWARD,
+    KEY_BLOCK,
+    BackwardConfig,
+    ForwardConfig,
+    forward_cut,
+)
 from burst_portable.backends.cuda.hopper_launch import Compiled, compiled_kernels, current_stream, on, processors
-from burst_portable.backends.cuda.hopper_tables import LaunchTable, backward_table, forward_table
+from burst_portable.backends.cuda.hopper_tables import LaunchTable, backward_table
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, Options, Problem, Support
 from burst_portable.kernels.whole import added_up
@@ -32,41 +40,17 @@ _TABLES = 256  # launch tables kept
 _L2_SHARE = 8 << 20  # bytes of K and V (backward: Q and dO) that heads running side by side should share in the L2
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardConfig:
-    """Key blocks of BN, NS slots, registers a thread of the two warpgroups."""
-
-    BN: int
-    NS: int
-    REGS: int
-    maxnreg: int
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardConfig:
-    """Query blocks of BM, NQ slots, registers a thread of the two warpgroups."""
-
-    BM: int
-    NQ: int
-    REGS: int
-    maxnreg: int
-
-
-FORWARD = {64: ForwardConfig(128, 2, 240, 168), 128: ForwardConfig(128, 2, 240, 168)}
-BACKWARD = {64: BackwardConfig(128, 2, 240, 168), 128: BackwardConfig(64, 2, 240, 168)}
-"""By head size."""
-
 _LATE = 6  # a program may be so small a part of what a multiprocessor does
 _PLAIN = torch.contiguous_format
 
-QUERY_BLOCK = 128  # of the forward: two warpgroups of 64 rows
-KEY_BLOCK = 128  # of the backward: two warpgroups of 64 keys
+C = TypeVar("C", ForwardConfig, BackwardConfig)
 
 
 @dataclass(frozen=True, slots=True)
-class _OnDevice:
-    """A `hopper_tables.LaunchTable` whose numbers are on the device."""
+class _OnDevice(Generic[C]):
+    """A `hopper_tables.LaunchTable` whose numbers are on the device, and the cut that it is for."""
 
+    config: C
     numbers: Tensor
     made: LaunchTable
     """What else is known of it."""
@@ -82,7 +66,7 @@ class HopperKernel:
     name = "hopper"
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[Hashable, _OnDevice] = OrderedDict()
+        self._tables: OrderedDict[Hashable, _OnDevice[Any]] = OrderedDict()
 
     def supports(self, problem: Problem) -> Support:
         if reason := self._cannot_run(problem):
@@ -127,7 +111,6 @@ class HopperKernel:
         if not tiles or q.numel() == 0:
             return _nothing_seen(q, out_dtype) if state is None else state
         batch, rows, heads, dim = q.shape
-        config = FORWARD[dim]
         fresh = state is None
         if fresh:
             out = torch.empty(batch, rows, heads, dim, dtype=out_dtype, device=q.device)
@@ -135,10 +118,8 @@ class HopperKernel:
             state = (out, lse)
         out, lse = state
         _check_last_stride("lse", lse)
-        table = self._table(
-            ("forward", tiles, rows, dim, fresh, q.device),
-            lambda: forward_table(tiles, rows, QUERY_BLOCK, config.BN, every_block=fresh),
-        )
+        table = self._forward_table(q, tiles, every_block=fresh)
+        config = table.config
         compiled = compiled_kernels()
         group = heads // k.shape[2]
         head_group = _head_group(heads, group, k.shape[1] * dim * 4)
@@ -147,7 +128,7 @@ class HopperKernel:
         with on(q.device):
             stream = current_stream(q.device)
             compiled.forward(
-                (q.device.index, q.dtype, mode, dim),
+                (q.device.index, q.dtype, mode, dim, config.W),
                 (min(items, processors(q.device.index)), 1, 1),
                 (
                     compiled.rows("q", q, 64, dim),
@@ -158,7 +139,7 @@ class HopperKernel:
                     options.scale * _LOG2E, rows, *out.stride()[:3], lse.stride(0), lse.stride(1),
                     items, heads, group, table.blocks, head_group,
                 ),
-                (config.BN, dim, config.NS, mode, config.REGS),
+                (config.BN, dim, config.NS, mode, config.W, config.REGS),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
                 stream,
             )  # fmt: skip
@@ -211,7 +192,7 @@ class HopperKernel:
         table = self._backward_table(q, tiles, k.shape[1]).made
         if table.uneven or _span(table, q, k) * k.shape[2] != q.shape[2]:  # several programs, whose shares are added
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         into = (dq, torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty_like(v, memory_format=_PLAIN))
         self._backward(dout, q, k, v, lse, tiles, options, None, out, into, store=True)
         return into
@@ -231,10 +212,10 @@ class HopperKernel:
         *,
         store: bool,
     ) -> None:
-        """Add to `into`; or, with `store`, add to dq and write dk and dv."""
+        """Add to `into`, or write all three with `store`, where `out` must be given and dq lie in one piece."""
         batch, rows, heads, dim = q.shape
-        config = BACKWARD[dim]
         table = self._backward_table(q, tiles, k.shape[1] if store else 0)
+        config = table.config
         compiled = compiled_kernels()
         group = heads // k.shape[2]
         span = _span(table.made, q, k)
@@ -245,7 +226,9 @@ class HopperKernel:
         dq, dk, dv = into
         with on(q.device):
             stream = current_stream(q.device)
-            minus_lse, minus_delta = _row_terms(compiled, stream, dout, lse, delta, out, options.scale, config.BM, fold)
+            terms = _row_terms(
+                compiled, stream, dout, lse, delta, out, options.scale, config.BM, fold, cleared=dq if store else None
+            )
             compiled.backward(
                 (q.device.index, q.dtype, dim, store),
                 (head_group, table.blocks, batch * units // head_group),
@@ -254,13 +237,12 @@ class HopperKernel:
                     compiled.rows("k", k, 64, dim),
                     compiled.rows("v", v, 64, dim),
                     compiled.rows("dout", dout, config.BM, dim),
-                    compiled.vector(minus_lse, config.BM),
-                    compiled.vector(minus_delta, config.BM),
+                    compiled.vector(terms, config.BM),
                     compiled.rows("dq", dq, 64, 64),
                     compiled.rows("dk", dk, 64, dim),
                     compiled.rows("dv", dv, 64, dim),
                     table.numbers, options.scale, options.scale * _LOG2E,
-                    heads, group, span, head_group,
+                    batch * heads, heads, group, span, head_group,
                 ),
                 (config.BM, dim, config.NQ, fold, int(store), config.REGS),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
@@ -271,21 +253,29 @@ class HopperKernel:
         """The portable kernel's: `numerics.row_delta` in one pass over its two tensors."""
         return _portable().row_delta(dout, out)
 
-    def _backward_table(self, q: Tensor, tiles: Tiles, keys: int) -> _OnDevice:
-        """keys: their length where dk and dv are written, else 0."""
-        rows, dim = q.shape[1], q.shape[3]
+    def _forward_table(self, q: Tensor, tiles: Tiles, *, every_block: bool) -> _OnDevice[ForwardConfig]:
+        batch, rows, heads, dim = q.shape
+        heads *= batch
         return self._table(
-            ("backward", tiles, rows, dim, keys, q.device),
-            lambda: backward_table(tiles, rows, BACKWARD[dim].BM, KEY_BLOCK, every_block_of=keys),
+            ("forward", tiles, rows, dim, heads, every_block, q.device),
+            lambda: forward_cut(tiles, rows, dim, heads, processors(q.device.index), every_block=every_block),
         )
 
-    def _table(self, key: tuple[Any, ...], build: Callable[[], LaunchTable]) -> _OnDevice:
+    def _backward_table(self, q: Tensor, tiles: Tiles, keys: int) -> _OnDevice[BackwardConfig]:
+        """keys: their length where dk and dv are written, else 0."""
+        rows, config = q.shape[1], BACKWARD[q.shape[3]]
+        return self._table(
+            ("backward", tiles, rows, q.shape[3], keys, q.device),
+            lambda: (config, backward_table(tiles, rows, config.BM, KEY_BLOCK, every_block_of=keys)),
+        )
+
+    def _table(self, key: tuple[Any, ...], build: Callable[[], tuple[C, LaunchTable]]) -> _OnDevice[C]:
         """The launch table on the device, from the cache if it is there."""
         found = self._tables.get(key)
         if found is None:
-            table = build()
+            config, table = build()
             numbers = torch.tensor(table.numbers, dtype=torch.int32).to(key[-1])
-            found = self._tables[key] = _OnDevice(numbers, replace(table, numbers=[]))
+            found = self._tables[key] = _OnDevice(config, numbers, replace(table, numbers=[]))
             while len(self._tables) > _TABLES:
                 self._tables.popitem(last=False)
         return found
@@ -301,12 +291,15 @@ def _row_terms(
     scale: float,
     block: int,
     fold: int,
-) -> tuple[Tensor, Tensor]:
-    """(shift - lse / scale, -delta), [B·H, rows and padding]; padded rows get -inf and 0."""
+    cleared: Tensor | None,
+) -> Tensor:
+    """[2·B·H, rows and padding]: shift - lse / scale of each head, then -delta; padded rows get -inf and 0.
+
+    cleared: set to 0 on the way, float32 [B, Sq, Hq, D] in one piece.
+    """
     batch, rows, heads, dim = dout.shape
     padded = -(-(rows + block) // 64) * 64  # a block may begin at the last row
-    minus_lse = torch.empty(batch * heads, padded, dtype=torch.float32, device=dout.device)
-    minus_delta = torch.empty_like(minus_lse)  # one of both, taken apart, costs the host more
+    made = torch.empty(2 * batch * heads, padded, dtype=torch.float32, device=dout.device)
     _check_last_stride("lse", lse)
     if out is not None and out.element_size() not in (2, 4):
         out, delta = None, row_delta(dout, out)
@@ -315,19 +308,20 @@ def _row_terms(
         delta = delta.float()
     source, terms = (dout, delta) if out is None else (out, lse)
     out_strides, dout_strides = compiled.strides("out", source, 4), compiled.strides("dout", dout, 8)
+    clear = cleared is not None
     compiled.prepare(
-        (dout.device.index, dout.dtype, source.dtype, out is None, dim),
+        (dout.device.index, dout.dtype, source.dtype, out is None, dim, clear),
         (padded // 64, batch * heads, 1),
         (
-            source, dout, lse, terms, minus_lse, minus_delta,
-            1.0 / scale, math.log(scale) / scale if fold else 0.0, rows, padded, heads,
+            source, dout, lse, terms, made, cleared if clear else made,
+            1.0 / scale, math.log(scale) / scale if fold else 0.0, rows, padded, heads, batch * heads,
             *out_strides, *dout_strides, *lse.stride()[:2], *terms.stride()[:2],
         ),
-        (out is not None, 64, dim),
+        (out is not None, clear, 64, dim),
         {"num_warps": 4},
         stream,
     )  # fmt: skip
-    return minus_lse, minus_delta
+    return made
 
 
 def _span(table: LaunchTable, q: Tensor, k: Tensor) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burst_portable.backends.cuda.hopper import BACKWARD, FORWARD
+from burst_portable.backends.cuda.hopper_configs import BACKWARD, FORWARD, TALL, ForwardConfig
 from burst_portable.kernels.triton import matrix_descriptors
 
 SHARED_LIMIT = 227 * 1024
@@ -48,20 +48,21 @@ class Report:
 
 
 def builds(head_dims: tuple[int, ...] = (64, 128), dtype: str = "bf16") -> Iterator[Build]:
-    """Forward in its three modes and backward in its two, for each head size."""
+    """Forward in its three modes, in each cut, and backward in its two, for each head size."""
     from burst_portable.backends.cuda import hopper_forward
 
     for dim in head_dims:
-        for mode in (hopper_forward.OUT_16, hopper_forward.OUT_32, hopper_forward.MERGE_32):
-            yield forward_build(dim, mode, dtype)
+        for config in [FORWARD[dim], *([TALL[dim]] if dim in TALL else [])]:
+            for mode in (hopper_forward.OUT_16, hopper_forward.OUT_32, hopper_forward.MERGE_32):
+                yield forward_build(dim, mode, dtype, config)
         for store in (False, True):
             yield backward_build(dim, dtype, store=store)
 
 
-def forward_build(dim: int, mode: int, dtype: str = "bf16") -> Build:
+def forward_build(dim: int, mode: int, dtype: str = "bf16", config: ForwardConfig | None = None) -> Build:
     from burst_portable.backends.cuda import hopper_forward
 
-    config = FORWARD[dim]
+    config = config or FORWARD[dim]
     keys = _rows(config.BN, dim, dtype)
     types = {
         "q_desc": _rows(64, dim, dtype),
@@ -79,10 +80,9 @@ def forward_build(dim: int, mode: int, dtype: str = "bf16") -> Build:
         "lse_sb": "i64",
         "lse_sh": "i64",
     }
-    constants = {"BN": config.BN, "D": dim, "NS": config.NS, "MODE": mode, "REGS": config.REGS}
-    return _build(
-        f"forward D={dim} {dtype} mode {mode}", hopper_forward.forward_kernel, types, constants, config.maxnreg
-    )
+    constants = {"BN": config.BN, "D": dim, "NS": config.NS, "MODE": mode, "W": config.W, "REGS": config.REGS}
+    name = f"forward D={dim} {dtype} mode {mode}{', tall' if config.W == 3 else ''}"
+    return _build(name, hopper_forward.forward_kernel, types, constants, config.maxnreg)
 
 
 def backward_build(dim: int, dtype: str = "bf16", *, store: bool = False) -> Build:
@@ -99,8 +99,7 @@ def backward_build(dim: int, dtype: str = "bf16", *, store: bool = False) -> Bui
         "k_desc": keys,
         "v_desc": keys,
         "do_desc": queries,
-        "l_desc": _vector(config.BM),
-        "d_desc": _vector(config.BM),
+        "term_desc": _vector(config.BM),
         "dq_desc": _rows(64, 64, "fp32"),
         "dk_desc": made,
         "dv_desc": made,
@@ -114,19 +113,23 @@ def backward_build(dim: int, dtype: str = "bf16", *, store: bool = False) -> Bui
     return _build(name, hopper_backward.backward_kernel, types, constants, config.maxnreg)
 
 
-def compile_build(build: Build) -> Report:
-    """Real machine code for sm_90. Raises what Triton raises."""
+def compiled(build: Build) -> Any:
+    """Triton's kernel: real machine code for sm_90. Raises what Triton raises."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    started = time.perf_counter()
     source = GluonASTSource(build.kernel, dict(build.signature), constexprs=dict(build.constants))
     options = {"num_warps": 4, "maxnreg": build.maxnreg}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def compile_build(build: Build) -> Report:
+    """What ptxas says of it. Raises what Triton raises."""
+    started = time.perf_counter()
+    kernel = compiled(build)
     seconds = time.perf_counter() - started
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    said = _ptxas(tools, compiled.asm["ptx"])
+    said = _ptxas(kernel.asm["ptx"])
     usage = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
     registers = re.search(r"Used (\d+) registers", said)
     assert usage is not None, said
@@ -136,11 +139,11 @@ def compile_build(build: Build) -> Report:
         registers=int(registers[1]),
         scratch_bytes=int(usage[1]),
         spill_bytes=int(usage[2]) + int(usage[3]),
-        shared_bytes=compiled.metadata.shared,
-        wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
-        early_releases=_early_releases(compiled.asm["ptx"]),
+        shared_bytes=kernel.metadata.shared,
+        wgmma=kernel.asm["ptx"].count("wgmma.mma_async"),
+        early_releases=_early_releases(kernel.asm["ptx"]),
         warnings=tuple(sorted(set(re.findall(r"C75\d\d[^\n]*", said)))),
-        descriptors=matrix_descriptors.check(compiled.asm["cubin"]),
+        descriptors=matrix_descriptors.check(kernel.asm["cubin"]),
         seconds=seconds,
     )
 
@@ -163,7 +166,10 @@ def _early_releases(ptx: str) -> int:
     return early
 
 
-def _ptxas(tools: Path, ptx: str) -> str:
+def _ptxas(ptx: str) -> str:
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)

@@ -14,7 +14,7 @@ Which query blocks a key block visits stands in an int32 table (see `hopper_tabl
 ones, in one loop.
 
 Shapes: q, dout, dq [B, Sq, Hq, D]; k, v, dk, dv [B, Sk, Hkv, D]. `prepare_kernel` makes the row terms
-[B·Hq, Sq + padding], -LSE and -delta.
+[2·B·Hq, Sq + padding], -LSE of all heads and then -delta.
 """
 
 import triton
@@ -42,15 +42,16 @@ def _tma_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
-@triton.jit(do_not_specialize=["LSE", "DELTA", "LN", "DN", "rows", "padded", "heads", "o_sb", "o_ss", "o_sh", "g_sb", "g_ss", "g_sh", "lse_sb", "lse_sh", "delta_sb", "delta_sh"])  # fmt: skip # noqa: E501
+@triton.jit(do_not_specialize=["LSE", "DELTA", "TERMS", "DQ", "rows", "padded", "heads", "all_heads", "o_sb", "o_ss", "o_sh", "g_sb", "g_ss", "g_sh", "lse_sb", "lse_sh", "delta_sb", "delta_sh"])  # fmt: skip # noqa: E501
 def prepare_kernel(
-    OUT, DOUT, LSE, DELTA, LN, DN, slope: tl.float32, shift: tl.float32,
-    rows: tl.int32, padded: tl.int32, heads: tl.int32,
+    OUT, DOUT, LSE, DELTA, TERMS, DQ, slope: tl.float32, shift: tl.float32,
+    rows: tl.int32, padded: tl.int32, heads: tl.int32, all_heads: tl.int32,
     o_sb: tl.int64, o_ss: tl.int64, o_sh: tl.int64, g_sb: tl.int64, g_ss: tl.int64, g_sh: tl.int64,
     lse_sb: tl.int64, lse_sh: tl.int64, delta_sb: tl.int64, delta_sh: tl.int64,
-    HAS_OUT: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
+    HAS_OUT: tl.constexpr, CLEAR: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    # LN = shift - lse·slope, -inf where a row sees nothing or does not exist (its P is then 0); DN = -delta.
+    # TERMS: shift - lse·slope of every head, -inf where a row sees nothing or does not exist (its P is then 0), and
+    # after them -delta. CLEAR: DQ, float32 in one piece, is set to 0.
     # Strides of out and dout come in units of 4 and 8 elements, so that the compiler knows that they are aligned.
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     bh = tl.program_id(1).to(tl.int64)
@@ -70,8 +71,11 @@ def prepare_kernel(
     lse = tl.load(LSE + b * lse_sb + h * lse_sh + row, mask=inside, other=float("-inf"))
     seen = lse != float("-inf")
     ln = tl.where(seen, shift - lse * slope, float("-inf"))
-    tl.store(LN + bh * padded + row, ln, mask=row < padded)
-    tl.store(DN + bh * padded + row, tl.where(seen, -delta, 0.0), mask=row < padded)
+    tl.store(TERMS + bh * padded + row, ln, mask=row < padded)
+    tl.store(TERMS + (all_heads + bh) * padded + row, tl.where(seen, -delta, 0.0), mask=row < padded)
+    if CLEAR:
+        dq_at = ((b * rows + row.to(tl.int64)) * heads + h)[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(DQ + dq_at, tl.zeros([BM, D], tl.float32), mask=inside[:, None])
 
 
 @gluon.jit
@@ -84,33 +88,22 @@ def _work(table, heads, span, head_group):
 
 @gluon.jit
 def _load_rows(
-    desc,
-    row_desc,
-    b,
-    row,
-    h,
-    bh,
-    ready,
-    empty,
-    rows_sm,
-    vec_sm,
-    it,
-    BM: gl.constexpr,
-    D: gl.constexpr,
-    NQ: gl.constexpr,
-):
+    desc, term_desc, b, row, h, at, ready, empty, rows_sm, terms_sm, it,
+    BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr,
+):  # fmt: skip
+    # queries or dO, and the row terms that go with them
     slot = it % NQ
     mbarrier.wait(empty.index(slot), ((it // NQ) & 1) ^ 1)
-    mbarrier.expect(ready.index(slot), desc.block_type.nbytes + row_desc.block_type.nbytes)
+    mbarrier.expect(ready.index(slot), desc.block_type.nbytes + term_desc.block_type.nbytes)
     view = rows_sm.index(slot)._reinterpret(desc.dtype, [1, BM, 1, D], desc.layout)
     tma.async_copy_global_to_shared(desc, [b, row, h, 0], ready.index(slot), view)
-    tma.async_copy_global_to_shared(row_desc, [bh, row], ready.index(slot), vec_sm.index(slot))
+    tma.async_copy_global_to_shared(term_desc, [at, row], ready.index(slot), terms_sm.index(slot))
 
 
 @gluon.jit
 def _loader(
-    q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
-    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, span, head_group,
+    q_desc, k_desc, v_desc, do_desc, term_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
+    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, all_heads, heads, kv_group, span, head_group,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr,
 ):  # fmt: skip
     b, h, bh, work = _work(table, heads, span, head_group)
@@ -131,8 +124,10 @@ def _loader(
             count = gl.load(runs + 2 * r + 1)
             for i in range(count):
                 row = first + i * BM
-                _load_rows(q_desc, l_desc, b, row, h + g, bh + g, q_rdy, q_emp, q_sm, l_sm, it, BM, D, NQ)
-                _load_rows(do_desc, d_desc, b, row, h + g, bh + g, do_rdy, do_emp, do_sm, d_sm, it, BM, D, NQ)
+                at = bh + g
+                _load_rows(q_desc, term_desc, b, row, h + g, at, q_rdy, q_emp, q_sm, l_sm, it, BM, D, NQ)
+                at += all_heads
+                _load_rows(do_desc, term_desc, b, row, h + g, at, do_rdy, do_emp, do_sm, d_sm, it, BM, D, NQ)
                 it += 1
 
 
@@ -327,11 +322,11 @@ def _worker(
 
 
 # Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
-@gluon.jit(do_not_specialize=["table", "heads", "kv_group", "span", "head_group"])
+@gluon.jit(do_not_specialize=["table", "all_heads", "heads", "kv_group", "span", "head_group"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, dq_desc, dk_desc, dv_desc, table,
+    q_desc, k_desc, v_desc, do_desc, term_desc, dq_desc, dk_desc, dv_desc, table,
     scale: gl.float32, qk_scale: gl.float32,
-    heads: gl.int32, kv_group: gl.int32, span: gl.int32, head_group: gl.int32,
+    all_heads: gl.int32, heads: gl.int32, kv_group: gl.int32, span: gl.int32, head_group: gl.int32,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -341,8 +336,8 @@ def backward_kernel(
     do_sm = gl.allocate_shared_memory(dtype, [NQ, BM, D], tile)
     k_sm = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
     v_sm = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
-    l_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], l_desc.layout)
-    d_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], d_desc.layout)
+    l_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], term_desc.layout)
+    d_sm = gl.allocate_shared_memory(gl.float32, [NQ, 1, BM], term_desc.layout)
     ds_sm = gl.allocate_shared_memory(dtype, [4, BM, 64], tile)
     dq_sm = gl.allocate_shared_memory(gl.float32, [2, 64, 64], wide)
     bl: gl.constexpr = mbarrier.MBarrierLayout()
@@ -375,7 +370,7 @@ def backward_kernel(
         (_worker, (1, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
                    scale, qk_scale, heads, kv_group, span, head_group, BM, D, NQ, FOLD, STORE)),
-        (_loader, (q_desc, k_desc, v_desc, do_desc, l_desc, d_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
-                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, heads, kv_group, span, head_group, BM, D, NQ)),
+        (_loader, (q_desc, k_desc, v_desc, do_desc, term_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
+                   kv_rdy, q_rdy, do_rdy, q_emp, do_emp, all_heads, heads, kv_group, span, head_group, BM, D, NQ)),
         (_adder, (dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, span, head_group, BM, D)),
     ], [4, 1, 1], [REGS, 24, 24])  # fmt: skip

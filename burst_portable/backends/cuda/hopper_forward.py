@@ -1,6 +1,6 @@
-"""Forward attention for Hopper (sm_90) in Gluon: a load warp and two warpgroups of 64 query rows each.
+"""Forward attention for Hopper (sm_90) in Gluon: a load warp and W warpgroups of 64 query rows each.
 
-A work item is one block of up to 128 query rows of one head. One program a multiprocessor stays and takes items off a
+A work item is one block of up to 64·W query rows of one head. One program a multiprocessor stays and takes items off a
 counter, so that the loads of an item run beside the end of the one before, and nobody waits for a longer row. Per
 key block, a warpgroup starts Q·Kᵀ of the next block and P·V of this one together, and does the softmax of the next
 while the tensor cores work::
@@ -40,6 +40,12 @@ _BEHIND = gl.constexpr(8.0)
 
 
 @gluon.jit
+def _program():
+    # Read where it is used: left alone, the compiler reads it once for all warps and keeps it in memory until then.
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _item(t, table, heads, blocks, head_group):
     # number -> batch, head, row of the work table: groups of heads whose K/V share the L2, long rows first
     per_group = blocks * head_group
@@ -71,10 +77,11 @@ def _load_pair(
 
 
 @gluon.jit
-def _load_halves(desc, b, row, h, ready, buffer, D: gl.constexpr):
-    # both warpgroups' 64 rows behind one barrier
-    mbarrier.expect(ready, 2 * desc.block_type.nbytes)
-    for w in gl.static_range(2):
+def _load_parts(desc, b, row, h, ready, buffer, D: gl.constexpr):
+    # each warpgroup's 64 rows, all behind one barrier
+    W: gl.constexpr = buffer.shape[0]
+    mbarrier.expect(ready, W * desc.block_type.nbytes)
+    for w in gl.static_range(W):
         view = buffer.index(w)._reinterpret(desc.dtype, [1, 64, 1, D], desc.layout)
         tma.async_copy_global_to_shared(desc, [b, row + 64 * w, h, 0], ready, view)
 
@@ -88,7 +95,7 @@ def _producer(
 ):  # fmt: skip
     it = 0
     turn = 0
-    t = gl.program_id(0)
+    t = _program()
     while t < items:
         b, h, work = _item(t, table, heads, blocks, head_group)
         kv = h // kv_group
@@ -101,7 +108,7 @@ def _producer(
         mbarrier.wait(k_emp.index(slot), phase)  # free before the queries' place is
         _load(k_desc, b, first, kv, k_rdy.index(slot), k_sm.index(slot), BN, D)
         mbarrier.wait(q_emp, (turn & 1) ^ 1)
-        _load_halves(q_desc, b, row0, h, q_rdy, q_sm, D)
+        _load_parts(q_desc, b, row0, h, q_rdy, q_sm, D)
         mbarrier.wait(v_emp.index(slot), phase)
         _load(v_desc, b, first, kv, v_rdy.index(slot), v_sm.index(slot), BN, D)
         it += 1
@@ -114,13 +121,13 @@ def _producer(
                     # the running out, as soon as its place is free: when the item's first block has begun
                     if it == start + NS - 1:
                         mbarrier.wait(o_emp, (turn & 1) ^ 1)
-                        _load_halves(o_desc, b, row0, h, o_rdy, o_sm, D)
+                        _load_parts(o_desc, b, row0, h, o_rdy, o_sm, D)
                 _load_pair(k_desc, v_desc, b, col + i * BN, kv, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, BN, D, NS)
                 it += 1
         if MODE == _MERGE_32:  # noqa: SIM102
             if it <= start + NS - 1:
                 mbarrier.wait(o_emp, (turn & 1) ^ 1)
-                _load_halves(o_desc, b, row0, h, o_rdy, o_sm, D)
+                _load_parts(o_desc, b, row0, h, o_rdy, o_sm, D)
         # which item comes next, for the warpgroups as well: whoever is free takes it
         t = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
         mbarrier.wait(t_emp.index(turn & 1), ((turn >> 1) & 1) ^ 1)
@@ -227,7 +234,7 @@ def _consumer(
     dtype: gl.constexpr = q_sm.dtype
     q = q_sm.index(WG)
     part = o_sm.index(WG)
-    t = gl.program_id(0)
+    t = _program()
     b, h, work = _item(t, table, heads, blocks, head_group)
     row0 = gl.load(work) + 64 * WG
     stop = gl.load(work + 6)
@@ -285,7 +292,7 @@ def _consumer(
         mbarrier.wait(t_rdy.index(turn & 1), (turn >> 1) & 1)
         t = gl.sum(t_sm.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
         mbarrier.arrive(t_emp.index(turn & 1), count=1)
-        b, h, work = _item(gl.minimum(t, items - 1), table, heads, blocks, head_group)
+        b, h, work = _item(gl.where(t < items, t, 0), table, heads, blocks, head_group)
         row0 = gl.load(work) + 64 * WG
         stop = gl.load(work + 6)
         col, k_start, k_stop, q_start, q_stop, lo, hi, all_seen = _entry(work + 8)
@@ -319,16 +326,16 @@ def forward_kernel(
     qk_scale: gl.float32, Sq: gl.int32, o_sb: gl.int64, o_ss: gl.int64, o_sh: gl.int64,
     lse_sb: gl.int64, lse_sh: gl.int64,
     items: gl.int32, heads: gl.int32, kv_group: gl.int32, blocks: gl.int32, head_group: gl.int32,
-    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, REGS: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, W: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     out_tile: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128, element_bitwidth=o_desc.dtype.primitive_bitwidth, rank=2)  # fmt: skip
-    q_sm = gl.allocate_shared_memory(dtype, [2, 64, D], tile)
+    q_sm = gl.allocate_shared_memory(dtype, [W, 64, D], tile)
     k_sm = gl.allocate_shared_memory(dtype, [NS, BN, D], tile)
     v_sm = gl.allocate_shared_memory(dtype, [NS, BN, D], tile)
-    o_sm = gl.allocate_shared_memory(o_desc.dtype, [2, 64, D], out_tile)
+    o_sm = gl.allocate_shared_memory(o_desc.dtype, [W, 64, D], out_tile)
     t_sm = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bl: gl.constexpr = mbarrier.MBarrierLayout()
     q_rdy = gl.allocate_shared_memory(gl.int64, [1], bl)
@@ -343,28 +350,47 @@ def forward_kernel(
     t_emp = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
     for i in gl.static_range(2):
         mbarrier.init(t_rdy.index(i), count=1)
-        mbarrier.init(t_emp.index(i), count=2)
+        mbarrier.init(t_emp.index(i), count=W)
     mbarrier.init(q_rdy, count=1)
-    mbarrier.init(q_emp, count=2)
+    mbarrier.init(q_emp, count=W)
     mbarrier.init(o_rdy, count=1)
-    mbarrier.init(o_emp, count=2)
+    mbarrier.init(o_emp, count=W)
     for i in gl.static_range(NS):
         mbarrier.init(k_rdy.index(i), count=1)
         mbarrier.init(v_rdy.index(i), count=1)
-        mbarrier.init(k_emp.index(i), count=2)
-        mbarrier.init(v_emp.index(i), count=2)
+        mbarrier.init(k_emp.index(i), count=W)
+        mbarrier.init(v_emp.index(i), count=W)
     fence_async_shared()
     # The argument tuples stand inline: a local variable would turn their constants into tensors.
-    gl.warp_specialize([
-        (_consumer, (0, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
-                     q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                     qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
-                     BN, D, NS, MODE)),
-        (_consumer, (1, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
-                     q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                     qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
-                     BN, D, NS, MODE)),
-        (_producer, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
-                     q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                     counter, items, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
-    ], [4, 1], [REGS, 32])  # fmt: skip
+    if W == 2:
+        gl.warp_specialize([
+            (_consumer, (0, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+                         q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                         qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                         BN, D, NS, MODE)),
+            (_consumer, (1, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+                         q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                         qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                         BN, D, NS, MODE)),
+            (_producer, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
+                         q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                         counter, items, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
+        ], [4, 1], [REGS, 32])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (0, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+                         q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                         qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                         BN, D, NS, MODE)),
+            (_consumer, (1, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+                         q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                         qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                         BN, D, NS, MODE)),
+            (_consumer, (2, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+                         q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                         qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                         BN, D, NS, MODE)),
+            (_producer, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
+                         q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                         counter, items, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
+        ], [4, 4, 1], [REGS, REGS, 32])  # fmt: skip

@@ -108,8 +108,11 @@ class _Language(_OnMachine):
         return Tile(plain(x).reshape(tuple(shape)))
 
     @staticmethod
-    def where(condition: Tile, a: Any, b: Any) -> Tile:
-        return Tile(torch.where(plain(condition), plain(a), plain(b)))
+    def where(condition: Any, a: Any, b: Any) -> Any:
+        condition = plain(condition)
+        if isinstance(condition, torch.Tensor):
+            return Tile(torch.where(condition, plain(a), plain(b)))
+        return a if condition else b
 
     @staticmethod
     def max(x: Tile, axis: int) -> Tile:
@@ -120,8 +123,9 @@ class _Language(_OnMachine):
         total = plain(x).sum(axis, dtype=plain(x).dtype)
         return Tile(total) if total.dim() else total.item()
 
-    @staticmethod
-    def inline_asm_elementwise(asm: str, constraints: str, args: Sequence[Tile], *, dtype: Any, **_: Any) -> Tile:
+    def inline_asm_elementwise(self, asm: str, constraints: str, args: Sequence[Tile], *, dtype: Any, **_: Any) -> Any:
+        if "%ctaid.x" in asm:
+            return self.program_id(0)
         if "mul.f32" in asm:  # whether a warp jumps over its products makes no difference
             return Tile(plain(args[0]) * plain(args[1]))
         assert asm.startswith("cvt.rn."), f"an instruction that is not emulated: {asm}"

@@ -173,6 +173,10 @@ class Shared:
     def dtype(self) -> Any:
         return GLUON[self.threads.dtype]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.threads.shape)
+
     def _both(self, view: Callable[[Tensor], Tensor]) -> Shared:
         return Shared(view(self.threads), view(self.engines), self._fence)
 
