@@ -11,7 +11,6 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from burst_portable import numerics
 from burst_portable.autocast import as_autocast_would, own_precision
 from burst_portable.autograd import Call, apply
 from burst_portable.backends.registry import choose_kernel, for_device
@@ -32,8 +31,8 @@ from burst_portable.kernels import contract
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh
+from burst_portable.messages import Inboxes, inboxes
 from burst_portable.numerics import State, finished
-from burst_portable.packets import Inboxes, inboxes
 from burst_portable.planning import plan as plan
 from burst_portable.runtime import PlainRuntime
 from burst_portable.strategies.base import Strategy
@@ -187,9 +186,9 @@ def _prepare(
         forward=said.of_pass("forward"),
         backward=said.of_pass("backward"),
         inboxes=(room.forward, room.backward),
-        by_out=plan.backward.side == "kv" and getattr(chosen.kernel, "in_pieces", False),
+        by_out=plan.backward.side == "kv" and contract.takes_pieces(chosen.kernel),
         with_lse=with_lse,
-        row_delta=getattr(chosen.kernel, "row_delta", numerics.row_delta),
+        row_delta=contract.row_delta_of(chosen.kernel),
     )
 
 

@@ -30,7 +30,7 @@ class Call:
     options: Options
     forward: Statement
     backward: Statement
-    inboxes: tuple[int, int] = (0, 0)  # bytes that a rank gets from another, forward and backward: see `packets`
+    inboxes: tuple[int, int] = (0, 0)  # bytes that a rank gets from another, forward and backward: see `messages`
     by_out: bool = False  # whether backward kernels are given out in place of delta
     with_lse: bool = True  # whether LSE is asked for: where heads are resharded, it travels
     row_delta: Callable[[Tensor, Tensor], Tensor] = numerics.row_delta  # or the kernel's own, in one pass

@@ -124,7 +124,7 @@ def choose(
 
 def plan_for_kernel(plan: Plan, kernel: contract.Kernel) -> Plan:
     """A plan as this kernel is best given it: rows of head shards as they come, if it takes any tiles in one launch."""
-    return in_rank_order(plan) if plan.reshard and not getattr(kernel, "in_pieces", False) else plan
+    return in_rank_order(plan) if plan.reshard and not contract.takes_pieces(kernel) else plan
 
 
 def _plan(

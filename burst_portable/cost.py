@@ -14,8 +14,8 @@ from itertools import pairwise
 from math import inf, log
 
 from burst_portable import handling
+from burst_portable.messages import head_fields, row_size
 from burst_portable.moves import Move
-from burst_portable.packets import head_fields, row_size
 from burst_portable.plans import PASSES, Compute, PassName, PassPlan, Plan, Problem, Step
 
 Curve = tuple[tuple[int, float], ...]

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from burst_portable.comm.base import Handle
 from burst_portable.kernels.contract import Gradients, Options
+from burst_portable.messages import Field, fields, message_size
 from burst_portable.moves import Move
 from burst_portable.numerics import State, accumulation_dtype, empty_state
-from burst_portable.packets import Field, fields, message_size
 from burst_portable.plans import PassPlan, Step
 from burst_portable.runtime import Runtime
 
@@ -33,7 +33,7 @@ def run_forward(
     In the dtypes that the kernel keeps while it merges: see `numerics.finished`. q is ``[B, S, Hq, D]``; k and v,
     ``[B, S', Hkv, D]`` and ``[B, S', Hkv, Dv]``, are this rank's own; those of others come as the plan says.
     """
-    blocks = _Exchange(part, rank, runtime, (k, v), q.dtype, backward=False)
+    blocks = _Blocks(part, rank, runtime, (k, v), q.dtype, backward=False)
     state: State | None = None
     for step in part.steps_of(rank):
         blocks.begin(step)
@@ -65,7 +65,7 @@ def run_backward(
     dq, dk, dv = (torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v))
     travels_kv = part.side == "kv"
     own_block, own_gradients = ((k, v), (dk, dv)) if travels_kv else ((q, dout, lse, delta), (dq,))
-    blocks = _Exchange(part, rank, runtime, own_block, q.dtype, backward=True)
+    blocks = _Blocks(part, rank, runtime, own_block, q.dtype, backward=True)
     results = _Results(blocks, own_gradients)
     for step in part.steps_of(rank):
         blocks.begin(step)
@@ -84,7 +84,7 @@ def run_backward(
     return dq, dk, dv
 
 
-class _Exchange:
+class _Blocks:
     """The blocks of one pass: this rank's own, and the foreign ones that are here or on their way.
 
     Blocks that are needed together come into one buffer, one after the other.
@@ -196,7 +196,7 @@ class _Exchange:
 class _Results:
     """Gradients of the travelling side: our own, and those made here of foreign blocks."""
 
-    def __init__(self, blocks: _Exchange, own: Views) -> None:
+    def __init__(self, blocks: _Blocks, own: Views) -> None:
         self._blocks, self._own = blocks, own
         self._made: dict[int, Tensor] = {}
         results = [m for step in blocks.part.steps_of(blocks.rank) for m in step.result_sends]

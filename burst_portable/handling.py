@@ -12,14 +12,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from burst_portable.layout import Layout
+from burst_portable.messages import head_fields
 from burst_portable.moves import Move
-from burst_portable.packets import head_fields
 from burst_portable.plans import Compute, PassName, PassPlan, Plan
 
 Size = Callable[[Move], int]
 """Bytes of a message."""
 
-_PACKED = 2  # a message is read and written once: `executor._Exchange._outgoing`
+_PACKED = 2  # a message is read and written once: `executor._Blocks._outgoing`
 _ADDED = 3  # a message of gradients that came is read and added to as many bytes: `executor._Results._add`
 _MADE = 3  # room for gradients is zeroed, then read and written by the kernel: `executor._Results.accumulators`
 _COPIED = 2  # read and written once

@@ -24,8 +24,8 @@ from torch import Tensor
 from burst_portable.comm.base import Exchange, Message, Transport
 from burst_portable.heads import Span
 from burst_portable.layout import Layout
+from burst_portable.messages import Field, head_room
 from burst_portable.numerics import accumulation_dtype
-from burst_portable.packets import Field, head_room
 from burst_portable.plans import Plan
 
 _RUNS = 64  # that are put together one by one

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mask", "layout"),
     ("boxes", "tiles", "moves", "heads"),
     ("plans",),
-    ("packets",),
+    ("messages",),
     ("handling",),
     ("cost", "verify"),
     ("backends.base", "comm.base", "kernels"),  # the contracts: a backend names its kernels and its transports
@@ -45,7 +45,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
     *("errors", "config", "values", "files", "mask", "layout", "boxes", "tiles", "moves", "heads"),
-    *("plans", "packets", "handling", "cost", "verify", "strategies", "planning"),
+    *("plans", "messages", "handling", "cost", "verify", "strategies", "planning"),
 )
 PURE_NEVER = ("torch", "numpy", "triton", "transformers")
 

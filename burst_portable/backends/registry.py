@@ -141,9 +141,11 @@ def rates_of(backend: Backend, ranks: int, kernel: Kernel | None = None) -> Rate
 
     `kernel` is what will compute, where that is known.
     """
+    from burst_portable.kernels.contract import takes_pieces
+
     measured = getattr(backend, "measured_rates", None)
     rates: Rates | None = measured(ranks, kernel.name if kernel else "") if measured else None
-    return replace(rates or backend.capabilities.rates, in_pieces=getattr(kernel, "in_pieces", False))
+    return replace(rates or backend.capabilities.rates, in_pieces=takes_pieces(kernel))
 
 
 def peaks_of(backend: Backend, dtype: str) -> Peaks:

@@ -26,11 +26,11 @@ def compare_accounts(group: dist.ProcessGroup, mine: str) -> str:
     """
     ranks = dist.get_process_group_ranks(group)
     place = f"{mine[:_LONGEST]} [group {group.group_name}: {_few(ranks)}]"
-    exchange = _Exchange(ranks, place)
+    asking = _Asking(ranks, place)
     # A store blocks for minutes where its host is stopped: then what it said so far is all.
-    exchange.thread.wake(exchange)
-    exchange.over.wait(_PATIENCE + 1)
-    told = exchange.told
+    asking.thread.wake(asking)
+    asking.over.wait(_PATIENCE + 1)
+    told = asking.told
     if not told:
         return ""
     others = [(r, told.get(global_rank, "")) for r, global_rank in enumerate(ranks) if global_rank != dist.get_rank()]
@@ -39,14 +39,14 @@ def compare_accounts(group: dist.ProcessGroup, mine: str) -> str:
     return "; ".join([*heard, *([f"nothing is heard of {_few(silent)}"] if silent else [])])
 
 
-class _Exchange:
+class _Asking:
     """Leaves this rank's word, and fills `told` with what is in the store, by global rank."""
 
     def __init__(self, ranks: list[int], text: str) -> None:
         self._ranks, self._text = ranks, text
         self.told: dict[int, str] = {}
         self.over = threading.Event()
-        self.thread = Background(self, _Exchange._run, "accounts of a fault")
+        self.thread = Background(self, _Asking._run, "accounts of a fault")
 
     def _run(self) -> None:
         """Until all have spoken or patience ends."""

@@ -16,12 +16,14 @@ The accumulation dtype is float32 (float64 for float64); see `numerics`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from burst_portable import numerics
 from burst_portable.numerics import State
 from burst_portable.tiles import Tiles
 
@@ -83,12 +85,12 @@ class Support(NamedTuple):
 class Kernel(Protocol):
     """One provider of local attention.
 
-    It may have more, which saves time and changes nothing:
+    It may have more, which saves time and changes nothing; nobody asks for these but the functions named here:
 
-    - `row_delta`, as `numerics.row_delta` but faster;
-    - `attend_whole` and `gradients`, as in `kernels.whole`;
+    - `row_delta`, as `numerics.row_delta` but faster: `row_delta_of`;
+    - `attend_whole` and `gradients`: `kernels.whole`;
     - `in_pieces`, true where it calls an operator on pieces and merges what those give in passes of their own: `auto`
-      prices that, and rows of several ranks are put in order for it, so that there are few pieces.
+      prices that, and rows of several ranks are put in order for it, so that there are few pieces; `takes_pieces`.
     """
 
     @property
@@ -133,3 +135,14 @@ class Kernel(Protocol):
 
         Exactly one of `delta` and `out` is given; lse, delta and out are global.
         """
+
+
+def takes_pieces(kernel: Kernel | None) -> bool:
+    """Whether it calls an operator on pieces: `in_pieces`, which few kernels have."""
+    return bool(getattr(kernel, "in_pieces", False))
+
+
+def row_delta_of(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
+    """Its own `row_delta`, or that of `numerics`."""
+    found: Callable[[Tensor, Tensor], Tensor] = getattr(kernel, "row_delta", numerics.row_delta)
+    return found

@@ -11,10 +11,9 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from burst_portable import numerics
 from burst_portable.errors import BackendUnavailableError, explain
 from burst_portable.kernels import whole
-from burst_portable.kernels.contract import Gradients, Kernel, Options, Problem, Support
+from burst_portable.kernels.contract import Gradients, Kernel, Options, Problem, Support, row_delta_of, takes_pieces
 from burst_portable.numerics import State
 from burst_portable.tiles import Tiles
 
@@ -53,7 +52,7 @@ class LazyKernel:
     @property
     def in_pieces(self) -> bool:
         """See `kernels.contract.Kernel`; asked of a kernel that serves."""
-        return bool(getattr(self._real(), "in_pieces", False))
+        return takes_pieces(self._real())
 
     def supports(self, problem: Problem) -> Support:
         """Raises `BackendUnavailableError` for a package that is broken: it is there, so somebody counts on it."""
@@ -117,5 +116,4 @@ class LazyKernel:
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
         """The kernel's own where it has one."""
-        found: Tensor = getattr(self._real(), "row_delta", numerics.row_delta)(dout, out)
-        return found
+        return row_delta_of(self._real())(dout, out)

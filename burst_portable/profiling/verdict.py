@@ -11,7 +11,7 @@ from typing import Any
 
 from burst_portable.profiling import advice as change
 from burst_portable.profiling.contention import contended
-from burst_portable.profiling.units import percent, time_text
+from burst_portable.profiling.units import percent, scaled, time_text
 
 PASSES = ("forward", "backward")
 _WORTH = 0.03  # of a rank's time: what is less is not worth a verdict
@@ -188,8 +188,8 @@ def _speeds(report: dict[str, Any], pair: tuple[int, int]) -> str:
     others = [s for p, s in speeds.items() if p != pair and s]
     if not speeds[pair]:
         return "how fast it is was not seen"
-    mine = f"{speeds[pair] / 1e6:.3g} MB/s"
-    return f"it brings {mine}, others {median(others) / 1e6:.3g} MB/s" if others else f"it brings {mine}"
+    mine = scaled(speeds[pair], "B/s")
+    return f"it brings {mine}, others {scaled(median(others), 'B/s')}" if others else f"it brings {mine}"
 
 
 def _late(report: dict[str, Any]) -> list[Loss]:

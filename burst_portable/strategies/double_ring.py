@@ -24,8 +24,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from burst_portable.messages import row_size
 from burst_portable.moves import DoubleRing, Side
-from burst_portable.packets import row_size
 from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.base import Traits, check_divides, check_inner, check_name, ring_plan
 

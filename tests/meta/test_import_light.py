@@ -43,7 +43,7 @@ def test_import_loads_nothing_heavy():
         "tiles",
         "moves",
         "plans",
-        "packets",
+        "messages",
         "handling",
         "cost",
         "verify",

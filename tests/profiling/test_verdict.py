@@ -11,7 +11,7 @@ import burst_portable as bp
 from burst_portable.profiling.alternatives import layouts
 from burst_portable.profiling.analyze import analyze
 from burst_portable.profiling.record import RankRecords
-from burst_portable.profiling.verdict import losses_of
+from burst_portable.profiling.verdict import _speeds, losses_of
 from burst_portable.strategies.ring import RingStrategy
 from tests.profiling.made import Maker
 
@@ -113,6 +113,12 @@ def test_a_link_as_fast_as_the_others_is_not_slow_though_it_is_waited_for(others
     first, second = ((link["source"], link["target"]) for link in report["links"])
     causes[second]["waited"] = {who: lost // 10 for who, lost in causes[second]["waited"].items()}
     assert losses_of(report)[0]["kind"] == kind, causes[first]
+
+
+def test_what_a_slow_link_brings_is_told_in_a_unit_that_fits():
+    links = [{"source": 0, "target": 1, "bytes_per_second": 12_500_000_000}]
+    links.append({"source": 1, "target": 0, "bytes_per_second": 45_000_000_000})
+    assert _speeds({"links": links}, (0, 1)) == "it brings 12.5 GB/s, others 45 GB/s"
 
 
 def test_exposed_communication_and_the_side_that_travels_less():

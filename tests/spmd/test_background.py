@@ -73,7 +73,7 @@ def accounts():
     module.dist.group = SimpleNamespace(WORLD=SimpleNamespace(get_group_store=lambda: store))
     module._POLL = 0.001
     store = SimpleNamespace(set=print, check=look)
-    exchange = module._Exchange([0, 1], "")
+    exchange = module._Asking([0, 1], "")
     exchange.thread.wake(exchange)
     return exchange
 

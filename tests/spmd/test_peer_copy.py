@@ -15,7 +15,7 @@ from burst_portable.conformance.exchanges import JOBS
 from burst_portable.conformance.tolerances import judge
 from burst_portable.cost import Rates, plan_cost
 from burst_portable.errors import CommunicationError, DeadlineError, UnsupportedError
-from burst_portable.packets import inboxes
+from burst_portable.messages import inboxes
 from tests.spmd.attention import expected, make_inputs, on_one_rank
 from tests.spmd.thread_peers import ThreadPeers, World, run_peers
 
