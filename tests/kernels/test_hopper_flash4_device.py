@@ -12,7 +12,8 @@ from burst_portable.kernels.whole import attend_whole, gradients
 from tests.kernels.flash4_cases import OPTIONS, box, causal, compare_whole, inputs
 from tests.kernels.hopper_cases import gap, tiles_of
 
-pytestmark = pytest.mark.device
+# The package warns, once a compiled kernel, of an argument of its own.
+pytestmark = [pytest.mark.device, pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning")]
 NAME = "hopper+flash-attn-4"
 
 
