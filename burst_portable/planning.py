@@ -10,10 +10,11 @@ from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import OF_DOCUMENTS, Layout, make_layout, suited
 from burst_portable.mask import Mask
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.auto import AutoStrategy, as_time
+from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import NAMES as STRATEGIES
 from burst_portable.strategies.registry import make_strategy
+from burst_portable.units import seconds_text
 from burst_portable.values import size
 
 LARGEST_HEAD = 1024  # no device's kernels take heads near that size
@@ -75,7 +76,9 @@ def planned_with_layout(strategy: Strategy, problem: Problem) -> Plan:
     made = tried[best][1]
     if len(tried) == 1:  # as on one rank
         return made
-    told = ", ".join(f"{name} {as_time(tried[name][0])}" for name in sorted(tried, key=lambda name: tried[name][0]))
+    told = ", ".join(
+        f"{name} {seconds_text(tried[name][0])}" for name in sorted(tried, key=lambda name: tried[name][0])
+    )
     return replace(made, reason="; ".join(filter(None, (f"layout {best} by predicted time ({told})", made.reason))))
 
 

@@ -20,7 +20,7 @@ PACKAGE = "burst_portable"
 # From low to high. A module may import its own layer and those below. A name stands for a module and for all
 # that lies under it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "config", "values", "compiling", "autocast", "background"),
+    ("errors", "config", "values", "units", "compiling", "autocast", "background"),
     ("numerics", "files"),
     ("mask", "layout"),
     ("boxes", "tiles", "moves", "heads"),
@@ -44,7 +44,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
-    *("errors", "config", "values", "files", "mask", "layout", "boxes", "tiles", "moves", "heads"),
+    *("errors", "config", "values", "units", "files", "mask", "layout", "boxes", "tiles", "moves", "heads"),
     *("plans", "messages", "handling", "cost", "verify", "strategies", "planning"),
 )
 PURE_NEVER = ("torch", "numpy", "triton", "transformers")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr, table
-from burst_portable.cli.units import bytes_text
 from burst_portable.errors import BackendUnavailableError, InputError, explain
+from burst_portable.units import bytes_text
 
 if TYPE_CHECKING:
     from burst_portable.kernels.triton.compile import Record

@@ -11,8 +11,8 @@ from rich.text import Text
 from burst_portable.cli.drawing import LABELS, SEVERAL, Cell, owners, score_matrix, several
 from burst_portable.cli.output import labelled, table
 from burst_portable.cli.plan_facts import Facts
-from burst_portable.cli.units import bytes_text, flops_text, percent, seconds_text
 from burst_portable.plans import TRAVELS, Plan
+from burst_portable.units import bytes_text, percent, scaled, seconds_text
 
 # Of middling lightness: to be read on a light and on a dark ground, and with white digits on them.
 _COLOURS = ("#2f6fde", "#c8690f", "#17855c", "#b5469e", "#0d8499", "#d2453f", "#8f7500", "#7a5fd0")
@@ -171,7 +171,7 @@ def _max_mean(key: str, text: Any) -> Any:
 
 
 _COST_ROWS = {
-    "FLOPs a rank, max / mean": _max_mean("flops", flops_text),
+    "FLOPs a rank, max / mean": _max_mean("flops", lambda x: scaled(x, "FLOP")),
     "imbalance (max / mean)": lambda part: f"{part['imbalance']:.3f}",
     "sent by a rank, max / mean": _max_mean("sent_bytes", bytes_text),
     "came to a rank, max / mean": _max_mean("received_bytes", bytes_text),

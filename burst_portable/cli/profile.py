@@ -63,7 +63,7 @@ def compare(
     from burst_portable.profiling.report import Report
     from burst_portable.profiling.report.compare import compare as changes_of
     from burst_portable.profiling.report.tables import NAMES
-    from burst_portable.profiling.units import time_text
+    from burst_portable.units import time_text
 
     changes = changes_of(Report.load(before).data, Report.load(after).data, threshold)
     worse = [NAMES.get(c.name, c.name) for c in changes if c.worse]
@@ -102,7 +102,7 @@ def trace(
     from burst_portable.profiling.partition import FIELDS
     from burst_portable.profiling.report.tables import NAMES
     from burst_portable.profiling.traces import read_trace
-    from burst_portable.profiling.units import percent, time_text
+    from burst_portable.units import percent, time_text
 
     found = [read_trace(file) for file in files]
     if as_json:

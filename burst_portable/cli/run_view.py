@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from burst_portable.cli.output import console, table
-from burst_portable.cli.units import bytes_text, flops_text, percent, seconds_text
+from burst_portable.units import bytes_text, percent, scaled, seconds_text
 
 if TYPE_CHECKING:
     from burst_portable.cli.training.prepare import Prepared
@@ -128,8 +128,8 @@ def utilisation_text(facts: dict[str, Any]) -> str:
     """What the model FLOP utilisation is the share of; empty where it is not known."""
     if facts["model_flop_utilisation"] is None:
         return ""
-    peak, needed = facts["peak"], flops_text(facts["model_flops_per_step"])
-    most = f"{facts['world_size']} x {flops_text(peak['flops'])}/s in {peak['dtype']} ({peak['source']})"
+    peak, needed = facts["peak"], scaled(facts["model_flops_per_step"], "FLOP")
+    most = f"{facts['world_size']} x {scaled(peak['flops'], 'FLOP/s')} in {peak['dtype']} ({peak['source']})"
     return f"{needed} that the model needs for a {_unit(facts['mode'] == 'perplexity')}, over what {most} do meanwhile"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from burst_portable.plans import PASSES
-from burst_portable.profiling.units import scaled
+from burst_portable.units import bytes_text
 
 _BETTER = 0.95  # of what is there: an alternative that saves less is not worth naming
 _LATENCY = 0.5  # of a link's planned time: messages are too small to be worth their way
@@ -89,5 +89,5 @@ def _chunk(report: Report) -> str:
     link, received = (sum(one.get(key, 0.0) for one in planned) for key in ("link_seconds", "received"))
     if not link or received / (plan["rates"]["gbps"] * 1e9) > (1 - _LATENCY) * link:
         return ""
-    mean = scaled(size / messages, "B")
+    mean = bytes_text(size / messages)
     return f"send larger messages: of {mean} each, latency costs more than bytes; more tokens a rank, or fewer ranks"

@@ -11,7 +11,7 @@ from typing import Any
 
 from burst_portable.profiling import advice as change
 from burst_portable.profiling.contention import contended
-from burst_portable.profiling.units import percent, scaled, time_text
+from burst_portable.units import percent, scaled, time_text
 
 PASSES = ("forward", "backward")
 _WORTH = 0.03  # of a rank's time: what is less is not worth a verdict

@@ -22,6 +22,7 @@ from burst_portable.strategies.double_ring import DoubleRingStrategy
 from burst_portable.strategies.ring import RingStrategy
 from burst_portable.strategies.ulysses import UlyssesStrategy, possible_groups
 from burst_portable.tiles import BlockPairs
+from burst_portable.units import seconds_text
 
 DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
 """A present-day accelerator, used where no backend says better."""
@@ -63,7 +64,9 @@ class AutoStrategy:
         least = min(round(time, 7) for time in seconds.values())
         alike = [label for label, time in seconds.items() if round(time, 7) == least]
         best = alike[0] if len(alike) == 1 else min(alike, key=lambda label: self._sent(plans[label]))
-        told = ", ".join(f"{label} {as_time(seconds[label])}" for label in sorted(seconds, key=seconds.__getitem__))
+        told = ", ".join(
+            f"{label} {seconds_text(seconds[label])}" for label in sorted(seconds, key=seconds.__getitem__)
+        )
         source = f" at rates of {self.rates.source}" if self.rates.source else ""
         node = self.inner or self.rates.node
         if 0 < node < problem.ranks:
@@ -107,13 +110,6 @@ class AutoStrategy:
         if self.inner is not None and self.inner > 1:
             yield "double_ring", DoubleRingStrategy(inner=self.inner)
             yield "double_ring+kv", DoubleRingStrategy(inner=self.inner, travels="kv")
-
-
-def as_time(seconds: float) -> str:
-    """A time of three digits."""
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 @lru_cache(maxsize=64)

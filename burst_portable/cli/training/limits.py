@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 
-from burst_portable.cli.units import bytes_text
 from burst_portable.errors import InputError, explain
+from burst_portable.units import bytes_text
 
 _LARGEST = 1 << 62  # what fits the integers of the libraries below, seeds included
 _RANKS_A_CORE = 8

@@ -26,7 +26,7 @@ from burst_portable.profiling.report.tables import (
     step_rows,
     traced_rows,
 )
-from burst_portable.profiling.units import percent, scaled, time_text
+from burst_portable.units import bytes_text, percent, scaled, time_text
 
 _UNIT = 100  # nanoseconds: what the timeline is drawn to
 _MOST_EVENTS = 45_000  # drawn: about 15 bytes each
@@ -55,6 +55,7 @@ def page(data: dict[str, Any]) -> str:
         time=time_text,
         percent=percent,
         scaled=scaled,
+        bytes=bytes_text,
         flops=lambda x: scaled(x, "FLOP/s"),
         loss_name=loss_name,
         backward=PASSES.index,
@@ -63,6 +64,7 @@ def page(data: dict[str, Any]) -> str:
     environment.globals.update(
         cell=_cell,
         maybe=_maybe,
+        size=_size,
         roofline=roofline_text,
         bar_parts=_bar_parts,
         legend=[(style, name) for style, _, name in _BAR],
@@ -102,7 +104,7 @@ def page(data: dict[str, Any]) -> str:
 
 def _whole(text: str) -> str:
     """A sentence whose numbers stay on one line with their units."""
-    return re.sub(r"(?<=\d) (?=(?:%|[nµm]?s|[kMGTP]?(?:B|FLOP)(?:/s)?)(?!\w))", "\u00a0", text)
+    return re.sub(r"(?<=\d) (?=(?:%|[nµm]?s|[kKMGTPE]?i?(?:B|FLOP)(?:/s)?)(?!\w))", "\u00a0", text)
 
 
 def _longest(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -122,6 +124,11 @@ def _cell(value: float, path: str, text: str | None = None) -> Markup:
 def _maybe(value: float | None, path: str, unit: str) -> Markup:
     """The same of a number with a unit, which may not be known."""
     return Markup('<td class="n">-</td>') if value is None else _cell(value, path, scaled(value, unit))
+
+
+def _size(value: float | None, path: str) -> Markup:
+    """The same of a number of bytes."""
+    return Markup('<td class="n">-</td>') if value is None else _cell(value, path, bytes_text(value))
 
 
 def _bar_parts(rank: dict[str, Any]) -> list[tuple[str, int, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from burst_portable.profiling.report.tables import ABLATED, loss_name, peaks_text, roofline_text
-from burst_portable.profiling.units import percent, scaled, time_text
+from burst_portable.units import percent, scaled, time_text
 
 _RANKS = 32
 _LOSSES = 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from burst_portable.profiling.units import percent, scaled, time_text
+from burst_portable.units import percent, scaled, time_text
 
 NAMES = {
     "compute": "computing",

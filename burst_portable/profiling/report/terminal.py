@@ -22,7 +22,7 @@ from burst_portable.profiling.report.tables import (
     traced_rows,
 )
 from burst_portable.profiling.sensors import told
-from burst_portable.profiling.units import percent, scaled, time_text
+from burst_portable.units import bytes_text, percent, scaled, time_text
 
 _COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
 _SHADES = {"compute": "█", "exposed_comm": "▓", "exposed_copy": "▒", "idle": "░"}  # told apart without colours too
@@ -81,7 +81,7 @@ def _totals(data: dict[str, Any]) -> str:
     flops = sum(p["flops"] for r in data["ranks"] for p in r["passes"].values())
     hidden = percent(sums["overlap"] / sums["comm"]) if sums["comm"] else "none"
     rate = scaled(flops * 1e9 / sums["compute"], "FLOP/s") if sums["compute"] else "-"
-    return f"in kernels {rate} a rank; communication hidden {hidden}; {scaled(sums['sent_bytes'], 'B')} sent"
+    return f"in kernels {rate} a rank; communication hidden {hidden}; {bytes_text(sums['sent_bytes'])} sent"
 
 
 def _ranks(data: dict[str, Any]) -> Table:
@@ -136,9 +136,9 @@ def _achieved(rows: list[dict[str, Any]]) -> Table:
     table = _table("achieved", "in kernels", "planned", "sent", "planned", "of the roofline")
     for r in rows:
         rates = (scaled(r[key], "FLOP/s") if r[key] else "-" for key in ("flop_rate", "planned_flop_rate"))
-        sent = "-" if r["sent"] is None else scaled(r["sent"], "B")
+        sent = "-" if r["sent"] is None else bytes_text(r["sent"])
         share = "unknown" if r["of_ceiling"] is None else f"{percent(r['of_ceiling'])}, {r['bound']}"
-        table.add_row(f"rank {r['rank']} {r['pass']}", *rates, sent, scaled(r["planned_sent"], "B"), share)
+        table.add_row(f"rank {r['rank']} {r['pass']}", *rates, sent, bytes_text(r["planned_sent"]), share)
     return table
 
 
@@ -153,7 +153,7 @@ def _steps(rows: list[dict[str, Any]]) -> Table:
             time_text(r["blocking"]),
             str(r["slowest"]),
             time_text(r["slowest_blocking"]),
-            scaled(r["received_bytes"], "B"),
+            bytes_text(r["received_bytes"]),
         )
     return table
 

@@ -10,14 +10,16 @@
   const time = (x) => {
     const ns = x * data.unit, a = Math.abs(ns);
     for (const [size, unit] of [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]])
-      if (a >= size) return (ns / size).toPrecision(4).replace(/\.?0+$/, "") + " " + unit;
+      if (a >= size) return +(ns / size).toPrecision(4) + " " + unit;
     return ns ? Math.round(ns) + " ns" : "0";
   };
-  const scaled = (x, unit) => {
+  const scaled = (x, units, base) => {
     let i = 0;
-    while (x >= 1000 && i < 5) { x /= 1000; i++; }
-    return x.toPrecision(3) + " " + ["", "k", "M", "G", "T", "P"][i] + unit;
+    while (x >= base && i < 5) { x /= base; i++; }
+    return (x >= 100 ? Math.round(x) : +x.toPrecision(3)) + " " + units[i];
   };
+  const rate = (x, unit) => scaled(x, ["", "k", "M", "G", "T", "P"].map((prefix) => prefix + unit), 1000);
+  const bytes = (x) => scaled(x, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024);
   let end = 1;
   const ranks = data.ranks.map((r) => {
     const n = r.e.length / 3, start = new Float64Array(n), stop = new Float64Array(n), what = new Int32Array(n);
@@ -101,9 +103,9 @@
     const [, iteration, layer, step] = r.places[p];
     const lines = [`${WORDS[name]} on rank ${r.rank}: ${time(took)}`];
     lines.push(`${backward ? "backward" : "forward"}, ring step ${step}, layer ${layer}, training step ${iteration}`);
-    if (name === "compute") lines.push(`q${of(a)} × kv${of(b)}, ${scaled(work, "FLOP")}, ${scaled((work / (took * data.unit)) * 1e9, "FLOP/s")}`);
-    if (name === "wait") lines.push(`for rank ${a}, block of rank ${b}, ${scaled(work, "B")}`);
-    if (name === "transfer") lines.push(`from rank ${a}, block of rank ${b}, ${scaled(work, "B")}, ${scaled((work / (took * data.unit)) * 1e9, "B/s")}`);
+    if (name === "compute") lines.push(`q${of(a)} × kv${of(b)}, ${rate(work, "FLOP")}, ${rate((work / (took * data.unit)) * 1e9, "FLOP/s")}`);
+    if (name === "wait") lines.push(`for rank ${a}, block of rank ${b}, ${bytes(work)}`);
+    if (name === "transfer") lines.push(`from rank ${a}, block of rank ${b}, ${bytes(work)}, ${rate((work / (took * data.unit)) * 1e9, "B/s")}`);
     lines.push(`at ${time(r.start[i])}`);
     return lines.join("\n");
   }

@@ -1,0 +1,56 @@
+"""Numbers as people read them: sizes in powers of 1024, FLOPs and rates in powers of 1000."""
+
+from __future__ import annotations
+
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_ROUNDS_UP = 0.9995  # of a unit: shown as one of it, and not as 1000 of the smaller one
+
+
+def bytes_text(size: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    return _scaled(size, 1024.0, _BYTES)
+
+
+def scaled(value: float, unit: str) -> str:
+    """1.5e9, "B/s" -> "1.5 GB/s"."""
+    return _scaled(value, 1000.0, tuple(prefix + unit for prefix in _PREFIXES))
+
+
+def seconds_text(seconds: float) -> str:
+    """0.0042 -> "4.2 ms"."""
+    for unit, name in _SECONDS:
+        if seconds >= unit * _ROUNDS_UP:
+            return f"{_short(seconds / unit)} {name}"
+    return "0 s"
+
+
+def time_text(nanoseconds: float) -> str:
+    """1_230_000 -> "1.23 ms"; always three digits, as columns of measured times want."""
+    for unit, name in _SECONDS[:-1]:
+        value = nanoseconds * 1e-9 / unit
+        if abs(value) >= _ROUNDS_UP:
+            return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f} {name}"
+    return f"{nanoseconds:.0f} ns"
+
+
+def percent(share: float) -> str:
+    """0.1234 -> "12.3 %"."""
+    return f"{100 * share:.1f} %"
+
+
+def _scaled(value: float, base: float, names: tuple[str, ...]) -> str:
+    index = 0
+    while abs(value) >= base * _ROUNDS_UP and index < len(names) - 1:
+        value, index = value / base, index + 1
+    return f"{_short(value)} {names[index]}"
+
+
+def _short(value: float) -> str:
+    """Three digits, and none that say nothing: 1.50 -> 1.5, 512.00 -> 512."""
+    size = abs(value)
+    if size < 1:
+        return f"{value:.3g}"
+    text = f"{value:.{0 if size >= 99.95 else 1 if size >= 9.995 else 2}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
