@@ -139,8 +139,7 @@ class _Blocks:
         if not sends and not receives:
             return
         incoming = [pair for _, moves in groupby(receives, lambda m: m.needed) for pair in self._inboxes(list(moves))]
-        label = f"{'backward' if self.backward else 'forward'} step {step}"
-        leaving, arriving = self.runtime.post(sends, incoming, label)
+        leaving, arriving = self.runtime.post(sends, incoming, step, backward=self.backward)
         self._leaving += [(m.needed, handle, buffer) for handle, (m, buffer) in zip(leaving, sends, strict=True)]
         for handle, (move, buffer) in zip(arriving, incoming, strict=True):
             self._arriving[move] = handle, buffer

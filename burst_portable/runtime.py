@@ -58,9 +58,9 @@ class Runtime(Protocol):
         """The transport's buffer of so many bytes for messages that are needed together, one after the other."""
 
     def post(
-        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], label: str
+        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int, *, backward: bool
     ) -> tuple[list[Handle], list[Handle]]:
-        """The transport, on the moves of one step."""
+        """The transport, on the moves of one step of a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +99,12 @@ class PlainRuntime:
         return self.transport.inbox(size, device, moves[0].source, self.places.get(moves[0]))
 
     def post(
-        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], label: str
+        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int, *, backward: bool
     ) -> tuple[list[Handle], list[Handle]]:
         return self.transport.post(
             [Message(buffer, move.target, self.places.get(move)) for move, buffer in sends],
             [Message(buffer, move.source, self.places.get(move)) for move, buffer in receives],
-            label,
+            f"{'backward' if backward else 'forward'} step {step}",
         )
 
 

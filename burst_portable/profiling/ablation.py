@@ -235,8 +235,8 @@ class _Ablated:
         return self._inner.inbox(moves, size, device)
 
     def post(
-        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], label: str
+        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int, *, backward: bool
     ) -> tuple[list[Handle], list[Handle]]:
         if self._silent:
             return [_Done() for _ in sends], [_Done() for _ in receives]
-        return self._inner.post(sends, receives, label)
+        return self._inner.post(sends, receives, step, backward=backward)

@@ -247,17 +247,17 @@ class RecordingRuntime:
         return self.inner.inbox(moves, size, device)
 
     def post(
-        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], label: str
+        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int, *, backward: bool
     ) -> tuple[list[Handle], list[Handle]]:
-        backward, issued = label.startswith("backward"), int(label.rpartition(" ")[2])
-        self.step = issued
+        self.step = step
         if light := self.recorder.light:
-            (leaving, arriving), posted, left = self.inner.post(sends, receives, label), NEVER, NEVER
+            leaving, arriving = self.inner.post(sends, receives, step, backward=backward)
+            posted = left = NEVER
         else:
             clock = self.recorder.clock((sends or receives)[0][1].device)
-            with self.named(backward, issued, "posts messages"):
+            with self.named(backward, step, "posts messages"):
                 posted = clock.mark()
-                leaving, arriving = self.inner.post(sends, receives, label)
+                leaving, arriving = self.inner.post(sends, receives, step, backward=backward)
                 left = clock.mark()
 
         # A handle of a whole batch is watched once; one of sends alone is not worth it.
@@ -265,7 +265,7 @@ class RecordingRuntime:
 
         def watched(handle: Handle, move: Move, buffer: Tensor, sent: bool) -> Handle:
             peer, arrived = move.target if sent else move.source, arrivals.get(handle, NEVER)
-            what = issued, int(sent), peer, move.owner, int(move.result), buffer.numel(), posted, left, arrived
+            what = step, int(sent), peer, move.owner, int(move.result), buffer.numel(), posted, left, arrived
             return RecordingHandle(handle, self, buffer.device, backward, None if sent else move.needed, what)
 
         came = [watched(h, m, b, False) for h, (m, b) in zip(arriving, receives, strict=True)]

@@ -185,12 +185,12 @@ def test_a_batch_is_watched_once_and_sends_of_their_own_are_not():
     def arrivals(sending):
         inner = SimpleNamespace(
             transport=SimpleNamespace(name="", rank=0, size=2, host="", lasting=True, end=lambda: log.append("end")),
-            post=lambda *_: ([sending], [batch]),
+            post=lambda *_, **__: ([sending], [batch]),
         )
         recorder = Recorder(0, "host", light=False)
         recorder._clocks[buffer.device] = clock
         runtime = RecordingRuntime(inner, plan, recorder)
-        leaving, arriving = runtime.post([(step.sends[0], buffer)], [(step.receives[0], buffer)], "forward step 0")
+        leaving, arriving = runtime.post([(step.sends[0], buffer)], [(step.receives[0], buffer)], 0, backward=False)
         for handle in (*leaving, *arriving):
             handle.wait()
         runtime.transport.end()

@@ -164,8 +164,8 @@ class _Held:
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
         return self.inner.gradients(compute, tensors, options)
 
-    def post(self, sends: Any, receives: Any, label: str) -> Any:
-        return self.inner.post(sends, receives, label)
+    def post(self, sends: Any, receives: Any, step: int, *, backward: bool) -> Any:
+        return self.inner.post(sends, receives, step, backward=backward)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 
 ATTRIBUTE = "_burst_portable"
-"""Where a module of a parallelized model keeps its `State`: so two models with two meshes live in one process."""
+"""Where a module of a parallelized model keeps its `ModelState`: so two models with two meshes live in one process."""
 
 # What reaches an attention function and changes nothing about the attention itself: the mask already says it
 # (windows, positions), or it is meant for other layers (the loss, the router). Anything else is refused.
@@ -30,7 +30,7 @@ _HARMLESS = frozenset(
 
 
 @dataclass(frozen=True)
-class Sequence:
+class CallSequence:
     """One call's sequence: how long, cut how, where its packed documents end, whether its rows do with padding."""
 
     seq_len: int
@@ -39,13 +39,13 @@ class Sequence:
     padded: bool = False
 
 
-class State(Protocol):
+class ModelState(Protocol):
     """What the attention of a model needs to know; kept by every module of the model."""
 
     mesh: Mesh
     strategy: Any
     kernel: str
-    call: Sequence | None
+    call: CallSequence | None
     attended: bool
 
 
@@ -74,7 +74,7 @@ def attend(
     Raises:
         InputError, UnsupportedError: before anything is sent; the same on every rank.
     """
-    state: State | None = getattr(module, ATTRIBUTE, None)
+    state: ModelState | None = getattr(module, ATTRIBUTE, None)
     if state is None:
         raise InputError(
             f"{type(module).__name__} belongs to no parallelized model, but its config asks for this attention: "
@@ -108,7 +108,7 @@ def attend(
     return out, None
 
 
-def _sequence(state: State, wanted: Any) -> Sequence:
+def _sequence(state: ModelState, wanted: Any) -> CallSequence:
     """The sequence that a mask belongs to: bound at its first use, in the forward pass that made it."""
     if not isinstance(wanted, Wanted):
         raise UnsupportedError(
@@ -122,7 +122,7 @@ def _sequence(state: State, wanted: Any) -> Sequence:
         if state.call is None:
             raise InputError("a layer ran outside its model's forward: call the model that was parallelized")
         wanted.sequence = state.call
-    sequence: Sequence = wanted.sequence
+    sequence: CallSequence = wanted.sequence
     return sequence
 
 

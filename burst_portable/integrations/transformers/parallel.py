@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, explain
 from burst_portable.integrations.transformers.arguments import check_arguments, checked_positions, parameters_of, takes
-from burst_portable.integrations.transformers.attention import ATTRIBUTE, Sequence, attend
+from burst_portable.integrations.transformers.attention import ATTRIBUTE, CallSequence, attend
 from burst_portable.integrations.transformers.checks import check_model, check_positions
 from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of, sharded_loss, shifts_labels
@@ -88,7 +88,7 @@ class Parallel:
         self._layouts = Layouts(layout, model, as_mesh(mesh), strategy, kernel)
         self.model, self.mesh, self.strategy, self.layout = model, as_mesh(mesh), strategy, layout
         self.seq_len, self.kernel = seq_len, kernel
-        self.call: Sequence | None = None
+        self.call: CallSequence | None = None
         self.attended = False
         self._caller: Any = None
         self._before = model.config._attn_implementation
@@ -253,7 +253,7 @@ class Parallel:
             loss.check_called(module)
         return with_router_loss(module, output, self.mesh)
 
-    def _sequence(self, rows: int, seq_len: int | None, documents: Any, padded: bool) -> Sequence:
+    def _sequence(self, rows: int, seq_len: int | None, documents: Any, padded: bool) -> CallSequence:
         seq_len = self.seq_len if seq_len is None else seq_len
         length = rows * self.mesh.size if seq_len is None else int(seq_len)
         bounds = None if documents is None else tuple(cumulative_lengths("documents", documents))
@@ -267,9 +267,9 @@ class Parallel:
                     next_step="call the model with handle.shard(input_ids), or name seq_len",
                 )
             )
-        return Sequence(length, layout, bounds, padded)
+        return CallSequence(length, layout, bounds, padded)
 
-    def _positions(self, sequence: Sequence, device: torch.device) -> Tensor:
+    def _positions(self, sequence: CallSequence, device: torch.device) -> Tensor:
         """Position ids of this rank's rows, ``[S]``: counted from the start of the document, where there are some."""
         where = positions(self.mesh, seq_len=sequence.seq_len, layout=sequence.layout, device=device)
         if sequence.documents is None:
