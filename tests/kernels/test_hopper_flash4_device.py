@@ -12,8 +12,12 @@ from burst_portable.kernels.whole import attend_whole, gradients
 from tests.kernels.flash4_cases import OPTIONS, box, causal, compare_whole, inputs
 from tests.kernels.hopper_cases import gap, tiles_of
 
-# The package warns, once a compiled kernel, of an argument of its own.
-pytestmark = [pytest.mark.device, pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning")]
+# While it compiles, the package warns of arguments of its own and of what its own libraries gave up.
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 NAME = "hopper+flash-attn-4"
 
 
