@@ -190,7 +190,8 @@ class HopperKernel:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
         _check_options(options)
         table = self._backward_table(q, tiles, k.shape[1]).made
-        if table.uneven or _span(table, q, k) * k.shape[2] != q.shape[2]:  # several programs, whose shares are added
+        group = q.shape[2] // k.shape[2]
+        if _ends_late(table, q, group) and (group > 1 or table.uneven):  # better by programs whose shares are added
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
         dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         into = (dq, torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty_like(v, memory_format=_PLAIN))
@@ -218,7 +219,7 @@ class HopperKernel:
         config = table.config
         compiled = compiled_kernels()
         group = heads // k.shape[2]
-        span = _span(table.made, q, k)
+        span = 1 if _ends_late(table.made, q, group) else group
         units = heads // span
         head_group = _head_group(units, group // span, rows * dim * 4 * group)
         # In bf16 the scale rides in P, for nothing; in fp16 small P would leave the range of normal numbers.
@@ -324,11 +325,10 @@ def _row_terms(
     return made
 
 
-def _span(table: LaunchTable, q: Tensor, k: Tensor) -> int:
-    """Query heads that one backward program does: all that read its keys, unless the last to end would end late."""
-    group = q.shape[2] // k.shape[2]
+def _ends_late(table: LaunchTable, q: Tensor, heads: int) -> bool:
+    """Whether the last program of the backward may end long after the others, if each does so many query heads."""
     share = table.total * q.shape[0] * q.shape[2] / processors(q.device.index)
-    return group if table.longest * group * _LATE <= share else 1
+    return table.longest * heads * _LATE > share
 
 
 @lru_cache(maxsize=256)
