@@ -90,7 +90,7 @@ class Tracer(Protocol):
 
 
 class Backend(Protocol):
-    """One vendor."""
+    """One vendor. It may have more: see `Extras`."""
 
     @property
     def name(self) -> str:
@@ -109,38 +109,32 @@ class Backend(Protocol):
     def transport(self, group: Any, deadline: float) -> Transport:
         """The transport of a torch process group (None: the default one)."""
 
-    # A backend that has measurements of machines like this one may say so:
-    #
-    # def measured_rates(self, ranks: int, kernel: str) -> Rates | None:
-    #     """What plans for so many ranks are predicted with, where this kernel computes ("": not known yet); None where
-    #     nothing was measured on such a machine."""
-    #
-    # A backend that knows what its devices can do at most may say so:
-    #
-    # def peaks(self, dtype: str) -> Peaks:
-    #     """Of the current device, for matrix products in a dtype ("bfloat16")."""
-    #
-    # A backend that can read its devices' sensors may say so:
-    #
-    # def meter(self, index: int) -> Meter:
-    #     """Of a device by torch's index. Raises `BackendUnavailableError` with the reason where it cannot be read."""
-    #
-    # A backend whose devices torch.profiler does not see has both of these:
-    #
-    # def tracer(self) -> Tracer:
-    #     """The vendor's own, for the deep level of profiles."""
-    #
-    # def kineto(self, events: list[dict]) -> list[dict] | None:
-    #     """The events of that tracer's file as Kineto tells them: annotations and operators of the host as they are,
-    #     what ran on a device as "kernel" or "gpu_memcpy", with a correlation that the launching call has as well.
-    #     None for a file that is of another tracer."""
-    #
-    # A backend whose capabilities name a direct_transport has this as well:
-    #
-    # def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
-    #     """It, for the ranks of `other`, which moves what goes on between passes. Collective.
-    #
-    #     Raises `UnsupportedError`, on every rank alike, where these ranks cannot have it."""
+
+class Extras(Protocol):
+    """What a backend may have more; none of it has to be there. `registry` and `mesh` ask for it."""
+
+    def measured_rates(self, ranks: int, kernel: str) -> Rates | None:
+        """What plans for so many ranks are predicted with, where this kernel computes ("": not known yet); None where
+        nothing was measured on such a machine."""
+
+    def peaks(self, dtype: str) -> Peaks:
+        """What the current device can do at most, in matrix products of a dtype ("bfloat16")."""
+
+    def meter(self, index: int) -> Meter:
+        """The sensors of a device, by torch's index. Raises `BackendUnavailableError` with the reason where they cannot
+        be read."""
+
+    def tracer(self) -> Tracer:
+        """For the deep level of profiles: the vendor's own, where torch.profiler does not see its devices."""
+
+    def kineto(self, events: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """The events of that tracer's file as Kineto tells them: annotations and operators of the host as they are,
+        what ran on a device as "kernel" or "gpu_memcpy", with a correlation that the launching call has as well. None
+        for a file that is of another tracer."""
+
+    def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
+        """The `direct_transport` of its capabilities, for the ranks of `other`, which moves what goes on between
+        passes. Collective. Raises `UnsupportedError`, on every rank alike, where these ranks cannot have it."""
 
 
 def wrong_with(package: str, at_least: str, *, module: str | None = None, install: str | None = None) -> str:

@@ -174,7 +174,7 @@ _COST_ROWS = {
     "FLOPs a rank, max / mean": _max_mean("flops", lambda x: scaled(x, "FLOP")),
     "imbalance (max / mean)": lambda part: f"{part['imbalance']:.3f}",
     "sent by a rank, max / mean": _max_mean("sent_bytes", bytes_text),
-    "came to a rank, max / mean": _max_mean("received_bytes", bytes_text),
+    "received by a rank, max / mean": _max_mean("received_bytes", bytes_text),
     "largest hop": lambda part: "-" if part["bytes_a_hop"] is None else bytes_text(part["bytes_a_hop"]),
     "hops of a rank, max": lambda part: f"{part['max']['hops']:,}",
     "kernel launches, max": lambda part: f"{part['max']['launches']:,}",

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar
 
 from burst_portable.cost import Rates, plan_cost, plan_seconds
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
 from burst_portable.layout import Segment
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import Strategy, Traits, check_inner
+from burst_portable.strategies.base import Strategy, check_inner
 from burst_portable.strategies.burst import BurstStrategy
 from burst_portable.strategies.double_ring import DoubleRingStrategy
 from burst_portable.strategies.ring import RingStrategy
@@ -39,7 +38,6 @@ class AutoStrategy:
     inner: int | None = None
     rates: Rates = DEFAULT_RATES
     name: str = "auto"
-    traits: ClassVar[Traits] = Traits()
 
     def __post_init__(self) -> None:
         check_inner(self.inner)

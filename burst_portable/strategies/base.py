@@ -1,9 +1,8 @@
-"""What a strategy is: a generator of plans, with its traits."""
+"""What a strategy is: a generator of plans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from burst_portable.errors import InputError, explain, shown, unknown_name
@@ -14,25 +13,12 @@ Moves = Literal["neighbour", "fetch"]
 """How blocks travel: from neighbour to neighbour, or straight from their owners."""
 
 
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """What a user may count on."""
-
-    exact: bool = True
-    differentiable: bool = True
-    shards: Literal["sequence", "heads"] = "sequence"
-
-
 class Strategy(Protocol):
     """One way to distribute an attention. Frozen, hashable; `plan` is pure."""
 
     @property
     def name(self) -> str:
         """File name, registry key, command-line value, test id and trace label."""
-
-    @property
-    def traits(self) -> Traits:
-        """What a user may count on."""
 
     def __hash__(self) -> int:
         """Plans are looked up by their strategy."""

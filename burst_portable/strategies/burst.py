@@ -15,10 +15,9 @@ heads these are fewer bytes than the ring's; for few K/V heads (GQA) they are mo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import Moves, Traits, check_fetched, check_moves, ring_plan, route
+from burst_portable.strategies.base import Moves, check_fetched, check_moves, ring_plan, route
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class BurstStrategy:
     ahead: int = 1  # steps before it is needed that a block is fetched
     together: int = 1  # fetched blocks a launch
     name: str = "burst"
-    traits: ClassVar[Traits] = Traits()
 
     def __post_init__(self) -> None:
         check_moves(self.moves)

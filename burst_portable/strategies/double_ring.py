@@ -22,12 +22,11 @@ Never more blocks are held for it: what is left of the round begins at the block
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from burst_portable.messages import row_size
 from burst_portable.moves import DoubleRing, Side
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import Traits, check_divides, check_inner, check_name, ring_plan
+from burst_portable.strategies.base import check_divides, check_inner, check_name, ring_plan
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class DoubleRingStrategy:
     inner: int | None = None
     travels: Side = "q"
     name: str = "double_ring"
-    traits: ClassVar[Traits] = Traits()
 
     def __post_init__(self) -> None:
         check_inner(self.inner)

@@ -12,11 +12,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from burst_portable.moves import Own
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import Moves, Traits, check_fetched, check_moves, check_own, ring_plan, route
+from burst_portable.strategies.base import Moves, check_fetched, check_moves, check_own, ring_plan, route
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class RingStrategy:
     together: int = 1  # fetched blocks a launch
     own: Own = "first"  # when backward computes with the own block: last hides gradients that leave behind it
     name: str = "ring"
-    traits: ClassVar[Traits] = Traits()
 
     def __post_init__(self) -> None:
         check_moves(self.moves)

@@ -14,7 +14,6 @@ others, while those that come next arrive and those that are done leave.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
 from burst_portable.handling import comes_in_order
@@ -22,7 +21,6 @@ from burst_portable.heads import can_group
 from burst_portable.layout import Layout, contiguous
 from burst_portable.moves import Ring
 from burst_portable.plans import Plan, Problem, pass_plan
-from burst_portable.strategies.base import Traits
 
 MOST_GROUPS = 8
 
@@ -33,7 +31,6 @@ class UlyssesStrategy:
 
     groups: int = 1
     name: str = "ulysses"
-    traits: ClassVar[Traits] = Traits(shards="heads")
 
     def __post_init__(self) -> None:
         if type(self.groups) is not int or not 1 <= self.groups <= MOST_GROUPS:

@@ -9,7 +9,6 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ import torch.distributed as dist
 import burst_portable as bp
 from burst_portable.config import Config
 from burst_portable.errors import BurstError
-from burst_portable.strategies.base import Traits
 from tests.forked import run_forked
 
 RANKS = 3
@@ -28,7 +26,6 @@ class Broken:
     """A strategy with a mistake in it."""
 
     name: str = "broken"
-    traits: ClassVar[Traits] = Traits()
 
     def plan(self, problem):
         raise TypeError("planning fell over")
