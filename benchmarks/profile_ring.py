@@ -49,7 +49,8 @@ from burst_portable.profiling.analyze import analyze
 from burst_portable.profiling.matching import match
 from burst_portable.profiling.partition import Timeline
 from burst_portable.profiling.record import RankRecords
-from burst_portable.profiling.recording import Recorder, RecordingRuntime
+from burst_portable.profiling.recorder import Recorder
+from burst_portable.profiling.recording import RecordingRuntime
 from burst_portable.profiling.traced import Traced
 from burst_portable.runtime import installed
 
@@ -158,7 +159,7 @@ def _beside(device: Device, kernel: float, copy: float) -> Found | None:
     transport = SimpleNamespace(name="copies", rank=0, size=2, host="", lasting=True)
     arriving: list[Callable[[], None]] = []
 
-    def post(sends: list[Any], receives: list[Any], label: str) -> tuple[list[Waits], list[Waits]]:
+    def post(sends: list[Any], receives: list[Any], step: int, *, backward: bool) -> tuple[list[Waits], list[Waits]]:
         return [Waits(lambda: None) for _ in sends], [Waits(arriving[0]) for _ in receives]
 
     inner = SimpleNamespace(transport=transport, attend=lambda *_: device.kernel(kernel), post=post)
@@ -170,10 +171,10 @@ def _beside(device: Device, kernel: float, copy: float) -> Found | None:
         runtime.recorder.clock(device.device)
     device.settle()
     device.hold()
-    (leaving,), _ = ranks[1].post([(move, sent)], [], "forward step 0")
+    (leaving,), _ = ranks[1].post([(move, sent)], [], 0, backward=False)
     leaving.wait()
     arriving.append(device.copy(copy))
-    _, (handle,) = ranks[0].post([], [(move, sent)], "forward step 0")
+    _, (handle,) = ranks[0].post([], [(move, sent)], 0, backward=False)
     ranks[0].attend(first.compute, q, q, q, Options(1.0), None)  # type: ignore[arg-type]
     handle.wait()
     ranks[0].attend(second.compute, q, q, q, Options(1.0), None)  # type: ignore[arg-type]

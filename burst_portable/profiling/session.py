@@ -30,7 +30,8 @@ from burst_portable.errors import InputError, explain
 from burst_portable.mesh import Mesh, as_mesh
 from burst_portable.plans import Plan
 from burst_portable.profiling.record import RankRecords, pack, unpack
-from burst_portable.profiling.recording import Recorder, RecordingRuntime
+from burst_portable.profiling.recorder import Recorder
+from burst_portable.profiling.recording import RecordingRuntime
 from burst_portable.runtime import Runtime, installed
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import burst_portable as bp
 from burst_portable.plans import Plan
 from burst_portable.profiling.ablation import Ablation
 from burst_portable.profiling.record import COLUMNS, NEVER, RankRecords, Table
-from burst_portable.profiling.recording import PlanFacts
+from burst_portable.profiling.recorder import PlanFacts
 
 
 class Maker:

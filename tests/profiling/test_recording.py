@@ -11,9 +11,10 @@ import torch
 
 import burst_portable as bp
 from burst_portable.cost import Rates, rank_cost
-from burst_portable.profiling import recording
+from burst_portable.profiling import recorder as module
 from burst_portable.profiling.record import NEVER, pack, unpack
-from burst_portable.profiling.recording import Recorder, RecordingRuntime
+from burst_portable.profiling.recorder import Recorder
+from burst_portable.profiling.recording import RecordingRuntime
 
 RANKS = 3
 LENGTH = 96
@@ -214,17 +215,17 @@ def test_a_device_s_marks_are_read_by_its_clock_whatever_the_host_marks_later(mo
         "cuda": DeviceClock(evidence="device events", end=lambda: None),
         "cpu": SimpleNamespace(evidence="host clock", end=lambda: None),
     }
-    monkeypatch.setattr(recording, "make_clock", lambda device, *, streams: made[device.type])
+    monkeypatch.setattr(module, "make_clock", lambda device, *, streams: made[device.type])
     monkeypatch.setattr(
-        recording,
+        module,
         "for_device",
         lambda name: SimpleNamespace(capabilities=SimpleNamespace(streams=name == "cuda", direct_transport="")),
     )
     recorder = Recorder(0, "host", light=True)
     for name in ("cuda", "cpu"):
         assert recorder.clock(torch.device(name)) is made[name]
-    first = recording.COLUMNS["message"].index("arrived")
-    recorder.rows["message"].append(tuple(mark if i == first else 0 for i in range(len(recording.COLUMNS["message"]))))
+    first = module.COLUMNS["message"].index("arrived")
+    recorder.rows["message"].append(tuple(mark if i == first else 0 for i in range(len(module.COLUMNS["message"]))))
     records = recorder.records()
     assert records.tables["message"]["arrived"].tolist() == [77]
     assert (records.evidence, records.facts["device"]) == ("device events", "cuda")

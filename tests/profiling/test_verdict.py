@@ -145,7 +145,7 @@ def test_exposed_communication_of_messages_that_are_too_small():
     """256 tokens are some kB; at the rates of a CPU a hop costs 200 µs whatever it carries. 64 MB are another thing."""
     small = bp.plan(strategy="ring", heads=2, kv_heads=1, **SIZES)
     advice = verdict(exposed(small, size=4096), "communication", 300)
-    assert "send larger messages: of 4.1 kB each, latency costs more than bytes" in advice
+    assert "send larger messages: of 4 KiB each, latency costs more than bytes" in advice
     large = bp.plan(strategy="ring", heads=2, kv_heads=1, **{**SIZES, "seq_len": 1 << 20})
     assert "send larger messages" not in verdict(exposed(large), "communication", 300)
 

@@ -1,0 +1,160 @@
+"""What one rank writes down: its rows, the clock that marks them, and what its plans say of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from burst_portable.backends.registry import for_device, meter_of, peaks_of, rates_of
+from burst_portable.cost import pass_flops, rank_cost
+from burst_portable.layout import Layout
+from burst_portable.plans import PASSES, Compute, Plan
+from burst_portable.profiling.alternatives import layouts, strategies
+from burst_portable.profiling.events import Clock, make_clock
+from burst_portable.profiling.place import Place
+from burst_portable.profiling.record import COLUMNS, TIMES, RankRecords, Table
+from burst_portable.profiling.sensors import Sensors
+
+Annotate = Callable[[Place], AbstractContextManager[object]]
+
+_PLANNED = ("flops", "memory", "sent", "received", "seconds", "compute_seconds", "link_seconds")
+LIGHT_KEPT = 100_000
+"""Rows of a kind that the light level keeps: the latest."""
+
+
+class Recorder:
+    """The rows of one rank, and the clock that marks them."""
+
+    def __init__(self, rank: int, host: str, *, light: bool, annotate: Annotate | None = None) -> None:
+        self.rank, self.host, self.light, self.annotate = rank, host, light, annotate
+        self.rows: dict[str, deque[tuple[Any, ...]]] = {
+            kind: deque(maxlen=LIGHT_KEPT if light else None) for kind in COLUMNS
+        }
+        self.iteration, self.call = 0, 0
+        self.kernels = self.waiting = 0  # nanoseconds, where marks are times already
+        self.calls: deque[tuple[int, int, int]] = deque(maxlen=LIGHT_KEPT if light else None)
+        self._plans: dict[int, tuple[int, Plan, PlanFacts]] = {}
+        self._clocks: dict[torch.device, Clock] = {}
+        self._device: torch.device | None = None
+        self.sensors: Sensors | None = None
+        self.transport = ""  # its name, known at the first call
+
+    def clock(self, device: torch.device) -> Clock:
+        """The clock of a device, made when it is first asked for."""
+        if device not in self._clocks:
+            backend = for_device(device.type)
+            self._clocks[device] = make_clock(device, streams=backend.capabilities.streams)
+            if not self._device or backend.capabilities.streams:  # else marks are times already
+                self._device = device
+            if self.sensors is None and not self.light and device.index is not None:
+                self.sensors = Sensors(meter_of(backend, device.index))
+        return self._clocks[device]
+
+    def rejoin(self) -> None:
+        """A pass is over when no stream waits for a message of it any longer."""
+        for clock in self._clocks.values():
+            clock.rejoin()
+
+    def facts(self, plan: Plan) -> PlanFacts:
+        """A plan that is about to run, by its number; what it says is looked up once."""
+        known = self._plans.get(id(plan))
+        if known is None:
+            known = self._plans[id(plan)] = len(self._plans), plan, PlanFacts(plan, self.rank)
+        self.calls.append((self.iteration, self.call, known[0]))
+        self.call += 1
+        return known[2]
+
+    def next_iteration(self) -> None:
+        """The calls to come belong to the next training step."""
+        if self.calls:
+            self.iteration, self.call = self.iteration + 1, 0
+
+    def records(self) -> RankRecords:
+        """All that was recorded, in nanoseconds. On a device with streams, waits for what was marked last."""
+        clock = self._clocks[self._device] if self._device else None
+        drift = clock.end() if clock else None
+        for kind, rows in self.rows.items():
+            times = [i for i, name in enumerate(COLUMNS[kind]) if name in TIMES]
+            self.rows[kind] = deque((self._read(row, times) for row in rows), maxlen=rows.maxlen)
+        device = self._device.type if self._device else "cpu"
+        plans = [facts for _, _, facts in self._plans.values()]
+        dtypes = sorted({facts.dtype for facts in plans if facts.dtype})
+        return RankRecords(
+            self.rank,
+            self.host,
+            clock.evidence if clock else "host clock",
+            {kind: Table.of(kind, list(rows)) for kind, rows in self.rows.items()},
+            [facts.described(device) for facts in plans],
+            list(self.calls),
+            {
+                "device": device,
+                "light": self.light,
+                "drift": drift and asdict(drift),
+                "sensors": self.sensors.facts() if self.sensors else {"reason": "not read", "time": []},
+                "transport": {"used": self.transport, "direct": for_device(device).capabilities.direct_transport},
+                "peaks": [asdict(peaks_of(for_device(device), dtype)) for dtype in dtypes],
+            },
+        )
+
+    def _read(self, row: tuple[Any, ...], times: list[int]) -> tuple[int, ...]:
+        if all(isinstance(row[i], int) for i in times):
+            return row
+        assert self._device is not None
+        clock = self._clocks[self._device]
+        read = {i: row[i] if isinstance(row[i], int) else clock.read(row[i]) for i in times}
+        return tuple(read.get(i, value) for i, value in enumerate(row))
+
+
+class PlanFacts:
+    """What a plan says about one rank's kernel calls."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.dtype = ""  # of the tensors, known when they come
+        self.computes: dict[tuple[bool, Compute], tuple[int, int, int, int]] = {}
+        for backward, (name, part) in enumerate(plan.passes()):
+            for step in plan.steps(name, rank):
+                if c := step.compute:
+                    area = c.tiles.area
+                    work = pass_flops(part.problem, name, area)
+                    self.computes[bool(backward), c] = step.index, area, len(c.tiles), work
+
+    def described(self, device_type: str) -> dict[str, Any]:
+        """The plan's facts for a report, predictions with the backend's own rates."""
+        plan, p = self.plan, self.plan.problem
+        rates = rates_of(for_device(device_type), p.ranks)
+        costs = {name: rank_cost(plan, name, self.rank, rates) for name in PASSES}
+        return {
+            "strategy": plan.strategy,
+            "reason": plan.reason,
+            "ranks": p.ranks,
+            "mask": str(p.mask),
+            "layout": _layout_name(p.q_layout),
+            "seq_len": p.q_layout.length,
+            "heads": p.heads,
+            "kv_heads": p.kv_heads,
+            "head_dim": p.head_dim,
+            "value_dim": p.value_dim,
+            "batch": p.batch,
+            "itemsize": p.itemsize,
+            "dtype": self.dtype,
+            "travels": {name: part.side for name, part in plan.passes()},
+            "direct": plan.direct,
+            "layouts": layouts(p),
+            "rates": {"tflops": rates.tflops, "gbps": rates.gbps, "source": rates.source or "the backend's guess"},
+            "planned": {
+                **{name: {key: getattr(c, key) for key in _PLANNED} for name, c in costs.items()},
+                "alternatives": strategies(plan, self.rank, rates),
+            },
+        }
+
+
+def _layout_name(layout: Layout) -> str:
+    """Its name; of one that was made without, its shape."""
+    first = layout.shards[0]
+    return layout.name or f"{len(first)} segment{'s' if len(first) > 1 else ''} a rank, step {first[0].step}"
