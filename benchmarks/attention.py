@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.providers import PROVIDERS, Absent, Calls, Task, make_task
-from benchmarks.report import Result, print_tables, write
+from benchmarks.providers import PROVIDERS, Absent, Calls, Task, make_task, the_call_of_users
+from benchmarks.report import HostTimes, Result, print_tables, write
 from benchmarks.script import end, names
 from burst_portable.errors import BurstError
 
@@ -196,16 +196,17 @@ def measure(entries: list[Entry], seconds: float, least: int = 5) -> None:
         rounds += 1
 
 
-def host_time(call: Callable[[], object], repeats: int = 50) -> float:
-    """Microseconds of the host for a call, the device given nothing to wait for."""
-    call()
+def host_time(call: Callable[[], object], rounds: int = 20, repeats: int = 50) -> dict[str, float]:
+    """Least and median microseconds of the host for a call, the device given nothing to wait for."""
+    spent = []
+    for _ in range(rounds + 1):
+        torch.accelerator.synchronize()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        spent.append((time.perf_counter() - started) / repeats * 1e6)
     torch.accelerator.synchronize()
-    started = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    spent = time.perf_counter() - started
-    torch.accelerator.synchronize()
-    return spent / repeats * 1e6
+    return {"least": round(min(spent[1:]), 1), "median": round(statistics.median(spent[1:]), 1)}
 
 
 def finish(entry: Entry, row: Row, task: Task) -> None:
@@ -229,16 +230,16 @@ def run_row(name: str, providers: list[str], seconds: float) -> list[Result]:
     return results
 
 
-def host_times(providers: list[str]) -> dict[str, dict[str, float]]:
-    """Host microseconds of a cached call of our kernels, on a problem small enough that the device keeps up."""
+def host_times(providers: list[str]) -> HostTimes:
+    """Of each provider, on a problem so small that the device keeps up, and of `burst_portable.attention` itself."""
     found = {}
-    for name in {"triton", "hopper"} & set(providers):
+    for name, make in [*((p, PROVIDERS[p]) for p in providers), ("attention()", the_call_of_users)]:
         task = make_task("host", 256, (1, 1), 128, "causal")
         try:
-            calls = PROVIDERS[name](task)
+            calls = make(task)
         except Absent:
             continue
-        found[name] = {w: round(host_time(c), 1) for w, c in zip(("forward", "backward"), calls, strict=True)}
+        found[name] = {w: host_time(c) for w, c in zip(("forward", "backward"), calls, strict=True)}
     return found
 
 

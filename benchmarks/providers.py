@@ -17,6 +17,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import burst_portable
 from benchmarks.script import accelerator
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.kernels import whole
@@ -136,6 +137,18 @@ def auto(task: Task) -> Calls:
     kernel, _ = choose_kernel(for_device(task.q.device.type), problem_of(task))
     task.extra["kernel"] = kernel.name
     return in_16_bits(kernel, task)
+
+
+def the_call_of_users(task: Task) -> Calls:
+    """`burst_portable.attention` with a plan that it has made before, and what autograd then calls."""
+    leaves = tuple(x.detach().requires_grad_() for x in (task.q, task.k, task.v))
+    mesh = burst_portable.Mesh.single()
+
+    def forward() -> tuple[Tensor, None]:
+        return burst_portable.attention(*leaves, mask=task.mask, mesh=mesh), None
+
+    kept, _ = forward()
+    return forward, lambda: torch.autograd.grad(kept, leaves, task.dout, retain_graph=True)
 
 
 def in_16_bits(kernel: Kernel, task: Task) -> Calls:

@@ -12,6 +12,9 @@ import torch
 
 from benchmarks import picture
 
+HostTimes = dict[str, dict[str, dict[str, float]]]
+"""By provider, pass, and whether it is the least or the median."""
+
 PEERS = ("cudnn", "flex", "flex-max", "flash-attn-4")
 
 
@@ -43,7 +46,7 @@ def setting() -> dict[str, str]:
     }
 
 
-def print_tables(results: list[Result], hosts: dict[str, dict[str, float]]) -> None:
+def print_tables(results: list[Result], hosts: HostTimes) -> None:
     print(" ".join(f"{name} {value};" for name, value in setting().items()))
     print(f"{'row':16} {'provider':13} {'fwd':>7} {'bwd':>7} TFLOP/s  {'MiB':>11}  ratios to {', '.join(PEERS)}")
     for result in results:
@@ -60,11 +63,12 @@ def print_tables(results: list[Result], hosts: dict[str, dict[str, float]]) -> N
         forward, backward = result.tflops["forward"], result.tflops["backward"]
         speeds = f"{forward:7.1f} {backward:7.1f}          {memory:>11}  {ratios}"
         print(f"{result.row:16} {result.provider:13} {speeds}{f'  with {result.kernel}' if result.kernel else ''}")
-    for provider, times in hosts.items():
-        print(f"host time of a cached call, {provider}: {times} microseconds")
+    for provider, passes in hosts.items():
+        times = ", ".join(f"{which} {t['least']:g} to {t['median']:g}" for which, t in passes.items())
+        print(f"host microseconds of a cached call, least to median, {provider}: {times}")
 
 
-def write(results: list[Result], hosts: dict[str, dict[str, float]], folder: Path, label: str) -> None:
+def write(results: list[Result], hosts: HostTimes, folder: Path, label: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     data = {"setting": setting(), "host_microseconds": hosts, "results": [asdict(r) for r in results]}
     (folder / f"{label}.json").write_text(json.dumps(data, indent=1) + "\n")
