@@ -99,7 +99,7 @@ def bars(plan: Plan, left: int) -> list[str]:
                 )
         y += 22
     busy = sum(sum(area.values()) for area in areas) / (RANKS * sum(longest))
-    parts.append(f'<text x="{left}" y="{y + 14}">ranks compute {busy:.0%} of the time</text>')
+    parts.append(f'<text x="{left}" y="{y + 14}">ranks compute {100 * busy:.0f} % of the time</text>')
     return parts
 
 
