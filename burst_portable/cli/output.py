@@ -60,7 +60,7 @@ def table(*columns: str, left: Iterable[str] = (), title: str | None = None) -> 
 def labelled(label: str, text: str | Text, *, style: str = "") -> Table:
     """A word in a narrow column, and what is told of it beside, however many lines it takes."""
     made = Table.grid(padding=(0, 1, 0, 0))
-    made.add_column(width=_LABEL, no_wrap=True)
+    made.add_column(width=max(_LABEL, len(label)), no_wrap=True)
     made.add_column(style=style)
     made.add_row(Text(label), Text(text) if isinstance(text, str) else text)
     return made

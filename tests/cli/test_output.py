@@ -152,3 +152,8 @@ def test_tables_of_a_narrow_terminal_are_whole(capsys, monkeypatch, command):
     sentences = ("SLOW LINK", "  what to do", "  peaks of")  # which the terminal wraps
     assert [line for line in lines if len(line.rstrip()) > 80 and not line.startswith(sentences)] == []
     assert [line for line in lines if "…" in line] == []
+
+
+def test_a_long_label_is_told_whole(capsys):
+    output.console().print(output.labelled("another_vendor", "no: [not] here"))
+    assert capsys.readouterr().out.split() == ["another_vendor", "no:", "[not]", "here"]
