@@ -1,7 +1,7 @@
 """Tiles: the one place where a mask meets a layout.
 
-A `Tile` is what a kernel is launched on: a box of *local* rows and columns of one block pair, and a band
-across it in local indices. All tiles of a pair are disjoint, no row or column of a tile is empty, and
+A `Tile` is a box of *local* rows and columns of one block pair, and a band across it in local indices; a kernel is
+launched on a list of them. All tiles of a pair are disjoint, no row or column of a tile is empty, and
 neighbours whose union is one banded box again are fused into it: zigzag and striped causal work is one tile a
 step, as in code written for it by hand::
 
