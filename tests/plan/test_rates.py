@@ -192,6 +192,8 @@ def test_what_is_predicted_to_be_fastest_was_fastest(case):
     (name, kernel, transport), times = case, MEASURED[case]
     row, rates = ROWS[name], rates_of_machine("NVIDIA H200", 4, kernel)
     rates = replace(rates, in_pieces=kernel == "cudnn", direct=rates.direct if transport == "peer_copy" else ())
+    if kernel == "hopper":  # its backward as it was on that day
+        rates = replace(rates, backward=540.0)
     predicted = {}
     usual = {"seq_len": row.length, "ranks": 4, "heads": row.heads[0], "kv_heads": row.heads[1], "mask": row.mask}
     for label, strategy in AutoStrategy(rates=rates)._candidates(bp.plan(**usual).problem):

@@ -1,8 +1,8 @@
 """What was measured, by machine and kernel, for `auto`: see `cost.Rates`.
 
-Kernels: one causal call of bf16 with heads of 128, on an H100 (benchmarks/results/attention-h100-all-2026-11-21.json);
-what a launch costs besides is what S 4096 takes longer than at that rate. On four H200 at work: between what a plain
-call and what whole passes of 32,768 and 131,072 tokens took (benchmarks/results/ring-h200x4-*-2026-11-21.json).
+Kernels: one causal call of bf16 with heads of 128, on an H100 (benchmarks/results/attention-h100-*-2026-11-21.json);
+what a launch costs besides is what S 4096 takes longer than at that rate. On H200 at work: between what a plain call
+and what whole passes of 32,768 and 131,072 tokens took (benchmarks/results/ring-h200x{2,4}-*-2026-11-21.json).
 
 Links: GB/s a rank, ten messages back to back, the slowest rank; NVLink through switches, NCCL 2.28.9, torch 2.11.0.
 """
@@ -15,17 +15,18 @@ from burst_portable.backends.base import Curve, Rates
 
 MIB = 1 << 20
 _H100 = {
-    "hopper": Rates(700.0, 150.0, launch_latency=30e-6, backward=560.0, backward_launch_latency=110e-6),
+    "hopper": Rates(690.0, 150.0, launch_latency=30e-6, backward=598.0, backward_launch_latency=110e-6),
     "triton": Rates(485.0, 150.0, launch_latency=40e-6, backward=411.0, backward_launch_latency=175e-6),
     "cudnn": Rates(618.0, 150.0, launch_latency=50e-6, backward=537.0, backward_launch_latency=180e-6),
 }
 _H200 = {
     **_H100,  # the same chip with more memory, and the kernels on four of them at work
     # One backward launch over three blocks of 32,768 tokens, with nothing sent, took 3 % longer than three launches.
-    # Launches in turn took 3 to 6 % longer than those of Ulysses, beside what else is predicted of both.
-    "hopper": Rates(640.0, 150.0, 20e-6, 60e-6, 540.0, 130e-6, backward_together=0.96, backward_in_turn=0.96),
+    # Launches in turn took 3 to 6 % longer than those of Ulysses, beside what else is predicted of both, on four GPUs.
+    "hopper": Rates(640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, backward_together=0.96, backward_in_turn=0.96),
     "cudnn": Rates(575.0, 150.0, 20e-6, 80e-6, 515.0, 180e-6, backward_in_turn=0.95),
 }
+_IN_TURN_OF_TWO = {"hopper": 1.0}  # on two GPUs not: ring-h200x2-night-2026-11-21.json
 # From each rank to the next, by the number of ranks. Four: ring-h200x4-{gqa,window}-2026-11-21.json, their mean.
 _NCCL: dict[int, Curve] = {
     2: ((8 * MIB, 164.0), (64 * MIB, 266.0), (256 * MIB, 307.0)),
@@ -57,6 +58,7 @@ def rates_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Rates | N
         return replace(rates, source=f"{source} one H100")
     return replace(
         rates,
+        backward_in_turn=_IN_TURN_OF_TWO.get(kernel, rates.backward_in_turn) if ranks == 2 else rates.backward_in_turn,
         link=_by_ranks(_NCCL, ranks),
         spread=_NCCL_SPREAD if ranks > 2 else (),
         direct=_by_ranks(_PEER_COPY, ranks),
