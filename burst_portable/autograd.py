@@ -16,7 +16,7 @@ from burst_portable.errors import UnsupportedError, explain
 from burst_portable.executor import run_backward, run_forward
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.plans import Plan
-from burst_portable.runtime import Runtime, installed
+from burst_portable.runtime import Queries, Runtime, installed
 
 _SAVED = 5  # tensors of a group of heads: see `by_heads.Saved`
 
@@ -122,8 +122,8 @@ def _backward(call: Call, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[
         dq, dk, dv = by_heads.gradients(part, call.runtime, call.options, dout, (q, k, v, out, lse))
         return (dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)), None
     delta = None if call.by_out and sinks is None else call.row_delta(dout, out)
-    given = out if call.by_out or delta is None else delta
-    dq, dk, dv = run_backward(part, rank, call.runtime, call.options, dout, q, k, v, lse, given)
+    queries = Queries(q, dout, lse, out=out) if call.by_out else Queries(q, dout, lse, delta)
+    dq, dk, dv = run_backward(part, rank, call.runtime, call.options, queries, k, v)
     dsinks = None if sinks is None or delta is None else numerics.sinks_gradient(sinks, lse, delta)
     return (dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)), dsinks
 

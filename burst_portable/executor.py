@@ -19,7 +19,7 @@ from burst_portable.messages import Field, fields, message_size
 from burst_portable.moves import Move
 from burst_portable.numerics import State, accumulation_dtype, empty_state
 from burst_portable.plans import PassPlan, Step
-from burst_portable.runtime import Runtime
+from burst_portable.runtime import Queries, Runtime
 
 Views = tuple[Tensor, ...]
 """The tensors of a block: (k, v), (q, dO, LSE, delta), or gradients; over messages, or a rank's own."""
@@ -46,42 +46,38 @@ def run_forward(
 
 
 def run_backward(
-    part: PassPlan,
-    rank: int,
-    runtime: Runtime,
-    options: Options,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    part: PassPlan, rank: int, runtime: Runtime, options: Options, queries: Queries, k: Tensor, v: Tensor
 ) -> Gradients:
     """(dq, dk, dv) of this rank's shard, shaped as q, k and v, in the accumulation dtype.
 
-    dout is ``[B, S, Hq, Dv]``; lse and delta, ``[B, Hq, S]``, are global: see `runtime.Queries`, also for what may be
-    passed in place of delta.
+    The queries' dout is ``[B, S, Hq, Dv]``, lse and delta are ``[B, Hq, S]``; where they travel, delta is given.
     """
-    dq, dk, dv = (torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v))
+    own = (queries.q, k, v)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in own)
     travels_kv = part.side == "kv"
-    own_block, own_gradients = ((k, v), (dk, dv)) if travels_kv else ((q, dout, lse, delta), (dq,))
-    blocks = _Blocks(part, rank, runtime, own_block, q.dtype, backward=True)
+    own_block, own_gradients = ((k, v), (dk, dv)) if travels_kv else (_travelling(queries), (dq,))
+    blocks = _Blocks(part, rank, runtime, own_block, queries.q.dtype, backward=True)
     results = _Results(blocks, own_gradients)
     for step in part.steps_of(rank):
         blocks.begin(step)
         if compute := step.compute:
             block, gradients = blocks.use(step), results.accumulators(step)
-            queries: Views
             if travels_kv:
-                (keys, values), queries, into = block, (q, dout, lse, delta), (dq, *gradients)
+                (keys, values), mine, into = block, queries, (dq, *gradients)
             else:
-                (keys, values), queries, into = (k, v), block, (*gradients, dk, dv)
-            runtime.attend_backward(compute, queries, keys, values, options, into)
+                (keys, values), mine, into = (k, v), Queries(*block), (*gradients, dk, dv)
+            runtime.attend_backward(compute, mine, keys, values, options, into)
         results.end(step)
         blocks.end(step)
     results.finish()
     blocks.finish()
     return dq, dk, dv
+
+
+def _travelling(queries: Queries) -> Views:
+    """The block of a rank's queries."""
+    assert queries.delta is not None, "delta travels with queries, out does not"
+    return queries.q, queries.dout, queries.lse, queries.delta
 
 
 class _Blocks:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,11 +20,18 @@ from burst_portable.moves import Move
 from burst_portable.numerics import State
 from burst_portable.plans import Compute, Plan
 
-Queries = tuple[Tensor, ...]
-"""What the query side brings to the backward pass: (q, dO, LSE, delta), the last two global.
 
-Where queries stay, out may be in the place of delta: operators on pieces want it.
-"""
+class Queries(NamedTuple):
+    """What the query side brings to the backward pass; LSE, delta and out are global.
+
+    Either delta or out: operators on pieces want out, which does not travel.
+    """
+
+    q: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor | None = None
+    out: Tensor | None = None
 
 
 class Runtime(Protocol):
@@ -83,10 +90,9 @@ class PlainRuntime:
         options: Options,
         into: tuple[Tensor, ...],
     ) -> None:
-        q, dout, lse, delta = queries
+        q, dout, lse, delta, out = queries
         dq, dk, dv = into
-        given = {"delta": delta} if delta.dim() == 3 else {"out": delta}
-        self.kernel.attend_backward(dout, q, k, v, lse, compute.tiles, options, **given, into=(dq, dk, dv))
+        self.kernel.attend_backward(dout, q, k, v, lse, compute.tiles, options, delta=delta, out=out, into=(dq, dk, dv))
 
     def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
         return whole.attend_whole(self.kernel, q, k, v, compute.tiles, options)
