@@ -87,7 +87,7 @@ def main() -> int:
     from backends.evidence import finish
     from burst_portable.conformance import check_backend
     from burst_portable.conformance.cases import MASKS, MEMORY, covering
-    from burst_portable.layout import NAMES as LAYOUTS
+    from burst_portable.layouts import NAMES as LAYOUTS
 
     facts = {"name": f"Triton's interpreter, blocks of {chosen.chip or chosen.backend}"}
     subject = Interpreted(chosen.backend, kernel_of(chosen.backend, chosen.chip), facts)

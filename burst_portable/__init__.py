@@ -29,7 +29,7 @@ _HOMES = {
     "Region": "mask",
     "Layout": "layout",
     "Segment": "layout",
-    "make_layout": "layout",
+    "make_layout": "layouts",
     "Mesh": "mesh",
     "run_local": "mesh",
     "make_strategy": "strategies.registry",
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from burst_portable.explanation import explain as explain
     from burst_portable.layout import Layout as Layout
     from burst_portable.layout import Segment as Segment
-    from burst_portable.layout import make_layout as make_layout
+    from burst_portable.layouts import make_layout as make_layout
     from burst_portable.mask import Mask as Mask
     from burst_portable.mask import Region as Region
     from burst_portable.mesh import Mesh as Mesh

@@ -16,8 +16,8 @@ from burst_portable.api import attention
 from burst_portable.checks import check_rows, check_tensor, tell_the_others, whole_length
 from burst_portable.compiling import outside_graphs
 from burst_portable.errors import DtypeError, InputError, ShapeError, explain, shown, unknown_name
-from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout
+from burst_portable.layouts import NAMES as LAYOUTS
 from burst_portable.mask import Mask
 from burst_portable.mesh import as_mesh
 from burst_portable.planning import layout_of, mask_of, strategy_of

@@ -6,8 +6,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from burst_portable.errors import InputError, LayoutError, ShapeError, explain, shown, unknown_name
-from burst_portable.layout import NAMES as LAYOUTS
-from burst_portable.layout import OF_DOCUMENTS, Layout, make_layout, suited
+from burst_portable.layout import Layout
+from burst_portable.layouts import NAMES as LAYOUTS
+from burst_portable.layouts import OF_DOCUMENTS, make_layout, suited
 from burst_portable.mask import Mask
 from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.auto import AutoStrategy

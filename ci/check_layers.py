@@ -22,7 +22,7 @@ PACKAGE = "burst_portable"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "config", "values", "units", "compiling", "autocast", "background"),
     ("numerics", "files"),
-    ("mask", "layout"),
+    ("mask", "layout", "layouts"),
     ("boxes", "tiles", "moves", "heads"),
     ("plans",),
     ("messages",),
@@ -44,8 +44,8 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
-    *("errors", "config", "values", "units", "files", "mask", "layout", "boxes", "tiles", "moves", "heads"),
-    *("plans", "messages", "handling", "cost", "verify", "strategies", "planning"),
+    *("errors", "config", "values", "units", "files", "mask", "layout", "layouts", "boxes", "tiles"),
+    *("moves", "heads", "plans", "messages", "handling", "cost", "verify", "strategies", "planning"),
 )
 PURE_NEVER = ("torch", "numpy", "triton", "transformers")
 

@@ -27,7 +27,7 @@ from burst_portable.kernels.triton import TritonKernel
 from burst_portable.kernels.triton.compile import Record, problems, read_amd
 from burst_portable.kernels.triton.prepared import padded
 from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, choose
-from burst_portable.layout import make_layout
+from burst_portable.layouts import make_layout
 from burst_portable.tiles import find_tiles
 
 

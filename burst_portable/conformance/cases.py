@@ -15,8 +15,9 @@ import torch
 
 from burst_portable.errors import InputError, LayoutError, explain, unknown_name
 from burst_portable.heads import can_group
-from burst_portable.layout import NAMES as LAYOUTS
-from burst_portable.layout import Layout, make_layout
+from burst_portable.layout import Layout
+from burst_portable.layouts import NAMES as LAYOUTS
+from burst_portable.layouts import make_layout
 from burst_portable.mask import UNBOUNDED, Mask, Region
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy

@@ -6,7 +6,7 @@ from typing import Any
 
 from burst_portable.cost import Rates, rank_cost
 from burst_portable.errors import InputError, LayoutError, UnsupportedError
-from burst_portable.layout import NAMES, OF_DOCUMENTS, make_layout
+from burst_portable.layouts import NAMES, OF_DOCUMENTS, make_layout
 from burst_portable.planning import planned
 from burst_portable.plans import PASSES, Plan, Problem
 from burst_portable.strategies.registry import make_strategy

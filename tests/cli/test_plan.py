@@ -11,7 +11,7 @@ import pytest
 from burst_portable.cli import main
 from burst_portable.cli.drawing import score_matrix
 from burst_portable.cli.plan_facts import checked_ranks
-from burst_portable.layout import make_layout
+from burst_portable.layouts import make_layout
 from burst_portable.mask import Mask
 from burst_portable.verify import verify
 

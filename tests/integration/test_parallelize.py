@@ -16,7 +16,7 @@ from burst_portable.errors import InputError
 from burst_portable.integrations import gradients as summing
 from burst_portable.integrations.transformers import loss as losses
 from burst_portable.integrations.transformers import parallelize, sum_gradients
-from burst_portable.layout import OF_DOCUMENTS
+from burst_portable.layouts import OF_DOCUMENTS
 from burst_portable.strategies.auto import AutoStrategy
 from tests.integration.models import MODELS, assert_same, gradients_of, make, on_one_device, on_ranks, tokens
 

@@ -19,7 +19,7 @@ from burst_portable.errors import DtypeError, InputError, ShapeError, Unsupporte
 from burst_portable.kernels.contract import Options, Problem
 from burst_portable.kernels.pieces import triangles
 from burst_portable.kernels.reference import ReferenceKernel
-from burst_portable.layout import make_layout
+from burst_portable.layouts import make_layout
 from burst_portable.tiles import Tile, Tiles, banded_box, find_tiles
 
 KERNELS = [ReferenceKernel(), CpuFlashKernel()]

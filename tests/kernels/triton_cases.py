@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from burst_portable.kernels.contract import Kernel, Options
-from burst_portable.layout import Layout, make_layout
+from burst_portable.layout import Layout
+from burst_portable.layouts import make_layout
 from burst_portable.mask import Mask
 from burst_portable.numerics import per_row, row_delta
 from burst_portable.tiles import Tiles, find_tiles

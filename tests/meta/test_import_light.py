@@ -39,6 +39,7 @@ def test_import_loads_nothing_heavy():
     [
         "mask",
         "layout",
+        "layouts",
         "boxes",
         "tiles",
         "moves",

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from burst_portable.cost import Rates, plan_cost
 from burst_portable.errors import LayoutError
-from burst_portable.layout import OF_DOCUMENTS, Layout, Segment, make_layout
+from burst_portable.layout import Layout, Segment
+from burst_portable.layouts import OF_DOCUMENTS, make_layout
 from burst_portable.mask import Mask
 from burst_portable.plans import Problem
 from burst_portable.strategies.ring import RingStrategy

@@ -10,7 +10,7 @@ import pytest
 from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES
 from burst_portable.cost import Rates, pass_flops, plan_cost, rank_cost
 from burst_portable.errors import InputError, LayoutError, UnknownNameError, UnsupportedError
-from burst_portable.layout import NAMES, OF_DOCUMENTS, make_layout
+from burst_portable.layouts import NAMES, OF_DOCUMENTS, make_layout
 from burst_portable.mask import Mask
 from burst_portable.messages import ALIGNMENT, inboxes, message_size
 from burst_portable.moves import Ring

@@ -11,7 +11,7 @@ from burst_portable import boxes, tiles
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.boxes import make_box
 from burst_portable.cost import plan_cost
-from burst_portable.layout import NAMES, OF_DOCUMENTS, make_layout
+from burst_portable.layouts import NAMES, OF_DOCUMENTS, make_layout
 from burst_portable.mask import Mask
 from burst_portable.plans import PASSES, Problem
 from burst_portable.strategies.auto import AutoStrategy

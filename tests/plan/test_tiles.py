@@ -16,7 +16,8 @@ from burst_portable.boxes import fused
 from burst_portable.conformance.cases import LENGTH, MASKS
 from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import LayoutError
-from burst_portable.layout import NAMES, OF_DOCUMENTS, Segment, make_layout
+from burst_portable.layout import Segment
+from burst_portable.layouts import NAMES, OF_DOCUMENTS, make_layout
 from burst_portable.mask import UNBOUNDED, Mask
 from burst_portable.tiles import BlockPairs, Tile, banded_box, find_tiles
 

@@ -17,7 +17,7 @@ from burst_portable.cost import Rates, plan_cost, reshard_bytes
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.heads import can_group, head_groups
 from burst_portable.kernels.contract import Options
-from burst_portable.layout import make_layout
+from burst_portable.layouts import make_layout
 from burst_portable.mask import Mask
 from burst_portable.reshard import _orders
 from burst_portable.strategies.auto import AutoStrategy

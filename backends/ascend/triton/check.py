@@ -29,7 +29,7 @@ from backends.ascend.triton.execute import Memory, Program, rounded
 from backends.ascend.triton.lower import GATHER, lower
 from burst_portable.backends.ascend import triton_kernels
 from burst_portable.kernels.triton.blocks import block_table, transposed
-from burst_portable.layout import make_layout
+from burst_portable.layouts import make_layout
 from burst_portable.mask import Mask
 from burst_portable.tiles import find_tiles
 

@@ -17,7 +17,7 @@ from burst_portable.conformance.running import kernel_problem
 from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Check, Outcome, Trial, plain
 from burst_portable.kernels.contract import Kernel
-from burst_portable.layout import NAMES as LAYOUTS
+from burst_portable.layouts import NAMES as LAYOUTS
 
 NAME = "kernels"
 AXES: dict[str, tuple[object, ...]] = {

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from burst_portable.choices import strategy_on
 from burst_portable.errors import InputError, UnsupportedError, explain, unknown_name
-from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
+from burst_portable.layout import Layout
+from burst_portable.layouts import NAMES, OF_DOCUMENTS, make_layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh
 from burst_portable.planning import plan
