@@ -22,7 +22,7 @@ SPEED = Path(__file__).parents[1] / "docs" / "images" / "speed.svg"
 # The README's rows: a result file, its rows and what they are called, its providers and what they are called.
 SPEED_ROWS: tuple[tuple[str, dict[str, str], dict[str, str]], ...] = (
     (
-        "attention-h100-fa4-2026-11-21",
+        "attention-h100-auto-2026-11-21",
         {"causal-16k": "causal", "causal-16k-gqa": "causal, 32 query and 8 K/V heads"},
         {"hopper-whole": "Hopper kernels (ours)", "flash-attn-4": "flash-attn-4", "cudnn": "cuDNN"},
     ),
