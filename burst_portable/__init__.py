@@ -31,7 +31,7 @@ _HOMES = {
     "Segment": "layout",
     "make_layout": "layouts",
     "Mesh": "mesh",
-    "run_local": "mesh",
+    "run_local": "local_ranks",
     "make_strategy": "strategies.registry",
     "BurstError": "errors",
 }
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from burst_portable.layout import Layout as Layout
     from burst_portable.layout import Segment as Segment
     from burst_portable.layouts import make_layout as make_layout
+    from burst_portable.local_ranks import run_local as run_local
     from burst_portable.mask import Mask as Mask
     from burst_portable.mask import Region as Region
     from burst_portable.mesh import Mesh as Mesh
-    from burst_portable.mesh import run_local as run_local
     from burst_portable.numerics import merge as merge
     from burst_portable.planning import plan as plan
     from burst_portable.profiling.session import profile as profile

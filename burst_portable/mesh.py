@@ -10,17 +10,23 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import for_device, known, runnable
+from burst_portable.backends.registry import for_device
 from burst_portable.comm.base import Transport
-from burst_portable.comm.local import Fabric, LocalTransport, run_threads
+from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.comm.two_levels import with_two_levels
-from burst_portable.config import Config, from_environment
+from burst_portable.config import Config
 from burst_portable.errors import InputError, UnsupportedError, explain, shown, unknown_name
-from burst_portable.values import as_int, size
+from burst_portable.mesh_checks import (
+    axis_group,
+    checked_backend,
+    checked_config,
+    checked_inner,
+    checked_rank,
+    place_in,
+)
 
 T = TypeVar("T")
 _CALLS_KEPT = 512
-_MOST_LOCAL_RANKS = 1024  # each is a thread
 
 
 class Mesh:
@@ -52,9 +58,9 @@ class Mesh:
         backend: str = "auto",
         config: Config | None = None,
     ) -> None:
-        self.rank, self.size = _checked_rank(rank, size)
-        self.group, self.inner, self.backend = group, _checked_inner(inner, self.size), _checked_backend(backend)
-        self.config = _checked_config(config)
+        self.rank, self.size = checked_rank(rank, size)
+        self.group, self.inner, self.backend = group, checked_inner(inner, self.size), checked_backend(backend)
+        self.config = checked_config(config)
         if not isinstance(group, dist.ProcessGroup | None):
             raise InputError(explain("this is no process group", got=shown(group), allowed="one of dist's, or None"))
         if not callable(connect):
@@ -108,8 +114,8 @@ class Mesh:
                 "or use run_local for ranks as threads"
             )
         group = dist.group.WORLD if group is None else group
-        rank, ranks = _place_in(group)
-        settings = _checked_config(config)
+        rank, ranks = place_in(group)
+        settings = checked_config(config)
         deadline = settings.deadline
 
         def transport(group: Any, device_type: str) -> Transport:
@@ -137,7 +143,7 @@ class Mesh:
 
         `axis` is its name or number, and may be left out where there is only one.
         """
-        return cls.from_group(_axis_group(device_mesh, axis), inner=inner, backend=backend, config=config)
+        return cls.from_group(axis_group(device_mesh, axis), inner=inner, backend=backend, config=config)
 
     def backend_for(self, device_type: str) -> Backend:
         """The backend that serves tensors of a device type: the one that this mesh names, or the first that can."""
@@ -245,7 +251,7 @@ def as_mesh(mesh: Any) -> Mesh:
     if isinstance(mesh, dist.ProcessGroup) or mesh is dist.GroupMember.NON_GROUP_MEMBER:
         return _of_group(mesh)
     if hasattr(mesh, "get_group"):
-        return _of_group(_axis_group(mesh, None))
+        return _of_group(axis_group(mesh, None))
     raise InputError(
         explain(
             "this is no mesh",
@@ -259,137 +265,3 @@ def as_mesh(mesh: Any) -> Mesh:
 def _of_group(group: Any) -> Mesh:
     """The mesh of a group that is passed as such: the same one each time, for its transport counts the passes."""
     return Mesh.from_group(group)
-
-
-def run_local(
-    ranks: int,
-    work: Callable[[Mesh], T],
-    *,
-    deadline: float = 60.0,
-    inner: int | None = None,
-    backend: str = "auto",
-) -> list[T]:
-    """Run `work(mesh)` on so many ranks, as threads of this process; the results in rank order.
-
-    They share all that a process shares, torch's global random numbers too: who draws which is left to chance, and
-    `torch.manual_seed` in one sets them for all. Give each rank a generator of its own::
-
-        def work(mesh):
-            generator = torch.Generator().manual_seed(mesh.rank)
-            q, k, v = (torch.randn(1, 16, 2, 8, generator=generator) for _ in range(3))
-            return attention(q, k, v, mesh=mesh)
-
-    On one accelerator gradients need processes: torch's autograd has one worker a device.
-
-    Args:
-        ranks: how many, up to 1024.
-        work: called once a rank, with that rank's mesh.
-        deadline: seconds that a rank waits for another before that is an error.
-        inner, backend: see `Mesh`.
-
-    Raises what the first failing rank raised.
-    """
-    ranks = size("ranks", ranks)
-    if ranks > _MOST_LOCAL_RANKS:
-        most = f"up to {_MOST_LOCAL_RANKS}: each is a thread"
-        raise InputError(explain("too many ranks for one process", got=ranks, allowed=most))
-    if not callable(work):
-        raise InputError(explain("work is no function of a mesh", got=shown(work), allowed="such as work(mesh)"))
-    seconds = Config(deadline=deadline).deadline
-    _checked_inner(inner, ranks)
-    _checked_backend(backend)
-    config = from_environment()
-
-    def body(transport: LocalTransport) -> T:
-        mesh = Mesh(transport.rank, ranks, lambda device_type: transport, inner=inner, backend=backend, config=config)
-        return work(mesh)
-
-    return run_threads(ranks, body, deadline=seconds)
-
-
-# ------------------------------------------------------------------------------------- what a mesh is made of
-
-
-def _checked_rank(rank: object, ranks: object) -> tuple[int, int]:
-    number, count = as_int(rank), size("the size of a mesh", ranks)
-    if number is None or not 0 <= number < count:
-        raise InputError(explain("no such rank", got=shown(rank), allowed=f"0 to {count - 1}"))
-    return number, count
-
-
-def _checked_inner(inner: object, ranks: int) -> int | None:
-    if inner is None:
-        return None
-    number = size("inner", inner)
-    if ranks % number:
-        divisors = ", ".join(str(i) for i in range(1, ranks + 1) if ranks % i == 0)
-        raise InputError(explain("inner does not divide the ranks", got=f"{number}, {ranks} ranks", allowed=divisors))
-    return number
-
-
-def _checked_backend(name: object) -> str:
-    if not isinstance(name, str):
-        raise unknown_name("backend", name, ("auto", *known()))
-    if name != "auto":
-        runnable(name)
-    return name
-
-
-def _checked_config(config: object) -> Config:
-    if config is None:
-        return from_environment()
-    if not isinstance(config, Config):
-        raise InputError(explain("config is none", got=shown(config), allowed="burst_portable.config.Config"))
-    return config
-
-
-def _place_in(group: Any) -> tuple[int, int]:
-    """(rank, ranks) of this process in a process group."""
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to those that it leaves out
-        raise _no_member()
-    if not isinstance(group, dist.ProcessGroup):
-        raise InputError(explain("this is no process group", got=shown(group), next_step="dist.new_group makes one"))
-    try:
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    except ValueError as error:  # made by hand, or destroyed
-        raise InputError(
-            explain(
-                "torch.distributed does not know this process group", got=error, next_step="dist.new_group makes one"
-            )
-        ) from error
-    if rank < 0:
-        raise _no_member()
-    return rank, ranks
-
-
-def _no_member() -> InputError:
-    return InputError(
-        explain(
-            "this rank is no member of the group",
-            got=f"global rank {dist.get_rank()}",
-            next_step="let the members alone make the call",
-        )
-    )
-
-
-def _axis_group(device_mesh: Any, axis: object) -> Any:
-    """The process group of one axis of a DeviceMesh."""
-    if not hasattr(device_mesh, "get_group"):
-        raise InputError(
-            explain("this is no DeviceMesh", got=shown(device_mesh), next_step="init_device_mesh makes one")
-        )
-    names, axes = device_mesh.mesh_dim_names or (), device_mesh.ndim
-    told = f"a DeviceMesh of {axes} axes ({', '.join(names) or 'without names'})"
-    if axis is None and axes > 1:
-        example = f"mesh[{names[-1]!r}]" if names else "Mesh.from_device_mesh(mesh, axis)"
-        raise InputError(
-            explain("the sequence lies along one axis, and none is named", got=told, next_step=f"pass one: {example}")
-        )
-    if isinstance(axis, str):
-        if axis not in names:
-            raise unknown_name("axis of the DeviceMesh", axis, names)
-        return device_mesh.get_group(axis)
-    number = 0 if axis is None else as_int(axis)
-    if number is None or not 0 <= number < axes:
-        raise InputError(explain("no such axis", got=shown(axis), allowed=f"one of {told}"))
-    return device_mesh.get_group(number)

@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cost", "verify"),
     ("backends.base", "comm.base", "kernels"),  # the contracts: a backend names its kernels and its transports
     ("comm", "backends.registry", "backends.accelerator", "backends"),
-    ("mesh", "runtime"),
+    ("mesh", "mesh_checks", "local_ranks", "runtime"),
     ("executor", "reshard", "by_heads", "strategies"),
     ("planning",),
     ("autograd", "checks", "choices"),
