@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import inf, log
 
-from burst_portable import handling
+from burst_portable import memory_traffic
 from burst_portable.messages import head_fields, row_size
 from burst_portable.moves import Move
 from burst_portable.plans import PASSES, Compute, PassName, PassPlan, Plan, Problem, Step
@@ -94,7 +94,7 @@ class Rates:
         rate = (self.backward or self.tflops) * (self.backward_together if blocks > 1 else 1.0)
         return calls * latency + flops / (rate * 1e12)
 
-    def handle(self, size: int) -> float:
+    def read_and_write(self, size: int) -> float:
         """Seconds of passes over so many bytes of memory."""
         return size / (self.memory * 1e9) if self.memory else 0.0
 
@@ -280,9 +280,9 @@ class _Timeline:
         slowed = work / (1 - self._held_up) if self._held_up < 1 else inf
         self._kernels += min(slowed, work + self._held_up * beside)
 
-    def handle(self, size: int) -> None:
-        """Bytes of memory between kernels."""
-        self._kernels += self._rates.handle(size)
+    def read_and_write(self, size: int) -> None:
+        """Passes over so many bytes of memory, between kernels."""
+        self._kernels += self._rates.read_and_write(size)
 
     def exchange(self, seconds: float) -> float:
         """All ranks exchange messages for so long, when kernels have got so far; when they will be there."""
@@ -308,15 +308,17 @@ def _by_blocks(part: PassPlan, pass_name: PassName, rank: int, rates: Rates, dir
     kept = _in_turn(steps, pass_name, rates)
     for step in steps:
         line.wait(step.arrivals)
-        line.handle(handling.packed(step.sends, size, rank, packed))
+        line.read_and_write(memory_traffic.packed(step.sends, size, rank, packed))
         line.receive(step.receives, size)
-        line.handle(handling.made(step.result_sends, size))
+        line.read_and_write(memory_traffic.made(step.result_sends, size))
         if step.compute:
             line.launch(_work(part.problem, pass_name, step.compute, rates) / kept)
-            line.handle(handling.merged(part, pass_name, step.compute, first=not launched, in_pieces=rates.in_pieces))
+            line.read_and_write(
+                memory_traffic.merged(part, pass_name, step.compute, first=not launched, in_pieces=rates.in_pieces)
+            )
             launched = True
         line.wait(step.result_arrivals)
-        line.handle(handling.added(step.result_arrivals, size))
+        line.read_and_write(memory_traffic.added(step.result_arrivals, size))
         line.receive(step.result_receives, size)
     return line.end
 
@@ -326,20 +328,20 @@ def _by_groups(plan: Plan, part: PassPlan, pass_name: PassName, rank: int, rates
     work = sum(_work(part.problem, pass_name, s.compute, rates) for s in part.steps_of(0) if s.compute)
     moving = _exchanges(reshard_bytes(plan, pass_name, rank), plan, rates)
     line = _Timeline(plan.direct, pass_name, rates)
-    passes = handling.resharded(plan, pass_name, rank, in_pieces=rates.in_pieces, lent=bool(rates.direct))
+    passes = memory_traffic.resharded(plan, pass_name, rank, in_pieces=rates.in_pieces, lent=bool(rates.direct))
     arrivals, homes = [], []
-    for (there, _), handled in zip(moving, passes, strict=True):
-        line.handle(handled.packed)
+    for (there, _), traffic in zip(moving, passes, strict=True):
+        line.read_and_write(traffic.packed)
         arrivals.append(line.exchange(there))
-    for at, (_, back), handled in zip(arrivals, moving, passes, strict=True):
+    for at, (_, back), traffic in zip(arrivals, moving, passes, strict=True):
         line.wait_until(at)
-        line.handle(handled.computed)
+        line.read_and_write(traffic.computed)
         line.launch(work)
         homes.append(line.exchange(back))
-    line.handle(sum(handled.kept for handled in passes))
-    for at, handled in zip(homes, passes, strict=True):
+    line.read_and_write(sum(traffic.kept for traffic in passes))
+    for at, traffic in zip(homes, passes, strict=True):
         line.wait_until(at)
-        line.handle(handled.home)
+        line.read_and_write(traffic.home)
     return line.end
 
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
-from burst_portable.handling import comes_in_order
 from burst_portable.heads import can_group
 from burst_portable.layout import Layout
 from burst_portable.layouts import contiguous
+from burst_portable.memory_traffic import comes_in_order
 from burst_portable.moves import Ring
 from burst_portable.plans import Plan, Problem, pass_plan
 

@@ -45,7 +45,7 @@ def test_import_loads_nothing_heavy():
         "moves",
         "plans",
         "messages",
-        "handling",
+        "memory_traffic",
         "cost",
         "verify",
         "strategies.registry",

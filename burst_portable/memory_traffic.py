@@ -1,6 +1,6 @@
-"""What is done to blocks besides attention: packing, merging, adding up. Counted in bytes of a device's memory.
+"""Memory traffic between a plan's kernels: blocks packed, results merged, gradients added up. In bytes of one device.
 
-These are passes over memory between a plan's kernels, in which no multiplication is done and the next kernel waits.
+No multiplication is done in these passes over memory, and the next kernel waits for them.
 Each number below is what the code named beside it reads and writes.
 """
 
