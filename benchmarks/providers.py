@@ -114,7 +114,7 @@ def triton_kernel(task: Task, *, resumed: bool = False) -> Calls:
 
 def _hopper() -> Kernel:
     try:
-        module = importlib.import_module("burst_portable.backends.cuda.hopper")
+        module = importlib.import_module("burst_portable.backends.cuda.hopper.kernel")
     except ImportError as error:
         raise Absent(f"cannot be imported: {error}") from error
     kernel: Kernel = module.HopperKernel()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from backends.evidence import finish, machine_code
-from burst_portable.backends.cuda import hopper_aot
+from burst_portable.backends.cuda.hopper import aot
 from burst_portable.conformance.report import Report, Result
 from burst_portable.kernels.triton.compile import JUSTIFIED, TARGETS, kernel_table, problems
 
@@ -42,10 +42,10 @@ def compiled(chips: list[str]) -> Iterator[Result]:
 
 def hopper() -> Iterator[Result]:
     """A result for each Hopper kernel."""
-    for build in hopper_aot.builds(HEADS):
-        made = hopper_aot.compile_build(build)
+    for build in aot.builds(HEADS):
+        made = aot.compile_build(build)
         takes = {
-            "shared memory": (float(made.shared_bytes), float(hopper_aot.SHARED_LIMIT)),
+            "shared memory": (float(made.shared_bytes), float(aot.SHARED_LIMIT)),
             "scratch": (
                 float(made.scratch_bytes),
                 float(next((most for name, most in SCRATCH.items() if made.name.startswith(name)), 0)),

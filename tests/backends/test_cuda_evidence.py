@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from backends.cuda import machine_code
-from burst_portable.backends.cuda import hopper_aot
+from burst_portable.backends.cuda.hopper import aot
 from burst_portable.conformance.report import Report
 from burst_portable.kernels.triton.compile import KERNELS, named, tuned
 
@@ -26,7 +26,7 @@ def test_machine_code():
         for kernel in KERNELS
     }
     assert {r.name for r in report.results if r.check == "compile"} == portable
-    hopper = {f"sm_90 {build.name}" for build in hopper_aot.builds(machine_code.HEADS)}
+    hopper = {f"sm_90 {build.name}" for build in aot.builds(machine_code.HEADS)}
     assert {r.name for r in report.results if r.check == "hopper"} == hopper
     descriptors = [r.errors.get(machine_code.DOUBTFUL) for r in report.results if r.name.startswith("sm_90")]
     assert set(descriptors) == {(0, 0)}
@@ -35,8 +35,8 @@ def test_machine_code():
 def test_the_compiler_is_asked(monkeypatch):
     """A kernel that spills, or with a doubtful descriptor, is a failure of the report."""
     doubt = "UR4 comes from two places"
-    made = hopper_aot.Report("backward D=64 bf16", 255, 512, 0, 1024, 4, 0, (), (doubt,), 1.0)
-    monkeypatch.setattr(hopper_aot, "compile_build", lambda build: made)
+    made = aot.Report("backward D=64 bf16", 255, 512, 0, 1024, 4, 0, (), (doubt,), 1.0)
+    monkeypatch.setattr(aot, "compile_build", lambda build: made)
     monkeypatch.setattr(machine_code, "kernel_table", lambda chips, heads: ())
     report = machine_code.report(["sm_90"])
     assert not report.ok

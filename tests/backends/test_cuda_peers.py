@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.backends.cuda import peer_memory, peer_watch, peers
+from burst_portable.backends.cuda.peers import connection
+from burst_portable.backends.cuda.peers import memory as peer_memory
+from burst_portable.backends.cuda.peers import watch as peer_watch
 from burst_portable.comm.local import run_threads
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.config import Config
@@ -97,8 +99,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(peer_memory.dist, "get_rank", lambda group: here.rank)
     monkeypatch.setattr(peer_memory.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(peer_watch.Watch, "_watch", lambda self: None)  # stand-ins never hang
-    monkeypatch.setattr(peers, "unavailable", lambda: "")
-    monkeypatch.setattr(peers, "here", lambda: DEVICE)
+    monkeypatch.setattr(connection, "unavailable", lambda: "")
+    monkeypatch.setattr(connection, "here", lambda: DEVICE)
     return machine
 
 
@@ -107,7 +109,7 @@ def on_two(machine, work):
 
     def body(local):
         machine.here.rank = local.rank
-        return work(local.rank, local, lambda: peers.connect(local, None, 5.0))
+        return work(local.rank, local, lambda: connection.connect(local, None, 5.0))
 
     return run_threads(2, body, deadline=5.0)
 
@@ -190,8 +192,11 @@ def test_ranks_that_ask_for_other_sizes_are_told(machine):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda m, monkeypatch: monkeypatch.setattr(peers, "unavailable", lambda: "no flags"), "rank 0: no flags"),
-        (lambda m, monkeypatch: monkeypatch.setattr(peers, "_host", lambda: f"host {m.here.rank}"), "several hosts"),
+        (lambda m, monkeypatch: monkeypatch.setattr(connection, "unavailable", lambda: "no flags"), "rank 0: no flags"),
+        (
+            lambda m, monkeypatch: monkeypatch.setattr(connection, "_host", lambda: f"host {m.here.rank}"),
+            "several hosts",
+        ),
         (
             lambda m, monkeypatch: monkeypatch.setattr(
                 torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0")

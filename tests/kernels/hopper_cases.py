@@ -7,8 +7,8 @@ from collections import OrderedDict
 
 import torch
 
-from burst_portable.backends.cuda import hopper_configs
-from burst_portable.backends.cuda.hopper import HopperKernel
+from burst_portable.backends.cuda.hopper import configs
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.kernels.contract import Options
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import Segment
@@ -45,8 +45,8 @@ def fresh_state(q):
 
 def tall_where_it_can(monkeypatch):
     """Forward passes at head size 64 are cut as those of long rows, however short they are."""
-    monkeypatch.setattr(hopper_configs, "TALL_BLOCKS", 0)
-    monkeypatch.setattr(hopper_configs, "TALL_ITEMS", 0)
+    monkeypatch.setattr(configs, "TALL_BLOCKS", 0)
+    monkeypatch.setattr(configs, "TALL_ITEMS", 0)
     monkeypatch.setattr(KERNEL, "_tables", OrderedDict())
 
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from burst_portable.backends.cuda.hopper import HopperKernel, _triton_reason
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel, _triton_reason
 
 pytest.importorskip("triton")
 if _triton_reason():
     pytest.skip(_triton_reason(), allow_module_level=True)
 
-from burst_portable.backends.cuda import hopper_aot
-from burst_portable.backends.cuda.hopper_configs import FORWARD, TALL
+from burst_portable.backends.cuda.hopper import aot
+from burst_portable.backends.cuda.hopper.configs import FORWARD, TALL
 
 # Scratch of the backward lies in its masked branch and in what runs once an item; its full blocks reload a few
 # addresses. More than this says that something began to spill in the loop.
@@ -20,7 +20,7 @@ BACKWARD_SCRATCH = {64: 56, 128: 0}
 @pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize(("dim", "cut"), [(64, FORWARD), (64, TALL), (128, FORWARD)], ids=["64", "64-tall", "128"])
 def test_forward(dim, cut, mode):
-    report = hopper_aot.compile_build(hopper_aot.forward_build(dim, mode, config=cut[dim]))
+    report = aot.compile_build(aot.forward_build(dim, mode, config=cut[dim]))
     assert report.scratch_bytes == 0, report
     check(report)
 
@@ -29,7 +29,7 @@ def test_forward(dim, cut, mode):
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_backward(dim, store):
-    report = hopper_aot.compile_build(hopper_aot.backward_build(dim, store=store))
+    report = aot.compile_build(aot.backward_build(dim, store=store))
     assert report.scratch_bytes <= BACKWARD_SCRATCH[dim], report
     check(report)
 
@@ -39,7 +39,7 @@ def check(report):
     assert report.wgmma > 0
     assert report.early_releases == 0
     assert not report.descriptors
-    assert report.shared_bytes <= hopper_aot.SHARED_LIMIT
+    assert report.shared_bytes <= aot.SHARED_LIMIT
     print(report)
 
 
@@ -49,8 +49,8 @@ def test_a_slot_released_before_all_warps_have_read_it():
     early = (
         "wgmma.mma_async\nbar.sync 0, 128;\nwgmma.wait_group.sync.aligned 0;\n@%p mbarrier.arrive.shared::cta.b64 _;\n"
     )
-    assert hopper_aot._early_releases(good * 2) == 0
-    assert hopper_aot._early_releases(good + early + good) == 1
+    assert aot._early_releases(good * 2) == 0
+    assert aot._early_releases(good + early + good) == 1
 
 
 def test_reasons_without_a_device():

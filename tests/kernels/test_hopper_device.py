@@ -7,9 +7,9 @@ import functools
 import pytest
 import torch
 
-from burst_portable.backends.cuda import hopper as module
-from burst_portable.backends.cuda.hopper_driver import Ready
-from burst_portable.backends.cuda.hopper_launch import compiled_kernels
+from burst_portable.backends.cuda.hopper import kernel as module
+from burst_portable.backends.cuda.hopper.driver import Ready
+from burst_portable.backends.cuda.hopper.launch import compiled_kernels
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.contract import Options, Problem
 from burst_portable.numerics import empty_state

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from burst_portable.backends.cuda.hopper import _triton_reason
-from burst_portable.backends.cuda.hopper_driver import Described, pack_described, packing, ready
+from burst_portable.backends.cuda.hopper.driver import Described, pack_described, packing, ready
+from burst_portable.backends.cuda.hopper.kernel import _triton_reason
 
 if _triton_reason():
     pytest.skip(_triton_reason(), allow_module_level=True)
 
-from burst_portable.backends.cuda import hopper_aot
+from burst_portable.backends.cuda.hopper import aot
 
 SIZES = {"u32": 4, "f32": 4, "u64": 8}
 SHAPE, STRIDES = [2, 300, 4, 64], [300 * 256, 256, 64, 1]
@@ -21,7 +21,7 @@ SHAPE, STRIDES = [2, 300, 4, 64], [300 * 256, 256, 64, 1]
 
 @pytest.fixture(scope="module")
 def compiled():
-    return hopper_aot.compiled(hopper_aot.forward_build(64, 2))
+    return aot.compiled(aot.forward_build(64, 2))
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from burst_portable.backends.cuda import hopper, hopper_backward, hopper_forward
-from burst_portable.backends.cuda.hopper import _triton_reason
+from burst_portable.backends.cuda.hopper import backward as hopper_backward
+from burst_portable.backends.cuda.hopper import forward as hopper_forward
+from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
+from burst_portable.backends.cuda.hopper.kernel import _triton_reason
 from burst_portable.kernels.contract import Options
 from burst_portable.tiles import Tile, Tiles
 from tests.kernels import hopper_cases
@@ -130,7 +132,7 @@ def test_blocks_that_start_with_documents(mask, dim, machine):
 )
 def test_one_backward_program_for_all_heads_of_a_key(mask, dim, machine, monkeypatch):
     """As where there are many programs: here that would make the last one late."""
-    monkeypatch.setattr(hopper, "_LATE", 0)
+    monkeypatch.setattr(hopper_kernel, "_LATE", 0)
     q, k, v = inputs(2, 301, 3, 1, dim)
     compare_backward(q, k, v, tiles_of(mask, 301))
 

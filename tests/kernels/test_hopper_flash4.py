@@ -12,9 +12,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from burst_portable.backends.cuda import hopper, vendors
+from burst_portable.backends.cuda import vendors
 from burst_portable.backends.cuda.backend import CudaBackend
-from burst_portable.backends.cuda.hopper_flash4 import HopperFlash4Kernel
+from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
+from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.registry import choose_kernel
 from burst_portable.errors import UnsupportedError
@@ -36,8 +37,8 @@ USUAL = Problem(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, value
 def on_hopper(monkeypatch):
     """As on an H100, but for the kernels."""
     emulate(monkeypatch, EmulatedKernels(Machine(1, 0.5)))
-    monkeypatch.setattr(hopper, "_triton_reason", lambda: "")
-    monkeypatch.setattr(hopper, "_device_reason", lambda device: "")
+    monkeypatch.setattr(hopper_kernel, "_triton_reason", lambda: "")
+    monkeypatch.setattr(hopper_kernel, "_device_reason", lambda device: "")
     monkeypatch.setattr(vendors, "capabilities", lambda: ((9, 0),))
 
 
@@ -145,7 +146,7 @@ def test_auto_does_without_a_broken_package():
 
 def test_a_package_that_is_not_asked_where_ours_declines(monkeypatch):
     """Its import takes seconds, and may fail."""
-    monkeypatch.setattr(hopper, "_device_reason", lambda device: "it runs on sm_90, not on sm_80")
+    monkeypatch.setattr(hopper_kernel, "_device_reason", lambda device: "it runs on sm_90, not on sm_80")
     assert "sm_80" in HopperFlash4Kernel(None).supports(USUAL).reason
 
 

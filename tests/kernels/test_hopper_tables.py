@@ -5,8 +5,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from burst_portable.backends.cuda.hopper_configs import forward_cut
-from burst_portable.backends.cuda.hopper_tables import LaunchTable, backward_table, forward_table
+from burst_portable.backends.cuda.hopper.configs import forward_cut
+from burst_portable.backends.cuda.hopper.tables import LaunchTable, backward_table, forward_table
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.tiles import Tile, Tiles, find_tiles

@@ -35,7 +35,7 @@ def look(*_):
 
 
 def peer_watch():
-    from burst_portable.backends.cuda import peer_watch as module
+    from burst_portable.backends.cuda.peers import watch as module
 
     class Watch(module.Watch):
         def _prepare(self):
@@ -87,7 +87,7 @@ def planted():
 
 
 names = sys.argv[1:]
-from burst_portable.backends.cuda import peer_watch as _
+from burst_portable.backends.cuda.peers import watch as _
 from burst_portable.comm import accounts as _, hop_watch as _
 from burst_portable.profiling import sensors as _
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from burst_portable.backends.cuda import peer_watch
-from burst_portable.backends.cuda.peer_watch import Watch, _Pass
+from burst_portable.backends.cuda.peers import watch as peer_watch
+from burst_portable.backends.cuda.peers.watch import Watch, _Pass
 from burst_portable.errors import DeadlineError, MismatchError
 
 ENTERED, PASS, CALL = 0, 7 << 16, 0xAB

@@ -10,8 +10,8 @@ import torch
 from burst_portable.backends.accelerator import AcceleratorBackend, Facts
 from burst_portable.backends.base import Capabilities, Meter, Peaks, Rates
 from burst_portable.backends.cuda.driver import leave_captures_alone
-from burst_portable.backends.cuda.hopper import HopperKernel
-from burst_portable.backends.cuda.hopper_flash4 import HopperFlash4Kernel
+from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.cuda.meter import NvmlMeter
 from burst_portable.backends.cuda.peaks import peaks
@@ -95,6 +95,6 @@ class CudaBackend(AcceleratorBackend):
 
     def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
         """Peer copies, where all ranks can have them."""
-        from burst_portable.backends.cuda.peers import connect
+        from burst_portable.backends.cuda.peers.connection import connect
 
         return connect(other, group, deadline)

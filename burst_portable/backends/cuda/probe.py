@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from burst_portable.backends.base import wrong_with
-from burst_portable.backends.cuda.peers import unavailable
+from burst_portable.backends.cuda.peers.connection import unavailable
 
 
 def libraries() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`hopper_launch.Compiled` on a `Machine`: so the Hopper kernel's host side runs as it stands."""
+"""`launch.Compiled` on a `Machine`: so the Hopper kernel's host side runs as it stands."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.backends.cuda import hopper, hopper_backward, hopper_forward
-from burst_portable.backends.cuda.hopper_launch import tma_strides
+from burst_portable.backends.cuda.hopper import backward as hopper_backward
+from burst_portable.backends.cuda.hopper import forward as hopper_forward
+from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
+from burst_portable.backends.cuda.hopper.launch import tma_strides
 from tests.kernels.emulator.machine import Machine
 from tests.kernels.emulator.memory import Descriptor
 
@@ -52,7 +54,7 @@ class EmulatedKernels:
 
 def emulate(monkeypatch: Any, kernels: EmulatedKernels) -> None:
     """From now on, and until the test ends, the Hopper kernel launches them."""
-    monkeypatch.setattr(hopper, "compiled_kernels", lambda: kernels)
-    monkeypatch.setattr(hopper, "processors", lambda device: _PROCESSORS)
-    monkeypatch.setattr(hopper, "current_stream", lambda device: 0)
-    monkeypatch.setattr(hopper, "on", lambda device: nullcontext())
+    monkeypatch.setattr(hopper_kernel, "compiled_kernels", lambda: kernels)
+    monkeypatch.setattr(hopper_kernel, "processors", lambda device: _PROCESSORS)
+    monkeypatch.setattr(hopper_kernel, "current_stream", lambda device: 0)
+    monkeypatch.setattr(hopper_kernel, "on", lambda device: nullcontext())

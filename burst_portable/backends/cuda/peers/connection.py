@@ -62,7 +62,7 @@ def connect(other: Transport, group: Any, deadline: float) -> Transport:
         reasons.append("two ranks share a GPU")
     if reasons:
         raise UnsupportedError("; ".join(reasons))
-    from burst_portable.backends.cuda.peer_memory import CudaPeerMemory
+    from burst_portable.backends.cuda.peers.memory import CudaPeerMemory
 
     for by_copies in (False, True):  # as fast as drivers allow, then in a way that needs less of them
         memory = CudaPeerMemory(group, device, other.share, min(deadline, _PROOF_SECONDS), by_copies=by_copies)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_portable.backends.cuda.hopper_tables import LaunchTable, forward_table
+from burst_portable.backends.cuda.hopper.tables import LaunchTable, forward_table
 from burst_portable.tiles import Tiles
 
 

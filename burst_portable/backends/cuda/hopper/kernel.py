@@ -1,4 +1,4 @@
-"""The Hopper kernel: `hopper_forward` and `hopper_backward` behind the contract of `kernels.contract`.
+"""The Hopper kernel: `forward` and `backward` behind the contract of `kernels.contract`.
 
 Triton is imported when a kernel is first launched, never before.
 """
@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from burst_portable.backends.cuda.hopper_configs import (
+from burst_portable.backends.cuda.hopper.configs import (
     BACKWARD,
     FORWARD,
     KEY_BLOCK,
@@ -24,8 +24,8 @@ from burst_portable.backends.cuda.hopper_configs import (
     ForwardConfig,
     forward_cut,
 )
-from burst_portable.backends.cuda.hopper_launch import Compiled, compiled_kernels, current_stream, on, processors
-from burst_portable.backends.cuda.hopper_tables import LaunchTable, backward_table
+from burst_portable.backends.cuda.hopper.launch import Compiled, compiled_kernels, current_stream, on, processors
+from burst_portable.backends.cuda.hopper.tables import LaunchTable, backward_table
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, Options, Problem, Support
 from burst_portable.kernels.whole import added_up
@@ -48,7 +48,7 @@ C = TypeVar("C", ForwardConfig, BackwardConfig)
 
 @dataclass(frozen=True, slots=True)
 class _OnDevice(Generic[C]):
-    """A `hopper_tables.LaunchTable` whose numbers are on the device, and the cut that it is for."""
+    """A `tables.LaunchTable` whose numbers are on the device, and the cut that it is for."""
 
     config: C
     numbers: Tensor

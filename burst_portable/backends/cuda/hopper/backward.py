@@ -10,7 +10,7 @@ dQ is added to global float32 by TMA, and so are dK and dV at the end: a ring's 
 K/V head, add up with no merge. Such additions come in any order, so this kernel is not deterministic. Where nothing
 is to be added to them (STORE), dK and dV are written in 16 bits instead.
 
-Which query blocks a key block visits stands in an int32 table (see `hopper_tables`): the masked ones, then the full
+Which query blocks a key block visits stands in an int32 table (see `tables`): the masked ones, then the full
 ones, in one loop.
 
 Shapes: q, dout, dq [B, Sq, Hq, D]; k, v, dk, dv [B, Sk, Hkv, D]. `prepare_kernel` makes the row terms
@@ -31,8 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from burst_portable.backends.cuda.hopper_mask import hide
-from burst_portable.backends.cuda.hopper_turned import turned_rows
+from burst_portable.backends.cuda.hopper.mask import hide
+from burst_portable.backends.cuda.hopper.turned import turned_rows
 
 
 @builtin

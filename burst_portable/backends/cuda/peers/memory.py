@@ -1,7 +1,7 @@
 """Peer memory on NVIDIA GPUs of one host: torch's symmetric memory, copy engines, flags of the driver.
 
 A flag is waited for by the stream itself, with no kernel, so a message needs no multiprocessor while attention fills
-them all. Streams cannot give up; a thread watches over the deadline instead (see `peer_watch`).
+them all. Streams cannot give up; a thread watches over the deadline instead (see `watch`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from burst_portable.backends.cuda.driver import driver
-from burst_portable.backends.cuda.peer_watch import Watch
+from burst_portable.backends.cuda.peers.watch import Watch
 from burst_portable.comm.peer_copy import Watched, flags
 from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError, explain
 

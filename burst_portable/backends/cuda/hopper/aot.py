@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burst_portable.backends.cuda.hopper_configs import BACKWARD, FORWARD, TALL, ForwardConfig
+from burst_portable.backends.cuda.hopper.configs import BACKWARD, FORWARD, TALL, ForwardConfig
 from burst_portable.kernels.triton import matrix_descriptors
 
 SHARED_LIMIT = 227 * 1024
@@ -49,18 +49,18 @@ class Report:
 
 def builds(head_dims: tuple[int, ...] = (64, 128), dtype: str = "bf16") -> Iterator[Build]:
     """Forward in its three modes, in each cut, and backward in its two, for each head size."""
-    from burst_portable.backends.cuda import hopper_forward
+    from burst_portable.backends.cuda.hopper import forward
 
     for dim in head_dims:
         for config in [FORWARD[dim], *([TALL[dim]] if dim in TALL else [])]:
-            for mode in (hopper_forward.OUT_16, hopper_forward.OUT_32, hopper_forward.MERGE_32):
+            for mode in (forward.OUT_16, forward.OUT_32, forward.MERGE_32):
                 yield forward_build(dim, mode, dtype, config)
         for store in (False, True):
             yield backward_build(dim, dtype, store=store)
 
 
 def forward_build(dim: int, mode: int, dtype: str = "bf16", config: ForwardConfig | None = None) -> Build:
-    from burst_portable.backends.cuda import hopper_forward
+    from burst_portable.backends.cuda.hopper import forward
 
     config = config or FORWARD[dim]
     keys = _rows(config.BN, dim, dtype)
@@ -68,8 +68,8 @@ def forward_build(dim: int, mode: int, dtype: str = "bf16", config: ForwardConfi
         "q_desc": _rows(64, dim, dtype),
         "k_desc": keys,
         "v_desc": keys,
-        "o_desc": _rows(64, dim, dtype if mode == hopper_forward.OUT_16 else "fp32"),
-        "out": f"*{dtype if mode == hopper_forward.OUT_16 else 'fp32'}",
+        "o_desc": _rows(64, dim, dtype if mode == forward.OUT_16 else "fp32"),
+        "out": f"*{dtype if mode == forward.OUT_16 else 'fp32'}",
         "lse": "*fp32",
         "table": "*i32",
         "counter": "*i32",
@@ -82,11 +82,11 @@ def forward_build(dim: int, mode: int, dtype: str = "bf16", config: ForwardConfi
     }
     constants = {"BN": config.BN, "D": dim, "NS": config.NS, "MODE": mode, "W": config.W, "REGS": config.REGS}
     name = f"forward D={dim} {dtype} mode {mode}{', tall' if config.W == 3 else ''}"
-    return _build(name, hopper_forward.forward_kernel, types, constants, config.maxnreg)
+    return _build(name, forward.forward_kernel, types, constants, config.maxnreg)
 
 
 def backward_build(dim: int, dtype: str = "bf16", *, store: bool = False) -> Build:
-    from burst_portable.backends.cuda import hopper_backward
+    from burst_portable.backends.cuda.hopper import backward
 
     config = BACKWARD[dim]
     queries, keys, made = (
@@ -110,7 +110,7 @@ def backward_build(dim: int, dtype: str = "bf16", *, store: bool = False) -> Bui
     fold = int(dtype == "bf16")
     constants = {"BM": config.BM, "D": dim, "NQ": config.NQ, "FOLD": fold, "STORE": int(store), "REGS": config.REGS}
     name = f"backward D={dim} {dtype}{', stores' if store else ''}"
-    return _build(name, hopper_backward.backward_kernel, types, constants, config.maxnreg)
+    return _build(name, backward.backward_kernel, types, constants, config.maxnreg)
 
 
 def compiled(build: Build) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from burst_portable.backends.cuda.hopper import HopperKernel
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.errors import BackendUnavailableError
 from burst_portable.kernels import whole
 from burst_portable.kernels.contract import Gradients, Kernel, Options, Problem, Support

@@ -2,7 +2,7 @@
 
 Triton binds, specialises and looks up each launch anew, which costs more than a short kernel takes. Our kernels
 specialise on nothing but what stands in the key given here, so that the compiled kernel may be called directly, past
-Triton where the driver can be asked (`hopper_driver`).
+Triton where the driver can be asked (`driver`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.backends.cuda.hopper_driver import Described, kernel_driver, pack_described, ready
+from burst_portable.backends.cuda.hopper.driver import Described, kernel_driver, pack_described, ready
 from burst_portable.errors import UnsupportedError, explain
 
 _DESCRIPTORS = 2048  # kept at most
@@ -189,14 +189,14 @@ class Compiled:
     """The kernels and what their launches need, imported on first use."""
 
     def __init__(self) -> None:
-        from burst_portable.backends.cuda import hopper_backward, hopper_forward
+        from burst_portable.backends.cuda.hopper import backward, forward
 
-        self.OUT_16 = hopper_forward.OUT_16
-        self.OUT_32 = hopper_forward.OUT_32
-        self.MERGE_32 = hopper_forward.MERGE_32
-        self.forward = Launcher(hopper_forward.forward_kernel)
-        self.backward = Launcher(hopper_backward.backward_kernel)
-        self.prepare = Launcher(hopper_backward.prepare_kernel)
+        self.OUT_16 = forward.OUT_16
+        self.OUT_32 = forward.OUT_32
+        self.MERGE_32 = forward.MERGE_32
+        self.forward = Launcher(forward.forward_kernel)
+        self.backward = Launcher(backward.backward_kernel)
+        self.prepare = Launcher(backward.prepare_kernel)
         descriptors = Descriptors()
         self.rows = descriptors.rows
         self.vector = descriptors.vector
