@@ -32,6 +32,9 @@ class Block(nn.Module):
 
 def train(mesh: bp.Mesh, *, steps: int = 5, seq_len: int = 509, dim: int = 64) -> list[float]:
     """The losses; the same on every mesh."""
+    text = torch.tensor(list("\n".join(pydoc_data.topics.topics.values()).encode()[: steps * seq_len]))
+    # Before there is a model: more ranks than tokens are refused here.
+    batches = [bp.shard_batch(row, mesh=mesh) for row in text.view(steps, 1, seq_len)]
     generator = torch.Generator().manual_seed(0)
     parts = nn.ModuleDict({"embed": nn.Embedding(256, dim), "head": nn.Linear(dim, 256, bias=False)})
     parts["blocks"] = nn.ModuleList(Block(dim, mesh) for _ in range(2))
@@ -39,10 +42,8 @@ def train(mesh: bp.Mesh, *, steps: int = 5, seq_len: int = 509, dim: int = 64) -
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.02, generator=generator)
     optimizer = torch.optim.AdamW(parts.parameters(), lr=3e-3)
-    text = torch.tensor(list("\n".join(pydoc_data.topics.topics.values()).encode()))
     losses = []
-    for step in range(steps):
-        batch = bp.shard_batch(text[step * seq_len :][:seq_len].unsqueeze(0), mesh=mesh)
+    for batch in batches:
         x = parts["embed"](batch["input_ids"])
         for block in parts["blocks"]:
             x = block(x, seq_len)
