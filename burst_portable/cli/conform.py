@@ -27,7 +27,13 @@ def conform(
         list[str] | None, typer.Option(help="One trial, as a report names it: attention:mask=full,ranks=3")
     ] = None,
     kernel: Annotated[str, typer.Option(help="The one kernel to examine, instead of all.")] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="A handful of cases: seconds.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="A handful of cases: seconds on a CPU; on a GPU every kernel is compiled first: minutes.",
+        ),
+    ] = False,
     full: Annotated[
         bool, typer.Option("--full", help="Every combination of masks, layouts, strategies, ranks and heads: an hour.")
     ] = False,
@@ -54,7 +60,7 @@ def conform(
     burst-portable conform --backend cpu --quick
     burst-portable conform --backend cuda --json report.json --junit report.xml
     """
-    from burst_portable.cli.conform_view import bar, show, show_groups
+    from burst_portable.cli.conform_view import progress, show, show_groups
 
     json_option = JsonOption(json_name)
     if listed:
@@ -73,7 +79,7 @@ def conform(
     named = _of_this_machine() if backend is None else backend
     effort = "quick" if quick else "full" if full else "usual"
     groups = [name.strip() for text in only or () for name in text.split(",")]
-    with bar() as progress:
+    with progress() as told:
         report = check_backend(
             named,
             ranks=ranks,
@@ -82,7 +88,7 @@ def conform(
             effort=effort,
             kernel=kernel,
             tier=tier,
-            progress=progress,
+            progress=told,
         )
     show(report, stderr=json_option.stdout)
     json_option.write_text(report.to_json())

@@ -1,7 +1,8 @@
-"""What `burst-portable conform` shows: a bar while it works, then a table and every failure."""
+"""What `burst-portable conform` shows: how far it is, then a table and every failure."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from burst_portable.cli.output import JsonOption, console, on_stderr, table
+from burst_portable.cli.output import JsonOption, console, table
 from burst_portable.conformance.report import TIERS, Report, closest
 from burst_portable.conformance.suite import Progress as Told
 from burst_portable.conformance.trial import Outcome, Trial
@@ -18,20 +19,50 @@ _SHOWN = 12  # failures; the files have all
 
 
 @contextmanager
-def bar() -> Iterator[Told]:
-    """A progress bar on stderr, gone when the work is done."""
+def progress() -> Iterator[Told]:
+    """On stderr: on a terminal a bar, gone when the work is done; in a file or a log a line for each group."""
+    place = console(stderr=True)
+    if not place.is_terminal:
+        yield _Lines(place)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, **on_stderr()) as progress:
-        task = progress.add_task("starting", total=None)
+    with Progress(*columns, console=place, transient=True) as shown:
+        task = shown.add_task("starting", total=None)
         failed = 0
 
         def told(done: int, total: int, trial: Trial, outcome: Outcome | None) -> None:
             nonlocal failed
             failed += outcome is not None and not outcome.ok
             what = f"{trial.check}, {failed} failed" if failed else trial.check
-            progress.update(task, completed=done, total=total, description=what)
+            shown.update(task, completed=done, total=total, description=what)
 
         yield told
+
+
+class _Lines:
+    """Tells of each group of checks when it is done: how many, in how many seconds."""
+
+    def __init__(self, place: Console) -> None:
+        self._place, self._group = place, ""
+        self._checks = self._failed = 0
+        self._began = time.monotonic()
+
+    def __call__(self, done: int, total: int, trial: Trial, outcome: Outcome | None) -> None:
+        if outcome is None:
+            if trial.check != self._group:
+                self._tell()
+                self._group, self._checks, self._failed, self._began = trial.check, 0, 0, time.monotonic()
+            return
+        self._checks += 1
+        self._failed += not outcome.ok
+        if done == total:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._checks:
+            many = f"{self._checks} check{'' if self._checks == 1 else 's'}"
+            failed = f", {self._failed} failed" if self._failed else ""
+            self._place.print(f"{self._group}: {many} in {time.monotonic() - self._began:.1f} s{failed}", markup=False)
 
 
 def show(report: Report, *, stderr: bool = False) -> None:

@@ -52,7 +52,8 @@ def check_backend(
         ranks: the most ranks that a case may have; they are threads, and processes in the group "group".
         only: groups of checks (see `checks.CHECKS`); all unless given.
         cases: single trials, as a report names them (``attention:mask=full,ranks=3``), instead of whole groups.
-        effort: "quick" (seconds), "usual" (every pair of choices), "full" (products: an hour).
+        effort: "quick" (seconds on a CPU, minutes where kernels are compiled first), "usual" (every pair of choices),
+            "full" (products: an hour).
         kernel: the one kernel to examine; "auto" examines all of them.
         tier: what kind of evidence this is; what the backend's probe says, or "device", unless given.
         fail_fast: stop at the first failure, as it is: no smaller case is looked for.

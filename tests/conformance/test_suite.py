@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -182,7 +183,14 @@ def test_the_command_writes_every_format(tmp_path, capsys):
     formats = [word for pair in zip(("--json", "--junit", "--markdown"), map(str, files), strict=True) for word in pair]
     options = ["--backend", "cpu", "--quick", "--ranks", "2", "--only", "transport,blind"]
     assert main(["conform", *options, *formats]) == 0
-    assert "cpu conforms" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "cpu conforms" in captured.out
+    # No terminal: a line for each group that is done.
+    told = re.findall(r"^(\w+): (\d+) checks in \d+\.\d s$", captured.err, re.MULTILINE)
+    counts = {line.check: line.passed + line.skipped for line in Report.from_json(files[0].read_text()).lines()}
+    assert {group: int(count) for group, count in told} == counts
+    assert [group for group, _ in told] == list(counts)
+    assert len(captured.err.splitlines()) == len(told) == 2
     assert Report.from_json(files[0].read_text()).ok
     assert ElementTree.fromstring(files[1].read_text()).tag == "testsuites"
     assert files[2].read_text().startswith("# Conformance of `cpu`: passed")
@@ -214,8 +222,9 @@ def test_bad_input_is_one_line_and_2(options, says, capsys):
 def test_the_command_fails_with_1(monkeypatch, capsys):
     monkeypatch.setattr("burst_portable.conformance.suite.load", lambda name: Planted(planted.WrongScale))
     assert main(["conform", "--backend", "planted", "--case", "kernels:reference:ranks=1"]) == 1
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
     assert "does not conform" in printed
+    assert re.fullmatch(r"kernels: 1 check in \d+\.\d s, 1 failed\n", told)
     assert "again:    burst-portable conform --backend planted --case kernels:reference:" in printed
 
 
