@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 _MARKS = {"ok": "[bold green]PASSED[/]", "failed": "[bold red]FAILED[/]", "unchecked": "[bold yellow]NOT CHECKED[/]"}
 
-
+_LABEL = 8  # characters
 _SIDES = {"kv": "K and V", "q": "Q, dO"}
 _PATHS = {"ring": "from neighbour to neighbour", "fetch": "from their owners", "double_ring": "round two rings"}
 
@@ -40,18 +41,20 @@ class View:
         how = f"{job.dtype}, layers recomputed" if job.recompute else job.dtype
         say(f"[bold]{work}[/] of {job.batch} x {job.seq_len:,} tokens {where}, {how}")
         if prepared.backend_reason:
-            say(f"          {prepared.backend_reason}", markup=False, style="dim")
-        say(
-            f"  model   {model['name']}: {model['type']}, {model['parameters'] / 1e6:.1f} M parameters, "
+            self._tell("", prepared.backend_reason, indent=2, style="dim")
+        self._tell(
+            "model",
+            f"{model['name']}: {model['type']}, {model['parameters'] / 1e6:.1f} M parameters, "
             f"{model['layers']} layers, {model['heads']} heads, {model['kv_heads']} K/V heads",
-            markup=False,
+            indent=2,
         )
-        say(f"  text    {prepared.text}", markup=False)
-        say(f"  plan    {plan.strategy}: {_travels(plan)}; layout {job.layout}, mask {plan.problem.mask}", markup=False)
+        self._tell("text", prepared.text, indent=2)
+        planned = f"{plan.strategy}: {_travels(plan)}; layout {job.layout}, mask {plan.problem.mask}"
+        self._tell("plan", planned, indent=2)
         if plan.reason:
-            say(f"          {plan.reason}", markup=False, style="dim")
+            self._tell("", plan.reason, indent=2, style="dim")
         then = "then the same on one device with plain SDPA" if checked else "nothing is checked (--check would)"
-        say(f"  check   {then}")
+        self._tell("check", then, indent=2)
 
     @contextmanager
     def progress(self, what: str, steps: int) -> Iterator[Callable[[float], None]]:
@@ -75,11 +78,11 @@ class View:
         for row in summary(facts):
             rows.add_row(*(row if checked else row[:2]))
         self._console.print("", rows, "")
-        self._console.print(f"times   {timing_text(facts)}", markup=False, style="dim")
+        self._tell("times", timing_text(facts), style="dim")
         if utilised := utilisation_text(facts):
-            self._console.print(f"MFU     {utilised}", markup=False, style="dim")
+            self._tell("MFU", utilised, style="dim")
         for note in facts["notes"]:
-            self._console.print(f"note    {note}", markup=False)
+            self._tell("note", note)
 
     def report(self, folder: Path) -> None:
         """Where it lies."""
@@ -94,12 +97,24 @@ class View:
             return
         from burst_portable.profiling.report.tables import ablation_text
 
-        self._console.print(f"time    {profile['verdict']['text']}", markup=False)
+        self._tell("time", profile["verdict"]["text"])
         if advice := profile["verdict"]["advice"]:
-            self._console.print(f"advice  {advice}", markup=False)
+            self._tell("advice", advice)
         if ablated := ablation_text(profile):
-            self._console.print(f"        {ablated}", markup=False)
+            self._tell("", ablated)
         self._console.print(f"profile {report / 'profile.html'}", markup=False)
+
+    def _tell(self, label: str, text: str, *, indent: int = 0, style: str = "") -> None:
+        """A word and what is told of it; on a terminal, further lines stand below the text.
+
+        A word that is too long for a line, as paths are, is left to the terminal, so that it can be copied.
+        """
+        begin = " " * indent + f"{label:<{_LABEL}}"
+        if self._console.is_terminal:
+            width = max(1, self._console.width - len(begin))
+            lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+            text = f"\n{'':{len(begin)}}".join(lines)
+        self._console.print(begin + text, markup=False, style=style)
 
 
 def verdict_text(facts: dict[str, Any]) -> str:

@@ -1,0 +1,34 @@
+"""What `burst-portable run` shows on a narrow terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from burst_portable.cli.run_view import View
+from burst_portable.profiling.report import Report
+from tests.profiling.made import ring
+
+
+def test_on_a_narrow_terminal_lines_go_on_below_their_text(tmp_path, capsys):
+    profile = Report.of(ring(2, 3)).data
+    path = f"/a/folder/with-hyphens/{'and_a_long_name' * 5}/trace.json"
+    advice = f"send less, as the layout of {path} does, and look at the plan of it"
+    profile["verdict"]["advice"] = advice
+    view = View()
+    view._console = Console(force_terminal=True, width=40, soft_wrap=True, color_system=None)
+    view.profile(profile, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("advice  "))
+    told = lines[at:-1]
+    assert len(told) == 3
+    assert all(line.startswith(" " * 8) for line in told[1:])
+    assert all(len(line) <= 40 for line in told if path not in line)
+    assert " ".join(line[8:].strip() for line in told) == advice
+    assert lines[-1] == f"profile {tmp_path / 'profile.html'}"
+
+
+def test_in_a_log_a_line_is_whole(tmp_path, capsys):
+    profile = Report.of(ring(2, 3)).data
+    profile["verdict"]["advice"] = "a word " * 100
+    View().profile(profile, tmp_path)
+    assert f"advice  {'a word ' * 100}\n" in capsys.readouterr().out
