@@ -68,7 +68,8 @@ def __getattr__(name: str) -> object:
         return import_module(f"burst_portable.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'burst_portable' has no attribute {name!r}")
-    return getattr(import_module(f"burst_portable.{_HOMES[name]}"), name)
+    found = globals()[name] = getattr(import_module(f"burst_portable.{_HOMES[name]}"), name)  # asked for once
+    return found
 
 
 def __dir__() -> list[str]:

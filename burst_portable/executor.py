@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -167,15 +167,15 @@ class _Blocks:
         piece = self.runtime.inbox(moves, sum(sizes), self.device)
         if not moves[0].result:
             self._pieces[moves[0].needed] = piece
-        yield from zip(moves, torch.split(piece, sizes), strict=True)
+        yield from zip(moves, torch.split(piece, sizes) if len(sizes) > 1 else (piece,), strict=True)
 
     def views(self, moves: Sequence[Move], buffer: Tensor) -> Views:
         """The fields of messages that lie one after the other, as tensors of all their rows."""
         problem, first = self.part.problem, moves[0]
         held = fields(problem, first.side, result=first.result)
-        rows = buffer.view(sum(m.rows[1] - m.rows[0] for m in moves), -1)
-        columns = torch.split(rows, [field.size(problem.batch) for field in held], dim=1)
-        return tuple(_view(f, x, problem.batch, self.dtype) for f, x in zip(held, columns, strict=True))
+        rows = sum(m.rows[1] - m.rows[0] for m in moves)
+        starts = accumulate((field.size(problem.batch) for field in held), initial=0)
+        return tuple(_view(f, buffer, at, rows, problem.batch, self.dtype) for f, at in zip(held, starts, strict=False))
 
     def _outgoing(self, move: Move) -> Tensor:
         """The message for an input that leaves: a foreign block as it came, or rows of our own, packed once."""
@@ -232,10 +232,12 @@ def rows_of(tensor: Tensor, rows: tuple[int, int]) -> Tensor:
     return tensor[:, rows[0] : rows[1]] if tensor.dim() == 4 else tensor[:, :, rows[0] : rows[1]]
 
 
-def _view(field: Field, rows: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
-    """A field's bytes of every row, uint8 ``[rows, bytes]``, as its tensor ``[B, rows, H, D]`` or ``[B, H, rows]``."""
+def _view(field: Field, buffer: Tensor, start: int, rows: int, batch: int, dtype: torch.dtype) -> Tensor:
+    """A field that starts so many bytes into each row of a message, as ``[B, rows, H, D]`` or ``[B, H, rows]``."""
     kind = dtype if field.itemsize == dtype.itemsize and field.dim is not None else accumulation_dtype(dtype)
-    numbers = rows.view(kind)[:, : batch * field.heads * (field.dim or 1)]
-    if field.dim is None:
-        return numbers.view(-1, batch, field.heads).permute(1, 2, 0)
-    return numbers.view(-1, batch, field.heads, field.dim).transpose(0, 1)
+    numbers = buffer.view(kind)
+    row, first = numbers.numel() // rows, numbers.storage_offset() + start // field.itemsize
+    heads, dim = field.heads, field.dim
+    if dim is None:
+        return numbers.as_strided((batch, heads, rows), (heads, 1, row), first)
+    return numbers.as_strided((batch, rows, heads, dim), (heads * dim, row, dim, 1), first)
