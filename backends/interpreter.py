@@ -58,14 +58,14 @@ class Interpreted:
 def kernel_of(backend: str, chip: str) -> Any:
     """The kernel with the blocks of a chip, which declines what the interpreter cannot do."""
     from burst_portable.backends.ascend.triton_launch import AscendTritonKernel
-    from burst_portable.kernels.contract import Problem, Support
+    from burst_portable.kernels.contract import KernelProblem, Support
     from burst_portable.kernels.triton import TritonKernel
     from burst_portable.kernels.triton.tuning import HALF, SINGLE
 
     kind = AscendTritonKernel if backend == "ascend" else TritonKernel
 
     class Kernel(kind):  # type: ignore[valid-type, misc]  # which of the two is known only when it runs
-        def supports(self, problem: Problem) -> Support:
+        def supports(self, problem: KernelProblem) -> Support:
             return Support(False, NO_BFLOAT16) if problem.dtype == torch.bfloat16 else super().supports(problem)
 
     if backend == "ascend":

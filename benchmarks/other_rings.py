@@ -20,7 +20,7 @@ from benchmarks.providers import Absent
 from benchmarks.ranks import Links
 from benchmarks.rings import Calls, Contestant, Gradients, Task, through_autograd
 from burst_portable.backends.registry import choose_kernel, for_device
-from burst_portable.kernels.contract import Kernel, Options, Problem
+from burst_portable.kernels.contract import Kernel, KernelProblem, Options
 from burst_portable.kernels.pieces import TriangleKernel
 from burst_portable.layout import Segment
 from burst_portable.numerics import finished
@@ -31,7 +31,9 @@ class Local:
     """A kernel on boxes and causal squares in 16 bits, as other people's rings call theirs."""
 
     def __init__(self, name: str, q: Tensor, k: Tensor) -> None:
-        problem = Problem(q.dtype, q.device.type, q.shape[2], k.shape[2], q.shape[3], k.shape[3], deterministic=False)
+        problem = KernelProblem(
+            q.dtype, q.device.type, q.shape[2], k.shape[2], q.shape[3], k.shape[3], deterministic=False
+        )
         kernel, _ = choose_kernel(for_device(q.device.type), problem, name)
         self.kernel: Kernel = kernel
         self.operator = kernel if isinstance(kernel, TriangleKernel) else getattr(kernel, "_kernel", None)
@@ -71,7 +73,7 @@ def plain(task: Task) -> Calls:
         torch.randn(1, task.length, max(1, heads // ranks), x.shape[3], device=device, generator=generator).to(x.dtype)
         for heads, x in (*sizes, (task.q.shape[2], task.v))
     )
-    problem = Problem(q.dtype, device.type, q.shape[2], k.shape[2], q.shape[3], v.shape[3], deterministic=False)
+    problem = KernelProblem(q.dtype, device.type, q.shape[2], k.shape[2], q.shape[3], v.shape[3], deterministic=False)
     kernel, _ = choose_kernel(for_device(device.type), problem, task.kernel)
     whole = (Segment(0, task.length),)
     tiles, options = find_tiles(task.mask, whole, whole), Options(task.scale, deterministic=False)

@@ -21,7 +21,7 @@ import burst_portable
 from benchmarks.script import accelerator
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.kernels import whole
-from burst_portable.kernels.contract import Kernel, Options, Problem
+from burst_portable.kernels.contract import Kernel, KernelProblem, Options
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.tiles import Tiles, find_tiles
@@ -71,8 +71,8 @@ def make_task(name: str, length: int, heads: tuple[int, int], head: int, mask: s
 # ------------------------------------------------------------------------------------------ our kernels
 
 
-def problem_of(task: Task) -> Problem:
-    return Problem.of(task.q, task.k, task.v, task.options, task.q.device.type)
+def problem_of(task: Task) -> KernelProblem:
+    return KernelProblem.of(task.q, task.k, task.v, task.options, task.q.device.type)
 
 
 def check(kernel: Kernel, task: Task) -> None:

@@ -38,7 +38,7 @@ from benchmarks.script import end, names
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import BurstError
-from burst_portable.kernels.contract import Options, Problem
+from burst_portable.kernels.contract import KernelProblem, Options
 from burst_portable.layout import Segment
 from burst_portable.tiles import find_tiles
 
@@ -84,7 +84,7 @@ def expected(row: Row, mask: bp.Mask, whole: list[Tensor]) -> Expected:
     q, k, v, dout = (x[:, :, :n] for x, n in zip(whole, (group, 1, 1, group), strict=True))
     if row.length <= 4096:
         return Expected(_dense(mask, q, k, v, dout), "float32")
-    problem = Problem(q.dtype, q.device.type, group, 1, row.head, row.head, deterministic=False)
+    problem = KernelProblem(q.dtype, q.device.type, group, 1, row.head, row.head, deterministic=False)
     kernel, _ = choose_kernel(for_device(q.device.type), problem, "triton")
     segment = (Segment(0, row.length),)
     tiles, options = find_tiles(mask, segment, segment), Options(row.head**-0.5, deterministic=False)

@@ -45,7 +45,7 @@ from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.two_levels import TwoLevelTransport, with_two_levels
 from burst_portable.cost import Rates, plan_cost
 from burst_portable.errors import InputError
-from burst_portable.kernels.contract import Problem
+from burst_portable.kernels.contract import KernelProblem
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
 
@@ -242,7 +242,7 @@ class Run:
 
     def predict(self, strategy: Strategy, gbps: float | None) -> dict[str, float]:
         sizes = (*self.row.heads, self.row.head, self.row.head)
-        problem = Problem(torch.bfloat16, self.links.device.type, *sizes, deterministic=False)
+        problem = KernelProblem(torch.bfloat16, self.links.device.type, *sizes, deterministic=False)
         kernel, _ = choose_kernel(self.backend, problem, self.arguments.kernel)
         rates = replace(rates_of(self.backend, self.links.size, kernel), direct=())  # NCCL alone reaches other nodes
         if gbps:

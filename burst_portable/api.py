@@ -27,7 +27,7 @@ from burst_portable.comm.agreement import Statement, named, state
 from burst_portable.comm.base import Transport
 from burst_portable.compiling import outside_graphs
 from burst_portable.errors import InputError, explain, shown
-from burst_portable.kernels import contract
+from burst_portable.kernels.contract import KernelProblem, Options, row_delta_of, takes_pieces
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh
@@ -186,9 +186,9 @@ def _prepare(
         forward=said.of_pass("forward"),
         backward=said.of_pass("backward"),
         inboxes=(room.forward, room.backward),
-        by_out=plan.backward.side == "kv" and contract.takes_pieces(chosen.kernel),
+        by_out=plan.backward.side == "kv" and takes_pieces(chosen.kernel),
         with_lse=with_lse,
-        row_delta=contract.row_delta_of(chosen.kernel),
+        row_delta=row_delta_of(chosen.kernel),
     )
 
 
@@ -253,8 +253,8 @@ def partial_attention(
         raise InputError("partial_attention has no gradient: detach its tensors first, or let attention() do the whole")
     tiles = checked_tiles(tiles, q.shape[1], k.shape[1])
     backend = for_device(q.device.type)
-    options = contract.Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap))
-    chosen, _ = choose_kernel(backend, contract.Problem.of(q, k, v, options, q.device.type), kernel)
+    options = Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap))
+    chosen, _ = choose_kernel(backend, KernelProblem.of(q, k, v, options, q.device.type), kernel)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     with torch.no_grad(), own_precision(q.device.type):
         return finished(chosen.attend(q, k, v, tiles, options), q.dtype)

@@ -25,7 +25,7 @@ from burst_portable.checks import (
     whole_length,
 )
 from burst_portable.errors import InputError, explain, shown
-from burst_portable.kernels import contract
+from burst_portable.kernels.contract import Kernel, KernelProblem, Options, takes_pieces
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh
@@ -83,10 +83,10 @@ class Choices:
 
     plan: Plan
     backend: Backend
-    problem: contract.Problem
-    kernel: contract.Kernel
+    problem: KernelProblem
+    kernel: Kernel
     why_kernel: str
-    options: contract.Options
+    options: Options
 
 
 def choose(
@@ -101,10 +101,8 @@ def choose(
         check_sinks(sinks, q)
     device = q.device.type if device is None else device
     backend = mesh.backend_for(device)
-    options = contract.Options(
-        checked_scale(request.scale, q.shape[3]), checked_softcap(request.softcap), request.deterministic
-    )
-    whole = contract.Problem.of(q, k, v, options, device)
+    options = Options(checked_scale(request.scale, q.shape[3]), checked_softcap(request.softcap), request.deterministic)
+    whole = KernelProblem.of(q, k, v, options, device)
     by_setting = request.kernel == "auto" and mesh.config.kernel != "auto"
     named = mesh.config.kernel if by_setting else request.kernel
     made = _plan(q, k, v, mesh, request, backend, lambda: choose_kernel(backend, whole, named)[0])
@@ -122,9 +120,9 @@ def choose(
     )
 
 
-def plan_for_kernel(plan: Plan, kernel: contract.Kernel) -> Plan:
+def plan_for_kernel(plan: Plan, kernel: Kernel) -> Plan:
     """A plan as this kernel is best given it: rows of head shards as they come, if it takes any tiles in one launch."""
-    return in_rank_order(plan) if plan.reshard and not contract.takes_pieces(kernel) else plan
+    return in_rank_order(plan) if plan.reshard and not takes_pieces(kernel) else plan
 
 
 def _plan(
@@ -134,7 +132,7 @@ def _plan(
     mesh: Mesh,
     request: Request,
     backend: Backend,
-    kernel: Callable[[], contract.Kernel],
+    kernel: Callable[[], Kernel],
 ) -> Plan:
     """The plan of a call; `kernel` gives what will compute all heads, asked where plans are priced."""
     rows = q.shape[1]
@@ -158,7 +156,7 @@ def _plan(
 
 
 def _strategy(
-    asked: Strategy | str, mesh: Mesh, device: str, backend: Backend, kernel: Callable[[], contract.Kernel]
+    asked: Strategy | str, mesh: Mesh, device: str, backend: Backend, kernel: Callable[[], Kernel]
 ) -> Strategy:
     """The strategy that a user passed; "auto" predicts with what was measured on machines like this one."""
     if not isinstance(asked, str) or asked != "auto":  # arrays are compared one by one
@@ -231,7 +229,7 @@ def strategy_on(
         deterministic = torch.are_deterministic_algorithms_enabled()
     sizes = size("heads", heads), size("kv_heads", kv_heads), size("head_dim", head_dim)
     device_type = (checked_device(device) or torch.get_default_device()).type
-    problem = contract.Problem(
+    problem = KernelProblem(
         dtype, device_type, *sizes, sizes[2] if value_dim is None else size("value_dim", value_dim),
         deterministic=deterministic,
     )  # fmt: skip

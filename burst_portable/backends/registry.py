@@ -17,7 +17,7 @@ from burst_portable.errors import BackendUnavailableError, UnsupportedError, exp
 
 if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
     from burst_portable.backends.base import Backend, Meter, Peaks, Rates, Tracer
-    from burst_portable.kernels.contract import Kernel, Problem
+    from burst_portable.kernels.contract import Kernel, KernelProblem
 
 GROUP = "burst_portable.backends"
 _PARTS = ("name", "capabilities", "probe", "kernels")  # without a transport, one rank can still be served
@@ -185,7 +185,7 @@ def as_kineto(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return events
 
 
-def choose_kernel(backend: Backend, problem: Problem, named: str = "auto") -> tuple[Kernel, str]:
+def choose_kernel(backend: Backend, problem: KernelProblem, named: str = "auto") -> tuple[Kernel, str]:
     """The kernel for a problem, and why: the one named, or the first in the backend's order that serves it.
 
     Raises `UnknownNameError`, or `UnsupportedError` with every reason.
@@ -208,7 +208,7 @@ def choose_kernel(backend: Backend, problem: Problem, named: str = "auto") -> tu
     )
 
 
-def _named_kernel(kernels: Mapping[str, Kernel], problem: Problem, name: str) -> Kernel:
+def _named_kernel(kernels: Mapping[str, Kernel], problem: KernelProblem, name: str) -> Kernel:
     support = kernels[name].supports(problem)
     if support.ok:
         return kernels[name]

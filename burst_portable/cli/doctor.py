@@ -18,7 +18,7 @@ from burst_portable.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
     from burst_portable.backends.base import Backend
-    from burst_portable.kernels.contract import Kernel, Problem
+    from burst_portable.kernels.contract import Kernel, KernelProblem
 
 SCHEMA = "burst_portable.doctor/1"
 PACKAGES = ("torch", "numpy", "triton", "transformers", "typer", "rich", "jinja2")
@@ -115,12 +115,12 @@ def _kernel(kernel: Kernel, device: str) -> Facts:
     return {"name": kernel.name, "supports": cases}
 
 
-def _problems(device: str) -> Iterator[tuple[str, Problem]]:
+def _problems(device: str) -> Iterator[tuple[str, KernelProblem]]:
     import torch
 
-    from burst_portable.kernels.contract import Problem
+    from burst_portable.kernels.contract import KernelProblem
 
-    usual = Problem(torch.bfloat16, device, 8, 2, 128, 128, deterministic=False)
+    usual = KernelProblem(torch.bfloat16, device, 8, 2, 128, 128, deterministic=False)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         yield str(dtype).removeprefix("torch."), replace(usual, dtype=dtype)
     # What sets kernels apart besides the dtype, asked in 16 bits, where vendors' kernels are at home.

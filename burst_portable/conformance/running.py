@@ -21,7 +21,7 @@ from burst_portable.conformance.cases import Case
 from burst_portable.conformance.inputs import Inputs, in_memory
 from burst_portable.conformance.oracle import Answer
 from burst_portable.conformance.subject import Subject
-from burst_portable.kernels import contract
+from burst_portable.kernels.contract import KernelProblem, Options
 from burst_portable.layout import Layout
 from burst_portable.planning import planned
 from burst_portable.plans import Plan, Problem
@@ -74,18 +74,18 @@ def plan_of(case: Case) -> Plan:
     return planned(case.make_strategy(), problem)
 
 
-def kernel_problem(case: Case, device: str, plan: Plan | None = None) -> contract.Problem:
+def kernel_problem(case: Case, device: str, plan: Plan | None = None) -> KernelProblem:
     """What a kernel is asked: with the heads of one rank, where a plan shares them out."""
     heads, kv_heads, head_dim, value_dim = case.sizes
     if plan is not None:
         heads, kv_heads = plan.forward.problem.heads, plan.forward.problem.kv_heads
     capped = case.softcap is not None
-    return contract.Problem(case.dtype, device, heads, kv_heads, head_dim, value_dim, capped, case.deterministic)
+    return KernelProblem(case.dtype, device, heads, kv_heads, head_dim, value_dim, capped, case.deterministic)
 
 
-def options_of(case: Case) -> contract.Options:
+def options_of(case: Case) -> Options:
     """Scale, softcap, determinism of a case."""
-    return contract.Options(case.sizes[2] ** -0.5, case.softcap, case.deterministic)
+    return Options(case.sizes[2] ** -0.5, case.softcap, case.deterministic)
 
 
 def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, device: torch.device) -> Shard:

@@ -12,7 +12,7 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import run_threads
-from burst_portable.kernels.contract import Kernel, Problem
+from burst_portable.kernels.contract import Kernel, KernelProblem
 
 T = TypeVar("T")
 Wrap = Callable[[Transport], Transport]
@@ -55,7 +55,7 @@ class Subject:
         """The kernels to try by name."""
         return tuple(k for k in self.backend.kernels() if self.kernel in ("auto", k.name))
 
-    def choose(self, problem: Problem) -> Kernel:
+    def choose(self, problem: KernelProblem) -> Kernel:
         """The kernel of a call; raises `UnsupportedError` as a call would."""
         return choose_kernel(self.backend, problem, self.kernel)[0]
 

@@ -46,7 +46,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class KernelProblem:
     """What a kernel must know to say whether it can serve a call."""
 
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class Problem:
     positive_scale: bool = True
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, options: Options, device: str) -> Problem:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, options: Options, device: str) -> KernelProblem:
         """That of a call with such tensors, on a device of this type."""
         return cls(
             q.dtype,
@@ -97,7 +97,7 @@ class Kernel(Protocol):
     def name(self) -> str:
         """The registry key, the command-line value, the label in traces."""
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         """Whether it serves this problem; it does not raise."""
 
     def attend(

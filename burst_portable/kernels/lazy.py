@@ -13,7 +13,15 @@ from torch import Tensor
 
 from burst_portable.errors import BackendUnavailableError, explain
 from burst_portable.kernels import whole
-from burst_portable.kernels.contract import Gradients, Kernel, Options, Problem, Support, row_delta_of, takes_pieces
+from burst_portable.kernels.contract import (
+    Gradients,
+    Kernel,
+    KernelProblem,
+    Options,
+    Support,
+    row_delta_of,
+    takes_pieces,
+)
 from burst_portable.numerics import State
 from burst_portable.tiles import Tiles
 
@@ -54,7 +62,7 @@ class LazyKernel:
         """See `kernels.contract.Kernel`; asked of a kernel that serves."""
         return takes_pieces(self._real())
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         """Raises `BackendUnavailableError` for a package that is broken: it is there, so somebody counts on it."""
         if self._kernel is None:
             if find_spec(self._needs) is None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.contract import Gradients, Options, Problem, Support
+from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.numerics import State, anchored, empty_state, merge_into, row_delta, running_dtype
 from burst_portable.tiles import Tile, Tiles
 
@@ -24,7 +24,7 @@ class ReferenceKernel:
 
     name = "reference"
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         if not problem.dtype.is_floating_point or problem.dtype.itemsize < 2:
             return Support(False, f"{problem.dtype} is no floating dtype of 16 bits or more")
         return Support(True)

@@ -15,7 +15,7 @@ import torch
 from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.cuda import vendors
 from burst_portable.conformance import check_backend
-from burst_portable.kernels.contract import Options, Problem
+from burst_portable.kernels.contract import KernelProblem, Options
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.tiles import Tile, Tiles
 from tests.backends import emulated
@@ -118,7 +118,7 @@ def test_flash_attn_4_against_float64(on_hopper, flash_4):
 
 def problem(**changes):
     usual = {"dtype": torch.bfloat16, "device": "cuda", "heads": 4, "kv_heads": 2, "head_dim": 64, "value_dim": 64}
-    return Problem(**{**usual, "deterministic": False, **changes})
+    return KernelProblem(**{**usual, "deterministic": False, **changes})
 
 
 def test_flash_attn_4_is_given_rows_in_steps_of_16_bytes(on_hopper, flash_4):

@@ -14,7 +14,7 @@ from burst_portable.backends.rocm import probe
 from burst_portable.backends.rocm.backend import RocmBackend
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels import lazy
-from burst_portable.kernels.contract import Problem
+from burst_portable.kernels.contract import KernelProblem
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_a_triton_that_will_not_do_is_a_reason(monkeypatch, version, what, then)
     monkeypatch.setattr(lazy, "find_spec", lambda name: None if version is None else found)
     monkeypatch.setitem(sys.modules, "triton", found)
     (kernel,) = (k for k in RocmBackend().kernels() if k.name == "triton")
-    support = kernel.supports(Problem(torch.bfloat16, "cuda", 4, 2, 64, 64))
+    support = kernel.supports(KernelProblem(torch.bfloat16, "cuda", 4, 2, 64, 64))
     assert not support.ok
     assert what in support.reason
     assert then in support.reason

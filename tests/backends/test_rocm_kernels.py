@@ -15,7 +15,7 @@ from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.rocm import flash
 from burst_portable.conformance import check_backend
 from burst_portable.conformance.cases import MASKS
-from burst_portable.kernels.contract import Problem
+from burst_portable.kernels.contract import KernelProblem
 from burst_portable.kernels.reference import ReferenceKernel
 from tests.backends import emulated
 
@@ -140,7 +140,7 @@ def test_torch_flash_in_the_conformance_suite(on_a_chip, aten):
 
 def problem(**changes):
     usual = {"dtype": torch.bfloat16, "device": "cuda", "heads": 4, "kv_heads": 2, "head_dim": 64, "value_dim": 64}
-    return Problem(**{**usual, "deterministic": False, **changes})
+    return KernelProblem(**{**usual, "deterministic": False, **changes})
 
 
 REASONS = [

@@ -13,7 +13,7 @@ from burst_portable.backends import registry
 from burst_portable.backends.base import wrong_with
 from burst_portable.cli.training.prepare import choose_backend
 from burst_portable.errors import BackendUnavailableError
-from burst_portable.kernels.contract import Problem
+from burst_portable.kernels.contract import KernelProblem
 from burst_portable.kernels.lazy import LazyKernel
 
 
@@ -125,7 +125,7 @@ def test_nothing_is_wrong_with_a_package_that_imports(vendor):
 
 
 def problem():
-    return Problem(torch.bfloat16, "cpu", 4, 2, 64, 64)
+    return KernelProblem(torch.bfloat16, "cpu", 4, 2, 64, 64)
 
 
 def test_a_kernel_of_a_package_that_is_absent_or_too_old_declines(vendor):

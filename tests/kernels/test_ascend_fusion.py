@@ -19,7 +19,7 @@ from burst_portable.conformance.blocks import run_kernel
 from burst_portable.conformance.cases import MASKS, Case
 from burst_portable.conformance.checks.attending import judged
 from burst_portable.conformance.inputs import make_inputs
-from burst_portable.kernels.contract import Options, Problem
+from burst_portable.kernels.contract import KernelProblem, Options
 from burst_portable.mask import Mask
 from burst_portable.tiles import Tile, Tiles, banded_box, find_tiles
 
@@ -163,7 +163,7 @@ def test_lse_is_natural_and_global_in_the_gradient() -> None:
     assert handed["scale_value"] == 0.3
 
 
-PROBLEM = Problem(torch.bfloat16, "npu", 8, 2, 128, 128)
+PROBLEM = KernelProblem(torch.bfloat16, "npu", 8, 2, 128, 128)
 DECLINED = {
     "cpu": (replace(PROBLEM, device="cpu"), "it takes NPU tensors, not cpu"),
     "float64": (replace(PROBLEM, dtype=torch.float64), "torch.float64 is not among"),
@@ -176,7 +176,7 @@ DECLINED = {
 
 
 @pytest.mark.parametrize(("problem", "reason"), DECLINED.values(), ids=list(DECLINED))
-def test_declines_with_the_reason(problem: Problem, reason: str) -> None:
+def test_declines_with_the_reason(problem: KernelProblem, reason: str) -> None:
     assert FusionKernel().supports(PROBLEM).ok
     support = FusionKernel().supports(problem)
     assert not support.ok

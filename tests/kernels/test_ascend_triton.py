@@ -45,9 +45,9 @@ def test_cuts_fit_the_buffer() -> None:
 
 def test_declines_with_the_reason() -> None:
     from burst_portable.backends.ascend.triton_launch import AscendTritonKernel
-    from burst_portable.kernels.contract import Problem
+    from burst_portable.kernels.contract import KernelProblem
 
-    kernel, problem = AscendTritonKernel(), Problem(torch.bfloat16, "npu", 8, 2, 128, 128)
+    kernel, problem = AscendTritonKernel(), KernelProblem(torch.bfloat16, "npu", 8, 2, 128, 128)
     assert "no code for NPUs" in kernel.supports(problem).reason
     assert "it takes NPU tensors, not cpu" in kernel.supports(replace(problem, device="cpu")).reason
     assert "torch.float64 is not among" in kernel.supports(replace(problem, dtype=torch.float64)).reason

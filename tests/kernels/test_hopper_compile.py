@@ -56,7 +56,7 @@ def test_a_slot_released_before_all_warps_have_read_it():
 def test_reasons_without_a_device():
     import torch
 
-    from burst_portable.kernels.contract import Problem
+    from burst_portable.kernels.contract import KernelProblem
 
     kernel = HopperKernel()
     good = {"dtype": torch.bfloat16, "device": "cpu", "heads": 2, "kv_heads": 1, "head_dim": 128, "value_dim": 128}
@@ -67,6 +67,6 @@ def test_reasons_without_a_device():
         ({"value_dim": 64}, "value heads"),
         ({"softcap": True}, "softcap"),
     ):
-        support = kernel.supports(Problem(**{**good, **change}))
+        support = kernel.supports(KernelProblem(**{**good, **change}))
         assert not support.ok
         assert words in support.reason

@@ -11,7 +11,7 @@ from burst_portable.backends.cuda.hopper import kernel as module
 from burst_portable.backends.cuda.hopper.driver import Ready
 from burst_portable.backends.cuda.hopper.launch import compiled_kernels
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.contract import Options, Problem
+from burst_portable.kernels.contract import KernelProblem, Options
 from burst_portable.numerics import empty_state
 from burst_portable.tiles import Tile, Tiles
 from tests.kernels import hopper_cases
@@ -40,7 +40,7 @@ def hopper():
     # torch for ROCm gives an MI250 the same number.
     if torch.version.hip or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no sm_90 device")
-    reason = KERNEL.supports_forward(Problem(torch.bfloat16, DEVICE, 2, 2, 128, 128)).reason
+    reason = KERNEL.supports_forward(KernelProblem(torch.bfloat16, DEVICE, 2, 2, 128, 128)).reason
     assert not reason, reason
 
 

@@ -19,7 +19,7 @@ from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.registry import choose_kernel
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.contract import Options, Problem
+from burst_portable.kernels.contract import KernelProblem, Options
 from burst_portable.kernels.lazy import LazyKernel
 from burst_portable.kernels.whole import attend_whole, gradients
 from burst_portable.tiles import Tile, Tiles
@@ -30,7 +30,7 @@ from tests.kernels.flash4_cases import OPTIONS, box, causal, compare_whole, inpu
 from tests.kernels.hopper_cases import ORACLE, gap, tiles_of, wide
 
 PAIR = "hopper+flash-attn-4"
-USUAL = Problem(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, value_dim=128, deterministic=False)
+USUAL = KernelProblem(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, value_dim=128, deterministic=False)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 
 from burst_portable.backends.cuda.backend import CudaBackend
 from burst_portable.backends.registry import choose_kernel
-from burst_portable.kernels.contract import Problem
+from burst_portable.kernels.contract import KernelProblem
 from burst_portable.kernels.whole import attend_whole, gradients
 from tests.kernels.flash4_cases import OPTIONS, box, causal, compare_whole, inputs
 from tests.kernels.hopper_cases import gap, tiles_of
@@ -26,7 +26,7 @@ def kernel():
     if torch.version.hip or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no sm_90 device")
     pytest.importorskip("flash_attn.cute")
-    problem = Problem(torch.bfloat16, "cuda", 4, 2, 128, 128, deterministic=False)
+    problem = KernelProblem(torch.bfloat16, "cuda", 4, 2, 128, 128, deterministic=False)
     found, _ = choose_kernel(CudaBackend(), problem, "auto")
     assert found.name == NAME
     return found

@@ -16,7 +16,7 @@ from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import LENGTH, MASKS
 from burst_portable.conformance.tolerances import judge
 from burst_portable.errors import DtypeError, InputError, ShapeError, UnsupportedError
-from burst_portable.kernels.contract import Options, Problem
+from burst_portable.kernels.contract import KernelProblem, Options
 from burst_portable.kernels.pieces import triangles
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layouts import make_layout
@@ -182,7 +182,7 @@ def test_triangles_cover_every_cell_once():
 )
 def test_cpu_flash_says_what_it_does_not_do(change, reason):
     facts = {"dtype": torch.float32, "device": "cpu", "heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 8}
-    support = CpuFlashKernel().supports(Problem(**{**facts, **change}))
+    support = CpuFlashKernel().supports(KernelProblem(**{**facts, **change}))
     assert not support.ok
     assert reason in support.reason
 

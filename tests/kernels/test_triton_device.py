@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from burst_portable.kernels.contract import Options, Problem
+from burst_portable.kernels.contract import KernelProblem, Options
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.tiles import find_tiles
@@ -114,7 +114,7 @@ def test_past_two_to_the_31(kernel, device: str, stride: int) -> None:
 
 def test_reasons(kernel, device: str) -> None:
     """What it cannot do, it says."""
-    problem = Problem(torch.float64, device, 2, 2, 64, 64)
+    problem = KernelProblem(torch.float64, device, 2, 2, 64, 64)
     assert "float64" in kernel.supports(problem).reason
     assert "512" in kernel.supports(replace(problem, dtype=torch.float16, head_dim=512)).reason
     assert kernel.supports(replace(problem, dtype=torch.float16))

@@ -27,7 +27,7 @@ from burst_portable.errors import (
     UnsupportedError,
 )
 from burst_portable.kernels import pieces, whole
-from burst_portable.kernels.contract import Problem
+from burst_portable.kernels.contract import KernelProblem
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.tiles import Tile
 
@@ -358,7 +358,7 @@ def test_a_call_is_prepared_once():
 
 
 def test_why_a_kernel_was_chosen():
-    problem = Problem(torch.float32, "cpu", 4, 2, 8, 5)
+    problem = KernelProblem(torch.float32, "cpu", 4, 2, 8, 5)
     kernel, why = choose_kernel(load("cpu"), problem)
     assert kernel.name == "reference"
     assert "not cpu_flash: values of size 5" in why

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.ascend.masks import FULL, Call, lower
-from burst_portable.kernels.contract import Gradients, Options, Problem, Support
+from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.numerics import Compensated, State, merge_into, surrogate_out
 from burst_portable.tiles import Tiles
 
@@ -51,7 +51,7 @@ class FusionKernel:
         self._masks: dict[torch.device, Tensor] = {}
         self._indices: OrderedDict[object, Tensor] = OrderedDict()
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         if problem.device != "npu":
             return Support(False, f"it takes NPU tensors, not {problem.device}")
         if problem.dtype not in DTYPES:

@@ -21,7 +21,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from burst_portable.backends.ascend import triton_kernels
 from burst_portable.errors import UnsupportedError, explain
-from burst_portable.kernels.contract import Gradients, Options, Problem, Support
+from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.triton.blocks import block_table, transposed
 from burst_portable.numerics import State, row_delta
 from burst_portable.tiles import Tile, Tiles
@@ -92,7 +92,7 @@ class AscendTritonKernel:
         self._half, self._single, self._programs = half, single, programs
         self._tables: OrderedDict[object, tuple[Tensor, int]] = OrderedDict()
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         if problem.dtype not in DTYPES:
             return Support(False, f"{problem.dtype} is not among float16, bfloat16 and float32")
         if max(problem.head_dim, problem.value_dim) > LARGEST_HEAD:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.contract import Gradients, Problem, Support
+from burst_portable.kernels.contract import Gradients, KernelProblem, Support
 from burst_portable.kernels.pieces import PiecewiseKernel
 from burst_portable.numerics import State, accumulation_dtype
 from burst_portable.tiles import Tile
@@ -71,7 +71,7 @@ class CpuFlashKernel(PiecewiseKernel[Piece]):
 
     name = "cpu_flash"
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         if problem.device != "cpu":
             return Support(False, f"it takes CPU tensors, not {problem.device}")
         if not problem.dtype.is_floating_point or problem.dtype.itemsize < 2:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.kernels.aten_flash import AtenFlashKernel
-from burst_portable.kernels.contract import Gradients, Problem, Support
+from burst_portable.kernels.contract import Gradients, KernelProblem, Support
 from burst_portable.kernels.pieces import TriangleKernel
 from burst_portable.numerics import State
 
@@ -26,7 +26,7 @@ _FLASH_4 = ((9, 0), (10, 0), (10, 3), (11, 0))
 """Where flash-attn-4 has a forward and a backward with heads of 128."""
 
 
-def declined(problem: Problem, largest: int) -> str:
+def declined(problem: KernelProblem, largest: int) -> str:
     """Why none of them can serve a problem; "" if one may."""
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {problem.dtype}"
@@ -61,7 +61,7 @@ def _older_than(first: tuple[int, int]) -> str:
 class CudaFlashKernel(AtenFlashKernel):
     """torch's flash attention (FlashAttention-2)."""
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         reason = declined(problem, 256) or _older_than((8, 0))
         if not reason and not torch.backends.cuda.is_flash_attention_available():
             reason = "this torch is built without flash attention"
@@ -73,7 +73,7 @@ class CudnnKernel(CudaFlashKernel):
 
     name = "cudnn"
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         version = torch.backends.cudnn.version() or 0
         if version < _CUDNN_FROM:
             return Support(False, f"it needs cuDNN 9 or later, not {version}")
@@ -118,7 +118,7 @@ class Flash4Kernel(TriangleKernel):
         found = find_spec("flash_attn.cute") is not None
         self._interface: Any = import_module("flash_attn.cute.interface") if found else None
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         if self._interface is None:
             return Support(False, "the package flash_attn that is installed is not flash-attn-4")
         reason = declined(problem, 128)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.rocm.flash import declined
-from burst_portable.kernels.contract import Gradients, Problem, Support
+from burst_portable.kernels.contract import Gradients, KernelProblem, Support
 from burst_portable.kernels.pieces import TriangleKernel
 from burst_portable.numerics import State
 
@@ -46,7 +46,7 @@ class AiterKernel(TriangleKernel):
         self._module = import_module("aiter.ops.mha")
         self._lacking = self._what_is_lacking()
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         reason = declined(problem) or self._lacking
         return Support(not reason, reason)
 

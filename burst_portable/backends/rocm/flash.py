@@ -13,13 +13,13 @@ import torch
 
 from burst_portable.backends.rocm.probe import architecture
 from burst_portable.kernels.aten_flash import AtenFlashKernel
-from burst_portable.kernels.contract import Problem, Support
+from burst_portable.kernels.contract import KernelProblem, Support
 
 ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
 LARGEST_HEAD = 256
 
 
-def declined(problem: Problem) -> str:
+def declined(problem: KernelProblem) -> str:
     """Why a flash attention of AMD's, be it torch's or AITER's, cannot serve a problem; "" if it can."""
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {problem.dtype}"
@@ -51,7 +51,7 @@ def _device_reason(device: str) -> str:
 class RocmFlashKernel(AtenFlashKernel):
     """See `kernels.contract.Kernel`."""
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         if reason := declined(problem):
             return Support(False, reason)
         if not torch.backends.cuda.is_flash_attention_available():

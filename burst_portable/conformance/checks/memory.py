@@ -20,7 +20,7 @@ from burst_portable.conformance.running import kernel_problem, run_case
 from burst_portable.conformance.subject import Subject, Wrap
 from burst_portable.conformance.trial import Check, Outcome, Trial, plain
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.contract import Gradients, Kernel, Options, Problem, Support
+from burst_portable.kernels.contract import Gradients, Kernel, KernelProblem, Options, Support
 from burst_portable.numerics import State
 from burst_portable.tiles import Tiles
 
@@ -101,7 +101,7 @@ class LateInputs:
         self._kernel, self._rounds = kernel, rounds
         self.name = kernel.name
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         return self._kernel.supports(problem)
 
     def attend(

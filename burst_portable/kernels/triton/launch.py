@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from burst_portable.errors import DtypeError, ShapeError, UnsupportedError, explain
-from burst_portable.kernels.contract import Gradients, Options, Problem, Support
+from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.triton import backward, forward
 from burst_portable.kernels.triton.blocks import BlockTable, block_table, transposed
 from burst_portable.kernels.triton.prepared import TMA_BYTES, Launch, architecture, describable, interpreted, padded
@@ -55,7 +55,7 @@ class TritonKernel:
         self._half, self._single, self._precision, self._cached = half, single, float32_precision, cached
         self._launches: OrderedDict[object, Launch] = OrderedDict()
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         if problem.dtype not in DTYPES:
             return Support(False, f"{problem.dtype} is not among float16, bfloat16 and float32")
         largest = max(problem.head_dim, problem.value_dim)

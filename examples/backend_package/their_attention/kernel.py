@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from burst_portable import numerics
-from burst_portable.kernels.contract import Gradients, Options, Problem, Support
+from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.numerics import State
 from burst_portable.tiles import Tile, Tiles
 
@@ -16,7 +16,7 @@ class TheirKernel:
 
     name = "their_boxes"
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         """What is claimed here is tried by the conformance suite; what is declined needs a reason."""
         if problem.softcap:
             return Support(False, "it has no softcap")

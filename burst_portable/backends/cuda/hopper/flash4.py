@@ -7,7 +7,7 @@ from torch import Tensor
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.errors import BackendUnavailableError
 from burst_portable.kernels import whole
-from burst_portable.kernels.contract import Gradients, Kernel, Options, Problem, Support
+from burst_portable.kernels.contract import Gradients, Kernel, KernelProblem, Options, Support
 from burst_portable.kernels.pieces import only_piece, triangles
 from burst_portable.numerics import State
 from burst_portable.tiles import Tiles
@@ -29,7 +29,7 @@ class HopperFlash4Kernel(HopperKernel):
         super().__init__()
         self._flash = flash
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         """Where ours declines, the package is not looked at."""
         own = super().supports(problem)
         if not own.ok:

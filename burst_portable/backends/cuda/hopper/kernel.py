@@ -27,7 +27,7 @@ from burst_portable.backends.cuda.hopper.configs import (
 from burst_portable.backends.cuda.hopper.launch import Compiled, compiled_kernels, current_stream, on, processors
 from burst_portable.backends.cuda.hopper.tables import LaunchTable, backward_table
 from burst_portable.errors import UnsupportedError, explain
-from burst_portable.kernels.contract import Gradients, Options, Problem, Support
+from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.whole import added_up
 from burst_portable.numerics import State, empty_state, finished, row_delta
 from burst_portable.tiles import Tiles
@@ -68,19 +68,19 @@ class HopperKernel:
     def __init__(self) -> None:
         self._tables: OrderedDict[Hashable, _OnDevice[Any]] = OrderedDict()
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: KernelProblem) -> Support:
         if reason := self._cannot_run(problem):
             return Support(False, reason)
         if problem.deterministic:
             return Support(False, "its backward adds dq in any order; it serves deterministic=False only")
         return Support(True)
 
-    def supports_forward(self, problem: Problem) -> Support:
+    def supports_forward(self, problem: KernelProblem) -> Support:
         """Whether it serves the forward pass alone, which is deterministic."""
         reason = self._cannot_run(problem)
         return Support(not reason, reason)
 
-    def _cannot_run(self, problem: Problem) -> str:
+    def _cannot_run(self, problem: KernelProblem) -> str:
         if problem.dtype not in (torch.bfloat16, torch.float16):
             return f"it takes bfloat16 and float16, not {problem.dtype}"
         if problem.head_dim not in FORWARD:
