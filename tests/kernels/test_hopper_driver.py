@@ -104,7 +104,7 @@ def test_a_launch(compiled, args, parameters):
     launch((3, 1, 1), args, stream=9)
     ((function, grid, threads, shared, stream, packed),) = driver.launches
     assert (function, grid, stream) == (77, (3, 1, 1), 9)
-    assert threads == 12 * 32, "two warpgroups, the load warp, and those that fill its group up"
+    assert threads == 12 * 32, "two workers, the loader, and those that fill its group up"
     assert shared == compiled.metadata.shared > 100_000
     assert len(packed) == sum(parameters[-1])
 

@@ -166,7 +166,7 @@ MERGE_BUGS = {
 }
 BACKWARD_BUGS = {
     "dS without a fence": ("    fence_async_shared()\n    mbarrier.arrive(ds_rdy", "    mbarrier.arrive(ds_rdy"),
-    "dS of the other warpgroup is not waited for": ("    mbarrier.wait(ds_rdy.index(pair), (it // 2) & 1)\n", ""),
+    "dS of the other worker is not waited for": ("    mbarrier.wait(ds_rdy.index(pair), (it // 2) & 1)\n", ""),
     "a query slot is free before dK has read it": (
         "    dk, ds = warpgroup_mma_wait(0, deps=[dkt, ds])\n    mbarrier.arrive(q_emp.index(slot), count=1)\n",
         "    mbarrier.arrive(q_emp.index(slot), count=1)\n    dk, ds = warpgroup_mma_wait(0, deps=[dkt, ds])\n",
@@ -181,7 +181,7 @@ BACKWARD_BUGS = {
     "dQ's buffer is free before TMA has read it": ("    tma.store_wait(0)\n    for w in", "    for w in"),
     "row terms are not waited for": ("    mbarrier.wait(do_rdy.index(slot), phase)\n", ""),
     "keys are not waited for": ("    mbarrier.wait(kv_rdy, 0)\n", ""),
-    "staging over what the other warpgroup still reads": ("    mbarrier.wait(done, 0)\n", ""),
+    "staging over what the other worker still reads": ("    mbarrier.wait(done, 0)\n", ""),
     "the end does not wait for what it adds": ("kv, D)\n    tma.store_wait(0)\n", "kv, D)\n"),
 }  # fmt: skip
 

@@ -143,7 +143,7 @@ def test_size_follows_the_border_and_not_the_area():
 
 
 @pytest.mark.parametrize(
-    ("mask", "length", "heads", "warpgroups"),
+    ("mask", "length", "heads", "workers"),
     [
         ("causal", 8192, 32, 3),
         ("full", 4096, 32, 3),
@@ -153,10 +153,10 @@ def test_size_follows_the_border_and_not_the_area():
     ],
     ids=["long", "whole", "short", "window", "few heads"],
 )
-def test_blocks_are_tall_where_rows_are_long_and_many(mask, length, heads, warpgroups):
+def test_blocks_are_tall_where_rows_are_long_and_many(mask, length, heads, workers):
     segment = (Segment(0, length),)
     tiles = find_tiles(Mask.parse(mask, length), segment, segment)
     config, table = forward_cut(tiles, length, 64, heads, 132, every_block=True)
-    assert warpgroups == config.W
-    assert table.blocks == -(-length // (64 * warpgroups))
+    assert workers == config.W
+    assert table.blocks == -(-length // (64 * workers))
     assert forward_cut(tiles, length, 128, heads, 132, every_block=True)[0].W == 2

@@ -1,14 +1,14 @@
-"""Backward attention for Hopper (sm_90) in Gluon: a load warp and two warpgroups of 64 keys each.
+"""Backward attention for Hopper (sm_90) in Gluon: a loader, which is a warp, and two workers, warpgroups of 64 keys.
 
 One program does one block of 128 keys of one query head, or of all heads that read them (`span`), with keys as rows,
-so that Pᵀ and dSᵀ are register operands of dV and dK. Per block of BM queries, a warpgroup computes::
+so that Pᵀ and dSᵀ are register operands of dV and dK. Per block of BM queries, a worker computes::
 
     Sᵀ = K·Qᵀ       dPᵀ = V·dOᵀ     Pᵀ = exp2(Sᵀ - LSE)     dSᵀ = Pᵀ∘(dPᵀ - delta)
     dV += Pᵀ·dO     dQ = dS·K  (half of it, dS of both through shared memory)         dK += dSᵀ·Q
 
-dQ is added to global float32 by TMA, and so are dK and dV at the end: a ring's steps, and the query heads of one
-K/V head, add up with no merge. Such additions come in any order, so this kernel is not deterministic. Where nothing
-is to be added to them (STORE), dK and dV are written in 16 bits instead.
+dQ is added to global float32 by TMA, by a warp of its own (the adder), and so are dK and dV at the end, by the workers:
+a ring's steps, and the query heads of one K/V head, add up with no merge. Such additions come in any order, so this
+kernel is not deterministic. Where nothing is to be added to them (STORE), dK and dV are written in 16 bits instead.
 
 Which query blocks a key block visits stands in an int32 table (see `tables`): the masked ones, then the full
 ones, in one loop.
@@ -179,7 +179,8 @@ def _bounds(entry, col0, sl: gl.constexpr):
 
 
 @gluon.jit
-def _row_terms(buf, factor, BM: gl.constexpr, sl: gl.constexpr):
+def _broadcast_terms(buf, factor, BM: gl.constexpr, sl: gl.constexpr):
+    # a term a query, the same for every key: [BM] -> [64, BM]
     terms, _ = gl.broadcast(
         (buf.reshape([BM]).load(gl.SliceLayout(0, sl)) * factor)[None, :],
         gl.zeros([64], gl.float32, gl.SliceLayout(1, sl))[:, None],
@@ -218,12 +219,12 @@ def _step(
     mbarrier.wait(do_rdy.index(slot), phase)
     dp = _product(v_sm.index(WG + zero), do_sm.index(slot), BM)
     s = warpgroup_mma_wait(1, deps=[s])
-    p = gl.exp2(s * qk_scale + _row_terms(l_sm.index(slot), qk_scale, BM, sl))
+    p = gl.exp2(s * qk_scale + _broadcast_terms(l_sm.index(slot), qk_scale, BM, sl))
     if i < n_masked:
         first, last = _bounds(masked + 8 * i, col0, sl)
         p = hide(p, first, last, 0.0)
     p16 = gl.convert_layout(p.to(q_sm.dtype), pl)
-    minus_delta = _row_terms(d_sm.index(slot), 1.0, BM, sl)
+    minus_delta = _broadcast_terms(d_sm.index(slot), 1.0, BM, sl)
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = (p * (dp + minus_delta)).to(q_sm.dtype)
     ds_sm.index(2 * pair + WG)._reinterpret(q_sm.dtype, [BM, 64], ds_rows).permute((1, 0)).store(ds)
@@ -304,7 +305,7 @@ def _worker(
         dv = dv * (1.0 / scale)
     else:
         dk = dk * scale
-    # What was loaded serves as staging now, a part of it for each; the other warpgroup must have read its last of it.
+    # What was loaded serves as staging now, a part of it for each; the other worker must have read its last of it.
     mbarrier.arrive(done, count=1)
     mbarrier.wait(done, 0)
     kv = h // kv_group

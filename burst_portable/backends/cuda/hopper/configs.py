@@ -10,7 +10,7 @@ from burst_portable.tiles import Tiles
 
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
-    """Key blocks of BN, NS slots, W warpgroups of 64 query rows, registers a thread of theirs."""
+    """Key blocks of BN, NS slots, W workers (warpgroups) of 64 query rows, registers a thread of theirs."""
 
     BN: int
     NS: int
@@ -21,7 +21,7 @@ class ForwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class BackwardConfig:
-    """Query blocks of BM, NQ slots, registers a thread of the two warpgroups of 64 keys."""
+    """Query blocks of BM, NQ slots, registers a thread of the two workers of 64 keys."""
 
     BM: int
     NQ: int
@@ -31,7 +31,7 @@ class BackwardConfig:
 
 FORWARD = {64: ForwardConfig(128, 2, 2, 240, 168), 128: ForwardConfig(128, 2, 2, 240, 168)}
 TALL = {64: ForwardConfig(128, 2, 3, 160, 128)}
-"""Each key block serves three warpgroups: faster where rows are long and there are many of them."""
+"""Each key block serves three workers: faster where rows are long and there are many of them."""
 BACKWARD = {64: BackwardConfig(128, 2, 240, 168), 128: BackwardConfig(64, 2, 240, 168)}
 KEY_BLOCK = 128  # of the backward
 

@@ -1,12 +1,12 @@
-"""Forward attention for Hopper (sm_90) in Gluon: a load warp and W warpgroups of 64 query rows each.
+"""Forward attention for Hopper (sm_90) in Gluon: a loader, which is a warp, and W workers, warpgroups of 64 query rows.
 
 A work item is one block of up to 64·W query rows of one head. One program a multiprocessor stays and takes items off a
 counter, so that the loads of an item run beside the end of the one before, and nobody waits for a longer row. Per
-key block, a warpgroup starts Q·Kᵀ of the next block and P·V of this one together, and does the softmax of the next
+key block, a worker starts Q·Kᵀ of the next block and P·V of this one together, and does the softmax of the next
 while the tensor cores work::
 
-    load warp      Q | K0 V0 | K1 V1 | K2 V2 ...        TMA into NS slots; full and empty barriers a slot
-    warpgroup w    QK0 softmax0 | QK1+PV0 softmax1 | QK2+PV1 softmax2 | ... | PV(n-1) epilogue
+    loader      Q | K0 V0 | K1 V1 | K2 V2 ...        TMA into NS slots; full and empty barriers a slot
+    worker w    QK0 softmax0 | QK1+PV0 softmax1 | QK2+PV1 softmax2 | ... | PV(n-1) epilogue
 
 Which key blocks an item visits stands in an int32 table (see `tables`): one masked block that is peeled
 off the loop, then the full ones in a loop that knows no mask, then the masked rest.
@@ -78,7 +78,7 @@ def _load_pair(
 
 @gluon.jit
 def _load_parts(desc, b, row, h, ready, buffer, D: gl.constexpr):
-    # each warpgroup's 64 rows, all behind one barrier
+    # each worker's 64 rows, all behind one barrier
     W: gl.constexpr = buffer.shape[0]
     mbarrier.expect(ready, W * desc.block_type.nbytes)
     for w in gl.static_range(W):
@@ -87,7 +87,7 @@ def _load_parts(desc, b, row, h, ready, buffer, D: gl.constexpr):
 
 
 @gluon.jit
-def _producer(
+def _loader(
     q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
     q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
     counter, items, heads, kv_group, blocks, head_group,
@@ -128,7 +128,7 @@ def _producer(
             if it <= start + NS - 1:
                 mbarrier.wait(o_emp, (turn & 1) ^ 1)
                 _load_parts(o_desc, b, row0, h, o_rdy, o_sm, D)
-        # which item comes next, for the warpgroups as well: whoever is free takes it
+        # which item comes next, for the workers as well: whoever is free takes it
         t = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
         mbarrier.wait(t_emp.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         t_sm.index(turn & 1).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + t)
@@ -222,7 +222,7 @@ def _finish(total, top, old, MODE: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(
+def _worker(
     WG: gl.constexpr, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
     q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
     qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
@@ -364,33 +364,33 @@ def forward_kernel(
     # The argument tuples stand inline: a local variable would turn their constants into tensors.
     if W == 2:
         gl.warp_specialize([
-            (_consumer, (0, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
-                         q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                         qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
-                         BN, D, NS, MODE)),
-            (_consumer, (1, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
-                         q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                         qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
-                         BN, D, NS, MODE)),
-            (_producer, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
-                         q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                         counter, items, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
+            (_worker, (0, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+                       q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                       BN, D, NS, MODE)),
+            (_worker, (1, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+                       q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                       BN, D, NS, MODE)),
+            (_loader, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
+                       q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                       counter, items, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
         ], [4, 1], [REGS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (0, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
-                         q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                         qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
-                         BN, D, NS, MODE)),
-            (_consumer, (1, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
-                         q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                         qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
-                         BN, D, NS, MODE)),
-            (_consumer, (2, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
-                         q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                         qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
-                         BN, D, NS, MODE)),
-            (_producer, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
-                         q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                         counter, items, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
+            (_worker, (0, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+                       q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                       BN, D, NS, MODE)),
+            (_worker, (1, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+                       q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                       BN, D, NS, MODE)),
+            (_worker, (2, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
+                       q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                       BN, D, NS, MODE)),
+            (_loader, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
+                       q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
+                       counter, items, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
         ], [4, 4, 1], [REGS, REGS, 32])  # fmt: skip
