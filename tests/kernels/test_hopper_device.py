@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -201,3 +202,14 @@ def test_launches_go_straight_to_the_driver():
     for launcher in (kernels.forward, kernels.backward, kernels.prepare):
         assert launcher._launches
         assert all(isinstance(launch, Ready) for launch in launcher._launches.values())
+
+
+def test_a_thread_that_is_new_to_the_device():
+    q, k, v = (randn(1, 200, 2, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
+    tiles, options = tiles_of("causal", 200), Options(scale=0.125)
+    expected, _ = KERNEL.attend(q, k, v, tiles, options)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        made, _ = pool.submit(KERNEL.attend, q, k, v, tiles, options).result()
+    torch.cuda.synchronize()
+    assert torch.equal(made, expected)

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from burst_portable.backends.cuda.hopper.driver import Described, pack_described, packing, ready
+from burst_portable.backends.cuda.hopper.driver import Described, KernelDriver, pack_described, packing, ready
 from burst_portable.backends.cuda.hopper.kernel import _triton_reason
+from burst_portable.errors import DeviceError
 
 if _triton_reason():
     pytest.skip(_triton_reason(), allow_module_level=True)
@@ -117,3 +118,34 @@ def test_what_is_not_packed_is_left_to_triton(compiled, args, parameters):
     for change in ({"global_scratch_size": 16}, {"num_ctas": 2}):
         about = SimpleNamespace(**{**compiled.metadata._asdict(), **change})
         assert ready(driver, SimpleNamespace(function=77, metadata=about), args) is None
+
+
+class Library:
+    """libcuda, of which a thread has asked nothing yet."""
+
+    def __init__(self, refusals):
+        self.refusals, self.calls = refusals, []
+
+    def __getattr__(self, name):
+        def call(*_):
+            self.calls.append(name)
+            return self.refusals.pop(0) if name == "cuLaunchKernel" and self.refusals else 0
+
+        return call
+
+
+@pytest.mark.parametrize(("refusals", "launches"), [([], 1), ([201], 2)], ids=["known", "new"])
+def test_a_thread_that_is_new_to_the_device(refusals, launches, monkeypatch):
+    library = Library(refusals)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    KernelDriver().launch(77, (1, 1, 1), 384, 0, 0, b"packed")
+    asked = [name for name in library.calls if name != "cuDriverGetVersion"]
+    bound = ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"] * (launches - 1)
+    assert asked == ["cuLaunchKernel", *bound, "cuLaunchKernel"][: 1 + len(bound) + (launches - 1)]
+
+
+def test_a_launch_that_the_driver_refuses(monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Library([700]))
+    with pytest.raises(DeviceError, match="code 700"):
+        KernelDriver().launch(77, (1, 1, 1), 384, 0, 0, b"packed")

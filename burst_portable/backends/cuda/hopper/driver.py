@@ -30,6 +30,7 @@ _DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMap
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, by bytes
 _L2_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _BUFFER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 # Up to this version the driver encodes tensors below so many bytes with a bit that must not be set.
 _WRONG_UNTIL, _WRONG_BELOW, _WRONG_BIT = 13010, 128 << 10, 1 << 21
 
@@ -65,7 +66,7 @@ class KernelDriver:
     """
 
     def __init__(self) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
+        self._library = library = ctypes.CDLL("libcuda.so.1")
         number, pointer = ctypes.c_uint, ctypes.c_void_p
         self._text, self._info = library.cuGetErrorString, library.cuFuncGetParamInfo
         self._info.argtypes = (pointer, ctypes.c_size_t, pointer, pointer)
@@ -87,12 +88,23 @@ class KernelDriver:
     def launch(
         self, function: int, grid: tuple[int, int, int], threads: int, shared: int, stream: int, packed: bytes
     ) -> None:
-        """On the current context, with its parameters as they lie in memory."""
+        """On torch's current device, with its parameters as they lie in memory."""
         count = ctypes.c_size_t(len(packed))
         extra = _Extra(_BUFFER, packed, _SIZE, ctypes.addressof(count), None)
-        code = self._launch(function, *grid, threads, 1, 1, shared, stream, None, ctypes.byref(extra))
+        what = (function, *grid, threads, 1, 1, shared, stream, None, ctypes.byref(extra))
+        code = self._launch(*what)
+        if code == _NO_CONTEXT:  # a thread that has asked nothing of the device yet
+            self._enter(torch.cuda.current_device())
+            code = self._launch(*what)
         if code:
             self._checked(code)
+
+    def _enter(self, device: int) -> None:
+        """This thread uses the device's context, which torch uses too."""
+        number, context = ctypes.c_int(), ctypes.c_void_p()
+        self._checked(self._library.cuDeviceGet(ctypes.byref(number), device))
+        self._checked(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number))
+        self._checked(self._library.cuCtxSetCurrent(context))
 
     def tensor_map(
         self, address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], box: Sequence[int],
