@@ -139,8 +139,8 @@ def test_one_backward_program_for_all_heads_of_a_key(mask, dim, machine, monkeyp
 
 FORWARD_BUGS = {
     "the first key slot is free before the product has read it": (
-        "        s = warpgroup_mma_wait(0, deps=[s])\n        mbarrier.arrive(k_emp.index(slot), count=1)\n",
-        "        mbarrier.arrive(k_emp.index(slot), count=1)\n        s = warpgroup_mma_wait(0, deps=[s])\n",
+        "    s = warpgroup_mma_wait(0, deps=[s])\n    mbarrier.arrive(k_emp.index(slot), count=1)\n",
+        "    mbarrier.arrive(k_emp.index(slot), count=1)\n    s = warpgroup_mma_wait(0, deps=[s])\n",
     ),
     "a value slot is free before the product has read it": (
         "    o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])\n    mbarrier.arrive(v_emp.index(slot), count=1)\n",
@@ -150,15 +150,15 @@ FORWARD_BUGS = {
     "values are not waited for": ("    mbarrier.wait(v_rdy.index(slot), (it // NS) & 1)\n    ot", "    ot"),
     "keys of the block before": ("mbarrier.wait(k_rdy.index(nslot), ((it + 1) // NS) & 1)", "pass"),
     "the scores are not waited for": ("    s = warpgroup_mma_wait(1, deps=[s])\n", ""),
-    "queries are not waited for": ("        mbarrier.wait(q_rdy, turn & 1)\n", ""),
+    "queries are not waited for": ("    mbarrier.wait(q_rdy, turn & 1)\n", ""),
     "queries of the next item too early": ("        mbarrier.wait(q_emp, (turn & 1) ^ 1)\n", ""),
     "the result is stored without a fence": ("fence_async_shared()\n", "pass\n"),
     "the next item's result over the one that TMA still reads": (
-        "        tma.store_wait(0)\n        if MODE",
-        "        if MODE",
+        "    tma.store_wait(0)\n    if MODE",
+        "    if MODE",
     ),
     "the end does not wait for the last store": ("        turn += 1\n    tma.store_wait(0)\n", "        turn += 1\n"),
-    "the next item's number is not handed on": ("        mbarrier.arrive(t_rdy.index(turn & 1), count=1)\n", ""),
+    "the next item's number is not handed on": ("    mbarrier.arrive(t_rdy.index(turn & 1), count=1)\n", ""),
 }  # fmt: skip
 MERGE_BUGS = {
     "the running result too early": ("mbarrier.wait(o_emp, (turn & 1) ^ 1)", "pass"),

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from burst_portable.backends.cuda.hopper.fade import faded
 from burst_portable.backends.cuda.hopper.mask import hide
+from burst_portable.backends.cuda.hopper.softmax import finish, packed, partial_sum
 
 # What the epilogue writes.
 OUT_16 = 0  # out in the input's dtype
@@ -87,6 +88,23 @@ def _load_parts(desc, b, row, h, ready, buffer, D: gl.constexpr):
 
 
 @gluon.jit
+def _load_out(o_desc, b, row, h, o_rdy, o_emp, o_sm, turn, D: gl.constexpr):
+    # its place is free once the item before is written
+    mbarrier.wait(o_emp, (turn & 1) ^ 1)
+    _load_parts(o_desc, b, row, h, o_rdy, o_sm, D)
+
+
+@gluon.jit
+def _draw_item(counter, t_sm, t_rdy, t_emp, turn):
+    # which item comes next, for the workers as well: whoever is free takes it
+    t = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+    mbarrier.wait(t_emp.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    t_sm.index(turn & 1).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + t)
+    mbarrier.arrive(t_rdy.index(turn & 1), count=1)
+    return t
+
+
+@gluon.jit
 def _loader(
     q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
     q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
@@ -120,19 +138,13 @@ def _loader(
                 if MODE == _MERGE_32:  # noqa: SIM102  (known when compiling; the next one is not)
                     # the running out, as soon as its place is free: when the item's first block has begun
                     if it == start + NS - 1:
-                        mbarrier.wait(o_emp, (turn & 1) ^ 1)
-                        _load_parts(o_desc, b, row0, h, o_rdy, o_sm, D)
+                        _load_out(o_desc, b, row0, h, o_rdy, o_emp, o_sm, turn, D)
                 _load_pair(k_desc, v_desc, b, col + i * BN, kv, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, BN, D, NS)
                 it += 1
         if MODE == _MERGE_32:  # noqa: SIM102
             if it <= start + NS - 1:
-                mbarrier.wait(o_emp, (turn & 1) ^ 1)
-                _load_parts(o_desc, b, row0, h, o_rdy, o_sm, D)
-        # which item comes next, for the workers as well: whoever is free takes it
-        t = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-        mbarrier.wait(t_emp.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        t_sm.index(turn & 1).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + t)
-        mbarrier.arrive(t_rdy.index(turn & 1), count=1)
+                _load_out(o_desc, b, row0, h, o_rdy, o_emp, o_sm, turn, D)
+        t = _draw_item(counter, t_sm, t_rdy, t_emp, turn)
         turn += 1
 
 
@@ -146,8 +158,9 @@ def _entry(entry):
 
 
 @gluon.jit
-def _bounds(col, k_start, k_stop, q_start, q_stop, lo, hi, row0, sl: gl.constexpr):
+def _bounds(entry, row0, sl: gl.constexpr):
     # its visible columns [left, right) of each row, counted from its first column
+    col, k_start, k_stop, q_start, q_stop, lo, hi, _all_seen = entry
     rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, sl))
     left = gl.maximum(rows - hi, k_start) - col
     right = gl.minimum(rows - lo + 1, k_stop) - col
@@ -156,30 +169,45 @@ def _bounds(col, k_start, k_stop, q_start, q_stop, lo, hi, row0, sl: gl.constexp
 
 
 @gluon.jit
-def _partial_sum(p, BN: gl.constexpr):
-    # sums only what a thread holds of a row, without shuffles: [64, BN] -> [64, 8]
-    return gl.sum(gl.reshape(p, [64, BN // 8, 8]), axis=1)
-
-
-@gluon.jit
-def _packed(p, dtype: gl.constexpr):
-    # To 16 bits in pairs: left alone, the compiler carries halves around the loop and swaps each pair in it.
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.bfloat16, is_pure=True, pack=2)  # fmt: skip
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.float16, is_pure=True, pack=2)  # fmt: skip
+def _first_step(
+    q, k_sm, q_rdy, k_rdy, k_emp, o_emp, it, turn, peeled, row0, qk_scale,
+    BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
+):  # fmt: skip
+    # Q·Kᵀ and the softmax of an item's first block; nothing to multiply by V yet
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    left, right = _bounds(peeled, row0, sl)
+    mbarrier.wait(q_rdy, turn & 1)
+    slot = it % NS
+    mbarrier.wait(k_rdy.index(slot), (it // NS) & 1)
+    s = gl.zeros([64, BN], gl.float32, sl)
+    s = warpgroup_mma(q, k_sm.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_emp.index(slot), count=1)
+    # The item before is written by now. Not beside the product, or no barrier stands between its end and the slot's
+    # release.
+    tma.store_wait(0)
+    if MODE == _MERGE_32:
+        mbarrier.arrive(o_emp, count=1, pred=turn > 0)
+    if MODE == _MERGE_32 or peeled[7] == 0:  # merging has no register for it
+        s = hide(s, left, right, float("-inf"))
+    top = gl.maximum(gl.max(s, axis=1) * qk_scale, -1e30)  # finite, also where nothing is seen
+    p = gl.exp2(s * qk_scale - top[:, None])
+    total = partial_sum(p, BN)
+    p16 = gl.convert_layout(packed(p, q.dtype), gl.DotOperandLayout(0, ol, 2))
+    return top, total, p16
 
 
 @gluon.jit
 def _step(
-    q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, left, right, qk_scale,
+    q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it, o, p16, total, top, masked, row0, qk_scale,
     MASK: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr,
 ):  # fmt: skip
-    # P·V of block `it` beside Q·Kᵀ and the softmax of block it + 1
+    # P·V of block `it` beside Q·Kᵀ and the softmax of block it + 1, with MASK the one at `masked` in the table
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    if MASK:
+        left, right = _bounds(_entry(masked), row0, sl)
     slot = it % NS
     nslot = (it + 1) % NS
     mbarrier.wait(k_rdy.index(nslot), ((it + 1) // NS) & 1)
@@ -196,29 +224,11 @@ def _step(
     fade = gl.exp2(top - ntop)
     p = gl.exp2(s * qk_scale - ntop[:, None])
     fade_parts = gl.convert_layout(fade, gl.SliceLayout(1, total.type.layout))
-    total = total * fade_parts[:, None] + _partial_sum(p, BN)
+    total = total * fade_parts[:, None] + partial_sum(p, BN)
     o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])
     mbarrier.arrive(v_emp.index(slot), count=1)
-    p16 = gl.convert_layout(_packed(p, p16.dtype), gl.DotOperandLayout(0, ol, 2))
+    p16 = gl.convert_layout(packed(p, p16.dtype), gl.DotOperandLayout(0, ol, 2))
     return faded(o, fade), p16, total, ntop
-
-
-@gluon.jit
-def _finish(total, top, old, MODE: gl.constexpr):
-    # the row's LSE, and the weights of the running result and of this one
-    new = (top + gl.log2(total)) * 0.6931471805599453
-    if MODE == _MERGE_32:
-        high = gl.maximum(gl.maximum(old, new), -1e30)
-        both = high + gl.log(gl.exp(old - high) + gl.exp(new - high))
-        # a row that saw nothing on either side: its weights are 0, not exp(-inf + inf)
-        anchor = gl.maximum(both, -1e30)
-        keep = gl.exp(old - anchor)
-        gain = gl.where(total > 0, gl.exp(new - anchor) / total, 0.0)
-    else:
-        both = new
-        keep = total  # not used
-        gain = gl.where(total > 0, 1.0 / total, 0.0)
-    return both, keep, gain
 
 
 @gluon.jit
@@ -228,55 +238,33 @@ def _worker(
     qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
     BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     rl: gl.constexpr = gl.SliceLayout(1, ol)
-    dtype: gl.constexpr = q_sm.dtype
     q = q_sm.index(WG)
     part = o_sm.index(WG)
     t = _program()
     b, h, work = _item(t, table, heads, blocks, head_group)
     row0 = gl.load(work) + 64 * WG
     stop = gl.load(work + 6)
-    col, k_start, k_stop, q_start, q_stop, lo, hi, all_seen = _entry(work + 8)
+    peeled = _entry(work + 8)
     it = 0
     turn = 0
     while t < items:
         n_full = gl.load(work + 3)
         masked = table + gl.load(work + 4)
         n = n_full + gl.load(work + 5)
-        left, right = _bounds(col, k_start, k_stop, q_start, q_stop, lo, hi, row0, sl)
-        # the first block; nothing to multiply by V yet
-        mbarrier.wait(q_rdy, turn & 1)
-        slot = it % NS
-        mbarrier.wait(k_rdy.index(slot), (it // NS) & 1)
-        s = gl.zeros([64, BN], gl.float32, sl)
-        s = warpgroup_mma(q, k_sm.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_emp.index(slot), count=1)
-        # The item before is written by now. Not beside the product, or no barrier stands between its end and the slot's
-        # release.
-        tma.store_wait(0)
-        if MODE == _MERGE_32:
-            mbarrier.arrive(o_emp, count=1, pred=turn > 0)
-        if MODE == _MERGE_32 or all_seen == 0:  # merging has no register for it
-            s = hide(s, left, right, float("-inf"))
-        top = gl.maximum(gl.max(s, axis=1) * qk_scale, -1e30)  # finite, also where nothing is seen
-        p = gl.exp2(s * qk_scale - top[:, None])
-        total = _partial_sum(p, BN)
-        p16 = gl.convert_layout(_packed(p, dtype), gl.DotOperandLayout(0, ol, 2))
+        top, total, p16 = _first_step(
+            q, k_sm, q_rdy, k_rdy, k_emp, o_emp, it, turn, peeled, row0, qk_scale, BN, D, NS, MODE)  # fmt: skip
         o = gl.zeros([64, D], gl.float32, ol)
         for i in range(n_full):
             o, p16, total, top = _step(
-                q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it + i, o, p16, total, top, left, right, qk_scale,
+                q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it + i, o, p16, total, top, masked, row0, qk_scale,
                 False, BN, D, NS)  # fmt: skip
         for i in range(n_full, n):
-            m_col, m_ks, m_ke, m_qs, m_qe, m_lo, m_hi, _ = _entry(masked)
-            left, right = _bounds(m_col, m_ks, m_ke, m_qs, m_qe, m_lo, m_hi, row0, sl)
-            masked += 8
             o, p16, total, top = _step(
-                q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it + i, o, p16, total, top, left, right, qk_scale,
+                q, k_sm, v_sm, k_rdy, v_rdy, k_emp, v_emp, it + i, o, p16, total, top, masked, row0, qk_scale,
                 True, BN, D, NS)  # fmt: skip
+            masked += 8
         mbarrier.arrive(q_emp, count=1)
         rows = row0 + gl.arange(0, 64, rl)
         lse_row = lse + b * lse_sb + h * lse_sh + rows
@@ -295,9 +283,9 @@ def _worker(
         b, h, work = _item(gl.where(t < items, t, 0), table, heads, blocks, head_group)
         row0 = gl.load(work) + 64 * WG
         stop = gl.load(work + 6)
-        col, k_start, k_stop, q_start, q_stop, lo, hi, all_seen = _entry(work + 8)
+        peeled = _entry(work + 8)
         total = gl.convert_layout(gl.sum(total, axis=1), rl)
-        both, keep, gain = _finish(total, gl.convert_layout(top, rl), old, MODE)
+        both, keep, gain = finish(total, gl.convert_layout(top, rl), old, MODE == _MERGE_32)
         gl.store(lse_row, both, mask=rows < at_stop)
         o, p16 = warpgroup_mma_wait(0, deps=[ot, p16])
         mbarrier.arrive(v_emp.index(slot), count=1)
