@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from burst_portable.backends.registry import for_device
 from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.comm.wrapped import WrappedTransport
 from burst_portable.errors import InputError, explain
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.mesh import Mesh, as_mesh
@@ -159,38 +160,33 @@ class _Done:
         return
 
 
-class _Silent(Transport):
+class _Silent(WrappedTransport):
     """See `comm.base.Transport`. Blocks stay at home; whether ranks agree, which would wait for the latest, is taken as
     said: they did in the whole step."""
 
     def __init__(self, inner: Transport) -> None:
-        self._inner = inner
-        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
+        super().__init__(inner)
         self.lasting = True
 
-    @property
-    def passes(self) -> int:  # type: ignore[override]
-        """Counted by the transport itself."""
-        return self._inner.passes
+    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
+        """Nobody is told."""
 
-    @passes.setter
-    def passes(self, count: int) -> None:
-        self._inner.passes = count
-
-    @property
-    def agreed(self) -> set[bytes]:
-        return self._inner.agreed
+    def end(self) -> None:
+        """Nothing came."""
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
         return [_Done() for _ in sends], [_Done() for _ in receives]
 
-    def buffer(self, size: int, device: torch.device) -> Tensor:
-        return self._inner.buffer(size, device)
+    def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
+        return self.buffer(size, device)
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
         return [data] * self.size
+
+    def close(self) -> None:
+        """The transport goes on."""
 
 
 class _Ablated:

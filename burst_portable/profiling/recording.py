@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.comm.base import Exchange, Handle, Message, Transport
+from burst_portable.comm.wrapped import WrappedTransport
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.moves import Move
 from burst_portable.numerics import State
@@ -170,33 +171,17 @@ class RecordingExchange(Exchange):
         self._inner.left()
 
 
-class RecordingTransport(Transport):
-    """See `comm.base.Transport`. Collectives are written down; messages are, by their moves, in the runtime."""
+class RecordingTransport(WrappedTransport):
+    """See `comm.base.Transport`. Collectives are written down; messages are, by their moves, in the runtime.
+
+    One for every call, as its runtime is.
+    """
 
     def __init__(self, inner: Transport, runtime: RecordingRuntime) -> None:
-        self._inner, self._runtime = inner, runtime
-        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
-        self.lasting = inner.lasting
+        super().__init__(inner)
+        self._runtime = runtime
         self._backward = False
-        self._agreed = self._begun = self._ordinal = 0
-
-    @property
-    def passes(self) -> int:  # type: ignore[override]
-        """Counted by the transport itself: every call has a runtime of its own."""
-        return self._inner.passes
-
-    @passes.setter
-    def passes(self, count: int) -> None:
-        self._inner.passes = count
-
-    @property
-    def agreed(self) -> set[bytes]:
-        return self._inner.agreed
-
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
-    ) -> tuple[list[Handle], list[Handle]]:
-        return self._inner.post(sends, receives, label)
+        self._shared = self._begun = self._ordinal = 0
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         self._begun += 1
@@ -207,12 +192,6 @@ class RecordingTransport(Transport):
     def end(self) -> None:
         self._runtime.recorder.rejoin()
         self._inner.end()
-
-    def buffer(self, size: int, device: torch.device) -> Tensor:
-        return self._inner.buffer(size, device)
-
-    def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
-        return self._inner.inbox(size, device, peer, place)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], label: str) -> Exchange:
         inner, size = self._inner.exchange(sends, receives, label), sum(m.buffer.numel() for m in sends)
@@ -230,8 +209,8 @@ class RecordingTransport(Transport):
         return RecordingExchange(inner, waited)
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
-        self._agreed += 1
-        if self._agreed == 2:  # asked once a pass
+        self._shared += 1
+        if self._shared == 2:  # asked once a pass
             self._begin_backward()
         clock = self._runtime.recorder.clock(torch.device("cpu"))
         start = clock.mark()
@@ -249,6 +228,3 @@ class RecordingTransport(Transport):
         place = self._backward, self._runtime.step
         self._runtime.row("collective", *place, self._ordinal, agreement, size, start, end)
         self._ordinal += 1
-
-    def close(self) -> None:
-        self._inner.close()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.comm.wrapped import WrappedTransport
 from burst_portable.conformance.blocks import run_kernel
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.checks.attending import judged
@@ -45,20 +46,16 @@ class _Late:
         self._handle.wait()
 
 
-class Delayed(Transport):
+class Delayed(WrappedTransport):
     """Another transport, each rank of which posts and waits at its own pace.
 
     On a device with streams, each post is also put behind work of random length on the stream that is current.
     """
 
     def __init__(self, inner: Transport, seed: int, seconds: float, *, streams: bool) -> None:
-        self._inner, self._seconds, self._streams = inner, seconds, streams
+        super().__init__(inner)
+        self._seconds, self._streams = seconds, streams
         self._chance = random.Random(1000 * seed + inner.rank)
-        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
-
-    @property
-    def agreed(self) -> set[bytes]:
-        return self._inner.agreed
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
@@ -69,21 +66,6 @@ class Delayed(Transport):
         leaving, arriving = self._inner.post(sends, receives, label)
         late = [[_Late(handle, self._chance, self._seconds) for handle in group] for group in (leaving, arriving)]
         return list(late[0]), list(late[1])
-
-    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
-        return self._inner.share(data, label, deadline)
-
-    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
-        self._inner.begin(digest, inbox)
-
-    def end(self) -> None:
-        self._inner.end()
-
-    def buffer(self, size: int, device: torch.device) -> Tensor:
-        return self._inner.buffer(size, device)
-
-    def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
-        return self._inner.inbox(size, device, peer, place)
 
 
 def _keep_busy(device: torch.device, rounds: int) -> None:
