@@ -58,10 +58,14 @@ class Driver:
 
     def _checked(self, code: int) -> None:
         if code:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(code, ctypes.byref(text))
-            told = text.value.decode() if text.value else f"code {code}"
-            raise CommunicationError(explain("a call of the CUDA driver failed", got=told))
+            raise CommunicationError(explain("a call of the CUDA driver failed", got=error_text(self._library, code)))
+
+
+def error_text(library: ctypes.CDLL, code: int) -> str:
+    """What libcuda says of an error."""
+    text = ctypes.c_char_p()
+    library.cuGetErrorString(code, ctypes.byref(text))
+    return text.value.decode() if text.value else f"code {code}"
 
 
 @cache

@@ -81,7 +81,7 @@ def forward_build(dim: int, mode: int, dtype: str = "bf16", config: ForwardConfi
         "lse_sh": "i64",
     }
     constants = {"BN": config.BN, "D": dim, "NS": config.NS, "MODE": mode, "W": config.W, "REGS": config.REGS}
-    name = f"forward D={dim} {dtype} mode {mode}{', tall' if config.W == 3 else ''}"
+    name = f"forward D={dim} {dtype} mode {mode}{', tall' if config == TALL.get(dim) else ''}"
     return _build(name, forward.forward_kernel, types, constants, config.maxnreg)
 
 

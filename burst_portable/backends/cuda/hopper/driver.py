@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burst_portable.backends.cuda.driver import error_text
 from burst_portable.errors import DeviceError, explain
 
 MAP = 128
@@ -68,7 +69,7 @@ class KernelDriver:
     def __init__(self) -> None:
         self._library = library = ctypes.CDLL("libcuda.so.1")
         number, pointer = ctypes.c_uint, ctypes.c_void_p
-        self._text, self._info = library.cuGetErrorString, library.cuFuncGetParamInfo
+        self._info = library.cuFuncGetParamInfo
         self._info.argtypes = (pointer, ctypes.c_size_t, pointer, pointer)
         self._launch = library.cuLaunchKernel
         self._launch.argtypes = (pointer, *[number] * 7, pointer, pointer, pointer)
@@ -131,12 +132,10 @@ class KernelDriver:
 
     def _checked(self, code: int) -> None:
         if code:
-            text = ctypes.c_char_p()
-            self._text(code, ctypes.byref(text))
             raise DeviceError(
                 explain(
                     "the CUDA driver refused a kernel or a tensor map",
-                    got=text.value.decode() if text.value else f"code {code}",
+                    got=error_text(self._library, code),
                     next_step="an earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1 to see which",
                 )
             )

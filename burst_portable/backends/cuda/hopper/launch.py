@@ -90,10 +90,16 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 def current_stream(device: torch.device) -> int:
     """Its handle: a torch.cuda.Stream made for it alone would cost more than a descriptor."""
+    stream: int = _asked()(device.index)
+    return stream
+
+
+@cache
+def _asked() -> Callable[[int], int]:
     from triton.runtime import driver
 
-    stream: int = driver.active.get_current_stream(device.index)
-    return stream
+    ask: Callable[[int], int] = driver.active.get_current_stream
+    return ask
 
 
 @cache
