@@ -32,7 +32,8 @@ def events_of(records: Sequence[RankRecords], messages: Messages) -> dict[str, A
 def _rank(one: RankRecords, messages: Messages) -> NDArray[np.int64]:
     compute, message, collective = (one.tables.get(k, Table.of(k, [])) for k in ("compute", "message", "collective"))
     parts = [_rows("compute", compute, compute["q_owner"], compute["k_owner"], compute["flops"])]
-    parts.append(_rows("wait", message, message["peer"], message["owner"], message["bytes"]))
+    waits = message["start"], message.until
+    parts.append(_rows("wait", message, message["peer"], message["owner"], message["bytes"], waits))
     none = np.full(len(collective), -1)
     parts.append(_rows("collective", collective, none, none, collective["bytes"]))
     posted = message.where(message["posted"] != NEVER)

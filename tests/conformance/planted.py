@@ -14,6 +14,7 @@ from torch import Tensor
 from burst_portable.backends.base import Capabilities, Probe
 from burst_portable.backends.registry import load
 from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.errors import UnsupportedError
 from burst_portable.kernels import whole
 from burst_portable.kernels.contract import Kernel
 from burst_portable.numerics import Compensated, State
@@ -204,6 +205,21 @@ class NoReasons(Around):
     def supports(self, problem):
         support = self.kernel.supports(problem)
         return type(support)(support.ok)
+
+
+class FewSizes(Around):
+    """Nothing is wrong with it: it serves what kernels for tensor cores often do, and refuses all else."""
+
+    def supports(self, problem):
+        support = self.kernel.supports(problem)
+        if problem.dtype.itemsize == 2 and problem.head_dim == 64 and not problem.deterministic:
+            return support
+        return type(support)(False, "16 bits, head size 64, sums in any order")
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        if options.deterministic:
+            raise UnsupportedError("sums come in any order")
+        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
 
 
 class Unsteady(Around):

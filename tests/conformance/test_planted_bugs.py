@@ -118,6 +118,15 @@ def test_the_same_wrapping_without_a_bug_passes(group, real):
     assert report.ok, report.markdown()
 
 
+def test_a_quick_look_examines_a_kernel_of_few_sizes_in_what_it_serves(real):
+    backend = Planted(planted.FewSizes, real=real)
+    report = check_backend(backend, only=["kernels"], effort="quick", kernel="reference")
+    assert report.ok, report.markdown()
+    tried = {trial.name for trial in report.results if not trial.skipped}
+    assert len(tried) >= 8, tried
+    assert "reference:flat-error-bfloat16" in tried
+
+
 # ---------------------------------------------------------------------------------------------------- the profiler
 
 

@@ -10,6 +10,7 @@ import pytest
 from burst_portable.profiling.analyze import SCHEMA, analyze
 from burst_portable.profiling.matching import align, match
 from burst_portable.profiling.record import COLUMNS, RankRecords, Table
+from burst_portable.profiling.timeline import KINDS
 from tests.profiling.made import Maker, ring
 
 GOLDEN = Path(__file__).parents[2] / "profiling" / "golden"
@@ -156,6 +157,9 @@ def test_a_stream_that_stands_idle_for_its_host_does_not_wait_for_a_message():
     assert (rank["overlap"], rank["blocking"], rank["idle"]) == (80_000, 30_000, 30_000)
     assert rank["exposed_comm"] == 20_000 + 30_000, "posting, and waiting"
     assert sender["blocking"] == 0
+    events = report["events"]["ranks"][1]
+    drawn = [d for kind, d in zip(events["kind"], events["duration"], strict=True) if KINDS[kind] == "wait"]
+    assert drawn == [30_000], "the picture shows what is counted"
     assert {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]} == {("link", 0, 1): {"1": 30_000}}
 
 
