@@ -83,7 +83,7 @@ def ablate(
     mesh: Any = None,
     model: nn.Module | None = None,
     repeat: int = REPEAT,
-    device: str = "cpu",
+    device: str | None = None,
 ) -> Ablation:
     """Time a step whole, without communication, without computing, and without both. All ranks must call it together.
 
@@ -94,18 +94,28 @@ def ablate(
         mesh: the ranks: a Mesh, or what `attention` takes for one.
         model: whose gradients and buffers are to be as before afterwards.
         repeat: how often each is run, in turns; the shortest counts.
-        device: the type of the step's tensors.
+        device: the type of the step's tensors; unless given, that of the model's parameters.
 
-    Raises `InputError` for fewer than one repetition.
+    Raises `InputError` for fewer than one repetition, and where nothing says on which device the step runs.
     """
     if repeat < 1:
         raise InputError(explain("a step must be run at least once", got=repeat))
-    mesh = as_mesh(mesh)
+    mesh, device = as_mesh(mesh), device or _device_of(model)
     with _put_back(model, device):
         _timed(step, mesh, device, ())  # warm; ranks meet there, so all have kept their random numbers by then
         runs = [[_timed(step, mesh, device, off) for off in _KINDS] for _ in range(repeat)]
     _meet(mesh, device)
     return Ablation(*(min(times) for times in zip(*runs, strict=True)), repeat=repeat)
+
+
+def _device_of(model: nn.Module | None) -> str:
+    """Taking the host for it would time a device's launches, and leave its random numbers as they are then."""
+    parameter = next(model.parameters(), None) if model is not None else None
+    found = torch.accelerator.current_accelerator() if parameter is None else None
+    if found is not None:
+        advice = f"pass device={found.type!r} or 'cpu', or the model"
+        raise InputError(explain("nothing says where the step's tensors are", next_step=advice))
+    return "cpu" if parameter is None else parameter.device.type
 
 
 @contextmanager

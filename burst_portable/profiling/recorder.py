@@ -55,6 +55,11 @@ class Recorder:
                 self.sensors = Sensors(meter_of(backend, device.index))
         return self._clocks[device]
 
+    @property
+    def device_type(self) -> str | None:
+        """Where attention was computed; None where it was not called yet."""
+        return self._device.type if self._device else None
+
     def rejoin(self) -> None:
         """A pass is over when no stream waits for a message of it any longer."""
         for clock in self._clocks.values():
@@ -81,7 +86,7 @@ class Recorder:
         for kind, rows in self.rows.items():
             times = [i for i, name in enumerate(COLUMNS[kind]) if name in TIMES]
             self.rows[kind] = deque((self._read(row, times) for row in rows), maxlen=rows.maxlen)
-        device = self._device.type if self._device else "cpu"
+        device = self.device_type or "cpu"
         plans = [facts for _, _, facts in self._plans.values()]
         dtypes = sorted({facts.dtype for facts in plans if facts.dtype})
         return RankRecords(

@@ -87,15 +87,18 @@ class Session:
             recorder.next_iteration()
 
     def ablate(
-        self, step: Callable[[], Any], *, model: nn.Module | None = None, repeat: int = 3, device: str = "cpu"
+        self, step: Callable[[], Any], *, model: nn.Module | None = None, repeat: int = 3, device: str | None = None
     ) -> Ablation:
         """What communication and computing add to a step, see `ablation.ablate`; it is kept for the report.
 
-        All ranks of the mesh must call it. Nothing of these steps is recorded.
+        All ranks of the mesh must call it. Nothing of these steps is recorded. `device` is, unless given, that of what
+        was recorded.
         """
         from burst_portable.profiling.ablation import ablate
 
         mesh = as_mesh(self._mesh)
+        if device is None and mesh.rank in self._recorders:
+            device = self._recorders[mesh.rank].device_type
         found = self._ablations[mesh.rank] = ablate(step, mesh=mesh, model=model, repeat=repeat, device=device)
         return found
 

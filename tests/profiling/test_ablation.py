@@ -12,6 +12,7 @@ from torch import nn
 import burst_portable as bp
 from burst_portable.backends.cpu.attention import CpuFlashKernel
 from burst_portable.comm.local import LocalTransport
+from burst_portable.profiling import ablation
 from burst_portable.profiling.ablation import STEPS, ablate
 
 SLOW_KERNEL, SLOW_LINK = 0.15, 0.1  # seconds: a busy machine loses some thousandths anywhere
@@ -160,3 +161,18 @@ def test_what_was_taken_away_is_given_back_after_an_error():
 def test_it_must_run():
     with pytest.raises(bp.BurstError, match="at least once"):
         ablate(lambda: None, repeat=0)
+
+
+def test_the_device_is_that_of_the_model_or_of_what_was_recorded(monkeypatch):
+    """On a device with streams, the host's time of a step says nothing, and other random numbers are drawn."""
+    asked = []
+    monkeypatch.setattr(ablation, "_timed", lambda step, mesh, device, off: asked.append(device) or 1.0)
+    monkeypatch.setattr(ablation, "_meet", lambda mesh, device: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    with pytest.raises(bp.BurstError, match="nothing says where"):
+        ablate(lambda: None)
+    ablate(lambda: None, model=Model())
+    with bp.profile() as session:
+        bp.attention(*(torch.randn(1, 8, 1, 8) for _ in range(3)))
+    session.ablate(lambda: None)
+    assert asked == ["cpu"] * 2 * STEPS
