@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,7 +120,10 @@ def _checked(data: Any, path: str) -> dict[str, Any]:
 
 def _nanoseconds(microseconds: Any) -> int:
     """Numbers of any kind, and the strings that some profilers write."""
-    number = Decimal(str(microseconds).strip())  # a float of microseconds since 1970 would have no nanoseconds
+    try:
+        number = Decimal(str(microseconds).strip())  # a float of microseconds since 1970 would have no nanoseconds
+    except InvalidOperation:
+        raise ValueError(f"{str(microseconds)[:40]!r} for a time") from None
     if not abs(number) * 1000 < _LATEST:  # before it becomes an int, which may have a billion digits
         raise ValueError("a time that is none")
     return int(number * 1000)

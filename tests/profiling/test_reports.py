@@ -157,3 +157,20 @@ def test_what_is_no_report_is_refused(files, capsys):
     assert main(["compare", str(files / "two.json"), str(files / "even.json")]) == 2
     with pytest.raises(bp.BurstError, match="nothing was recorded"), bp.profile() as session:
         session.report()
+
+
+def test_times_that_do_not_add_up_are_refused(files, tmp_path):
+    written = json.loads((files / "even.json").read_text())
+    for name, row in (("ranks", written["ranks"][0]), ("steps", written["steps"][0]["ranks"][0])):
+        for more in (1, -(1 << 40)):
+            row["idle"] += more
+            (tmp_path / "changed.json").write_text(json.dumps(written))
+            row["idle"] -= more
+            with pytest.raises(bp.BurstError, match=rf"report\.{name}\[0\] whose parts do not add up"):
+                Report.load(tmp_path / "changed.json")
+
+
+@pytest.mark.parametrize("skip", [-1, 1.5, "x", True])
+def test_a_number_of_steps_to_skip(skip):
+    with pytest.raises(bp.BurstError, match="no number of training steps"):
+        Report.of(ring(2, 3), skip=skip)

@@ -93,6 +93,13 @@ def test_the_command(tmp_path, capsys):
     assert "rank 3" in capsys.readouterr().out
 
 
+def test_a_time_that_is_none_is_told(tmp_path):
+    event = {"ph": "X", "cat": "kernel", "name": "k", "ts": "soon", "dur": 1}
+    (tmp_path / "x.json").write_text(json.dumps({"traceEvents": [event]}))
+    with pytest.raises(bp.BurstError, match="'soon' for a time"):
+        read_trace(tmp_path / "x.json")
+
+
 @pytest.mark.parametrize("text", ["no JSON", "{}", '{"traceEvents": []}'])
 def test_what_is_no_trace_is_refused(tmp_path, text):
     (tmp_path / "x.json").write_text(text)

@@ -30,9 +30,9 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float) -> 
     A part counts as worse only where it grew by that share of the whole step too: a tenth more of nothing is nothing.
     Idle counts as nobody's and is shown alone; computing less is never worse.
 
-    Raises `InputError` for reports of different numbers of ranks, or a threshold that is not 0 or more.
+    Raises `InputError` for reports of different numbers of ranks, or a threshold that is no finite number of 0 or more.
     """
-    if not threshold >= 0:  # nan too, which nothing would exceed
+    if not 0 <= threshold < float("inf"):  # nothing would exceed nan or more
         raise InputError(explain("the threshold is no share", got=threshold, allowed="0 or more, 0.1 for a tenth"))
     sizes = len(before["ranks"]), len(after["ranks"])
     if sizes[0] != sizes[1]:

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from burst_portable.errors import InputError, explain
+from burst_portable.errors import InputError, explain, shown
 from burst_portable.files import read_json
 from burst_portable.profiling.analyze import SCHEMA, analyze
 from burst_portable.profiling.record import RankRecords
 from burst_portable.profiling.report.shape import what_is_wrong
+from burst_portable.values import as_int
 
 _LARGEST = 1 << 28  # bytes, unpacked
+_ADVICE = "pass a report's profile.json"
 
 
 class Report:
@@ -26,8 +28,10 @@ class Report:
     def of(cls, records: Sequence[RankRecords], *, skip: int = 0) -> Report:
         """From all ranks' records, without the first `skip` training steps.
 
-        Raises `InputError` where nothing is left to report.
+        Raises `InputError` where nothing is left to report, and for a `skip` that is no number of steps.
         """
+        if (as_int(skip) or 0) < 0 or as_int(skip) is None:
+            raise InputError(explain("skip is no number of training steps", got=shown(skip), allowed="an int >= 0"))
         if not any(len(t.where(t["iteration"] >= skip)) for one in records for t in one.tables.values()):
             raise InputError(
                 explain("nothing was recorded", next_step="call attention inside `with burst_portable.profile(...)`")
@@ -47,12 +51,12 @@ class Report:
         if data.get("schema") != SCHEMA:
             got = repr(data["schema"])[:80] if "schema" in data else "no schema"
             older = str(data.get("schema")).startswith(SCHEMA.partition("/")[0])
-            advice = "record it again" if older else "pass a report's profile.json"
+            advice = "record it again" if older else _ADVICE
             raise InputError(
                 explain(f"{path} is no profile of this version", got=got, allowed=SCHEMA, next_step=advice)
             )
         if wrong := what_is_wrong(data):
-            raise InputError(explain(f"{path} is no report that this library wrote", got=wrong))
+            raise InputError(explain(f"{path} is no report that this library wrote", got=wrong, next_step=_ADVICE))
         return cls(data)
 
     @property

@@ -17,6 +17,7 @@ def what_is_wrong(data: dict[str, Any]) -> str:
     try:
         _check(data, _REPORT, "report")
         _check_events(data["events"])
+        _check_partitions(data)
         if data["prediction"] and not data["plans"]:
             raise _Wrong("report.plans is an empty list, beside predictions")
         _check_traced(data.get("traced", []))
@@ -166,6 +167,16 @@ def _check(value: Any, shape: Any, place: str) -> None:
             _check(one, shape[0], f"{place}[{index}]")
     elif not shape(value):
         raise _Wrong(f"{place} is {_said(value)}")
+
+
+def _check_partitions(data: dict[str, Any]) -> None:
+    """Parts of a time are at least 0, and add up to it exactly: whoever reads a report takes that for granted."""
+    for name in ("ranks", "steps", "layers"):
+        for index, one in enumerate(data[name]):
+            for row in (one,) if name == "ranks" else one["ranks"]:
+                parts = [row[part] for part in PARTS]
+                if min(parts) < 0 or sum(parts) != row["span"]:
+                    raise _Wrong(f"report.{name}[{index}] whose parts do not add up to its span")
 
 
 def _check_events(events: dict[str, Any]) -> None:
