@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from burst_portable.errors import BurstError, CommunicationError
+from burst_portable.errors import BurstError, CommunicationError, shown
 
 PROGRAM = "burst-portable"
 EXIT_CODES = (
@@ -75,8 +75,18 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:
         # A mistyped option. Its class has moved between releases of typer; what it can do has not.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-            return _fail(error.format_message(), 2)
+            return _fail(_with_value(error.format_message(), error, arguments), 2)
         raise
+
+
+def _with_value(message: str, error: Exception, arguments: list[str]) -> str:
+    """What was typed for an option, behind what is wrong with it: some releases of typer leave it out."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    typed = [value for name, value in pairs if name in names and value and not value.startswith("--")]
+    typed += [a.partition("=")[2] for a in arguments if a.partition("=")[0] in names and "=" in a]
+    told = ", ".join(map(shown, typed))
+    return message if told in message else f"{message}; got {told}"
 
 
 class _Ended(BaseException):

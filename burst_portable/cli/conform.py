@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from burst_portable.cli.output import JSON_HELP, JsonOption, check_file
+from burst_portable.cli.output import JSON_HELP, JsonOption, check_files
 from burst_portable.errors import InputError, explain
 
 RANKS = 8
@@ -70,9 +70,7 @@ def conform(
         raise InputError("--quick and --full exclude each other")
     if only and case:
         raise InputError(explain("--only and --case exclude each other", next_step="a case names its group itself"))
-    for option, file in (("--junit", junit_file), ("--markdown", markdown_file)):
-        if file is not None:
-            check_file(file, option)
+    check_files({"--json": json_option.file, "--junit": junit_file, "--markdown": markdown_file})
 
     from burst_portable.conformance.suite import check_backend
 

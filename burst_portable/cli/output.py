@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,23 @@ def check_file(path: Path, option: str, *, sources: Iterable[str | Path | None] 
             path.unlink()
     except OSError as error:
         raise InputError(explain(f"{option} cannot be written", got=f"{str(path)!r}: {error.strerror}")) from error
+
+
+def check_files(files: Mapping[str, Path | None], *, sources: Iterable[str | Path | None] = ()) -> None:
+    """`check_file` for every option that names a file; two may not name one, where the later would be left."""
+    named: dict[Path, str] = {}
+    for option, file in files.items():
+        if file is not None:
+            check_file(file, option, sources=sources)
+            if (other := named.setdefault(file.resolve(), option)) != option and not _takes_all(file):
+                raise InputError(
+                    explain(f"{other} and {option} name one file", got=str(file), allowed="a file for each")
+                )
+
+
+def _takes_all(file: Path) -> bool:
+    """Whether one write does not undo the one before: /dev/null, a pipe."""
+    return file.exists() and not file.is_file()
 
 
 def check_folder(path: Path, option: str) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from burst_portable.cli.output import PRINT_JSON_HELP, JsonOption, check_file, console, table
+from burst_portable.cli.output import PRINT_JSON_HELP, JsonOption, check_files, console, table
 
 COMPARE_SCHEMA = "burst_portable.compare/1"
 
@@ -28,9 +28,7 @@ def profile(
     """
     from burst_portable.profiling.report import Report
 
-    for option, file in (("--html", html), ("--chrome", chrome), ("--markdown", markdown)):
-        if file is not None:
-            check_file(file, option, sources=(report,))
+    check_files({"--html": html, "--chrome": chrome, "--markdown": markdown}, sources=(report,))
     read = Report.load(report)
     if html is not None:
         read.write_html(html)

@@ -115,6 +115,11 @@ def test_mistyped_options(capsys, arguments, said):
     assert said in refused(capsys, *arguments)
 
 
+def test_a_value_of_another_kind_is_shown(capsys):
+    for arguments in (("run", "--lr", "fast"), ("run", "--lr=fast"), ("compare", "a", "b", "--threshold", "fast")):
+        assert "'fast'" in refused(capsys, *arguments)
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

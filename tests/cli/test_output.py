@@ -14,7 +14,7 @@ import pytest
 
 from burst_portable.cli import app, main, output
 from burst_portable.cli.app import with_json_value
-from burst_portable.cli.output import JsonOption, check_file, check_folder
+from burst_portable.cli.output import JsonOption, check_file, check_files, check_folder
 from burst_portable.errors import InputError
 
 SAMPLE = Path(__file__).parents[2] / "profiling" / "sample" / "slow_link.json"
@@ -65,6 +65,14 @@ def test_a_check_of_a_file_leaves_what_is_there(tmp_path):
     for file in (tmp_path, tmp_path / "no" / "folder", old / "below", Path("/dev/full"), Path("/proc/new")):
         with pytest.raises(InputError, match="--html"):
             check_file(file, "--html")
+
+
+def test_two_options_do_not_name_one_file(tmp_path):
+    file, again = tmp_path / "new", tmp_path / "." / "new"
+    check_files({"--html": file, "--chrome": None, "--markdown": tmp_path / "other"})
+    check_files({"--html": Path("/dev/null"), "--markdown": Path("/dev/null")})
+    with pytest.raises(InputError, match="--html and --markdown name one file"):
+        check_files({"--html": file, "--markdown": again})
 
 
 def test_a_check_of_a_folder_makes_it(tmp_path):
