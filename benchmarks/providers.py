@@ -23,7 +23,7 @@ from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.kernels import whole
 from burst_portable.kernels.contract import Kernel, KernelProblem, Options
 from burst_portable.layout import Segment
-from burst_portable.mask import Mask
+from burst_portable.mask import Mask, Region
 from burst_portable.tiles import Tiles, find_tiles
 
 
@@ -64,8 +64,17 @@ def make_task(name: str, length: int, heads: tuple[int, int], head: int, mask: s
         n: torch.randn(1, length, h, head, device=device, generator=generator, dtype=torch.bfloat16)
         for n, h in count.items()
     }
-    parsed, segment = Mask.parse(mask, length), (Segment(0, length),)
+    parsed = striped(length) if mask == "striped" else Mask.parse(mask, length)
+    segment = (Segment(0, length),)
     return Task(name, parsed, find_tiles(parsed, segment, segment), **made)
+
+
+def striped(length: int) -> Mask:
+    """What a rank of a striped layout sees of the next rank's keys: each query the keys before its own place.
+
+    With its own keys and those of ranks before it, it sees a causal mask.
+    """
+    return Mask((Region(1, length, 0, length - 1, lo=1),), "striped")
 
 
 # ------------------------------------------------------------------------------------------ our kernels
@@ -232,6 +241,8 @@ def mask_function(mask: Mask, device: torch.device) -> Callable[..., Tensor]:
     regions = mask.regions
     if kind == "causal":
         return lambda b, h, i, j: i >= j
+    if kind == "striped":
+        return lambda b, h, i, j: i > j
     if kind == "window":
         lo, hi = regions[0].lo, regions[0].hi
         return lambda b, h, i, j: (i - j >= lo) & (i - j <= hi)
