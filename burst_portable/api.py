@@ -196,7 +196,9 @@ def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor |
     """What every rank must say alike. Kernels may differ, vendors may not: their partial results would be mixed."""
     made, backend, options = chosen.plan, chosen.backend, chosen.options
     p, there, back = made.problem, made.forward, made.backward
-    moves = f"{made.strategy} by {there.route.name}, {back.side} travels backward"
+    moves = (
+        f"{made.strategy} by {there.route.name}, {back.side} travels backward{', narrow gradients' if p.narrow else ''}"
+    )
     return state(
         {
             "backend": backend.name,
@@ -210,7 +212,8 @@ def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor |
             "mask": named(str(p.mask), p.mask.regions),
             "layout": named(p.q_layout.name, p.q_layout.shards),
             "strategy": named(
-                moves, (made.reshard, made.groups, there.side, there.route, back.side, back.route, back.results)
+                moves,
+                (made.reshard, made.groups, there.side, there.route, back.side, back.route, back.results, p.narrow),
             ),
             "scale": repr(options.scale),
             "softcap": repr(options.softcap),

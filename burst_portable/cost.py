@@ -304,13 +304,13 @@ def _in_turn(steps: Sequence[Step], pass_name: PassName, rates: Rates) -> float:
 def _by_blocks(part: PassPlan, pass_name: PassName, rank: int, rates: Rates, direct: bool) -> float:
     """Seconds of one rank where blocks travel. Strategies that are compared have passes in common."""
     line, size, packed, launched = _Timeline(direct, pass_name, rates), _sizes(part), set[tuple[int, int]](), False
-    steps = part.steps_of(rank)
+    steps, narrow = part.steps_of(rank), part.problem.narrow
     kept = _in_turn(steps, pass_name, rates)
     for step in steps:
         line.wait(step.arrivals)
         line.read_and_write(memory_traffic.packed(step.sends, size, rank, packed))
         line.receive(step.receives, size)
-        line.read_and_write(memory_traffic.made(step.result_sends, size))
+        line.read_and_write(memory_traffic.made(step.result_sends, size, narrow=narrow))
         if step.compute:
             line.launch(_work(part.problem, pass_name, step.compute, rates) / kept)
             line.read_and_write(
@@ -318,7 +318,7 @@ def _by_blocks(part: PassPlan, pass_name: PassName, rank: int, rates: Rates, dir
             )
             launched = True
         line.wait(step.result_arrivals)
-        line.read_and_write(memory_traffic.added(step.result_arrivals, size))
+        line.read_and_write(memory_traffic.added(step.result_arrivals, size, narrow=narrow))
         line.receive(step.result_receives, size)
     return line.end
 

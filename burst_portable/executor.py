@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
 
 import torch
@@ -18,7 +19,7 @@ from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.messages import Field, fields, message_size
 from burst_portable.moves import Move
 from burst_portable.numerics import State, accumulation_dtype, empty_state
-from burst_portable.plans import PassPlan, Step
+from burst_portable.plans import PassPlan, Problem, Step
 from burst_portable.runtime import Queries, Runtime
 
 Views = tuple[Tensor, ...]
@@ -169,9 +170,9 @@ class _Blocks:
             self._pieces[moves[0].needed] = piece
         yield from zip(moves, torch.split(piece, sizes) if len(sizes) > 1 else (piece,), strict=True)
 
-    def views(self, moves: Sequence[Move], buffer: Tensor) -> Views:
+    def views(self, moves: Sequence[Move], buffer: Tensor, problem: Problem | None = None) -> Views:
         """The fields of messages that lie one after the other, as tensors of all their rows."""
-        problem, first = self.part.problem, moves[0]
+        problem, first = problem or self.part.problem, moves[0]
         held = fields(problem, first.side, result=first.result)
         rows = sum(m.rows[1] - m.rows[0] for m in moves)
         starts = accumulate((field.size(problem.batch) for field in held), initial=0)
@@ -194,6 +195,8 @@ class _Results:
     def __init__(self, blocks: _Blocks, own: Views) -> None:
         self._blocks, self._own = blocks, own
         self._made: dict[int, Tensor] = {}
+        problem = blocks.part.problem  # gradients are added up wide, however they travel
+        self._wide = replace(problem, narrow=False) if problem.narrow else problem
         results = [m for step in blocks.part.steps_of(blocks.rank) for m in step.result_sends]
         self._sends = {m.owner: m for m in results}
 
@@ -202,27 +205,38 @@ class _Results:
         if not step.arrivals:
             return self._own
         moves = [self._sends[move.owner] for move in step.arrivals]
-        sizes = [self._blocks.size(move) for move in moves]
+        sizes = [message_size(self._wide, move) for move in moves]
         piece = self._blocks.buffer(sum(sizes)).zero_()
         self._made.update(zip((move.owner for move in moves), torch.split(piece, sizes), strict=True))
-        return self._blocks.views(moves, piece)
+        return self._blocks.views(moves, piece, self._wide)
 
     def end(self, step: Step) -> None:
         """Add what came, and send on what is made."""
         for move in step.result_arrivals:
             self._add(move)
-        sends = [(m, self._made.pop(m.owner)) for m in step.result_sends]
+        sends = [(m, self._outgoing(m)) for m in step.result_sends]
         self._blocks.post(sends, step.result_receives, step.index)
 
     def finish(self) -> None:
         assert not self._made, "every gradient of a foreign block has left"
+
+    def _outgoing(self, move: Move) -> Tensor:
+        """The message for gradients that leave: where they were added up, or rounded if they are narrow."""
+        made = self._made.pop(move.owner)
+        if not self._blocks.part.problem.narrow:
+            return made
+        message = self._blocks.buffer(self._blocks.size(move))
+        wide = self._blocks.views([move], made, self._wide)
+        for rounded, total in zip(self._blocks.views([move], message), wide, strict=True):
+            rounded.copy_(total)
+        return message
 
     def _add(self, move: Move) -> None:
         came = self._blocks.views([move], self._blocks.take(move))
         if move.owner == self._blocks.rank:
             mine = tuple(rows_of(x, move.rows) for x in self._own)
         else:
-            mine = self._blocks.views([self._sends[move.owner]], self._made[move.owner])
+            mine = self._blocks.views([self._sends[move.owner]], self._made[move.owner], self._wide)
         for total, contribution in zip(mine, came, strict=True):
             total += contribution
 

@@ -142,6 +142,8 @@ def _moves(plan: Plan) -> dict[str, str]:
         how = part.route.name
         if plan.reshard:
             how = f"all_to_all, {plan.groups} groups of heads" if plan.groups > 1 else "all_to_all"
+        elif name == "backward" and plan.problem.narrow:
+            how += ", gradients in the dtype of the inputs"
         return f"{TRAVELS[name, plan.reshard or part.side]} ({how})"
 
     return {name: what(name, part) for name, part in plan.passes()}

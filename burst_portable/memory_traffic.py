@@ -20,8 +20,11 @@ Size = Callable[[Move], int]
 """Bytes of a message."""
 
 _PACKED = 2  # a message is read and written once: `executor._Blocks._outgoing`
-_ADDED = 3  # a message of gradients that came is read and added to as many bytes: `executor._Results._add`
-_MADE = 3  # room for gradients is zeroed, then read and written by the kernel: `executor._Results.accumulators`
+# A message of gradients that came is read and added to as many bytes, if it is narrow to twice as many:
+# `executor._Results._add`. Room for them is zeroed, then read and written by the kernel: `accumulators`; narrow ones
+# are read once more, and their message is written: `_outgoing`.
+_ADDED, _NARROW_ADDED = 3, 5
+_MADE, _NARROW_MADE = 3, 9
 _COPIED = 2  # read and written once
 _SEGMENTS = 2  # of a rank, at most, for rows of head shards to stay as they come
 _GRADIENT = 5  # a gradient of 16 bits that was zeros in float32, and is rounded: `kernels.whole.added_up`
@@ -39,14 +42,14 @@ def packed(sends: Iterable[Move], size: Size, rank: int, done: set[tuple[int, in
     return sum([_PACKED * size(m) for m in fresh.values()])
 
 
-def added(arrivals: Iterable[Move], size: Size) -> int:
+def added(arrivals: Iterable[Move], size: Size, *, narrow: bool) -> int:
     """For gradients that have come."""
-    return sum([_ADDED * size(m) for m in arrivals])
+    return (_NARROW_ADDED if narrow else _ADDED) * sum([size(m) for m in arrivals])
 
 
-def made(result_sends: Iterable[Move], size: Size) -> int:
+def made(result_sends: Iterable[Move], size: Size, *, narrow: bool) -> int:
     """For gradients of foreign blocks, besides what the kernel does for its own."""
-    return sum([_MADE * size(m) for m in result_sends])
+    return (_NARROW_MADE if narrow else _MADE) * sum([size(m) for m in result_sends])
 
 
 def merged(part: PassPlan, pass_name: PassName, compute: Compute, *, first: bool, in_pieces: bool) -> int:

@@ -14,6 +14,8 @@ kv        K, V                          dK, dV in the accumulation dtype
 q         Q, dO, LSE, delta             dQ in the accumulation dtype
 ========  ============================  =======================================================
 
+Narrow gradients are in the dtype of the inputs, on their way; they are added up in the accumulation dtype even so.
+
 Where heads are resharded, a message there holds some heads of all tensors, side by side too, ``[rows, B, heads, dim]``
 each; one back holds those of one tensor.
 """
@@ -54,11 +56,12 @@ def fields(problem: Problem, side: Side, *, result: bool) -> tuple[Field, ...]:
     """The fields of a block, in the order of the table above."""
     data, wide = problem.itemsize, max(problem.itemsize, 4)
     q, kv, d, dv = problem.heads, problem.kv_heads, problem.head_dim, problem.value_dim
+    gradient = data if problem.narrow else wide
     if side == "kv":
-        itemsize = wide if result else data
+        itemsize = gradient if result else data
         return Field(kv, d, itemsize), Field(kv, dv, itemsize)
     if result:
-        return (Field(q, d, wide),)
+        return (Field(q, d, gradient),)
     return Field(q, d, data), Field(q, dv, data), Field(q, None, wide), Field(q, None, wide)
 
 

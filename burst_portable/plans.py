@@ -39,7 +39,10 @@ _RANKS_KEPT = 64
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned: the mask, who holds which positions, and the sizes that bytes and FLOPs follow from."""
+    """What is planned: the mask, who holds which positions, and the sizes that bytes and FLOPs follow from.
+
+    `narrow`: gradients travel in the dtype of the inputs, and not in that in which they are added up.
+    """
 
     mask: Mask
     q_layout: Layout
@@ -50,6 +53,7 @@ class Problem:
     value_dim: int
     batch: int = 1
     itemsize: int = 2
+    narrow: bool = False
 
     @property
     def ranks(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, Protocol
 
 from burst_portable.errors import InputError, explain, shown, unknown_name
@@ -11,6 +12,8 @@ from burst_portable.plans import Plan, Problem, pass_plan
 
 Moves = Literal["neighbour", "fetch"]
 """How blocks travel: from neighbour to neighbour, or straight from their owners."""
+Gradients = Literal["wide", "narrow"]
+"""How gradients travel: as they are added up, float32 for 16 bits; or rounded to the dtype of the inputs."""
 
 
 class Strategy(Protocol):
@@ -79,6 +82,16 @@ def check_own(moves: Moves, own: object) -> None:
         raise InputError(
             explain("a block that is handed on begins with its owner", got=f"own={own!r}", next_step='moves="fetch"')
         )
+
+
+def check_gradients(gradients: object) -> None:
+    """Refuse what is no way for gradients to travel."""
+    check_name("way for gradients to travel", gradients, ("wide", "narrow"))
+
+
+def with_gradients(problem: Problem, gradients: Gradients) -> Problem:
+    """The problem, its gradients to travel so. Those of float32 and float64 are no wider than their inputs."""
+    return replace(problem, narrow=True) if gradients == "narrow" and problem.itemsize < 4 else problem
 
 
 def route(ranks: int, moves: Moves, ahead: int = 1, together: int = 1, own: Own = "first") -> Route:

@@ -17,7 +17,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import Moves, check_fetched, check_moves, ring_plan, route
+from burst_portable.strategies.base import (
+    Gradients,
+    Moves,
+    check_fetched,
+    check_gradients,
+    check_moves,
+    ring_plan,
+    route,
+    with_gradients,
+)
 
 
 @dataclass(frozen=True)
@@ -27,15 +36,17 @@ class BurstStrategy:
     moves: Moves = "neighbour"
     ahead: int = 1  # steps before it is needed that a block is fetched
     together: int = 1  # fetched blocks a launch
+    gradients: Gradients = "wide"
     name: str = "burst"
 
     def __post_init__(self) -> None:
         check_moves(self.moves)
         check_fetched(self.moves, self.ahead, self.together)
+        check_gradients(self.gradients)
 
     def plan(self, problem: Problem) -> Plan:
         return ring_plan(
-            problem,
+            with_gradients(problem, self.gradients),
             self.name,
             side="q",
             path=route(problem.ranks, self.moves, ahead=self.ahead, together=self.together),

@@ -26,7 +26,15 @@ from dataclasses import dataclass, replace
 from burst_portable.messages import row_size
 from burst_portable.moves import DoubleRing, Side
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import check_divides, check_inner, check_name, ring_plan
+from burst_portable.strategies.base import (
+    Gradients,
+    check_divides,
+    check_gradients,
+    check_inner,
+    check_name,
+    ring_plan,
+    with_gradients,
+)
 
 
 @dataclass(frozen=True)
@@ -35,13 +43,16 @@ class DoubleRingStrategy:
 
     inner: int | None = None
     travels: Side = "q"
+    gradients: Gradients = "wide"
     name: str = "double_ring"
 
     def __post_init__(self) -> None:
         check_inner(self.inner)
         check_name("travelling side", self.travels, ("kv", "q"))
+        check_gradients(self.gradients)
 
     def plan(self, problem: Problem) -> Plan:
+        problem = with_gradients(problem, self.gradients)
         inner, note = self.inner, ""
         if inner is None:
             inner = _node_size(problem.ranks)

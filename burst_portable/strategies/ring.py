@@ -15,7 +15,17 @@ from dataclasses import dataclass
 
 from burst_portable.moves import Own
 from burst_portable.plans import Plan, Problem
-from burst_portable.strategies.base import Moves, check_fetched, check_moves, check_own, ring_plan, route
+from burst_portable.strategies.base import (
+    Gradients,
+    Moves,
+    check_fetched,
+    check_gradients,
+    check_moves,
+    check_own,
+    ring_plan,
+    route,
+    with_gradients,
+)
 
 
 @dataclass(frozen=True)
@@ -26,16 +36,18 @@ class RingStrategy:
     ahead: int = 1  # steps before it is needed that a block is fetched
     together: int = 1  # fetched blocks a launch
     own: Own = "first"  # when backward computes with the own block: last hides gradients that leave behind it
+    gradients: Gradients = "wide"
     name: str = "ring"
 
     def __post_init__(self) -> None:
         check_moves(self.moves)
         check_fetched(self.moves, self.ahead, self.together)
         check_own(self.moves, self.own)
+        check_gradients(self.gradients)
 
     def plan(self, problem: Problem) -> Plan:
         return ring_plan(
-            problem,
+            with_gradients(problem, self.gradients),
             self.name,
             side="kv",
             path=route(problem.ranks, self.moves, ahead=self.ahead, together=self.together),

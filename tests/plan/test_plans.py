@@ -195,6 +195,9 @@ def test_bytes_by_hand():
     assert (backward.sent, backward.hops) == (3 * (q + dq), 6)
     ring = rank_cost(make_plan(Mask.full(), strategy="ring"), "backward", 1, Rates(1, 1))
     assert ring.sent == 3 * (kv + 2 * kv)
+    narrow = [make_plan(Mask.full(), strategy=name, gradients="narrow") for name in ("ring", "burst")]
+    sent = [rank_cost(made, "backward", 1, Rates(1, 1)).sent for made in narrow]
+    assert sent == [3 * (kv + kv), 3 * (q + dq // 2)]
 
 
 def test_fields_of_a_message_are_aligned():
@@ -295,6 +298,7 @@ def test_auto_fetches_where_the_mask_is_narrow():
         ({"strategy": "double_ring", "travels": "k"}, UnknownNameError, "travelling side"),
         ({"strategy": "ring", "own": "last"}, InputError, "begins with its owner"),
         ({"strategy": "ring", "moves": "fetch", "own": "middle"}, UnknownNameError, "first, last"),
+        ({"strategy": "burst", "gradients": "bf16"}, UnknownNameError, "narrow, wide"),
         ({"strategy": "ring", "moves": "teleport"}, UnknownNameError, "fetch, neighbour"),
         ({"strategy": "ulysses", "heads": 6}, UnsupportedError, "cannot share these heads"),
         ({"strategy": "ulysses", "heads": 12, "kv_heads": 3}, UnsupportedError, "cannot share these heads"),

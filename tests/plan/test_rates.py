@@ -126,6 +126,10 @@ def test_passes_over_memory_by_hand():
     # dK and dV of the other's block, and those of our own that come from it.
     assert seconds("ring", "backward") == 2 * kv + 3 * 2 * kv + 3 * 2 * kv
     assert seconds("ring", "backward", in_pieces=True) == 14 * kv + 2 * 10 * row + 2 * 10 * 2 * row
+    # Narrow ones are half as much on their way; added up in float32, they are rounded for it.
+    narrow = make_strategy("ring", gradients="narrow")
+    made = plan(narrow, ranks=2, **usual)
+    assert rank_cost(made, "backward", 0, rates).seconds == pytest.approx(2 * kv + (6 + 3) * kv + 5 * kv, rel=1e-6)
     # What comes of the queries is no out, so operators on pieces must be made one.
     sums, numbers = 2 * row, 2 * 16 * 8
     assert seconds("burst", "backward") == 2 * (2 * 2 * row + 4 * numbers) + 2 * 3 * 2 * sums

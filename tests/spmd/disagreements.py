@@ -43,6 +43,10 @@ DISAGREEMENTS: dict[str, tuple[dict, str]] = {
     "mask": ({"mask": "full"}, "mask: causal on rank 0, 2 but full on rank 1"),
     "strategy": ({"strategy": "burst"}, "strategy: ring by ring, kv travels backward"),
     "moves": ({"strategy": bp.make_strategy("ring", moves="fetch")}, "by fetch"),
+    "gradients": (
+        {"strategy": bp.make_strategy("ring", gradients="narrow"), "dtype": torch.bfloat16},
+        "narrow gradients on rank 1",
+    ),
     "layout": ({"layout": "striped"}, "layout: zigzag on rank 0, 2 but striped on rank 1"),
     "scale": ({"scale": 0.5}, "scale: 0.35"),
     "softcap": ({"softcap": 5.0}, "softcap: None"),
@@ -58,7 +62,7 @@ DISAGREEMENTS: dict[str, tuple[dict, str]] = {
     "one_call_more": ({"twice": True}, "pass"),
 }
 
-COMMON = {"boundaries": {"mask": bp.Mask.documents((0, 8, 24))}}
+COMMON = {"boundaries": {"mask": bp.Mask.documents((0, 8, 24))}, "gradients": {"dtype": torch.bfloat16}}
 """What all the others do, where it is not the usual."""
 
 

@@ -111,6 +111,27 @@ def test_the_error_does_not_grow_with_the_chosen_kernel(strategy, dtype, ranks):
     assert all(e[i] <= 1.25 * min(e[:i]) for e in errors.values() for i in range(1, len(e))), errors
 
 
+class Narrow(Case):
+    """The same, its gradients rounded on their way."""
+
+    def make_strategy(self):
+        return replace(super().make_strategy(), gradients="narrow")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("strategy", ["ring", "ring+together", "burst", "double_ring+kv"])
+def test_gradients_that_travel_narrow(strategy, dtype):
+    """Only what travelled is rounded, and no further off than any attention may be; float32 is no wider than it was."""
+    wide, narrow = (kind(strategy=strategy, ranks=4, dtype=dtype, layout="striped") for kind in (Case, Narrow))
+    inputs = make_inputs(wide)
+    before, after = (bp.run_local(4, lambda mesh, c=c: on_one_rank(mesh, c, inputs))[0] for c in (wide, narrow))
+    assert judge(after, *expected(wide, inputs), dtype) == {}
+    travelled = {"dq"} if strategy == "burst" else {"dk", "dv"}
+    for name, value in before.quantities().items():
+        same = dtype == torch.float32 or name not in travelled
+        assert torch.equal(value, after.quantities()[name]) == same, name
+
+
 def test_results_are_the_same_every_time():
     """Bit for bit: sums are made in the order of the plan, whoever arrives first."""
     case = Case(ranks=4, strategy="burst", mask="documents", layout="document_zigzag")
