@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import hypothesis
@@ -21,6 +22,17 @@ hypothesis.settings.load_profile("burst_portable")
 
 def pytest_addoption(parser):
     parser.addoption("--backend", default="cpu", help="where tests/conformance/test_planted_bugs.py plants its bugs")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is collected and imported stays to the end: Python need not look for garbage in it, then and ever after."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -100,8 +100,11 @@ def run(
             "run needs the package transformers; in the clone, run: pip install '.[cli,transformers]'"
         )
     from burst_portable.cli.run_view import View
-    from burst_portable.cli.training.prepare import prepare
+    from burst_portable.cli.training.imports import without_collector
     from burst_portable.config import launched
+
+    with without_collector():
+        from burst_portable.cli.training.prepare import prepare
 
     place = launched()
     first = place is None or place.rank == 0

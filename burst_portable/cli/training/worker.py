@@ -6,6 +6,7 @@ Tells on stdout, a JSON object a line: {"event": "step", ...}, then "done", or "
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from burst_portable.cli.training.imports import without_collector
 from burst_portable.cli.training.job import Job
 from burst_portable.errors import BurstError, CommunicationError, DeadlineError, InputError, explain
 
@@ -48,12 +50,14 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def _run(path: Path, rank: int) -> None:
-    import torch
-    import torch.distributed as dist
+    with without_collector():
+        import torch
+        import torch.distributed as dist
 
-    from burst_portable.cli.training.rank import run_rank, save_gradients
-    from burst_portable.mesh import Mesh
+        from burst_portable.cli.training.rank import run_rank, save_gradients
+        from burst_portable.mesh import Mesh
 
+        gc.freeze()  # this process is a rank and nothing else: what it has imported stays to its end
     job, folder = Job.load(path), path.parent
     torch.set_num_threads(job.threads)
     device = device_of(job.device_type, rank)
