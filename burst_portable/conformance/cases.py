@@ -272,9 +272,10 @@ def covering(axes: Mapping[str, tuple[object, ...]] = AXES, *, tries: int = 24) 
         if not possible:
             del missing[pair]
             continue
-        best = max(possible, key=lambda case: sum(_holds(case, pair) for pair in missing))
+        best = max(possible, key=lambda case: sum(pair in missing for pair in _held(case, axes)))
         cases.append(best)
-        missing = {pair: None for pair in missing if not _holds(best, pair)}
+        for held in _held(best, axes):
+            missing.pop(held, None)
     return cases
 
 
@@ -291,5 +292,6 @@ def _completed(chosen: dict[str, object], axes: Mapping[str, tuple[object, ...]]
     return Case(**chosen, **others)  # type: ignore[arg-type]
 
 
-def _holds(case: Case, pair: Pair) -> bool:
-    return all(getattr(case, axis) == value for axis, value in pair)
+def _held(case: Case, axes: Mapping[str, tuple[object, ...]]) -> Iterator[Pair]:
+    """The pairs of choices in a case."""
+    return itertools.combinations(((axis, getattr(case, axis)) for axis in axes), 2)
