@@ -50,6 +50,7 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def _run(path: Path, rank: int) -> None:
+    job, folder = Job.load(path), path.parent
     with without_collector():
         import torch
         import torch.distributed as dist
@@ -58,7 +59,6 @@ def _run(path: Path, rank: int) -> None:
         from burst_portable.mesh import Mesh
 
         gc.freeze()  # this process is a rank and nothing else: what it has imported stays to its end
-    job, folder = Job.load(path), path.parent
     torch.set_num_threads(job.threads)
     device = device_of(job.device_type, rank)
     _join(job, rank, folder)
