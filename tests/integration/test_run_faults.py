@@ -165,7 +165,7 @@ def test_addresses_are_read_right():
 
 
 ENDS = [
-    pytest.param(OWN, "killed", 5, ["rank 1 was ended by SIGKILL"]),
+    pytest.param(OWN, "killed", 5, ["rank 1 was ended by SIGKILL"], marks=pytest.mark.full),
     pytest.param(OWN, "stopped", 9, ["rank 0", "rank 1 took too long"], marks=pytest.mark.full),
     pytest.param(OWN, "late", 7, ["rank 0", "rank 1 took too long"], marks=pytest.mark.full),
     pytest.param(OWN, "out_of_memory", 12, ["rank 1 ended with code 1", "planted: out"], marks=pytest.mark.full),
