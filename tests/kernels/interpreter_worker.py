@@ -18,7 +18,7 @@ from tests.kernels.triton_cases import CHECKS, Case, check
 
 
 def patch_once_a_launch() -> None:
-    """Triton looks through all of its language for every function that a kernel calls, a third of the interpreter's time.
+    """Triton looks through all of its language for every function that a kernel calls: a third of the time here.
 
     What it puts there is the same each time, and stays until the launch ends. A release that does it otherwise is left
     as it is.
