@@ -8,7 +8,8 @@ ten calls back to back (fewer where one takes longer than 20 ms) and single ones
 those of a GPU by exact mask area, forward 4·area·H·D, backward 2.5 times that. "Nothing sent" has the same tiles and
 merges, and its blocks are there already; "plain call" is one call of the kernel on one rank's share of the area. What
 `auto` chose, its layout too, stands beside it; our other strategies have the row's layout. The table comes last; JSON
-and a picture are written after every row: a run that ends early keeps what it has. On CPUs it runs with --rows tiny.
+and a picture are written after every row: a run that ends early keeps what it has. On CPUs it runs with
+--rows tiny --kernels auto --transports gloo.
 """
 
 from __future__ import annotations
