@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import sys
 import time
@@ -19,6 +20,7 @@ def run_forked(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
     To be called by a program that has started no threads: torch has none before it computes.
     """
     context = multiprocessing.get_context("fork")
+    gc.freeze()  # what is imported stays: no rank looks for garbage there
     with fresh_memory_is_nan():
         processes = [context.Process(target=work, args=(rank, *arguments)) for rank in range(ranks)]
         for process in processes:
