@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import burst_portable as bp
 
-LENGTH, HEADS, KV_HEADS, DIM = 2048, 8, 4, 32
+LENGTH, HEADS, KV_HEADS, DIM = 1024, 4, 2, 32
 Q_BYTES = LENGTH * HEADS * DIM * 4
 KV_BYTES = 2 * LENGTH * KV_HEADS * DIM * 4
 RESULT_BYTES = 2 * Q_BYTES + KV_BYTES  # out and gradients
