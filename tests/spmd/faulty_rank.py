@@ -144,8 +144,10 @@ def run_rank(rank: int, scenario: Scenario) -> None:
         train(meshes, scenario.strategy)
     except CommunicationError as error:
         told = {"error": type(error).__name__, "message": str(error), "at": time.monotonic()}
+        dist.destroy_process_group()
+        told["torn_down"] = time.monotonic()
         (folder / f"rank{rank}.json").write_text(json.dumps(told))
-        os._exit(GAVE_UP)  # a user's program would end here; what is left of the group is not waited for
+        os._exit(GAVE_UP)  # a user's program would end here
 
 
 def play(scenarios: list[Scenario]) -> list[dict]:

@@ -1,4 +1,4 @@
-"""A rank that is killed, stopped, late, out of memory or raises: the others say so, and end, in time."""
+"""A rank that is killed, stopped, late, out of memory or raises: the others say so, take down their group, and end."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def check(scenario: Scenario, outcome: dict) -> None:
         assert outcome["codes"][rank] == GAVE_UP, (scenario, outcome)
         told = outcome["said"][f"rank{rank}"]
         assert told["at"] - outcome["struck"] <= scenario.deadline + GRACE, (scenario, told)
+        assert told["torn_down"] - told["at"] < 2, (scenario, told)
         assert told["error"] in ("PeerLostError", "DeadlineError")
         message = told["message"]
         assert message.startswith(f"rank {rank}, "), (scenario, message)
