@@ -37,7 +37,10 @@ NOT_HERE = "it runs on NVIDIA GPUs"
 @pytest.fixture
 def aten():
     """The real schemas of torch's operators, with the emulation under them. cuDNN's causal mask is top-left."""
-    called = []
+    called, plans = [], {}
+
+    def steps(x):
+        return tuple((size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
 
     def forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale, **more):
         called.append("flash")
@@ -65,6 +68,9 @@ def aten():
         called.append("cudnn backward")
         assert lse.shape == (*q.shape[:3], 1)
         assert (max_q, max_k, dropout) == (q.shape[2], k.shape[2], 0.0)
+        # As torch does: a plan is kept by q, k and v, and then reads dout and out as it read them the first time.
+        key, read = (causal, *map(steps, (q, k, v))), (steps(dout), steps(out))
+        assert plans.setdefault(key, read) == read, "cuDNN would read dout or out with another call's strides"
         rows = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         parts = emulated.attend_backward(*rows, lse[..., 0].contiguous(), causal, scale)
         return tuple(x.transpose(1, 2) for x in parts)
@@ -93,6 +99,7 @@ class Subject(CpuBackend):
 
 CASES = [
     *(f"mask={mask},heads=gqa,memory=padded" for mask in ("full", "causal", "window", "documents", "prefix")),
+    "layout=contiguous,mask=causal,memory=heads",
     "layout=striped,mask=window,ranks=3,heads=mqa,dtype=float16",
     "layout=contiguous,mask=causal,ranks=1,length=129,heads=6x2x64x64",
 ]
