@@ -17,8 +17,8 @@ from burst_portable.kernels.contract import Kernel, Options
 from burst_portable.layout import Layout
 from burst_portable.layouts import make_layout
 from burst_portable.mask import Mask
-from burst_portable.numerics import per_row, row_delta
-from burst_portable.tiles import Tiles, find_tiles
+from burst_portable.numerics import finished, per_row, row_delta
+from burst_portable.tiles import Tile, Tiles, find_tiles
 
 # Relative error (Frobenius) against float64 on the same inputs. Plain attention with products in that dtype loses
 # about 2e-7, 4e-4 and 3e-3 in `out`, and twice as much in the gradients.
@@ -162,6 +162,7 @@ def ring(kernel: Kernel, case: Case, layout: Layout, full: list[Tensor]) -> tupl
         state = None
         for other in range(layout.ranks):
             state = kernel.attend(blocks[mine][1], *blocks[other][2:], tiles[mine][other], options, state=state)
+        state = finished(state, case.dtype)
         out[:, where[mine]], lse[:, :, where[mine]] = state
         for other in range(layout.ranks):
             given = {"delta": row_delta(blocks[mine][0], state[0])} if case.deltas else {"out": state[0]}
@@ -236,4 +237,24 @@ def check_delta(kernel: Kernel, device: str) -> None:
     torch.testing.assert_close(kernel.row_delta(dout, out), row_delta(dout, out))
 
 
-CHECKS = {"untouched": check_untouched, "delta": check_delta}
+def check_flat(kernel: Kernel, device: str) -> None:
+    """Merging many blocks costs float32 no more than merging two: what a merge rounds must not add up."""
+    case = Case("full", length=96, scale=0.7)
+    _, q, k, v = full = inputs(case, device)
+    rows = 16
+    out, lse, *_ = dense(*full, case)
+    exact, q = (out[:, :rows], lse[:, :, :rows]), q[:, :rows]
+
+    def errors(blocks: int) -> list[float]:
+        state, size = None, case.length // blocks
+        everything = Tiles([Tile(0, rows, 0, size, -size, rows)])
+        for keys, values in zip(k.split(size, 1), v.split(size, 1), strict=True):
+            state = kernel.attend(q, keys, values, everything, Options(case.scale), state=state)
+        merged = finished(state, case.dtype)
+        return [float((x - y).norm() / y.norm()) for x, y in zip(merged, exact, strict=True)]
+
+    few, many = errors(2), errors(32)
+    assert all(b < 1.25 * a for a, b in zip(few, many, strict=True)), f"2 blocks: {few}; 32 blocks: {many}"
+
+
+CHECKS = {"untouched": check_untouched, "delta": check_delta, "flat": check_flat}

@@ -155,27 +155,32 @@ def named(blocks: Blocks) -> str:
     return way + "".join(f" {name} {value}" for name, value in blocks.extra)
 
 
-def compiled_kernel(target: str, kernel: str, head: int, blocks: Blocks) -> Any:
-    """Triton's compiled kernel, made anew: a hit in the cache would say nothing of the time."""
+def compiled_kernel(target: str, kernel: str, head: int, blocks: Blocks, value: int | None = None) -> Any:
+    """Triton's compiled kernel, made anew: a hit in the cache would say nothing of the time.
+
+    `value`: the size of values, where it is not that of heads.
+    """
     options = {"num_warps": blocks.warps, "num_stages": blocks.stages, **dict(blocks.extra)}
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.always_compile = True
-        return triton_compile(_source(kernel, head, blocks), target=TARGETS[target].target, options=options)
+        return triton_compile(
+            _source(kernel, head, value or head, blocks), target=TARGETS[target].target, options=options
+        )
 
 
 # --------------------------------------------------------------------------------------------- sources
 
 
-def _source(kernel: str, head: int, blocks: Blocks) -> ASTSource:
+def _source(kernel: str, head: int, value: int, blocks: Blocks) -> ASTSource:
     """The kernel with the types that a launch on contiguous bf16 tensors gives it."""
     function = KERNELS[kernel]
     every = {
         "R": blocks.rows,
         "C": blocks.columns,
         "D": head,
-        "DV": head,
+        "DV": value,
         "PADDED_D": padded(head),
-        "PADDED_DV": padded(head),
+        "PADDED_DV": padded(value),
         "TOGETHER": blocks.together,
         "CAP": False,
         "PRESCALE": False,
@@ -184,24 +189,31 @@ def _source(kernel: str, head: int, blocks: Blocks) -> ASTSource:
         "TMA_NUMBERS": blocks.tma,
         "WIDE": False,
         "MERGE": kernel == "resumed",
+        "DOUBLE": False,
     }
     names = [parameter.name for parameter in function.params]
     constants = {name: every[name] for name in names if name in every}
-    types = {n: "constexpr" if n in constants else _type_of(n, kernel, head, blocks) for n in names}
+    types = {n: "constexpr" if n in constants else _type_of(n, kernel, head, value, blocks) for n in names}
     divisible, attributes = [["tt.divisibility", 16]], {}
+
+    def even(stride: str) -> bool:
+        """Whether it is a multiple of 16 whatever the number of heads and rows."""
+        return (value if stride.startswith(("v_", "dv_", "out_", "dout_")) else head) % 16 == 0
+
     for i, name in enumerate(names):
         if name in ("lse_row", "delta_row"):  # contiguous: Triton makes a stride of 1 a constant
             types[name], constants[name] = "constexpr", 1
-        elif types[name].startswith("*") or name.endswith(("_batch", "_head", "_row")):
+        elif types[name].startswith("*") or (name.endswith(("_batch", "_head", "_row")) and even(name)):
             attributes[i,] = divisible
     return ASTSource(fn=function, signature=types, constexprs=constants, attrs=attributes)
 
 
-def _type_of(name: str, kernel: str, head: int, blocks: Blocks) -> str:
+def _type_of(name: str, kernel: str, head: int, value: int, blocks: Blocks) -> str:
     """Triton's name of a parameter's type."""
     streamed = blocks.tma and name not in _OWN_ROWS[kernel]
     if name in ("q", "k", "v", "dout"):
-        return f"tensordesc<bf16[1, {blocks.columns}, 1, {padded(head)}]>" if streamed else "*bf16"
+        size = padded(head if name in ("q", "k") else value)
+        return f"tensordesc<bf16[1, {blocks.columns}, 1, {size}]>" if streamed else "*bf16"
     if name in ("lse", "delta") and kernel == "keys":
         return f"tensordesc<fp32[1, 1, {blocks.columns}]>" if streamed else "*fp32"
     if name in ("out", "lse", "delta", "dq", "dk", "dv"):

@@ -109,6 +109,38 @@ def _store(
     tl.store(lse + wide * lse_row, mine, mask=inside)
 
 
+@triton.jit
+def _store_double(
+    acc, top, total, out, lse, rows, inside, out_row, lse_row,
+    DV: tl.constexpr, PADDED_DV: tl.constexpr, MERGE: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Normalise and write in float64, `numerics.running_dtype` of float32. A running state is merged here.
+
+    As `numerics.merge_into`: what a merge rounds is then below what float32 can hold, and does not add up.
+    """
+    inner = tl.arange(0, PADDED_DV)
+    wide = rows.to(tl.int64)
+    seen = total != 0.0
+    total = tl.where(seen, total, 1.0).to(tl.float64)
+    merged = (top.to(tl.float64) + tl.math.log2(total)) * tl.full([R], 0.6931471805599453, tl.float64)
+    share = 1.0 / total
+    lse += wide * lse_row
+    out += wide[:, None] * out_row + inner[None, :]
+    if MERGE:
+        mine = tl.where(seen, merged, 0.0)
+        before = tl.load(lse, mask=inside, other=float("-inf"))
+        anchor = tl.maximum(before, mine)
+        merged = anchor + tl.math.log(tl.math.exp(before - anchor) + tl.math.exp(mine - anchor))
+        share *= tl.math.exp(mine - merged)
+        inside &= seen  # rows that saw nothing new stay as they are
+    keep = inside[:, None] & (inner < DV)[None, :]
+    result = acc.to(tl.float64) * share[:, None]
+    if MERGE:
+        result += tl.load(out, mask=keep, other=0.0) * tl.math.exp(before - merged)[:, None]
+    tl.store(out, result, mask=keep)
+    tl.store(lse, merged, mask=inside)
+
+
 @triton.jit(do_not_specialize=["q_rows", "blocks", "heads", "group"])  # or every length compiles anew
 def attend_kernel(
     q, k, v, out, lse, table, scale, inner, outer,
@@ -118,6 +150,7 @@ def attend_kernel(
     R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, TOGETHER: tl.constexpr, CAP: tl.constexpr,
     PRESCALE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, MERGE: tl.constexpr,
+    DOUBLE: tl.constexpr,
 ):  # fmt: skip
     batch, head, block = place(table, blocks, heads, TOGETHER)
     start = tl.load(block)
@@ -131,7 +164,8 @@ def attend_kernel(
     out = head_of(out, batch, head, out_batch, out_head, False)
     lse = head_of(lse, batch, head, lse_batch, lse_head, False)
     inside = rows < q_rows
-    acc, top, total = _resume(out, lse, rows, inside, out_row, lse_row, DV, PADDED_DV, MERGE, R)
+    resumes: tl.constexpr = MERGE and not DOUBLE
+    acc, top, total = _resume(out, lse, rows, inside, out_row, lse_row, DV, PADDED_DV, resumes, R)
     for entry in range(tl.load(block + 1), tl.load(block + 2), 12):
         acc, top, total = _walk(
             mine, keys, values, acc, top, total, rows, table + entry, batch, shared, scale, inner, outer, k_row, v_row,
@@ -141,4 +175,7 @@ def attend_kernel(
             mine, keys, values, acc, top, total, rows, table + entry, batch, shared, scale, inner, outer, k_row, v_row,
             C, D, DV, PADDED_D, PADDED_DV, CAP, PRESCALE, PRECISION, TMA, True,
         )  # fmt: skip
-    _store(acc, top, total, out, lse, rows, inside, out_row, lse_row, DV, PADDED_DV, MERGE)
+    if DOUBLE:
+        _store_double(acc, top, total, out, lse, rows, inside, out_row, lse_row, DV, PADDED_DV, MERGE, R)
+    else:
+        _store(acc, top, total, out, lse, rows, inside, out_row, lse_row, DV, PADDED_DV, MERGE)

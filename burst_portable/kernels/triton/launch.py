@@ -23,7 +23,7 @@ from burst_portable.kernels.triton import backward, forward
 from burst_portable.kernels.triton.blocks import BlockTable, block_table, transposed
 from burst_portable.kernels.triton.prepared import TMA_BYTES, Launch, architecture, describable, interpreted, padded
 from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, Table, Tuning, choose
-from burst_portable.numerics import State
+from burst_portable.numerics import State, running_dtype
 from burst_portable.tiles import Tile, Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -191,11 +191,15 @@ class TritonKernel:
     def _forward(self, tiles: Tiles, options: Options, merge: bool, tensors: tuple[Tensor, ...]) -> Launch:
         q, k, v, out, lse = tensors
         _check(q, k, v, out)
-        _check_sums(out, lse)
+        _check_sums(out, lse, dtype=running_dtype(q.dtype))
         tuning = self._tuning(q, v)
         choices = _first((merge and tuning.resumed) or tuning.forward, k, v)
         blocks, table = _table(tiles, q.shape[1], k.shape[1], choices, not merge)
-        flags = {"PRESCALE": options.softcap is None and options.scale <= 0, "MERGE": merge}
+        flags = {
+            "PRESCALE": options.softcap is None and options.scale <= 0,
+            "MERGE": merge,
+            "DOUBLE": out.dtype == torch.float64,
+        }
         sizes = (*_strides(q, k, v, out), *_number_strides(lse), q.shape[1])
         return self._launch(forward.attend_kernel, blocks, table, options, (q, k, v, out), q.shape[2], sizes, **flags)
 
@@ -270,8 +274,8 @@ class TritonKernel:
 def _new_state(q: Tensor, value_dim: int) -> State:
     """Memory for a state; the kernel writes every row."""
     batch, rows, heads, _ = q.shape
-    out = torch.empty(batch, rows, heads, value_dim, dtype=torch.float32, device=q.device)
-    return out, torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
+    out = torch.empty(batch, rows, heads, value_dim, dtype=running_dtype(q.dtype), device=q.device)
+    return out, torch.empty(batch, heads, rows, dtype=out.dtype, device=q.device)
 
 
 def _layout(x: Tensor) -> tuple[object, ...]:
@@ -343,8 +347,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> None:
         raise ShapeError(explain("q, k and v do not go together", got=(tuple(q.shape), tuple(k.shape), tuple(v.shape))))
 
 
-def _check_sums(*tensors: Tensor) -> None:
-    """Running states and gradients are added to in float32, never in 16 bits."""
-    if any(x.dtype != torch.float32 for x in tensors):
+def _check_sums(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Gradients are added up in float32, running states one step wider than their parts."""
+    if any(x.dtype != dtype for x in tensors):
         got = [x.dtype for x in tensors]
-        raise DtypeError(explain("states and gradients of this kernel are float32", got=got, next_step=".float()"))
+        raise DtypeError(explain(f"this kernel adds up in {dtype} here", got=got, next_step=f".to({dtype})"))
