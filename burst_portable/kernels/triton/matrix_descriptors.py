@@ -15,7 +15,8 @@ of the first loop only::
       |
     loop 2: HGMMA gdesc[UR4]      <- the base of shared memory, where loop 1 was jumped around
 
-The PTX was right; results were wrong without a warning, or an address lay outside memory. `suspicious` follows each
+The PTX was right; results were wrong without a warning, or an address lay outside memory. So it was with the portable
+forward kernel where values are smaller than heads and come by pointers. `suspicious` follows each
 descriptor back through moves, additions and masks, and tells of every register on the way that may have been written
 last in several places, or in none.
 
@@ -27,15 +28,21 @@ good paths are told of too, and a person has to look.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import subprocess
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from burst_portable.kernels.triton.sass import START, Instruction, last_writes, parse, shifted
 
 _PASSED_ON = ("UIADD3", "ULOP3", "USGXT")  # by which a descriptor is made of another uniform register
+_RULES = b"1"  # another number where `suspicious` changes: what is in the cache was found by these
+_KEPT = "matrix_descriptors.json"
 _NOT_FOLLOWED = ("CALL", "RET", "JMP", "JMX")
 
 
@@ -47,13 +54,41 @@ class Origin:
     register: str
 
 
-def check(cubin: bytes) -> tuple[str, ...]:
-    """`suspicious` of a compiled kernel; nvdisasm comes with Triton, and where it does not, that is told."""
+def faults(compiled: Any) -> tuple[str, ...]:
+    """`check` of a kernel that Triton compiled and that is about to run; nothing but for sm_90.
+
+    The answer lies in Triton's cache from then on. Where there is no nvdisasm, that is warned of.
+    """
+    from triton.runtime.cache import get_cache_manager
+
+    cubin, ptx = compiled.asm.get("cubin"), compiled.asm.get("ptx", "")
+    if cubin is None or compiled.metadata.target.arch != 90 or "wgmma" not in ptx:
+        return ()
+    if not (tool := _disassembler()).exists():
+        warnings.warn(_unchecked(tool), RuntimeWarning, stacklevel=2)
+        return ()
+    cache = get_cache_manager(hashlib.sha256(_RULES + cubin).hexdigest())
+    if kept := cache.get_file(_KEPT):
+        return tuple(json.loads(Path(kept).read_text(encoding="utf-8")))
+    found = check(cubin)
+    cache.put(json.dumps(found), _KEPT, binary=False)
+    return found
+
+
+def _disassembler() -> Path:
     import triton
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    if not tool.exists():
-        return (f"matrix descriptors were not checked: there is no {tool}",)
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+
+
+def _unchecked(tool: Path) -> str:
+    return f"matrix descriptors were not checked: there is no {tool}"
+
+
+def check(cubin: bytes) -> tuple[str, ...]:
+    """`suspicious` of a compiled kernel; nvdisasm comes with Triton, and where it does not, that is told."""
+    if not (tool := _disassembler()).exists():
+        return (_unchecked(tool),)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)

@@ -18,7 +18,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from burst_portable.errors import UnsupportedError, explain
-from burst_portable.kernels.triton import forward
+from burst_portable.kernels.triton import forward, matrix_descriptors
 
 TMA_BYTES = 16
 """What addresses and strides of a hardware descriptor are multiples of."""
@@ -65,7 +65,11 @@ class Launch:
 
     def _first(self, arguments: tuple[object, ...]) -> Callable[..., object]:
         try:
-            compiled = self._kernel[(self.programs,)](*arguments, *self._tail, **self._options)
+            compiled = self._compile(arguments, self._options)
+            if matrix_descriptors.faults(compiled):  # two warps multiply by mma.sync, which knows no descriptors
+                compiled = self._compile(arguments, {**self._options, "num_warps": 2})
+            ready = compiled[(self.programs, 1, 1)]
+            ready(*arguments, *self._tail)
         except (TritonError, RuntimeError) as error:
             if not isinstance(error, TritonError) and "PassManager" not in str(error):
                 raise  # no matter of compiling
@@ -76,7 +80,11 @@ class Launch:
                     next_step="pass another tuning to TritonKernel, or name another kernel",
                 )
             ) from error
-        return compiled[(self.programs, 1, 1)]
+        return ready
+
+    def _compile(self, arguments: tuple[object, ...], options: dict[str, Any]) -> Any:
+        """Triton's compiled kernel, which has not run."""
+        return self._kernel.warmup(*arguments, *self._tail, grid=(self.programs,), **options)
 
     def described(self, name: str, x: Tensor) -> TensorDescriptor:
         """A hardware descriptor of [B, S, H, D], or of [B, H, S], for blocks of `columns` rows."""
