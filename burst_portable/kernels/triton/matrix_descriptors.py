@@ -61,7 +61,7 @@ def faults(compiled: Any) -> tuple[str, ...]:
     """
     from triton.runtime.cache import get_cache_manager
 
-    cubin, ptx = compiled.asm.get("cubin"), compiled.asm.get("ptx", "")
+    cubin, ptx = compiled.asm.get("cubin"), compiled.asm.get("ptx", "wgmma")
     if cubin is None or compiled.metadata.target.arch != 90 or "wgmma" not in ptx:
         return ()
     if not (tool := _disassembler()).exists():
