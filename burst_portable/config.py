@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from burst_portable.errors import InputError, explain, shown
 from burst_portable.values import as_float
 
-_LONGEST, _SECONDS = 1e9, "above 0, below 1e9"
+_SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; process groups count milliseconds, and take 0 of them for no deadline
+_SECONDS = "0.001 or more, below 1e9"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Config:
 
     def __post_init__(self) -> None:
         seconds = as_float(self.deadline)
-        if seconds is None or not 0 < seconds < _LONGEST:
+        if seconds is None or not _SHORTEST <= seconds < _LONGEST:
             raise InputError(explain("deadline is no number of seconds", got=shown(self.deadline), allowed=_SECONDS))
         object.__setattr__(self, "deadline", seconds)
         for name in ("kernel", "transport"):
@@ -48,7 +49,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         seconds = float(deadline)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < _LONGEST:
+    if not _SHORTEST <= seconds < _LONGEST:
         raise InputError(explain("BURST_DEADLINE is no number of seconds", got=repr(deadline), allowed=_SECONDS))
     kernel, transport = (environment.get(name, "auto") for name in ("BURST_KERNEL", "BURST_TRANSPORT"))
     return Config(deadline=seconds, kernel=kernel, transport=transport)

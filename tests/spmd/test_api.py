@@ -298,7 +298,7 @@ def test_why_a_kernel_was_chosen():
     assert "not cpu_flash: values of size 5" in why
 
 
-@pytest.mark.parametrize("value", ["0", "-3", "soon", "inf"])
+@pytest.mark.parametrize("value", ["0", "0.0005", "-3", "soon", "inf"])
 def test_a_deadline_that_is_none(value):
     with pytest.raises(InputError, match="BURST_DEADLINE"):
         from_environment({"BURST_DEADLINE": value})

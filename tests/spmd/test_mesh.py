@@ -67,6 +67,7 @@ def test_a_mesh_that_cannot_be(arguments, message):
         ({"deadline": None}, "deadline"),
         ({"deadline": "5"}, "deadline"),
         ({"deadline": 0}, "deadline"),
+        ({"deadline": 0.0005}, "deadline"),  # gloo would take 0 ms for none
         ({"deadline": -1.0}, "deadline"),
         ({"inner": 4}, "does not divide"),
         ({"backend": "gpu"}, "unknown backend"),
