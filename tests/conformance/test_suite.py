@@ -15,7 +15,7 @@ import torch
 
 from burst_portable.cli import main
 from burst_portable.conformance import Case, Report, check_backend
-from burst_portable.conformance.cases import HEADS, MASKS, covering, mask_of, product
+from burst_portable.conformance.cases import HEADS, MASKS, STRATEGIES, covering, mask_of, product
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.checks.attention import axes
 from burst_portable.conformance.pytest import backend_checks
@@ -23,6 +23,7 @@ from burst_portable.conformance.shrink import candidates, smallest
 from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.suite import trial_of, trials_of
 from burst_portable.errors import BackendUnavailableError, InputError
+from burst_portable.layouts import NAMES as LAYOUTS
 from tests.conformance import planted
 from tests.conformance.planted import Planted
 
@@ -41,6 +42,12 @@ def test_a_case_survives_its_text():
 def test_a_case_that_is_none_is_refused(text):
     with pytest.raises(InputError):
         Case.parse(text)
+
+
+def test_the_page_lists_the_choices():
+    page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    for axis, names in (("mask", MASKS), ("layout", LAYOUTS), ("strategy", STRATEGIES), ("heads", HEADS)):
+        assert f"| `{axis}` | {', '.join(names)}" in page, axis
 
 
 def test_choices_that_do_not_go_together_are_refused():
