@@ -5,6 +5,9 @@ PYTHON_IN_VENV := .venv/bin/python
 STAMP := .venv/.setup-done
 ARGS ?=
 
+# The tests start many processes: what one of them has compiled is there for the next.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test full lint types layers conform-ascend clean
 

@@ -33,8 +33,9 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     "$python" -m venv .venv
 fi
 
+# Not compiled: most files of torch and transformers are never imported. Python compiles the others where they are.
 install() {
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@"
+    .venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt "$@"
 }
 
 # torch goes first, alone and exactly: from a looser requirement on an x86-64 machine without a GPU pip takes the
@@ -45,4 +46,5 @@ install "$torch"
 echo "setup: the rest"
 install editables hatchling
 install --no-build-isolation --editable '.[cli,transformers,dev]'
+.venv/bin/python -c "import burst_portable.cli.training.rank, torch._dynamo"
 echo "setup: done"
