@@ -11,8 +11,8 @@
 Copy engines do the work, and no multiprocessor. Both ends know from the plan where in the inbox a message comes to
 lie; messages that are in no plan have a region for each peer, where they lie one after the other. A flag holds the
 mark of its pass, a number that grows and a piece of the call's fingerprint: what is left of an earlier pass, or comes
-from another call, is never taken for a message of this one. Each rank sends to the one after it first, so no link is
-asked twice at once.
+from another call, is never taken for a message of this one. When numbers begin again, the pieces are others. Each rank
+sends to the one after it first, so no link is asked twice at once.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class PeerCopyTransport(Transport):
     def __init__(self, memory: PeerMemory, other: Transport) -> None:
         self.memory, self._other = memory, other
         self.rank, self.size = memory.rank, memory.size
-        self._region = self._number = self._mark = 0
+        self._region = self._number = self._mark = self._turn = 0
         self._open = False
         self._waited: set[int] = set()
         self._sent_to = _Places(self.size)
@@ -122,7 +122,8 @@ class PeerCopyTransport(Transport):
             self._region, self._number = need, 0
         self._open = True
         self._number = self._number % (_MARKS - 1) + 1
-        self._mark = self._number << 16 | crc32(digest) & 0xFFFF
+        self._turn += self._number == 1
+        self._mark = self._number << 16 | crc32(digest, self._turn) & 0xFFFF
         for places in (self._sent_to, self._coming):
             places.clear()
         self._waited.clear()

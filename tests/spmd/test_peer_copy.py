@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable.comm import peer_copy
 from burst_portable.comm.base import Message
 from burst_portable.comm.peer_copy import MESSAGES, PeerCopyTransport
 from burst_portable.conformance.cases import Case
@@ -152,6 +153,29 @@ def test_another_call_is_not_taken_for_this_one():
         _, received = transport.post([Message(block, 1 - mesh.rank)], [Message(came, 1 - mesh.rank)], "forward step 0")
         with pytest.raises(DeadlineError, match="forward step 0"):
             received[0].wait()
+
+    run_peers(World(2, deadline=0.2), work)
+
+
+def test_what_is_left_when_numbers_begin_again_is_not_taken():
+    """The same call, as many passes later as are told apart, and no other has used its flag since."""
+
+    def work(mesh):
+        transport = mesh.transport("cpu")
+        device, peer = torch.device("cpu"), 1 - mesh.rank
+        for again in (False, True):
+            if again:
+                transport._number = peer_copy._MARKS - 1
+            transport.begin(b"call", 512)
+            came = transport.inbox(8, device, peer)
+            sends = [] if again else [Message(torch.zeros(8, dtype=torch.uint8), peer)]
+            _, (received,) = transport.post(sends, [Message(came, peer)], "forward step 0")
+            if again:
+                with pytest.raises(DeadlineError, match="has not sent"):
+                    received.wait()
+            else:
+                received.wait()
+                transport.end()
 
     run_peers(World(2, deadline=0.2), work)
 
