@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from burst_portable.conformance.checks.profiler import counted
 from burst_portable.profiling.analyze import SCHEMA, analyze
 from burst_portable.profiling.matching import align, match
 from burst_portable.profiling.record import COLUMNS, RankRecords, Table
@@ -159,8 +160,21 @@ def test_a_stream_that_stands_idle_for_its_host_does_not_wait_for_a_message():
     assert sender["blocking"] == 0
     events = report["events"]["ranks"][1]
     drawn = [d for kind, d in zip(events["kind"], events["duration"], strict=True) if KINDS[kind] == "wait"]
-    assert drawn == [30_000], "the picture shows what is counted"
+    assert drawn == [30_000]
+    assert counted(report) == "", "the picture shows what is counted"
     assert {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]} == {("link", 0, 1): {"1": 30_000}}
+
+
+def test_events_that_take_no_time_make_no_window_longer():
+    """The last wait, at 250, is for what came at 130: nothing is in the window from 200 on."""
+    zero, one = Maker(0), Maker(1)
+    zero.compute(0, 20, 200)
+    zero.message(1, 1, sends=True, posted=0, left=20, start=190, end=195, issued=0)
+    one.message(1, 0, sends=False, posted=0, left=20, arrived=130, start=250, end=250, issued=0)
+    one.compute(0, 20, 200)
+    report = analyze([zero.records(), one.records()])
+    assert report["ranks"][1]["span"] == 200_000
+    assert counted(report) == ""
 
 
 @pytest.mark.parametrize("layout_rank", [0, 2])
