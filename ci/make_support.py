@@ -45,8 +45,9 @@ def evidence(folder: Path) -> dict[str, Report]:
 
 
 def vendors(root: Path) -> dict[str, dict[str, Report]]:
-    """Every folder of `backends/`, with its reports."""
-    return {f.name: evidence(f) for f in sorted((root / "backends").iterdir()) if f.is_dir()}
+    """Every folder of `backends/`, with its reports; those of Python's caches are none."""
+    folders = [f for f in sorted((root / "backends").iterdir()) if f.is_dir() and f.name != "__pycache__"]
+    return {f.name: evidence(f) for f in folders}
 
 
 def page(found: dict[str, dict[str, Report]]) -> str:
