@@ -35,7 +35,7 @@ from benchmarks.ranks import Clock, Guard, connect, join, leave
 from benchmarks.ring_report import Measured, print_tables, write
 from benchmarks.ring_rows import QUICK_ROWS, ROWS, Row
 from benchmarks.rings import Calls, Contestant, Task, ours
-from benchmarks.script import end, names
+from benchmarks.script import current_device, end, names
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import BurstError
@@ -293,10 +293,15 @@ def contestants(text: str) -> list[str]:
     return list(chosen[text]) if text in chosen else names(CONTESTANTS)(text)
 
 
+def kernels(text: str) -> list[str]:
+    """The type of an option: names of kernels for the device that is here."""
+    return names(["auto", *(kernel.name for kernel in for_device(current_device().type).kernels())])(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=names(ROWS), default=",".join(QUICK_ROWS), help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--kernels", default="hopper,cudnn", help="local kernels, each a turn of its own")
+    parser.add_argument("--kernels", type=kernels, default="hopper,cudnn", help="local kernels, each a turn of its own")
     parser.add_argument("--transports", default="nccl,peer_copy", help="what moves the blocks of our strategies")
     told = f"quick, all, peers (auto and the others), or of: {', '.join(CONTESTANTS)}"
     parser.add_argument("--contestants", type=contestants, default="quick", help=told)
@@ -310,7 +315,7 @@ def main() -> None:
     parser.add_argument("--label", default="run", help="the files are ring-LABEL.json and .svg")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    arguments.kernels, arguments.transports = arguments.kernels.split(","), arguments.transports.split(",")
+    arguments.transports = arguments.transports.split(",")
     run = Run(arguments)
     run.main()
     run.links.closing.close()

@@ -39,19 +39,19 @@ class Config:
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
-    """The settings that the environment asks for; `environment` stands in for it in tests.
+    """The settings that the environment asks for; `environment` stands in for it in tests. Empty is as good as not set.
 
     Raises `InputError` for a value that cannot be one.
     """
     environment = os.environ if environment is None else environment
-    deadline = environment.get("BURST_DEADLINE", "600")
+    deadline = environment.get("BURST_DEADLINE") or "600"
     try:
         seconds = float(deadline)
     except ValueError:
         seconds = 0.0
     if not _SHORTEST <= seconds < _LONGEST:
         raise InputError(explain("BURST_DEADLINE is no number of seconds", got=repr(deadline), allowed=_SECONDS))
-    kernel, transport = (environment.get(name, "auto") for name in ("BURST_KERNEL", "BURST_TRANSPORT"))
+    kernel, transport = (environment.get(name) or "auto" for name in ("BURST_KERNEL", "BURST_TRANSPORT"))
     return Config(deadline=seconds, kernel=kernel, transport=transport)
 
 

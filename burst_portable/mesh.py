@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import lru_cache, partial
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from burst_portable.backends.registry import for_device
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.comm.two_levels import with_two_levels
-from burst_portable.config import Config
+from burst_portable.config import Config, from_environment
 from burst_portable.errors import InputError, UnsupportedError, explain, shown, unknown_name
 from burst_portable.mesh_checks import (
     axis_group,
@@ -247,7 +248,9 @@ def as_mesh(mesh: Any) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     if mesh is None:
-        return _of_group(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else Mesh.single()
+        if dist.is_available() and dist.is_initialized():
+            return _of_group(dist.group.WORLD)
+        return _alone(from_environment(), get_ident())
     if isinstance(mesh, dist.ProcessGroup) or mesh is dist.GroupMember.NON_GROUP_MEMBER:
         return _of_group(mesh)
     if hasattr(mesh, "get_group"):
@@ -259,6 +262,12 @@ def as_mesh(mesh: Any) -> Mesh:
             allowed="Mesh, torch DeviceMesh with one axis, process group, or None",
         )
     )
+
+
+@lru_cache(maxsize=64)
+def _alone(config: Config, thread: int) -> Mesh:
+    """The mesh of a thread that shares no sequence: the same one each time, for it remembers plans."""
+    return Mesh.single(config)
 
 
 @lru_cache(maxsize=64)

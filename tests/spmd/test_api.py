@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ import burst_portable as bp
 from burst_portable import numerics
 from burst_portable.backends.registry import choose_kernel, load
 from burst_portable.comm.local import run_threads
-from burst_portable.config import from_environment
+from burst_portable.config import Config, from_environment
 from burst_portable.errors import (
     BurstError,
     DeadlineError,
@@ -29,6 +30,7 @@ from burst_portable.errors import (
 from burst_portable.kernels import pieces, whole
 from burst_portable.kernels.contract import KernelProblem
 from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.mesh import as_mesh
 from burst_portable.tiles import Tile
 
 
@@ -291,6 +293,18 @@ def test_a_call_is_prepared_once():
     assert len(mesh._calls) == 2
 
 
+def test_calls_without_a_mesh_are_planned_once(monkeypatch):
+    """In each thread, and for each of the settings, that it runs with."""
+    alone = as_mesh(None)
+    assert as_mesh(None) is alone
+    monkeypatch.setenv("BURST_KERNEL", "reference")
+    assert as_mesh(None).config.kernel == "reference"
+    monkeypatch.undo()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(as_mesh, None).result() is not alone
+    assert as_mesh(None) is alone
+
+
 def test_why_a_kernel_was_chosen():
     problem = KernelProblem(torch.float32, "cpu", 4, 2, 8, 5)
     kernel, why = choose_kernel(load("cpu"), problem)
@@ -303,6 +317,10 @@ def test_a_deadline_that_is_none(value):
     with pytest.raises(InputError, match="BURST_DEADLINE"):
         from_environment({"BURST_DEADLINE": value})
     assert from_environment({"BURST_DEADLINE": "7.5"}).deadline == 7.5
+
+
+def test_a_setting_that_is_empty_is_not_set():
+    assert from_environment(dict.fromkeys(("BURST_DEADLINE", "BURST_KERNEL", "BURST_TRANSPORT"), "")) == Config()
 
 
 def test_a_kernel_s_own_row_delta_is_used(monkeypatch):
