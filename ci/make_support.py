@@ -8,6 +8,7 @@ is another than the reports make.
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
@@ -60,6 +61,12 @@ def page(found: dict[str, dict[str, Report]]) -> str:
     lines += ["## The reports", "", "| report | result | tried | on | with |", "| --- | --- | --- | --- | --- |"]
     for name, reports in found.items():
         lines += [_row(name, file, report) for file, report in reports.items()]
+    failures = [(name, file, f) for name, reports in found.items() for file, r in reports.items() for f in r.failures]
+    if failures:
+        lines += ["", "## What failed", ""]
+        lines += [
+            f"- {name}/{file}: `{failure.check}:{failure.name}`: {failure.message}" for name, file, failure in failures
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -76,11 +83,20 @@ def _row(name: str, file: str, report: Report) -> str:
     groups = f"only {', '.join(report.only)}; " if report.only else ""
     kernel = "" if report.kernel == "auto" else f"kernel {report.kernel}; "
     tried = f"{groups}{kernel}{report.effort}, up to {report.ranks} ranks"
-    device = report.device.get("name") or report.device.get("processor") or report.device["type"]
+    device = _devices(report)
     versions = f"Python {report.versions['python']}, torch {report.versions['torch']}"
     link = f"[{name}/{file}](../backends/{name}/evidence/{file})"
     result = "passed" if report.ok else "**FAILED**"
     return f"| {link} | {result}: {counts} | {tried} | {device}, {report.date[:10]} | {versions} |"
+
+
+def _devices(report: Report) -> str:
+    """What it ran on: GPUs by name and number, else the processor, else the type of device alone."""
+    told = report.device
+    if "devices" in told:
+        every = [one["name"] for one in ast.literal_eval(told["devices"])]
+        return ", ".join(f"{every.count(name)} x {name}" for name in dict.fromkeys(every))
+    return told.get("name") or told.get("processor") or told["type"]
 
 
 def main(arguments: list[str]) -> int:
