@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import burst_portable as bp
 from benchmarks.ranks import leave
-from benchmarks.script import count, end
+from benchmarks.script import count, end, file
 from burst_portable.kernels.contract import Options
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.tiles import Tile, Tiles
@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=count, default=8192)
     parser.add_argument("--rounds", type=count, default=3)
-    parser.add_argument("--out", type=Path, help="a JSON file")
+    parser.add_argument("--out", type=file, help="a JSON file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

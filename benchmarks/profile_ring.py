@@ -42,7 +42,7 @@ import burst_portable as bp
 from benchmarks.ranks import Clock, join, leave
 from benchmarks.ring import ROWS, STRATEGIES
 from benchmarks.rings import strategy_named
-from benchmarks.script import count, current_device, end, names
+from benchmarks.script import count, current_device, end, file, names
 from burst_portable.backends.registry import for_device
 from burst_portable.kernels.contract import Options
 from burst_portable.profiling.analyze import analyze
@@ -330,7 +330,7 @@ def main() -> int:
     parser.add_argument("--strategy", choices=STRATEGIES, default="ring", metavar="NAME", help="as ring.py calls it")
     parser.add_argument("--steps", type=count, default=5)
     parser.add_argument("--rounds", type=count, default=20)
-    parser.add_argument("--out", type=Path, default=None, help="a JSON file")
+    parser.add_argument("--out", type=file, help="a JSON file")
     arguments = parser.parse_args()
     found: Found = {"what": arguments.what, "torch": torch.__version__, "strategy": arguments.strategy}
     if arguments.what == "overlap":

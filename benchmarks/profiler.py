@@ -14,13 +14,12 @@ import json
 import platform
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from statistics import median, quantiles
 
 import torch
 
 import burst_portable as bp
-from benchmarks.script import count, end
+from benchmarks.script import count, end, file
 from burst_portable.runtime import installed
 
 RANKS, CALLS = 4, 10
@@ -56,7 +55,7 @@ def asking() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=count, default=40)
-    parser.add_argument("--out", type=Path, default=None, help="a JSON file")
+    parser.add_argument("--out", type=file, help="a JSON file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for level in LEVELS:

@@ -21,6 +21,14 @@ def count(text: str) -> int:
     return number
 
 
+def file(text: str) -> Path:
+    """The type of an option: a file to write, in a folder that is there."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ArgumentTypeError(f"{text} is a folder, or lies in none")
+    return path
+
+
 def names(known: Collection[str], separator: str = ",") -> Callable[[str], list[str]]:
     """The type of an option: some of these names."""
 

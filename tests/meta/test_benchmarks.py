@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import picture
-from benchmarks.script import accelerator, count, current_device, end, names
+from benchmarks.script import accelerator, count, current_device, end, file, names
 from burst_portable.errors import BackendUnavailableError, DeadlineError, UnknownNameError
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -43,13 +43,17 @@ def test_codes_and_other_errors_are_passed_on():
         end(lambda: 1 // 0)
 
 
-def test_options():
+def test_options(tmp_path):
     assert count("7") == 7
     assert names(("a b", "c"), ";")("c;a b") == ["c", "a b"]
     with pytest.raises(argparse.ArgumentTypeError, match="0 is less than 1"):
         count("0")
     with pytest.raises(argparse.ArgumentTypeError, match="unknown: d, ; known are a, c"):
         names(("a", "c"))("a,d,")
+    assert file(str(tmp_path / "new.json")) == tmp_path / "new.json"
+    for none in (tmp_path, tmp_path / "nowhere" / "new.json"):  # refused before hours of measuring
+        with pytest.raises(argparse.ArgumentTypeError, match="is a folder, or lies in none"):
+            file(str(none))
 
 
 @pytest.mark.parametrize("there", [True, False])
