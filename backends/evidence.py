@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -13,11 +15,37 @@ import triton
 from burst_portable import __version__
 from burst_portable.conformance.report import Report, Result
 
+_PACKAGE = Path(__file__).parents[1] / "burst_portable"
+
+
+def fingerprint(*folders: str) -> str:
+    """Of the compiled kernels in some folders of the package: their code alone, without comments and docstrings."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted((_PACKAGE / folder).glob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            if "@triton.jit" in text or "@gluon.jit" in text:
+                digest.update(ast.unparse(_bare(ast.parse(text))).encode())
+    return digest.hexdigest()[:16]
+
+
+def _bare(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree
+
 
 def machine_code(
-    backend: str, chips: Sequence[str], kernels: Sequence[str], results: Sequence[Result], seconds: float, effort: str
+    backend: str,
+    chips: Sequence[str],
+    kernels: Sequence[str],
+    results: Sequence[Result],
+    seconds: float,
+    effort: str,
+    sources: str,
 ) -> Report:
-    """Of kernels that were compiled for chips which are not here."""
+    """Of kernels that were compiled for chips which are not here; `sources` is their `fingerprint`."""
     return Report(
         backend=backend,
         tier="machine code",
@@ -28,7 +56,7 @@ def machine_code(
         kernel=", ".join(kernels),
         only=tuple(dict.fromkeys(result.check for result in results)),
         kernels=tuple(kernels),
-        device={"type": "none", "name": f"{', '.join(chips)}: compiled for, not there"},
+        device={"type": "none", "name": f"{', '.join(chips)}: compiled for, not there", "sources": sources},
         versions={
             "burst_portable": __version__,
             "torch": torch.__version__,

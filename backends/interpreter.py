@@ -26,6 +26,12 @@ AXES: dict[str, tuple[object, ...]] = {
     "deterministic": (True, False),
     "batch": (1,),
 }
+SOURCES = {
+    "cuda": ("kernels/triton",),
+    "rocm": ("kernels/triton",),
+    "ascend": ("kernels/triton", "backends/ascend"),
+}
+"""Where the kernels of each backend are."""
 NO_BFLOAT16 = "Triton's interpreter computes bfloat16 wrongly"
 
 
@@ -84,12 +90,15 @@ def main() -> int:
 
     import triton
 
-    from backends.evidence import finish
+    from backends.evidence import fingerprint, finish
     from burst_portable.conformance import check_backend
     from burst_portable.conformance.cases import MASKS, MEMORY, covering
     from burst_portable.layouts import NAMES as LAYOUTS
 
-    facts = {"name": f"Triton's interpreter, blocks of {chosen.chip or chosen.backend}"}
+    facts = {
+        "name": f"Triton's interpreter, blocks of {chosen.chip or chosen.backend}",
+        "sources": fingerprint(*SOURCES[chosen.backend]),
+    }
     subject = Interpreted(chosen.backend, kernel_of(chosen.backend, chosen.chip), facts)
 
     def told(done: int, total: int, trial: Any, outcome: Any) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from backends.evidence import finish, machine_code
+from backends.evidence import fingerprint, finish, machine_code
 from burst_portable.backends.cuda.hopper import aot
 from burst_portable.conformance.report import Report, Result
 from burst_portable.kernels.triton.compile import JUSTIFIED, TARGETS, kernel_table, problems
@@ -26,6 +26,7 @@ SCRATCH = {"backward D=64": 56}
 """Bytes a thread that a Hopper kernel may keep outside its loops, by how its name begins: what stands still while a
 loop runs."""
 DOUBTFUL = "doubtful descriptors"
+SOURCES = ("kernels/triton", "backends/cuda/hopper")
 
 
 def compiled(chips: list[str]) -> Iterator[Result]:
@@ -66,7 +67,7 @@ def report(chips: list[str]) -> Report:
     started = time.monotonic()
     results = [*compiled(chips), *(hopper() if "sm_90" in chips else ())]
     seconds = time.monotonic() - started
-    return machine_code("cuda", chips, ("hopper", "triton"), results, seconds, "usual")
+    return machine_code("cuda", chips, ("hopper", "triton"), results, seconds, "usual", fingerprint(*SOURCES))
 
 
 def main() -> int:

@@ -35,7 +35,8 @@ class Launched:
                 if value != compiled:
                     found.append(f"{name} is {value}, and was compiled as {compiled}")
             elif not _fits(value, kind):
-                found.append(f"{name} is {value!r}, and was compiled as {kind}")
+                told = value.dtype if isinstance(value, torch.Tensor) else repr(value)
+                found.append(f"{name} is {told}, and was compiled as {kind}")
             elif ["tt.divisibility", 16] in self.launcher.source.attrs.get((index,), ()) and _number(value) % 16:
                 found.append(f"{name} is no multiple of 16, and was compiled as one")
         return found
@@ -113,15 +114,23 @@ class FakeDriver(DriverBase):
         return {"max_shared_mem": self.chip.shared, "multiprocessor_count": 100, "warpSize": 64}
 
 
+_POINTERS = {
+    "*bf16": torch.bfloat16,
+    "*fp16": torch.float16,
+    "*fp32": torch.float32,
+    "*fp64": torch.float64,
+    "*i32": torch.int32,
+}
+
+
 def _number(value: Any) -> int:
     return value.data_ptr() if isinstance(value, torch.Tensor) else value
 
 
 def _fits(value: Any, kind: str) -> bool:
     """Whether a value is of the type that Triton calls so."""
-    dtypes = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32, "*i32": torch.int32}
-    if kind in dtypes:
-        return isinstance(value, torch.Tensor) and value.dtype == dtypes[kind]
+    if kind in _POINTERS:
+        return isinstance(value, torch.Tensor) and value.dtype == _POINTERS[kind]
     if kind in ("i32", "i64"):
         return isinstance(value, int) and abs(value) < 1 << (int(kind[1:]) - 1)
     return kind == "fp32" and isinstance(value, float)

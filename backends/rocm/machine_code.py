@@ -19,12 +19,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from backends.evidence import finish, machine_code
+from backends.evidence import fingerprint, finish, machine_code
 from burst_portable.conformance.report import Report, Result
 from burst_portable.kernels.triton.compile import TARGETS, Record, kernel_table, problems
 
 CHIPS = ("gfx90a", "gfx942", "gfx950")
 HEADS = (64, 128, 256)
+SOURCES = ("kernels/triton",)
 LAUNCHES = Path(__file__).parent / "launches.py"
 
 
@@ -64,7 +65,8 @@ def report(chips: list[str], quick: bool) -> Report:
     for chip in chips:
         results += launched(chip, *["--quick"] * quick)
     seconds = time.monotonic() - started
-    return machine_code("rocm", chips, ("triton",), results, seconds, "quick" if quick else "usual")
+    effort = "quick" if quick else "usual"
+    return machine_code("rocm", chips, ("triton",), results, seconds, effort, fingerprint(*SOURCES))
 
 
 def main() -> int:

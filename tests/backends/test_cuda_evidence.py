@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from backends.cuda import machine_code
+from backends.evidence import fingerprint
 from burst_portable.backends.cuda.hopper import aot
 from burst_portable.conformance.report import Report
 from burst_portable.kernels.triton.compile import KERNELS, named, tuned
@@ -19,6 +20,7 @@ EVIDENCE = Path(__file__).resolve().parents[2] / "backends" / "cuda" / "evidence
 def test_machine_code():
     report = Report.from_json((EVIDENCE / "machine-code.json").read_text(encoding="utf-8"))
     assert report.ok
+    assert report.device["sources"] == fingerprint(*machine_code.SOURCES), f"kernels changed: {machine_code.__doc__}"
     portable = {
         f"{chip} D={head} {kernel}, {named(tuned(chip, kernel, head))}"
         for chip in machine_code.CHIPS

@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from backends.evidence import fingerprint
 from burst_portable.config import environment_of_children
 from burst_portable.conformance.report import Report
 from burst_portable.kernels.triton.compile import KERNELS, kernel_table, named, problems, tuned
@@ -122,6 +123,7 @@ def test_the_evidence_is_of_the_tuning_tables_as_they_are(equipment):
     """No compiler runs: the report in the repository names what was compiled."""
     machine_code = equipment("machine_code")
     report = Report.from_json((FOLDER / "evidence" / "machine-code.json").read_text(encoding="utf-8"))
+    assert report.device["sources"] == fingerprint(*equipment("machine_code").SOURCES), "kernels changed"
     assert report.ok
     expected = {
         f"{chip} D={head} {kernel}, {named(tuned(chip, kernel, head))}"
