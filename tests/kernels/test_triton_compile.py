@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
 
@@ -12,28 +15,28 @@ pytest.importorskip("triton")
 from burst_portable.errors import UnknownNameError
 from burst_portable.kernels.triton.compile import HEADS, KERNELS, TARGETS, Record, kernel_table, problems
 
-QUICK = [("sm_90", 64)]  # gfx942: tests/cli/test_kernels.py, and launched in tests/backends
 ALL = [(target, head) for target in TARGETS for head in HEADS]
 
 
-def passes(target: str, head: int) -> None:
-    records = list(kernel_table([target], [head]))
+def of_one(target: str, head: int) -> list[Record]:
+    return list(kernel_table([target], [head]))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[dict[tuple[str, int], Future[list[Record]]]]:
+    """All kernels for all targets, on both of CI's cores."""
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        yield {one: pool.submit(of_one, *one) for one in ALL}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "head"), ALL)
+def test_every_target(target: str, head: int, compiled: dict[tuple[str, int], Future[list[Record]]]) -> None:
+    records = compiled[target, head].result()
     assert [r.kernel for r in records] == list(KERNELS)
     found = {f"{r.kernel}, {r.blocks}": problems(r) for r in records}
     assert not any(found.values()), found
     assert all(r.registers > 0 and r.occupancy > 0 and r.shared > 0 and r.seconds > 0 for r in records)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("target", "head"), QUICK)
-def test_quick(target: str, head: int) -> None:
-    passes(target, head)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("target", "head"), ALL)
-def test_every_target(target: str, head: int) -> None:
-    passes(target, head)
 
 
 GOOD = Record("sm_90", "forward", 128, "128x64", 1.0, registers=200, shared=1024, occupancy=1, instruction="wgmma")
