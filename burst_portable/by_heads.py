@@ -45,7 +45,7 @@ def run_forward(
     q, k and v hold all heads of this rank's rows, ``[B, S_rank, H, D]``, as out does; LSE is ``[B, H, S_rank]``. What
     is kept holds all rows of this rank's heads.
     """
-    reshard = Reshard(plan, runtime.transport, q.device)
+    reshard = Reshard(plan, runtime, q.device, backward=False)
     coming = [reshard.to_heads([(q, g.queries), *((x, g.keys) for x in (k, v) if g.first)]) for g in plan.head_groups]
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     lse = q.new_empty((*q.shape[:3], 1), dtype=accumulation_dtype(q.dtype)) if with_lse else None
@@ -85,7 +85,7 @@ def run_backward(
 ) -> tuple[Gradients, Tensor | None]:
     """((dq, dk, dv) of this rank's rows in dout's dtype, and this rank's share of the gradient of sinks)."""
     problem = plan.problem
-    reshard = Reshard(plan, runtime.transport, dout.device)
+    reshard = Reshard(plan, runtime, dout.device, backward=True)
     coming = [reshard.to_heads([(dout, group.queries)]) for group in plan.head_groups]
     sizes = (
         (problem.heads, problem.head_dim),

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import accumulate, groupby
 
@@ -104,9 +105,11 @@ class _Blocks:
         self._pieces: dict[int, Tensor] = {}  # the blocks that a step needs, one after the other
         self._packed: dict[tuple[int, int], Tensor] = {}
         self._leaving: list[tuple[int, Handle, Tensor]] = []  # with the step that needs it where it goes
+        self._step = 0
 
     def begin(self, step: Step) -> None:
         """What this step needs has come; what later ones need is on its way."""
+        self._step = step.index
         for move in step.arrivals:
             self._held[move.owner] = self.take(move)
         self.post([(m, self._outgoing(m)) for m in step.sends], step.receives, step.index)
@@ -154,6 +157,10 @@ class _Blocks:
         handle.wait()
         return buffer
 
+    def copies(self) -> AbstractContextManager[object]:
+        """Around what a step copies."""
+        return self.runtime.copies(self.device, self._step, backward=self.backward)
+
     def buffer(self, size: int) -> Tensor:
         """An empty buffer for messages."""
         return self.runtime.transport.buffer(size, self.device)
@@ -184,8 +191,9 @@ class _Blocks:
             return self._held[move.owner]
         if move.rows not in self._packed:
             self._packed[move.rows] = buffer = self.buffer(self.size(move))
-            for view, tensor in zip(self.views([move], buffer), self._own, strict=True):
-                view.copy_(rows_of(tensor, move.rows))
+            with self.copies():
+                for view, tensor in zip(self.views([move], buffer), self._own, strict=True):
+                    view.copy_(rows_of(tensor, move.rows))
         return self._packed[move.rows]
 
 
@@ -206,7 +214,9 @@ class _Results:
             return self._own
         moves = [self._sends[move.owner] for move in step.arrivals]
         sizes = [message_size(self._wide, move) for move in moves]
-        piece = self._blocks.buffer(sum(sizes)).zero_()
+        piece = self._blocks.buffer(sum(sizes))
+        with self._blocks.copies():
+            piece.zero_()
         self._made.update(zip((move.owner for move in moves), torch.split(piece, sizes), strict=True))
         return self._blocks.views(moves, piece, self._wide)
 
@@ -227,8 +237,9 @@ class _Results:
             return made
         message = self._blocks.buffer(self._blocks.size(move))
         wide = self._blocks.views([move], made, self._wide)
-        for rounded, total in zip(self._blocks.views([move], message), wide, strict=True):
-            rounded.copy_(total)
+        with self._blocks.copies():
+            for rounded, total in zip(self._blocks.views([move], message), wide, strict=True):
+                rounded.copy_(total)
         return message
 
     def _add(self, move: Move) -> None:
@@ -237,8 +248,9 @@ class _Results:
             mine = tuple(rows_of(x, move.rows) for x in self._own)
         else:
             mine = self._blocks.views([self._sends[move.owner]], self._made[move.owner], self._wide)
-        for total, contribution in zip(mine, came, strict=True):
-            total += contribution
+        with self._blocks.copies():
+            for total, contribution in zip(mine, came, strict=True):
+                total += contribution
 
 
 def rows_of(tensor: Tensor, rows: tuple[int, int]) -> Tensor:

@@ -15,18 +15,20 @@ copy. Everything is under way until it is waited for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from burst_portable.comm.base import Exchange, Message, Transport
+from burst_portable.comm.base import Exchange, Message
 from burst_portable.heads import Span
 from burst_portable.layout import Layout
 from burst_portable.messages import Field, head_room
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.plans import Plan
+from burst_portable.runtime import Runtime
 
 _RUNS = 64  # that are put together one by one
 
@@ -34,8 +36,9 @@ _RUNS = 64  # that are put together one by one
 class Reshard:
     """The all-to-alls of one pass on one rank. All ranks begin the same ones, in the same order."""
 
-    def __init__(self, plan: Plan, transport: Transport, device: torch.device) -> None:
-        self.problem, self.transport, self.device = plan.problem, transport, device
+    def __init__(self, plan: Plan, runtime: Runtime, device: torch.device, *, backward: bool) -> None:
+        self.problem, self.transport, self.device = plan.problem, runtime.transport, device
+        self._runtime, self._backward = runtime, backward
         layout = plan.problem.q_layout
         self.rows = [layout.count(rank) for rank in range(layout.ranks)]
         self.starts = list(accumulate(self.rows, initial=0))
@@ -47,15 +50,20 @@ class Reshard:
         """Whether what came may be kept when the pass is over."""
         return self.to_plan is not None or self.transport.lasting
 
+    def copies(self) -> AbstractContextManager[object]:
+        """Around what is packed and put together."""
+        return self._runtime.copies(self.device, 0, backward=self._backward)
+
     def to_heads(self, parts: Sequence[tuple[Tensor, Span]]) -> ToHeads:
         """Start bringing here all rows of some heads of this rank, of tensors ``[B, S_rank, H, D]`` of one dtype."""
         rank, like = self.transport.rank, parts[0][0]
         fields = [Field(past - first, x.shape[3], x.itemsize) for x, (first, past) in parts]
         row = sum(field.size(like.shape[0]) for field in fields)
         packed = like.new_empty(self.transport.size, like.shape[1], row // like.itemsize)
-        for (x, heads), into in zip(parts, _fields(packed, fields, like.shape[0]), strict=True):
-            owned = _by_owner(x, min(len(packed), x.shape[2]))[:, :, :, slice(*heads)].permute(2, 1, 0, 3, 4)
-            into.view(len(owned), -1, *into.shape[1:]).copy_(owned.unsqueeze(1))  # ranks may share an owner's heads
+        with self.copies():
+            for (x, heads), into in zip(parts, _fields(packed, fields, like.shape[0]), strict=True):
+                owned = _by_owner(x, min(len(packed), x.shape[2]))[:, :, :, slice(*heads)].permute(2, 1, 0, 3, 4)
+                into.view(len(owned), -1, *into.shape[1:]).copy_(owned.unsqueeze(1))  # ranks may share an owner's heads
         inbox, place = self._inbox(self.starts[-1] * row, row, back=False)
         whole = inbox.view(like.dtype).view(self.starts[-1], -1)
         pieces = torch.split(whole, self.rows)
@@ -75,7 +83,8 @@ class Reshard:
         rank, ranks = self.transport.rank, self.transport.size
         sends, receives, came, own = [], [], [], []
         for x, result, heads in parts:
-            made = self._rows_first(x, accumulation_dtype(x.dtype) if result.shape[2] < ranks else result.dtype)
+            with self.copies():
+                made = self._rows_first(x, accumulation_dtype(x.dtype) if result.shape[2] < ranks else result.dtype)
             row = made[0].numel() * made.itemsize
             mine = self.rows[rank] * row
             inbox, place = self._inbox(ranks * mine, row, back=True)
@@ -85,15 +94,16 @@ class Reshard:
             sends += [Message(_bytes(leaving[r]), r, place + rank * self.rows[r] * row) for r in self.transport.others]
             receives += [Message(_bytes(pieces[r]), r, place + r * mine) for r in self.transport.others]
             came.append((pieces, result, heads))
-        return ToSequence(self._exchange(sends, receives, own, "to sequence"), came, sends)
+        return ToSequence(self, self._exchange(sends, receives, own, "to sequence"), came, sends)
 
     def _exchange(
         self, sends: list[Message], receives: list[Message], own: list[tuple[Tensor, Tensor]], label: str
     ) -> Exchange:
         """Messages, and what stays here: put beside what comes while that is on its way."""
         exchange = self.transport.exchange(sends, receives, label)
-        for place, piece in own:
-            place.copy_(piece)
+        with self.copies():
+            for place, piece in own:
+                place.copy_(piece)
         return exchange
 
     def _inbox(self, size: int, row: int, *, back: bool) -> tuple[Tensor, int]:
@@ -126,9 +136,15 @@ class ToHeads:
     def wait(self) -> list[Tensor]:
         """``[B, S_all, h, D]`` each, rows in the plan's order; where that is the order of ranks, in the inbox."""
         self._exchange.wait()
-        put = self._reshard.to_plan
-        ready = _fields(self._came if put is None else put(self._came), self._fields, self._batch)
+        ready = _fields(self._in_order(), self._fields, self._batch)
         return [x.squeeze(1).unsqueeze(0) if x.shape[1] == 1 else x.transpose(0, 1) for x in ready]
+
+    def _in_order(self) -> Tensor:
+        put = self._reshard.to_plan
+        if put is None:
+            return self._came
+        with self._reshard.copies():
+            return put(self._came)
 
     def left(self) -> None:
         """Let go of what was sent, once it has left."""
@@ -139,17 +155,20 @@ class ToHeads:
 class ToSequence:
     """Parts of results on their way home."""
 
-    def __init__(self, exchange: Exchange, came: list[tuple[Tensor, Tensor, Span]], sends: list[Message]) -> None:
-        self._exchange, self._came, self._sends = exchange, came, sends
+    def __init__(
+        self, reshard: Reshard, exchange: Exchange, came: list[tuple[Tensor, Tensor, Span]], sends: list[Message]
+    ) -> None:
+        self._reshard, self._exchange, self._came, self._sends = reshard, exchange, came, sends
 
     def wait(self) -> None:
         """Write what came into the results."""
         self._exchange.wait()
-        for pieces, result, (first, past) in self._came:
-            owners = min(len(pieces), result.shape[2])
-            if owners < len(pieces):  # [ranks, S, B, h, D] -> [heads, S, B, 1, D]
-                pieces = pieces.view(owners, -1, *pieces.shape[1:]).sum(1)
-            _by_owner(result, owners)[:, :, :, first:past].copy_(pieces.permute(2, 1, 0, 3, 4))
+        with self._reshard.copies():
+            for pieces, result, (first, past) in self._came:
+                owners = min(len(pieces), result.shape[2])
+                if owners < len(pieces):  # [ranks, S, B, h, D] -> [heads, S, B, 1, D]
+                    pieces = pieces.view(owners, -1, *pieces.shape[1:]).sum(1)
+                _by_owner(result, owners)[:, :, :, first:past].copy_(pieces.permute(2, 1, 0, 3, 4))
         self._exchange.left()
         self._came.clear()
         self._sends.clear()

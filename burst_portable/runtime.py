@@ -6,6 +6,7 @@ The profiler installs a recording one; hot code knows nothing of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -61,6 +62,9 @@ class Runtime(Protocol):
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
         """The kernel's backward on such a computation, of (dO, q, k, v, out, LSE)."""
 
+    def copies(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
+        """Around what is copied or added up beside the kernel: messages, and gradients that came."""
+
     def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
         """The transport's buffer of so many bytes for messages that are needed together, one after the other."""
 
@@ -68,6 +72,9 @@ class Runtime(Protocol):
         self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int, *, backward: bool
     ) -> tuple[list[Handle], list[Handle]]:
         """The transport, on the moves of one step of a pass."""
+
+
+_UNWATCHED = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +107,9 @@ class PlainRuntime:
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
         dout, q, k, v, out, lse = tensors
         return whole.gradients(self.kernel, dout, q, k, v, out, lse, compute.tiles, options)
+
+    def copies(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
+        return _UNWATCHED
 
     def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
         return self.transport.inbox(size, device, moves[0].source, self.places.get(moves[0]))

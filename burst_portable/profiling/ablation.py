@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,6 +234,9 @@ class _Ablated:
             _, q, k, v, *_ = tensors
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         return self._inner.gradients(compute, tensors, options)
+
+    def copies(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
+        return self._inner.copies(device, step, backward=backward)
 
     def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
         if self._silent:

@@ -90,8 +90,8 @@ def timeline_of(one: RankRecords, messages: Messages) -> Timeline:
     posts = np.stack((message["posted"], message["left"]), axis=1)[message["posted"] != NEVER]
     seen = messages.known & (messages.target == one.rank)
     transfers = np.stack((messages.ready, messages.arrived), axis=1)[seen]
-    compute = one.tables.get("compute", Table.of("compute", [])).spans()
-    return Timeline.of(compute, np.concatenate((waits, posts, transfers)), waits=waits)
+    compute, copy = (one.tables.get(kind, Table.of(kind, [])).spans() for kind in ("compute", "copy"))
+    return Timeline.of(compute, np.concatenate((waits, posts, transfers)), copy, waits)
 
 
 def _rank(one: RankRecords, timeline: Timeline) -> dict[str, Any]:

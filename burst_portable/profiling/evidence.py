@@ -14,7 +14,8 @@ _TOLD: Mapping[str, tuple[str, ...]] = {
     "events: marks around each kernel call": ("compute", "kernels"),
     "events: marks around each wait and each collective": ("blocking", "waited_late", "waited_on_its_way"),
     "events: waits, posts, collectives, and transfers whose arrival was seen; a transfer that was over before anyone "
-    "waited is in nobody's way and not counted": ("comm", "exposed_comm", "exposed_copy", "overlap"),
+    "waited is in nobody's way and not counted": ("comm", "exposed_comm", "overlap"),
+    "events: marks around messages that are packed and gradients that are added up": ("exposed_copy",),
     "events: what no mark covers": ("idle", "idle_between_kernels", "idle_outside_attention"),
     "events: from when both ends had posted until a stream that watched for it, or the waiting receiver, had it; where "
     "neither did, only an upper bound is known": ("transfer", "bandwidth", "bytes_per_second", "seen", "seen_bytes"),

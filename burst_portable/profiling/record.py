@@ -7,6 +7,7 @@ compute     one kernel call of the plan: which blocks, how many pairs, tiles and
 message     one move as this rank saw it: when it was posted, when it was there (where a stream could watch for
             that; of one that was sent, if it is known), and how long a later wait for it took
 collective  what all ranks do together: a reshard's all-to-all, or asking whether ranks agree before a pass
+copy        what a step copies or adds up beside the kernel: messages packed, gradients that came
 ==========  ==========================================================================================
 
 Times are nanoseconds of the rank's own clock. A wait is a wait: what of it was transfer, and whose fault the rest was,
@@ -44,6 +45,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         "end",
     ),
     "collective": (*_PLACE, "ordinal", "agreement", "bytes", "start", "end"),
+    "copy": (*_PLACE, "start", "end"),
 }
 TIMES = ("posted", "left", "arrived", "start", "end")
 NEVER = -1

@@ -1,12 +1,12 @@
-"""A runtime that writes down what goes through it: kernels, messages, collectives, with the plan's facts.
+"""A runtime that writes down what goes through it: kernels, copies, messages, collectives, with the plan's facts.
 
 It adds marks and appends tuples, and changes nothing that is computed or sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -98,6 +98,17 @@ class RecordingRuntime:
         if isinstance(start, int):
             self.recorder.kernels += end - start
         self.row("compute", backward, step, *owners, pairs, tiles, flops, start, end)
+
+    @contextmanager
+    def copies(self, device: torch.device, step: int, *, backward: bool) -> Iterator[None]:
+        if self.recorder.light:
+            yield
+            return
+        clock = self.recorder.clock(device)
+        with self.named(backward, step, "copies"):
+            start = clock.mark()
+            yield
+            self.row("copy", backward, step, start, clock.mark())
 
     def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
         return self.inner.inbox(moves, size, device)

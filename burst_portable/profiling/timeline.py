@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from burst_portable.profiling.matching import Messages
 from burst_portable.profiling.record import NEVER, RankRecords, Table
 
-KINDS = ("compute", "wait", "post", "collective", "transfer")
+KINDS = ("compute", "wait", "post", "collective", "transfer", "copy")
 COLUMNS = ("kind", "start", "duration", "iteration", "call", "backward", "step", "a", "b", "work")
 """`a`, `b`: owners of queries and keys (compute), peer and owner (wait, transfer), else -1. `work`: FLOPs or bytes."""
 
@@ -30,12 +30,16 @@ def events_of(records: Sequence[RankRecords], messages: Messages) -> dict[str, A
 
 
 def _rank(one: RankRecords, messages: Messages) -> NDArray[np.int64]:
-    compute, message, collective = (one.tables.get(k, Table.of(k, [])) for k in ("compute", "message", "collective"))
+    compute, message, collective, copy = (
+        one.tables.get(k, Table.of(k, [])) for k in ("compute", "message", "collective", "copy")
+    )
     parts = [_rows("compute", compute, compute["q_owner"], compute["k_owner"], compute["flops"])]
     waits = message["start"], message.until
     parts.append(_rows("wait", message, message["peer"], message["owner"], message["bytes"], waits))
     none = np.full(len(collective), -1)
     parts.append(_rows("collective", collective, none, none, collective["bytes"]))
+    none = np.full(len(copy), -1)
+    parts.append(_rows("copy", copy, none, none, none * 0))
     posted = message.where(message["posted"] != NEVER)
     if len(posted):  # one span for all that was posted together
         _, first = np.unique(posted["posted"], return_index=True)

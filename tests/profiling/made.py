@@ -41,6 +41,9 @@ class Maker:
         place = self.iteration, self.call, backward, 0
         self._rows["collective"].append((*place, ordinal, 1, 24, _ns(start), _ns(end)))
 
+    def copy(self, step: int, start: float, end: float, backward: int = 0) -> None:
+        self._rows["copy"].append((self.iteration, self.call, backward, step, _ns(start), _ns(end)))
+
     def records(self, plan: Plan | None = None) -> RankRecords:
         tables = {kind: Table.of(kind, rows) for kind, rows in self._rows.items()}
         plans = [PlanFacts(plan, self.rank).described("cpu")] if plan else []

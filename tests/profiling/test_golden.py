@@ -165,6 +165,29 @@ def test_a_stream_that_stands_idle_for_its_host_does_not_wait_for_a_message():
     assert {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]} == {("link", 0, 1): {"1": 30_000}}
 
 
+def test_copies_by_hand():
+    """::
+
+    compute  0-100                            140-200
+    copies        90 ........ 130
+    waits                 120 ... 140
+    """
+    zero, one = Maker(0), Maker(1)
+    zero.compute(0, 0, 200)
+    zero.message(1, 1, sends=True, posted=50, start=200, end=200, issued=0)
+    one.compute(0, 0, 100)
+    one.copy(1, 90, 130)
+    one.message(1, 0, sends=False, posted=50, start=120, end=140, issued=0)
+    one.compute(1, 140, 200)
+    report = analyze([zero.records(), one.records()])
+    rank = report["ranks"][1]
+    parts = [rank[name] for name in ("compute", "exposed_comm", "exposed_copy", "idle")]
+    assert parts == [160_000, 20_000, 20_000, 0]
+    assert counted(report) == ""
+    before, after = (step["ranks"][1]["exposed_copy"] for step in report["steps"])
+    assert (before, after) == (0, 20_000)
+
+
 def test_events_that_take_no_time_make_no_window_longer():
     """The last wait, at 250, is for what came at 130: nothing is in the window from 200 on."""
     zero, one = Maker(0), Maker(1)

@@ -26,20 +26,20 @@ def inputs(rank: int):
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
 
 
-def one_step(mesh, strategy):
+def one_step(mesh, strategy, mask="causal"):
     q, k, v, dout = inputs(mesh.rank)
-    out = bp.attention(q, k, v, mesh=mesh, strategy=strategy, layout="contiguous")
+    out = bp.attention(q, k, v, mask=mask, mesh=mesh, strategy=strategy, layout="contiguous")
     out.backward(dout)
     return out.detach(), q.grad, k.grad, v.grad
 
 
-def recorded(strategy, level="session", steps=1):
+def recorded(strategy, level="session", steps=1, mask="causal"):
     """Results and records of every rank."""
 
     def work(mesh):
         with bp.profile(level, mesh=mesh) as session:
             for _ in range(steps):
-                results = one_step(mesh, strategy)
+                results = one_step(mesh, strategy, mask)
                 session.mark()
         return results, session.gather()
 
@@ -108,12 +108,26 @@ def test_records_survive_the_way_to_another_rank():
         assert (again.tables[kind].data == table.data).all()
 
 
+@pytest.mark.parametrize(("strategy", "forward", "backward"), [("ring", 1, 5), ("burst", 1, 5), ("ulysses", 5, 7)])
+def test_copies_are_recorded_where_the_plan_has_them(strategy, forward, backward):
+    """In rings a rank's own block is packed, each pass; of two foreign ones, gradients are cleared, and added to.
+
+    Ulysses packs, puts its own piece beside what comes, and what came in order: to heads 2; back 3, of 3 gradients 5.
+    """
+    _, records = recorded(strategy, mask="full")
+    for one in records:
+        copies = one.tables["copy"]
+        assert [int((copies["backward"] == when).sum()) for when in (0, 1)] == [forward, backward]
+        assert (copies["end"] >= copies["start"]).all()
+
+
 def test_light_keeps_kernels_and_waits_for_blocks():
     _, records = recorded("ring", "light")
     message = records[0].tables["message"]
     assert len(records[0].tables["compute"])
     assert len(message)
     assert not message["sends"].any()
+    assert not len(records[0].tables["copy"])
 
 
 def test_a_session_outside_run_local_sees_every_rank():

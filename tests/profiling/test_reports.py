@@ -105,7 +105,7 @@ def test_the_trace_has_every_rank_and_every_event(files):
     report.write_chrome(files / "trace.json")
     events = json.loads((files / "trace.json").read_text())["traceEvents"]
     tracks = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
-    assert {name for _, name in tracks} == {"compute", "communication: waiting", "communication: transfers"}
+    assert {name for _, name in tracks} == {"compute and copies", "communication: waiting", "communication: transfers"}
     assert {rank for rank, _ in tracks} == {0, 1, 2, 3}
     spans = [e for e in events if e["ph"] == "X"]
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}

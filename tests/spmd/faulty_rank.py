@@ -92,7 +92,7 @@ class StrikingRuntime:
 
     def __init__(self, inner, event) -> None:
         self._inner, self._event, self.transport = inner, event, inner.transport
-        self.inbox, self.post = inner.inbox, inner.post
+        self.inbox, self.post, self.copies = inner.inbox, inner.post, inner.copies
 
     def attend(self, *arguments):
         self._event()

@@ -27,6 +27,7 @@ from burst_portable.profiling.session import Session, profile
 from burst_portable.runtime import Queries, Runtime, installed
 
 NAME = "profiler"
+_PART = {"compute": "compute", "copy": "exposed_copy"}  # of events that are no communication
 HELD = 0.02
 """Seconds for which a kernel is held in the trial of the clock."""
 _MARGIN = 5_000_000  # nanoseconds by which a device's clock may be set wrong against the host's
@@ -95,23 +96,20 @@ def counted(told: Facts) -> str:
     for rank, events in zip(told["ranks"], told["events"]["ranks"], strict=True):
         rows = zip(events["kind"], events["start"], events["duration"], strict=True)
         # An event that took no time, such as a wait for what was there, makes no window longer.
-        spans = [(kinds[kind] == "compute", start, start + took) for kind, start, took in rows if took]
+        spans = [(_PART.get(kinds[kind], "exposed_comm"), start, start + took) for kind, start, took in rows if took]
         for part, nanoseconds in _sweep(spans).items():
             if rank[part] != nanoseconds:
                 return f"{part} of rank {rank['rank']} is {rank[part]} ns, and its events give {nanoseconds}"
     return ""
 
 
-def _sweep(spans: list[tuple[bool, int, int]]) -> dict[str, int]:
-    """The partition by its definition, from (computes, start, end)."""
-    edges = sorted([(start, 1, computes) for computes, start, _ in spans] + [(end, -1, c) for c, _, end in spans])
-    found = dict.fromkeys(("compute", "exposed_comm", "idle"), 0)
-    computing = communicating = 0
-    for (at, change, computes), following in pairwise(edges):
-        computing += change * computes
-        communicating += change * (not computes)
-        part = "compute" if computing else "exposed_comm" if communicating else "idle"
-        found[part] += following[0] - at
+def _sweep(spans: list[tuple[str, int, int]]) -> dict[str, int]:
+    """The partition by its definition, from (part, start, end): what comes first of `PARTS` takes the time."""
+    edges = sorted(edge for part, start, end in spans for edge in ((start, 1, part), (end, -1, part)))
+    found, running = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
+    for (at, change, part), following in pairwise(edges):
+        running[part] += change
+        found[next(name for name in PARTS if running[name] or name == "idle")] += following[0] - at
     return found | {"span": sum(found.values())}
 
 
@@ -164,6 +162,9 @@ class _Held:
 
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
         return self.inner.gradients(compute, tensors, options)
+
+    def copies(self, device: Any, step: int, *, backward: bool) -> Any:
+        return self.inner.copies(device, step, backward=backward)
 
     def post(self, sends: Any, receives: Any, step: int, *, backward: bool) -> Any:
         return self.inner.post(sends, receives, step, backward=backward)

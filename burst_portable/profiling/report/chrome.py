@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_TRACKS = {"compute": 0, "wait": 1, "collective": 1, "post": 1, "transfer": 2}
-_NAMES = ("compute", "communication: waiting", "communication: transfers")
+_TRACKS = {"compute": 0, "copy": 0, "wait": 1, "collective": 1, "post": 1, "transfer": 2}
+_NAMES = ("compute and copies", "communication: waiting", "communication: transfers")
 _PASSES = ("forward", "backward")
 
 
@@ -35,7 +35,7 @@ def trace(data: dict[str, Any]) -> dict[str, Any]:
                         "step": one["step"][i],
                         "layer": one["call"][i],
                         "training step": one["iteration"][i],
-                        "FLOPs" if kind == "compute" else "bytes": one["work"][i],
+                        **({} if kind == "copy" else {"FLOPs" if kind == "compute" else "bytes": one["work"][i]}),
                     },
                 }
             )
@@ -48,4 +48,4 @@ def _name(kind: str, a: int, b: int) -> str:
         return f"q{q} x kv{kv}"
     if kind in ("wait", "transfer"):
         return f"{'wait for' if kind == 'wait' else 'from'} rank {a}: block {b}"
-    return "all ranks together" if kind == "collective" else "start transfers"
+    return {"collective": "all ranks together", "copy": "copies", "post": "start transfers"}[kind]

@@ -176,7 +176,7 @@ def drawable(data: dict[str, Any]) -> tuple[dict[str, Any], str]:
     Returns them, and a sentence on what is left out, which is empty mostly.
     """
     kinds, ranks = data["events"]["kinds"], data["events"]["ranks"]
-    waits = {kinds.index("wait"), kinds.index("post")}
+    waits = {number for number, kind in enumerate(kinds) if kind in ("wait", "post", "copy")}
     shown = {
         r["rank"]: [i for i, k in enumerate(r["kind"]) if k not in waits or r["duration"][i] >= _SHORT] for r in ranks
     }

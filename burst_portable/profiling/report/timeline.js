@@ -4,9 +4,9 @@
   const canvas = document.getElementById("timeline"), tip = document.getElementById("tip");
   const range = document.getElementById("range"), pen = canvas.getContext("2d");
   const LEFT = 62, TOP = 24, LANE = 17, GAP = 10, KINDS = data.kinds;
-  const LANE_OF = { compute: 0, wait: 1, collective: 1, post: 1, transfer: 2 };
-  const COLOUR = { compute: "--compute", wait: "--wait", collective: "--comm", post: "--post", transfer: "--transfer" };
-  const WORDS = { compute: "kernel", wait: "waiting", collective: "all ranks together", post: "starting transfers", transfer: "transfer" };
+  const LANE_OF = { compute: 0, copy: 0, wait: 1, collective: 1, post: 1, transfer: 2 };
+  const COLOUR = { compute: "--compute", copy: "--copy", wait: "--wait", collective: "--comm", post: "--post", transfer: "--transfer" };
+  const WORDS = { compute: "kernel", copy: "copies", wait: "waiting", collective: "all ranks together", post: "starting transfers", transfer: "transfer" };
   const time = (x) => {
     const ns = x * data.unit, a = Math.abs(ns);
     for (const [size, unit] of [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]])
