@@ -28,6 +28,10 @@ def test_rows_that_no_tile_touches_stay(ask: Ask) -> None:  # noqa: F811
     ask({"check": "untouched", "loads": "ascend"})
 
 
+def test_merging_many_blocks_costs_float32_no_more_than_two(ask: Ask) -> None:  # noqa: F811
+    ask({"check": "flat", "loads": "ascend"})
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("case", [*cases(150, torch.float32), *cases(97, torch.float16, scale=0.2)], ids=str)
 def test_longer(ask: Ask, case: Case) -> None:  # noqa: F811

@@ -23,7 +23,7 @@ from burst_portable.backends.ascend import triton_kernels
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.triton.blocks import block_table, transposed
-from burst_portable.numerics import State, row_delta
+from burst_portable.numerics import Compensated, State, row_delta
 from burst_portable.tiles import Tile, Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -60,6 +60,14 @@ def buffer_bytes(cut: Cut, head: int, itemsize: int, *, sums: int) -> int:
     """What is alive at once in a step: own tiles, `sums` float32 sums, a step's two tiles twice, scores thrice."""
     own, step, scores = cut.rows * head, cut.columns * head, cut.rows * cut.columns
     return own * (sums * itemsize + sums * 4) + 2 * 2 * step * itemsize + scores * (4 + 4 + itemsize)
+
+
+def _compensated(state: Compensated | None, part: State) -> Compensated:
+    """A running state of float32 tensors with one more part, without what the kernel's own merging would round."""
+    if state is None:
+        return Compensated(*part, (torch.zeros_like(part[0]), torch.zeros_like(part[1])))
+    state.merge(*part)
+    return state
 
 
 def padded(size: int) -> int:
@@ -110,6 +118,11 @@ class AscendTritonKernel:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
     ) -> State:
+        if q.dtype == torch.float32 and (state is None or isinstance(state, Compensated)):
+            return _compensated(state, self._attend(q, k, v, tiles, options, None))
+        return self._attend(q, k, v, tiles, options, state)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, state: State | None) -> State:
         merge = state is not None
         if state is None:
             batch, rows, heads, _ = q.shape
