@@ -52,11 +52,13 @@ def verdict_of(report: dict[str, Any]) -> dict[str, Any]:
         if outside > max(_MUCH, worst["share"]):
             text += f" {percent(outside)} is idle outside of attention, which this profile does not look into."
         return {**worst, "text": text[0].upper() + text[1:]}
-    communication = _share(report, "exposed_comm") + _share(report, "exposed_copy")
+    copies = _share(report, "exposed_copy")
     text = (
         f"No large loss in attention: {percent(_share(report, 'compute'))} of the time it computes, "
-        f"{percent(communication)} is exposed communication, {percent(_share(report, 'idle_between_kernels'))} idle "
-        f"between kernels, {percent(outside)} idle outside of attention."
+        f"{percent(_share(report, 'exposed_comm'))} is exposed communication, "
+        f"{f'{percent(copies)} exposed copies, ' if copies else ''}"
+        f"{percent(_share(report, 'idle_between_kernels'))} idle between kernels, {percent(outside)} idle outside of "
+        "attention."
     )
     advice = change.OUTSIDE if outside > _MUCH else ""
     return {

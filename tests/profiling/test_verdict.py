@@ -213,6 +213,14 @@ def test_no_large_loss_says_what_the_rest_of_the_time_is():
     assert analyze(apart(200, 40))["verdict"]["advice"] == "", "a tenth of the time needs no word"
 
 
+def test_copies_are_no_communication_in_words():
+    maker = Maker(0)
+    maker.compute(0, 0, 970)
+    maker.copy(0, 970, 1000)
+    text = analyze([maker.records()])["verdict"]["text"]
+    assert "97.0 % of the time it computes, 0.0 % is exposed communication, 3.0 % exposed copies, 0.0 % idle" in text
+
+
 def test_a_loss_says_how_much_more_is_outside_of_attention():
     assert analyze(apart(1700, 300))["verdict"]["text"].endswith(
         "300 µs lost, 7.5 % of the time. 42.5 % is idle outside of attention, which this profile does not look into."
