@@ -16,11 +16,31 @@ from burst_portable.backends.cuda.hopper.configs import FORWARD, TALL
 BACKWARD_SCRATCH = {64: 56, 128: 0}
 
 
+CUTS = {"64": (64, FORWARD), "64-tall": (64, TALL), "128": (128, FORWARD)}
+
+
+def forward(cut, mode):
+    dim, configs = CUTS[cut]
+    return aot.compile_build(aot.forward_build(dim, mode, config=configs[dim]))
+
+
+def backward(dim, store):
+    return aot.compile_build(aot.backward_build(dim, store=store))
+
+
+@pytest.fixture(scope="module")
+def compiled(compilers):
+    """Every build."""
+    builds = [*((forward, cut, mode) for cut in CUTS for mode in (0, 1, 2))]
+    builds += [(backward, dim, store) for dim in (64, 128) for store in (False, True)]
+    return {build: compilers.submit(*build) for build in builds}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [0, 1, 2])
-@pytest.mark.parametrize(("dim", "cut"), [(64, FORWARD), (64, TALL), (128, FORWARD)], ids=["64", "64-tall", "128"])
-def test_forward(dim, cut, mode):
-    report = aot.compile_build(aot.forward_build(dim, mode, config=cut[dim]))
+@pytest.mark.parametrize("cut", CUTS)
+def test_forward(cut, mode, compiled):
+    report = compiled[forward, cut, mode].result()
     assert report.scratch_bytes == 0, report
     check(report)
 
@@ -28,8 +48,8 @@ def test_forward(dim, cut, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_backward(dim, store):
-    report = aot.compile_build(aot.backward_build(dim, store=store))
+def test_backward(dim, store, compiled):
+    report = compiled[backward, dim, store].result()
     assert report.scratch_bytes <= BACKWARD_SCRATCH[dim], report
     check(report)
 

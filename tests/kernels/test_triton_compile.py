@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import Executor, Future
 
 import pytest
 
@@ -23,10 +21,9 @@ def of_one(target: str, head: int) -> list[Record]:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[dict[tuple[str, int], Future[list[Record]]]]:
-    """All kernels for all targets, on both of CI's cores."""
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        yield {one: pool.submit(of_one, *one) for one in ALL}
+def compiled(compilers: Executor) -> dict[tuple[str, int], Future[list[Record]]]:
+    """All kernels for all targets."""
+    return {one: compilers.submit(of_one, *one) for one in ALL}
 
 
 @pytest.mark.slow

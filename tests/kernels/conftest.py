@@ -1,0 +1,16 @@
+"""Compilers for the tests that ask for machine code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+
+@pytest.fixture(scope="package")
+def compilers() -> Iterator[Executor]:
+    """Processes on both of CI's cores: compiling is most of what these tests do."""
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        yield pool
