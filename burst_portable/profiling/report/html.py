@@ -39,7 +39,7 @@ _BAR = (
     ("outside", "idle_outside_attention", "idle, or work outside attention"),
 )
 _SENSORS = {"watts": "W", "megahertz": "MHz", "celsius": "°C"}
-_SHORT = 20_000  # nanoseconds: waits that did not wait are not drawn
+_SHORT = 20_000  # nanoseconds: waits that did not wait, and the shortest copies, are not drawn
 
 
 def page(data: dict[str, Any]) -> str:
@@ -176,9 +176,10 @@ def drawable(data: dict[str, Any]) -> tuple[dict[str, Any], str]:
     Returns them, and a sentence on what is left out, which is empty mostly.
     """
     kinds, ranks = data["events"]["kinds"], data["events"]["ranks"]
-    waits = {number for number, kind in enumerate(kinds) if kind in ("wait", "post", "copy")}
+    often_short = {number for number, kind in enumerate(kinds) if kind in ("wait", "post", "copy")}
     shown = {
-        r["rank"]: [i for i, k in enumerate(r["kind"]) if k not in waits or r["duration"][i] >= _SHORT] for r in ranks
+        r["rank"]: [i for i, k in enumerate(r["kind"]) if k not in often_short or r["duration"][i] >= _SHORT]
+        for r in ranks
     }
     until, note = None, ""
     count = sum(map(len, shown.values()))

@@ -30,7 +30,8 @@ class Report:
 
         Raises `InputError` where nothing is left to report, and for a `skip` that is no number of steps.
         """
-        if (as_int(skip) or 0) < 0 or as_int(skip) is None:
+        number = as_int(skip)
+        if number is None or number < 0:
             raise InputError(explain("skip is no number of training steps", got=shown(skip), allowed="an int >= 0"))
         if not any(len(t.where(t["iteration"] >= skip)) for one in records for t in one.tables.values()):
             raise InputError(
