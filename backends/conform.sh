@@ -28,7 +28,9 @@ step() { # step NAME COMMAND...: go on when it fails, and say so at the end
 }
 
 step doctor "$python" -m burst_portable doctor
-step conform "$python" -m burst_portable conform --backend "$backend" --ranks 8 \
+# Kernels are compiled first: on every core, and few enough for a device's memory.
+cores=$(nproc 2>/dev/null || echo 1)
+step conform "$python" -m burst_portable conform --backend "$backend" --ranks 8 --processes $((cores < 32 ? cores : 32)) \
     --json "$evidence/$name.json" --markdown "$logs/conform.md" --junit "$logs/conform.xml"
 # Whether the suite would see a bug here: each of those that tests plant, planted in this backend.
 step planted "$python" -m pytest tests/conformance/test_planted_bugs.py --backend "$backend" -m "not device" \

@@ -34,6 +34,15 @@ def conform(
             help="A handful of cases: seconds on a CPU; on a GPU every kernel is compiled first: minutes.",
         ),
     ] = False,
+    processes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=256,
+            help="How many make trials side by side, on the same devices. On a GPU, where every kernel is compiled "
+            "first, as many as there are cores.",
+        ),
+    ] = 1,
     full: Annotated[
         bool, typer.Option("--full", help="Every combination of masks, layouts, strategies, ranks and heads: an hour.")
     ] = False,
@@ -58,7 +67,7 @@ def conform(
     Examples:
 
     burst-portable conform --backend cpu --quick
-    burst-portable conform --backend cuda --json report.json --junit report.xml
+    burst-portable conform --backend cuda --processes 16 --json report.json --junit report.xml
     """
     from burst_portable.cli.conform_view import progress, show, show_groups
 
@@ -86,6 +95,7 @@ def conform(
             effort=effort,
             kernel=kernel,
             tier=tier,
+            processes=processes,
             progress=told,
         )
     show(report, stderr=json_option.stdout)

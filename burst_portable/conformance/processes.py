@@ -51,17 +51,26 @@ def shards(subject: Subject, case: Case) -> list[Shard]:
     return _spawn(subject, case.ranks, case)
 
 
+def carried(subject: Subject) -> Subject:
+    """For another process: its backend by name where it has one, for a backend need not be something that pickles."""
+    backend = subject.backend
+    named = backend.name in known() and load(backend.name) is backend
+    return replace(subject, backend=backend.name) if named else subject  # type: ignore[arg-type]
+
+
+def unpacked(subject: Subject) -> Subject:
+    """In that process."""
+    return replace(subject, backend=load(subject.backend)) if isinstance(subject.backend, str) else subject
+
+
 def _spawn(subject: Subject, ranks: int, work: Work) -> list[Any]:
     """Start, wait, collect. Raises `RuntimeError` with what the first failing rank said."""
     context = multiprocessing.get_context("spawn")
-    backend = subject.backend
-    # By name where it has one: a backend need not be something that pickles.
-    carried = backend.name if backend.name in known() and load(backend.name) is backend else backend
+    lean = replace(carried(subject), wrap=as_it_is)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(ranks):
             mine, theirs = context.Pipe(duplex=False)
-            lean = replace(subject, backend=carried, wrap=as_it_is)  # type: ignore[arg-type]
             arguments = (theirs, lean, rank, ranks, str(Path(folder, "store")), work)
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
@@ -105,8 +114,7 @@ def _rank(pipe: Connection, subject: Subject, rank: int, ranks: int, store: str,
 
 
 def _run(subject: Subject, rank: int, ranks: int, store: str, work: Work) -> Any:
-    if isinstance(subject.backend, str):
-        subject = replace(subject, backend=load(subject.backend))
+    subject = unpacked(subject)
     capabilities, device = subject.backend.capabilities, subject.device
     if capabilities.streams:
         device = torch.device(capabilities.device_type, rank)

@@ -20,9 +20,9 @@ import pytest
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import load
+from burst_portable.conformance.making import attempt, rerun, shrunk, trials_of
 from burst_portable.conformance.poison import examining
 from burst_portable.conformance.subject import Subject
-from burst_portable.conformance.suite import attempt, rerun, shrunk, trials_of
 from burst_portable.conformance.trial import Trial
 
 

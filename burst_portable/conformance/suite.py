@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import platform
-import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 
 import torch
@@ -15,20 +14,17 @@ from burst_portable import __version__
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel, known, load
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.checks import CHECKS
+from burst_portable.conformance.making import Maker, listed
 from burst_portable.conformance.poison import examining
 from burst_portable.conformance.report import TIERS, Report, Result
 from burst_portable.conformance.running import kernel_problem
-from burst_portable.conformance.shrink import smallest
+from burst_portable.conformance.side_by_side import Made, side_by_side
 from burst_portable.conformance.subject import EFFORTS, Subject, Wrap, as_it_is
 from burst_portable.conformance.trial import Outcome, Trial
 from burst_portable.errors import BackendUnavailableError, InputError, explain, unknown_name
 
 Progress = Callable[[int, int, Trial, Outcome | None], None]
 """Called before a trial (with None) and after it: how many are done, how many there are."""
-
-_SHRUNK = 3  # failures of a group whose smallest case is looked for at length; the rest mostly say the same
-_AT_LENGTH, _BRIEFLY = 80, 12  # attempts
 
 
 def check_backend(
@@ -43,6 +39,7 @@ def check_backend(
     fail_fast: bool = False,
     wrap: Wrap = as_it_is,
     deadline: float = 60.0,
+    processes: int = 1,
     progress: Progress | None = None,
 ) -> Report:
     """Try everything that a backend must fulfil, and say how it went.
@@ -59,7 +56,9 @@ def check_backend(
         fail_fast: stop at the first failure, as it is: no smaller case is looked for.
         wrap: put around the transport of ranks that are threads; for tests of this suite.
         deadline: seconds until a rank that waits in vain gives up.
-        progress: told about every trial.
+        processes: how many make trials side by side, all on the same devices; 1 is this process alone. They are
+            spawned: a script that asks for several starts from ``if __name__ == "__main__":``.
+        progress: told about every trial, in order.
 
     Raises:
         InputError: a name that is none, or numbers that are out of range.
@@ -67,12 +66,12 @@ def check_backend(
     """
     found = load(backend) if isinstance(backend, str) else backend
     subject = Subject(found, ranks, effort, kernel, wrap, deadline)
-    _check_arguments(subject, tier)
+    _check_arguments(subject, tier, processes)
+    only, cases = tuple(only), tuple(cases)
     facts = _able(found)
     started = time.monotonic()
     with examining():
-        trials = [trial_of(subject, text) for text in cases] or list(trials_of(subject, only))
-        results = list(_tried(subject, trials, fail_fast, progress))
+        results = tuple(_made(subject, only, cases, processes, fail_fast, progress))
     return Report(
         backend=found.name,
         tier=tier or str(facts.get("tier", "device")),
@@ -81,103 +80,38 @@ def check_backend(
         ranks=ranks,
         effort=effort,
         kernel=kernel,
-        only=tuple(only) or tuple(cases),
+        only=only or cases,
         kernels=tuple(k.name for k in found.kernels()),
         device=_device(found, facts),
         versions=_versions(),
-        results=tuple(results),
+        results=results,
     )
 
 
-def trials_of(subject: Subject, only: Iterable[str] = ()) -> Iterator[Trial]:
-    """All trials, or those of some groups."""
-    names = tuple(only) or tuple(CHECKS)
-    for name in names:
-        if name not in CHECKS:
-            raise unknown_name("group of checks", name, CHECKS)
-    for name in CHECKS:
-        if name in names:
-            yield from CHECKS[name].trials(subject)
+def _made(
+    subject: Subject, only: Sequence[str], cases: Sequence[str], processes: int, fail_fast: bool, told: Progress | None
+) -> Iterator[Result]:
+    trials = listed(subject, only, cases)
+    if processes == 1:
+        maker = Maker(subject, shrink=not fail_fast)
+        every: Generator[Made] = (maker.make(trial) for trial in trials)
+    else:
+        every = side_by_side(subject, only, cases, trials, processes, shrink=not fail_fast)
+    with closing(every):
+        for number, trial in enumerate(trials):
+            if told:
+                told(number, len(trials), trial, None)
+            outcome, result = next(every)
+            if told:
+                told(number + 1, len(trials), trial, outcome)
+            yield result
+            if fail_fast and not outcome.ok:
+                return
 
 
-def trial_of(subject: Subject, text: str) -> Trial:
-    """The trial that a report calls so: ``group:case``, ``kernels:kernel:case`` or ``group:name``."""
-    group, _, name = text.partition(":")
-    if group not in CHECKS:
-        raise unknown_name("group of checks", group, CHECKS)
-    check = CHECKS[group]
-    head, colon, spec = name.rpartition(":")
-    kernels = [kernel.name for kernel in subject.backend.kernels()]
-    is_case = "=" in spec or spec == "default"
-    if check.of_case is not None and is_case and (head in kernels if group == "kernels" else not colon):
-        return check.of_case(subject, Case.parse(spec), head)
-    every = {trial.name: trial for trial in check.trials(replace(subject, effort="usual"))}
-    if name not in every:
-        raise unknown_name(f"trial of {group!r}", name, every)
-    return every[name]
-
-
-def attempt(trial: Trial, case: Case | None = None) -> Outcome:
-    """Make it; whatever it raises is a failure that says so."""
-    try:
-        return trial.attempt(case or trial.case or Case())
-    # A backend under examination may fail in any way, and the next trial should still be made.
-    except Exception as error:  # noqa: BLE001
-        return Outcome(wrong=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
-
-
-def shrunk(trial: Trial, attempts: int = _AT_LENGTH) -> Case | None:
-    """The smallest case found that fails as this one does; None for trials that are no case."""
-    if trial.case is None:
-        return None
-    return smallest(trial.case, lambda case: not attempt(trial, case).ok, attempts=attempts)
-
-
-def _tried(subject: Subject, trials: Sequence[Trial], fail_fast: bool, progress: Progress | None) -> Iterator[Result]:
-    failures: dict[str, int] = {}
-    for number, trial in enumerate(trials):
-        if progress:
-            progress(number, len(trials), trial, None)
-        started = time.monotonic()
-        outcome = attempt(trial)
-        seconds = time.monotonic() - started
-        least = None
-        if not outcome.ok:
-            failures[trial.check] = failures.get(trial.check, 0) + 1
-            if not fail_fast:
-                least = shrunk(trial, _AT_LENGTH if failures[trial.check] <= _SHRUNK else _BRIEFLY)
-        if progress:
-            progress(number + 1, len(trials), trial, outcome)
-        yield _result(subject, trial, outcome, seconds, least)
-        if fail_fast and not outcome.ok:
-            return
-
-
-def _result(subject: Subject, trial: Trial, outcome: Outcome, seconds: float, least: Case | None) -> Result:
-    text = trial.text
-    if least is not None:
-        text = f"{trial.check}:{trial.kernel}:{least.spec()}" if trial.kernel else f"{trial.check}:{least.spec()}"
-    return Result(
-        check=trial.check,
-        name=trial.name,
-        ok=outcome.ok,
-        seconds=round(seconds, 4),
-        errors={name: (error, allowed) for name, (error, allowed) in outcome.errors.items()},
-        message=outcome.text(),
-        skipped=outcome.skipped,
-        smallest=text if not outcome.ok else "",
-        command="" if outcome.ok else rerun(subject, text),
-    )
-
-
-def rerun(subject: Subject, text: str) -> str:
-    """The command line that makes exactly one trial again."""
-    words = ["burst-portable", "conform", "--backend", subject.backend.name]
-    words += ["--kernel", subject.kernel] if subject.kernel != "auto" else []
-    return shlex.join([*words, "--case", text])
-
-
-def _check_arguments(subject: Subject, tier: str | None) -> None:
+def _check_arguments(subject: Subject, tier: str | None, processes: int) -> None:
+    if isinstance(processes, bool) or not isinstance(processes, int) or not 1 <= processes <= 256:
+        raise InputError(explain("processes must be a number of them", got=processes, allowed="1 to 256"))
     if isinstance(subject.ranks, bool) or not isinstance(subject.ranks, int) or not 1 <= subject.ranks <= 64:
         raise InputError(explain("ranks must be a number of threads", got=subject.ranks, allowed="1 to 64"))
     if subject.effort not in EFFORTS:
