@@ -1,4 +1,4 @@
-"""Over several devices: streams, meshes and delays that must not mix up buffers; peers that are late or gone."""
+"""Over several devices: streams, meshes and delays that must not mix up buffers; peers that are late, gone or wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def play(folder: Path, what: str, transport: str, ranks: int) -> dict[int, dict]
     processes = [subprocess.Popen([*command, str(r), what, transport], cwd=ROOT) for r in range(ranks)]
     try:
         for rank, process in enumerate(processes):
-            if what == "stress" or rank != 1:
+            if what not in ("late", "killed") or rank != 1:
                 process.wait(timeout=200)
     finally:
         for process in processes:
@@ -58,3 +58,28 @@ def test_a_peer_that_is_late_or_gone(tmp_path, what, transport):
     assert "rank 0, forward step" in said[0]["message"]
     assert "rank" in said[0]["message"].split("forward step", 1)[1]
     assert "1" in said[0]["message"].split("forward step", 1)[1]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+def test_other_shapes_on_one_rank(tmp_path, transport):
+    """No rank computes anything: each names both sides."""
+    said = play(tmp_path, "shapes", transport, 2)
+    if "absent" in said.get(0, {}):
+        pytest.skip(said[0]["absent"])
+    for rank in (0, 1):
+        assert said[rank]["error"] == "MismatchError", said
+        assert "rank 0" in said[rank]["message"]
+        assert "rank 1" in said[rank]["message"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+def test_one_rank_is_out_of_memory(tmp_path, transport):
+    said = play(tmp_path, "memory", transport, 2)
+    if "absent" in said.get(0, {}):
+        pytest.skip(said[0]["absent"])
+    assert said[1]["error"] == "OutOfMemoryError", said
+    assert said[0]["error"] in ("DeadlineError", "PeerLostError", "MismatchError"), said
+    assert "rank 1" in said[0]["message"]
+    assert said[0]["seconds"] <= DEADLINE + 15.0

@@ -1,4 +1,4 @@
-"""One rank of test_trouble: two meshes on two streams under random delays, or a peer that is late or gone.
+"""One rank of test_trouble: two meshes on two streams under random delays, or a peer with which something is wrong.
 
 python -m tests.device.trouble RANKS FOLDER RANK WHAT TRANSPORT
 """
@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import burst_portable as bp
 from burst_portable.backends.registry import for_device
 from burst_portable.config import Config
-from burst_portable.errors import CommunicationError, UnsupportedError
+from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError
 from burst_portable.strategies.registry import make_strategy
 
 DEADLINE = 5.0
@@ -37,13 +38,25 @@ def join(ranks: int, folder: Path, rank: int) -> torch.device:
     return device
 
 
-def train(mesh: bp.Mesh, device: torch.device, length: int, seed: int, strategy: str = "ring") -> list[torch.Tensor]:
-    """(out, dq, dk, dv) of one call; the same on every run."""
+def shards(mesh: bp.Mesh, device: torch.device, length: int, seed: int, kv_heads: int) -> list[torch.Tensor]:
+    """This rank's q, k, v, dout; the same on every run."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(1, length, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    shapes = [(1, length, heads, DIM) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
     whole = [torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes]
-    q, k, v, dout = (bp.shard(x, mesh) for x in whole)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    return [bp.shard(x, mesh) for x in whole]
+
+
+def train(
+    mesh: bp.Mesh, device: torch.device, length: int, seed: int, strategy: str = "ring", kv_heads: int = KV_HEADS
+) -> list[torch.Tensor]:
+    """(out, dq, dk, dv) of one call."""
+    return attend(mesh, shards(mesh, device, length, seed, kv_heads), seed, strategy)
+
+
+def attend(mesh: bp.Mesh, mine: list[torch.Tensor], seed: int = 0, strategy: str = "ring") -> list[torch.Tensor]:
+    """(out, dq, dk, dv) of these shards."""
+    *inputs, dout = mine
+    leaves = [x.requires_grad_() for x in inputs]
     groups = 2 if HEADS // mesh.size > 1 else 1
     options = {"groups": groups} if strategy == "ulysses" else {"moves": "fetch", "ahead": 1 + seed % 3}
     chosen = make_strategy(strategy, **options)
@@ -99,20 +112,63 @@ def fault(rank: int, device: torch.device, config: Config, what: str, folder: Pa
         time.sleep(60)
         os._exit(0)
     started = time.monotonic()
-    try:
+
+    def until_it_is_noticed() -> None:
         while time.monotonic() < started + 60:
             train(mesh, device, 1024, 0)
             torch.accelerator.synchronize()
-    except CommunicationError as error:
+
+    return raised(until_it_is_noticed)
+
+
+def disagree(rank: int, device: torch.device, config: Config) -> None:
+    """Rank 1 calls with other shapes, when each rank's last call was known."""
+    mesh = bp.Mesh.from_group(config=config)
+    for kv_heads in (KV_HEADS, KV_HEADS, KV_HEADS // 2 if rank == 1 else KV_HEADS * 2):
+        train(mesh, device, 1024, 0, kv_heads=kv_heads)
+        torch.accelerator.synchronize()
+
+
+def run_out_of_memory(rank: int, device: torch.device, config: Config) -> None:
+    """Rank 1 has its longer inputs, and room for nothing else."""
+    mesh = bp.Mesh.from_group(config=config)
+    train(mesh, device, 1024, 0)
+    longer = shards(mesh, device, 65536, 0, KV_HEADS)
+    dist.barrier()
+    held, size = [], 1 << 30
+    while rank == 1 and size >= 1 << 20:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device=device))
+        except torch.OutOfMemoryError:
+            size //= 2
+    attend(mesh, longer)
+    torch.accelerator.synchronize()
+
+
+def raised(work: Callable[[], None]) -> dict[str, object]:
+    """What it raises, and after how long."""
+    started = time.monotonic()
+    try:
+        work()
+    except (CommunicationError, MismatchError, torch.OutOfMemoryError) as error:
         return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started}
     return {"error": "", "message": "nothing was noticed", "seconds": time.monotonic() - started}
+
+
+PLAYS: dict[str, Callable[[int, torch.device, Config, Path], dict[str, object]]] = {
+    "stress": lambda rank, device, config, _: stress(rank, device, config),
+    "late": lambda rank, device, config, folder: fault(rank, device, config, "late", folder),
+    "killed": lambda rank, device, config, folder: fault(rank, device, config, "killed", folder),
+    "shapes": lambda rank, device, config, _: raised(lambda: disagree(rank, device, config)),
+    "memory": lambda rank, device, config, _: raised(lambda: run_out_of_memory(rank, device, config)),
+}
 
 
 def main(ranks: int, folder: Path, rank: int, what: str, transport: str) -> None:
     device = join(ranks, folder, rank)
     config = Config(deadline=60.0 if what == "stress" else DEADLINE, transport=transport, kernel="triton")
     try:
-        found = stress(rank, device, config) if what == "stress" else fault(rank, device, config, what, folder)
+        found = PLAYS[what](rank, device, config, folder)
     except UnsupportedError as error:  # this machine has no such transport
         found = {"absent": str(error)}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
