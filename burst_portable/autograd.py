@@ -154,6 +154,7 @@ def apply(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> 
     with own_precision(q.device.type):
         _begin(call)
         if wanted:
+            # torch has no types for it
             result: tuple[Tensor, Tensor | None] = Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
             return result
         if call.plan.reshard:

@@ -73,7 +73,7 @@ def run_kernel(
                 _, k, v, _ = inputs[owner]
                 into = gradients[mine][0].view, gradients[owner][1].view, gradients[owner][2].view
                 given = {"out": out} if by_out else {"delta": delta}
-                kernel.attend_backward(dout, q, k, v, lse, pairs[mine][owner], options, **given, into=into)  # type: ignore[arg-type]
+                kernel.attend_backward(dout, q, k, v, lse, pairs[mine][owner], options, **given, into=into)
     _check_untouched(inputs, before, gradients)
     shards = []
     for (out, lse), block in zip(answers, gradients, strict=True):
@@ -91,7 +91,8 @@ def run_whole(kernel: Kernel, case: Case, x: Inputs, device: torch.device) -> An
     out, lse = numerics.finished(whole.attend_whole(kernel, q, k, v, tiles, options), case.dtype)
     dq, dk, dv = whole.gradients(kernel, dout, q, k, v, out.to(case.dtype), lse, tiles, options)
     _check_untouched([(q, k, v, dout)], before, [])
-    return together([Shard(*(t.to(case.dtype).cpu() for t in (out, lse, dq, dk, dv)), None)], layout)
+    out, lse, dq, dk, dv = (t.to(case.dtype).cpu() for t in (out, lse, dq, dk, dv))
+    return together([Shard(out, lse, dq, dk, dv, None)], layout)
 
 
 def _order(mine: int, blocks: int) -> list[int]:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -127,13 +128,13 @@ class Case:
 
         Raises `InputError` for a name or a value that is none, or choices that do not go together.
         """
-        given: dict[str, object] = {}
+        given: Choices = {}
         for part in text.split(",") if text not in ("", "default") else ():
             name, _, value = part.partition("=")
             if name not in _READERS:
                 raise unknown_name("choice of a case", name, _READERS)
             given[name] = _READERS[name](value)
-        case = cls(**given)  # type: ignore[arg-type]
+        case = cls(**given)
         if not case.possible():
             raise InputError(explain("these choices do not go together", got=text))
         return case
@@ -236,7 +237,12 @@ _READERS: Mapping[str, Callable[[str], object]] = {
 }
 
 
-AXES: Mapping[str, tuple[object, ...]] = {
+Choices = dict[str, Any]
+"""Some choices of a `Case` by name; each name has values of a type of its own."""
+Axes = Mapping[str, tuple[Any, ...]]
+"""What to choose from, by name."""
+
+AXES: Axes = {
     "mask": tuple(MASKS),
     "strategy": tuple(STRATEGIES),
     "layout": LAYOUTS,
@@ -248,15 +254,15 @@ AXES: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def product(axes: Mapping[str, tuple[object, ...]] = AXES) -> Iterator[Case]:
+def product(axes: Axes = AXES) -> Iterator[Case]:
     """Every possible combination."""
     for values in itertools.product(*axes.values()):
-        case = Case(**dict(zip(axes, values, strict=True)))  # type: ignore[arg-type]
+        case = Case(**dict(zip(axes, values, strict=True)))
         if case.possible():
             yield case
 
 
-def covering(axes: Mapping[str, tuple[object, ...]] = AXES, *, tries: int = 24) -> list[Case]:
+def covering(axes: Axes = AXES, *, tries: int = 24) -> list[Case]:
     """Few possible cases in which every pair of choices that goes together occurs.
 
     Greedy and deterministic: of several random completions of a pair that is still missing, the one that covers
@@ -282,16 +288,16 @@ def covering(axes: Mapping[str, tuple[object, ...]] = AXES, *, tries: int = 24) 
 Pair = tuple[tuple[str, object], tuple[str, object]]
 
 
-def _pairs(axes: Mapping[str, tuple[object, ...]]) -> Iterator[Pair]:
+def _pairs(axes: Axes) -> Iterator[Pair]:
     for (a, first), (b, second) in itertools.combinations(axes.items(), 2):
         yield from (((a, x), (b, y)) for x in first for y in second)
 
 
-def _completed(chosen: dict[str, object], axes: Mapping[str, tuple[object, ...]], random_: random.Random) -> Case:
+def _completed(chosen: Choices, axes: Axes, random_: random.Random) -> Case:
     others = {axis: random_.choice(values) for axis, values in axes.items() if axis not in chosen}
-    return Case(**chosen, **others)  # type: ignore[arg-type]
+    return Case(**chosen, **others)
 
 
-def _held(case: Case, axes: Mapping[str, tuple[object, ...]]) -> Iterator[Pair]:
+def _held(case: Case, axes: Axes) -> Iterator[Pair]:
     """The pairs of choices in a case."""
     return itertools.combinations(((axis, getattr(case, axis)) for axis in axes), 2)

@@ -43,7 +43,8 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         q[..., 0] = (_SHIFT_BESIDE_SINKS if case.sinks else _SHIFT) * d**0.5
         k[..., 0] = 1.0 if case.values == "high" else -1.0
     sinks = torch.randn(heads, generator=generator).to(case.dtype) if case.sinks else None
-    return Inputs(*(x.to(case.dtype) for x in (q, k, v, dout)), sinks)
+    q, k, v, dout = (x.to(case.dtype) for x in (q, k, v, dout))
+    return Inputs(q, k, v, dout, sinks)
 
 
 def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:

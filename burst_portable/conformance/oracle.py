@@ -76,6 +76,8 @@ def attention(
     out = torch.einsum("bhij,bjhd->bihd", p[..., : k.shape[1]], values)
     out.backward(dout.to(dtype))
     lse = torch.logsumexp(every.detach().double(), dim=-1)
-    grads = (q.grad, k.grad, v.grad)
-    assert all(g is not None for g in grads)
-    return Answer(out.detach(), lse, *grads, None if sinks is None else sinks.grad)  # type: ignore[arg-type]
+    dq, dk, dv = q.grad, k.grad, v.grad
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
+    return Answer(out.detach(), lse, dq, dk, dv, None if sinks is None else sinks.grad)

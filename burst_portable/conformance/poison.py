@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -29,15 +30,16 @@ def examining() -> Iterator[None]:
 def fresh_memory_is_nan() -> Iterator[None]:
     """Tensors of empty, empty_like, new_empty ... start as NaN, integers (so messages too) as all ones."""
     mode = torch.get_deterministic_debug_mode()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    switch: Any = torch.utils.deterministic  # a module with a property: its class is another one when it runs
+    fill = switch.fill_uninitialized_memory
     # torch fills in deterministic mode only. A backend's own indeterminism is its business here: no errors for it.
     # Not by `use_deterministic_algorithms`, which loads torch's compiler: more than a second of every process.
     torch.set_deterministic_debug_mode("warn")
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    switch.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*deterministic.*")
             yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        switch.fill_uninitialized_memory = fill
         torch.set_deterministic_debug_mode(mode)

@@ -55,7 +55,7 @@ def carried(subject: Subject) -> Subject:
     """For another process: its backend by name where it has one, for a backend need not be something that pickles."""
     backend = subject.backend
     named = backend.name in known() and load(backend.name) is backend
-    return replace(subject, backend=backend.name) if named else subject  # type: ignore[arg-type]
+    return replace(subject, backend=backend.name) if named else subject  # type: ignore[arg-type]  # till unpacked
 
 
 def unpacked(subject: Subject) -> Subject:

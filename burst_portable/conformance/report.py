@@ -124,8 +124,8 @@ class Report:
             for derived in ("schema", "ok", "counts"):
                 facts.pop(derived)
             results = tuple(_read(row) for row in facts.pop("results"))
-            lists = {name: tuple(facts.pop(name)) for name in ("only", "kernels")}
-            return cls(**facts, **lists, results=results)
+            only, kernels = (tuple(facts.pop(name)) for name in ("only", "kernels"))
+            return cls(**facts, only=only, kernels=kernels, results=results)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise InputError(explain("this is no report that this library wrote", got=told)) from error

@@ -107,9 +107,12 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
         agree(runtime.transport, call.forward)
         runtime.transport.begin(call.forward.digest)
         out, lse = Attention.forward(context, q, k, v, sinks, call)
-        dq, dk, dv, dsinks, _ = Attention.backward(context, dout, None)
+        dq, dk, dv, dsinks, _ = (None if g is None else g.cpu() for g in Attention.backward(context, dout, None))
     assert lse is not None, "it is asked for unless a call says otherwise"
-    return Shard(*(None if t is None else t.cpu() for t in (out, lse, dq, dk, dv, dsinks)))  # type: ignore[arg-type]
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
+    return Shard(out.cpu(), lse.cpu(), dq, dk, dv, dsinks)
 
 
 def run_case(subject: Subject, case: Case, x: Inputs) -> Answer:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from burst_portable.conformance.blocks import Trespass, run_kernel, run_whole
-from burst_portable.conformance.cases import DTYPES, HEADS, MASKS, MEMORY, VALUES, Case, covering
+from burst_portable.conformance.cases import DTYPES, HEADS, MASKS, MEMORY, VALUES, Axes, Case, Choices, covering
 from burst_portable.conformance.checks.attending import judged
 from burst_portable.conformance.checks.sizes import HEAD_SIZES
 from burst_portable.conformance.checks.steady import grown
@@ -22,7 +22,7 @@ from burst_portable.kernels.contract import Kernel
 from burst_portable.layouts import NAMES as LAYOUTS
 
 NAME = "kernels"
-AXES: dict[str, tuple[object, ...]] = {
+AXES: Axes = {
     "mask": tuple(MASKS),
     "layout": LAYOUTS,
     "ranks": (1, 2, 3),
@@ -38,7 +38,7 @@ LARGER_HEADS = ("2x2x64x64", "4x2x64x64", "4x1x128x128", "4x2x128x64", "4x2x64x1
 """For kernels that are built for sizes which models have."""
 
 
-def axes_of(kernel: Kernel, device: str) -> dict[str, tuple[object, ...]]:
+def axes_of(kernel: Kernel, device: str) -> Axes:
     """What the kernel serves: an axis loses the values that it declines beside choices that it serves."""
     usual = plainest(kernel, device)
     axes = AXES if usual["heads"] in HEADS else {**AXES, "heads": LARGER_HEADS}
@@ -48,9 +48,9 @@ def axes_of(kernel: Kernel, device: str) -> dict[str, tuple[object, ...]]:
     }
 
 
-def plainest(kernel: Kernel, device: str) -> dict[str, object]:
+def plainest(kernel: Kernel, device: str) -> Choices:
     """The plainest heads, order of sums and dtype that it serves together."""
-    bases: Iterator[dict[str, object]] = (
+    bases: Iterator[Choices] = (
         {"heads": heads, "deterministic": deterministic, "dtype": dtype}
         for heads in ("mha", *LARGER_HEADS)
         for deterministic in (True, False)
@@ -63,21 +63,21 @@ def fitted(case: Case, kernel: Kernel, device: str) -> Case:
     """A case of the quick look; with the plainest choices where the kernel does not serve those of the case."""
     if kernel.supports(kernel_problem(case, device)).ok:
         return case
-    return replace(case, **plainest(kernel, device))  # type: ignore[arg-type]
+    return replace(case, **plainest(kernel, device))
 
 
-def _serves(kernel: Kernel, device: str, **choices: object) -> bool:
-    return kernel.supports(kernel_problem(Case(**{"heads": "mha", **choices}), device)).ok  # type: ignore[arg-type]
+def _serves(kernel: Kernel, device: str, **choices: Any) -> bool:
+    return kernel.supports(kernel_problem(Case(**{"heads": "mha", **choices}), device)).ok
 
 
 def declined(kernel: Kernel, device: str) -> Iterator[Case]:
     """One case for every value that it declines: its reason goes into the report."""
     kept = axes_of(kernel, device)
     for axis, values in AXES.items():
-        yield from (Case(**{axis: v}) for v in values if v not in kept[axis])  # type: ignore[arg-type]
+        yield from (Case(**{axis: v}) for v in values if v not in kept[axis])
 
 
-def cases(effort: str, axes: Mapping[str, tuple[Any, ...]]) -> Iterator[Case]:
+def cases(effort: str, axes: Axes) -> Iterator[Case]:
     """Every pair of choices; head sizes; large and small scores. For a quick look a handful."""
     if effort == "quick":
         masks = ("causal", "window", "documents", "rows_see_nothing", "custom")
@@ -93,9 +93,9 @@ def cases(effort: str, axes: Mapping[str, tuple[Any, ...]]) -> Iterator[Case]:
             yield Case(heads=f"4x2x{size}x{size}", dtype=dtype, batch=1, length=67, deterministic=False)
     dtypes, usual = axes["dtype"], {axis: axes[axis][0] for axis in ("heads", "deterministic")}
     usual["heads"] = "gqa" if "gqa" in axes["heads"] else usual["heads"]
-    yield from (Case(**{**usual, "values": v, "dtype": dtype}) for v in VALUES[1:] for dtype in dtypes)  # type: ignore[arg-type]
+    yield from (Case(**{**usual, "values": v, "dtype": dtype}) for v in VALUES[1:] for dtype in dtypes)
     for length in (2, 15, 16, 17, 63, 64, 65, 129):
-        yield Case(**{**usual, "length": length, "ranks": 1, "layout": "contiguous", "dtype": dtypes[0]})  # type: ignore[arg-type]
+        yield Case(**{**usual, "length": length, "ranks": 1, "layout": "contiguous", "dtype": dtypes[0]})
 
 
 def trials(subject: Subject) -> Iterator[Trial]:

@@ -89,7 +89,8 @@ class LateInputs:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
     ) -> State:
-        return self._kernel.attend(*self._late(q, k, v), tiles, options, state=state)
+        q, k, v = self._late(q, k, v)
+        return self._kernel.attend(q, k, v, tiles, options, state=state)
 
     def attend_backward(
         self,
@@ -105,8 +106,8 @@ class LateInputs:
         out: Tensor | None = None,
         into: Gradients,
     ) -> None:
-        late = self._late(dout, q, k, v, lse)
-        self._kernel.attend_backward(*late, tiles, options, delta=delta, out=out, into=into)
+        dout, q, k, v, lse = self._late(dout, q, k, v, lse)
+        self._kernel.attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
 
     def _late(self, *tensors: Tensor) -> list[Tensor]:
         written = [torch.empty_like(tensor) for tensor in tensors]
@@ -150,7 +151,7 @@ def _order_trial(subject: Subject, kernel: Kernel) -> Trial:
 
 def _order(subject: Subject, kernel: Kernel) -> Outcome:
     """It reads what the current stream has written, and not what lay there before."""
-    case = Case(ranks=1, **plainest(kernel, subject.device.type))  # type: ignore[arg-type]
+    case = Case(ranks=1, **plainest(kernel, subject.device.type))
     support = kernel.supports(kernel_problem(case, subject.device.type))
     if not support.ok:
         return Outcome(skipped=support.reason)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burst_portable.comm.base import Handle, Transport
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.inputs import make_inputs
@@ -20,6 +21,7 @@ from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Check, Outcome, Trial, plain
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.contract import Gradients, Options
+from burst_portable.moves import Move
 from burst_portable.numerics import State
 from burst_portable.plans import PASSES, Compute, PassName, Plan
 from burst_portable.profiling.partition import PARTS
@@ -144,7 +146,7 @@ class _Held:
     inner: Runtime
 
     @property
-    def transport(self) -> Any:
+    def transport(self) -> Transport:
         return self.inner.transport
 
     def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
@@ -163,10 +165,15 @@ class _Held:
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
         return self.inner.gradients(compute, tensors, options)
 
-    def copies(self, device: Any, step: int, *, backward: bool) -> Any:
+    def copies(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
         return self.inner.copies(device, step, backward=backward)
 
-    def post(self, sends: Any, receives: Any, step: int, *, backward: bool) -> Any:
+    def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
+        return self.inner.inbox(moves, size, device)
+
+    def post(
+        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int, *, backward: bool
+    ) -> tuple[list[Handle], list[Handle]]:
         return self.inner.post(sends, receives, step, backward=backward)
 
 
