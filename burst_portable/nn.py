@@ -138,7 +138,8 @@ class SelfAttention(nn.Module):
         out = attention(
             q, k, v, mask=self.mask, mesh=self.mesh, strategy=self.strategy, layout=self.layout, seq_len=length
         )
-        return self.out(out.flatten(-2))
+        projected: Tensor = self.out(out.flatten(-2))
+        return projected
 
     @outside_graphs
     def _whole_length(self, x: Tensor, seq_len: int | None) -> int:

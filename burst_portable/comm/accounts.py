@@ -51,7 +51,8 @@ class _Asking:
     def _run(self) -> None:
         """Until all have spoken or patience ends."""
         try:
-            self._ask(dist.group.WORLD.get_group_store(), dist.get_rank())
+            if (world := dist.group.WORLD) is not None:  # else this rank has left it by now
+                self._ask(world.get_group_store(), dist.get_rank())
         except RuntimeError:  # DistStoreError and the like: the store went away with its host
             return
         finally:

@@ -36,7 +36,7 @@ class Board:
         turn = -1  # unknown
         try:
             turn = self._store.add(f"turns/{self._rank}", 1) - 1
-            self._store.set(f"{turn}/{self._rank}", data)
+            self._store.set(f"{turn}/{self._rank}", data)  # type: ignore[arg-type]  # bytes need not be text
             if turn > 1:  # all ranks have said something at the turn before, so they have read the one before that
                 self._store.delete_key(f"{turn - 2}/{self._rank}")
             return [self._said(f"{turn}/{rank}", until) for rank in range(self._size)]

@@ -79,7 +79,9 @@ class TorchDistTransport(Transport):
         deadline: float | None = None,
         in_watch: Callable[[], None] | None = None,
     ) -> None:
-        self.group = group if group is not None else dist.group.WORLD
+        found = group if group is not None else dist.group.WORLD
+        assert found is not None, "a mesh refuses to be made without one"
+        self.group = found
         self.name, self._batched, self._deadline = name, batched, deadline
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.host = not batched

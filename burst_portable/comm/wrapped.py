@@ -22,7 +22,7 @@ class WrappedTransport(Transport):
         self.lasting = inner.lasting
 
     @property
-    def passes(self) -> int:  # type: ignore[override]
+    def passes(self) -> int:
         return self._inner.passes
 
     @passes.setter

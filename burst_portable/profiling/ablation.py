@@ -105,7 +105,8 @@ def ablate(
         _timed(step, mesh, device, ())  # warm; ranks meet there, so all have kept their random numbers by then
         runs = [[_timed(step, mesh, device, off) for off in _KINDS] for _ in range(repeat)]
     _meet(mesh, device)
-    return Ablation(*(min(times) for times in zip(*runs, strict=True)), repeat=repeat)
+    whole, silent, idle, both = (min(times) for times in zip(*runs, strict=True))
+    return Ablation(whole, silent, idle, both, repeat)
 
 
 def _device_of(model: nn.Module | None) -> str:

@@ -40,7 +40,8 @@ def achieved(one: RankRecords, messages: Messages) -> list[Row]:
 
             def mine(table: Table, calls: NDArray[np.int64] = calls, backward: int = backward) -> NDArray[np.bool_]:
                 key = table["iteration"] * _MANY + table["call"]
-                return np.isin(key, calls) & (table["backward"] == backward)
+                found: NDArray[np.bool_] = np.isin(key, calls) & (table["backward"] == backward)
+                return found
 
             kernels = compute.where(mine(compute))
             if not len(kernels):

@@ -83,9 +83,10 @@ class DeviceMark:
 
     __slots__ = ("base", "event", "time")
 
-    def __init__(self, base: Any, event: Any) -> None:
-        self.base, self.event = base, event
-        self.time: int | None = None
+    def __init__(self, base: torch.Event, event: torch.Event) -> None:
+        self.base = base
+        self.event: torch.Event | None = event
+        self.time = NEVER
 
 
 class DeviceClock:
@@ -99,22 +100,22 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: list[Any] = []
+        self._pool: list[torch.Event] = []
         self._marks = 0
         self._base, self._from, self._took = self._best_anchor()
         self._stretch = 0.0  # nanoseconds of the host more, for each of the device
         self._offset: dict[int, int] = {id(self._base): self._from}
-        self._before: dict[int, Any] = {}  # the base before a base; all are kept, so that no id is used again
+        self._before: dict[int, torch.Event] = {}  # the base before a base; all are kept, so that no id is used again
         self._kept = [self._base]
-        self._watcher: Any = None
+        self._watcher: torch.Stream | None = None
         self._apart = False  # the watcher was given something that no other stream has waited for
 
-    def _best_anchor(self) -> tuple[Any, int, int]:
+    def _best_anchor(self) -> tuple[torch.Event, int, int]:
         best, *others = sorted((self._anchor() for _ in range(_ANCHORS)), key=lambda anchor: anchor[2])
         self._pool += [event for event, *_ in others]
         return best
 
-    def _anchor(self) -> tuple[Any, int, int]:
+    def _anchor(self) -> tuple[torch.Event, int, int]:
         """An event, the host's time in the middle of waiting for it, and how long that took."""
         event, began = self._event(), time.perf_counter_ns()
         event.record()
@@ -122,7 +123,7 @@ class DeviceClock:
         took = time.perf_counter_ns() - began
         return event, began + took // 2, took
 
-    def _event(self) -> Any:
+    def _event(self) -> torch.Event:
         return self._pool.pop() if self._pool else torch.Event(self._device, enable_timing=True)
 
     def mark(self) -> DeviceMark:
@@ -147,7 +148,7 @@ class DeviceClock:
         return DeviceMark(self._base, event)
 
     def rejoin(self) -> None:
-        if self._apart:
+        if self._watcher is not None and self._apart:
             torch.accelerator.current_stream(self._device).wait_stream(self._watcher)
             self._apart = False
 
@@ -161,19 +162,19 @@ class DeviceClock:
         return Drift(1e6 * (until - told) / span, 1e6 * unsure / span, corrected)
 
     def read(self, mark: DeviceMark) -> int:
-        if mark.time is None:
-            mark.event.synchronize()
-            told = self._at(mark.base, mark.event)
+        if (event := mark.event) is not None:
+            event.synchronize()
+            told = self._at(mark.base, event)
             mark.time = told + round((told - self._from) * self._stretch)
-            self._pool.append(mark.event)
+            self._pool.append(event)
             mark.event = None
         return mark.time
 
-    def _at(self, base: Any, event: Any) -> int:
+    def _at(self, base: torch.Event, event: torch.Event) -> int:
         """When an event was reached, by the device's clock from the first anchor on."""
         return self._start(base) + round(base.elapsed_time(event) * 1e6)
 
-    def _start(self, base: Any) -> int:
+    def _start(self, base: torch.Event) -> int:
         """When a base was reached: the way from one base to the next, added up."""
         way = []
         while id(base) not in self._offset:

@@ -58,7 +58,8 @@ class Messages:
     def known(self) -> NDArray[np.bool_]:
         """Whether its arrival was seen: by a stream, or by a receiver that stood waiting. Others came earlier."""
         waited = self.receive["end"] - self.receive["start"] > NOTICED
-        return waited | (self.receive["arrived"] != NEVER)
+        known: NDArray[np.bool_] = waited | (self.receive["arrived"] != NEVER)
+        return known
 
 
 def match(records: Sequence[RankRecords]) -> Messages:

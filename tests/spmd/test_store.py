@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from burst_portable.comm.accounts import _Asking
 from burst_portable.comm.agreement import agree, state
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import run_threads
@@ -74,3 +75,12 @@ def test_calls_that_differ_are_told_and_not_remembered():
                 agree(transport, state({"dtype": "float16" if transport.rank else "float32", "more": "yes"}))
 
     over_store(2, work)
+
+
+def test_a_rank_that_has_left_its_group_has_no_account_to_give():
+    """Another thread may have ended the process group by the time that the store is asked."""
+    assert not dist.is_initialized()
+    asking = _Asking([0, 1], "late")
+    asking._run()
+    assert asking.over.is_set()
+    assert asking.told == {}

@@ -50,4 +50,5 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float) -> 
 def _step(data: dict[str, Any], name: str) -> float:
     """Of the slowest rank, a training step."""
     steps = max(1, len(data["iterations"]))
-    return max(rank[name] for rank in data["ranks"]) / steps
+    slowest: int = max(rank[name] for rank in data["ranks"])
+    return slowest / steps

@@ -81,7 +81,8 @@ def step_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
         slowest = max(ranks, key=lambda r: r["blocking"] + r["compute"])
 
         def mean(name: str, of: list[dict[str, Any]] = ranks) -> float:
-            return sum(r[name] / r["times"] for r in of) / len(of)
+            shares: list[float] = [r[name] / r["times"] for r in of]
+            return sum(shares) / len(shares)
 
         compute = sum(r["compute"] for r in ranks)
         rows.append(
