@@ -197,7 +197,7 @@ def choose_kernel(backend: Backend, problem: KernelProblem, named: str = "auto")
         if named not in kernels:
             raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
         return _named_kernel(kernels, problem, named), "named"
-    reasons = []
+    reasons: list[str] = []
     for kernel in kernels.values():
         support = kernel.supports(problem)
         if support.ok:

@@ -22,7 +22,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.contract import Gradients, Options
+from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.whole import added_up
 from burst_portable.numerics import State, accumulation_dtype, empty_state, merge_into, surrogate_out, widened
 from burst_portable.tiles import Tile, Tiles
@@ -55,7 +55,12 @@ class PiecewiseKernel(ABC, Generic[P]):
     The operator sees ``[B, S, H, D]`` of one piece, with few K/V heads as they are, after `ready`.
     """
 
+    name: str
     in_pieces = True
+
+    @abstractmethod
+    def supports(self, problem: KernelProblem) -> Support:
+        """See `kernels.contract.Kernel`."""
 
     @abstractmethod
     def lower(self, tile: Tile) -> Iterator[P]:
@@ -134,8 +139,8 @@ class PiecewiseKernel(ABC, Generic[P]):
         piece = only_piece((piece for tile in tiles for piece in self.lower(tile)), q.shape[1], k.shape[1])
         if piece is None:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
-        ready = (self.ready(x, q.dtype) for x in (dout, q, k, v, out))
-        return self.backward(*ready, lse, piece, options.scale)
+        dout, q, k, v, out = (self.ready(x, q.dtype) for x in (dout, q, k, v, out))
+        return self.backward(dout, q, k, v, out, lse, piece, options.scale)
 
 
 class Triangle(NamedTuple):
@@ -231,6 +236,6 @@ class TriangleKernel(PiecewiseKernel[Triangle]):
         lse = lse.to(accumulation_dtype(q.dtype))
         if not piece.reversed:
             return self.operate_backward(dout, q, k, v, out, lse.contiguous(), piece.causal, scale)
-        turned = (x.flip(1) for x in (dout, q, k, v, out))
-        dq, dk, dv = self.operate_backward(*turned, lse.flip(2), piece.causal, scale)
+        dout, q, k, v, out = (x.flip(1) for x in (dout, q, k, v, out))
+        dq, dk, dv = self.operate_backward(dout, q, k, v, out, lse.flip(2), piece.causal, scale)
         return dq.flip(1), dk.flip(1), dv.flip(1)

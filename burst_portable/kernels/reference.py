@@ -93,7 +93,8 @@ def _pieces(tiles: Tiles, q: Tensor) -> Iterator[Tile]:
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """[B, S, Hq, D] -> [B, G, g, S, D] in the dtype that is computed in."""
-    return x.to(running_dtype(x.dtype)).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+    apart: Tensor = x.to(running_dtype(x.dtype)).unflatten(2, (groups, -1))
+    return apart.permute(0, 2, 3, 1, 4)
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,7 +109,8 @@ def _ungrouped(x: Tensor) -> Tensor:
 
 def _matmul(x: Tensor, y: Tensor) -> Tensor:
     """[B, G, g, S, A] x [B, G, A, C] -> [B, G, g, S, C], as one product a K/V head."""
-    return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
+    product: Tensor = (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
+    return product
 
 
 def _summed(x: Tensor, y: Tensor) -> Tensor:
@@ -118,7 +120,8 @@ def _summed(x: Tensor, y: Tensor) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, tile: Tile, options: Options) -> tuple[Tensor, Tensor | float]:
     """Scaled, capped, masked scores, and the derivative of the cap."""
-    scores, slope = _matmul(q, k.transpose(-1, -2)) * options.scale, 1.0
+    slope: Tensor | float = 1.0
+    scores = _matmul(q, k.transpose(-1, -2)) * options.scale
     if options.softcap is not None:
         squashed = torch.tanh(scores / options.softcap)
         scores, slope = options.softcap * squashed, 1.0 - squashed.square()

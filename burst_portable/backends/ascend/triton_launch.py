@@ -72,7 +72,8 @@ def _compensated(state: Compensated | None, part: State) -> Compensated:
 
 def padded(size: int) -> int:
     """A head size as the kernels hold it."""
-    return max(16, triton.next_power_of_2(size))
+    power: int = triton.next_power_of_2(size)
+    return max(16, power)
 
 
 @lru_cache(maxsize=1)

@@ -40,7 +40,8 @@ def _measured(dtype: str, threads: int) -> Peaks:
 def _shortest(work: Callable[[], object]) -> float:
     """Seconds of the fastest of some calls, in time of this thread, so that neighbours on the machine count little."""
     work()
-    times, until = [], time.perf_counter() + _SECONDS
+    times: list[float] = []
+    until = time.perf_counter() + _SECONDS
     while not times or time.perf_counter() < until:
         began = time.thread_time()
         work()

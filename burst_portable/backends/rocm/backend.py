@@ -73,7 +73,7 @@ class RocmBackend(AcceleratorBackend):
         return libraries()
 
     def meter(self, index: int) -> Meter:
-        one = torch.cuda.get_device_properties(index)
+        one: Any = torch.cuda.get_device_properties(index)  # releases of torch differ in what it tells
         if not hasattr(one, "pci_bus_id"):
             raise BackendUnavailableError("this torch does not tell a device's PCI address, by which amdsmi knows it")
         return AmdsmiMeter(f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0")

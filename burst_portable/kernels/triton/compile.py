@@ -133,9 +133,10 @@ def compile_one(target: str, kernel: str, head: int, blocks: Blocks | None = Non
     try:
         compiled = compiled_kernel(target, kernel, head, blocks)
     except Exception as error:  # noqa: BLE001 - whatever a compiler throws is the finding
-        while error.__cause__ is not None:
-            error = error.__cause__
-        message = explain(f"{kernel} for {target}, head size {head}", got=f"{way}: {str(error)[-300:]}")
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        message = explain(f"{kernel} for {target}, head size {head}", got=f"{way}: {str(first)[-300:]}")
         return Record(target, kernel, head, way, error=message)
     seconds = round(time.perf_counter() - started, 2)
     listing = compiled.asm.get("amdgcn")

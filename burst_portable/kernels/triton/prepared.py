@@ -68,7 +68,7 @@ class Launch:
             compiled = self._compile(arguments, self._options)
             if matrix_descriptors.faults(compiled):  # two warps multiply by mma.sync, which knows no descriptors
                 compiled = self._compile(arguments, {**self._options, "num_warps": 2})
-            ready = compiled[(self.programs, 1, 1)]
+            ready: Callable[..., object] = compiled[(self.programs, 1, 1)]
             ready(*arguments, *self._tail)
         except (TritonError, RuntimeError) as error:
             if not isinstance(error, TritonError) and "PassManager" not in str(error):
@@ -127,7 +127,8 @@ def describable(x: Tensor) -> bool:
 @lru_cache
 def padded(size: int) -> int:
     """A head size as the kernels hold it: matrix instructions want at least 16."""
-    return max(16, triton.next_power_of_2(size))
+    power: int = triton.next_power_of_2(size)
+    return max(16, power)
 
 
 @lru_cache(maxsize=1)

@@ -169,11 +169,11 @@ def _early_releases(ptx: str) -> int:
 def _ptxas(ptx: str) -> str:
     import triton
 
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [tools / "ptxas", "-v", "--gpu-name=sm_90a", path, "-o", Path(folder) / "kernel.cubin"]
+        command = [str(ptxas), "-v", "--gpu-name=sm_90a", str(path), "-o", str(Path(folder) / "kernel.cubin")]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 

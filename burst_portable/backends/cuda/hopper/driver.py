@@ -81,7 +81,8 @@ class KernelDriver:
 
     def parameters(self, function: int) -> list[tuple[int, int]]:
         """Offset and size of each, in bytes."""
-        offset, size, found = ctypes.c_size_t(), ctypes.c_size_t(), []
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        found: list[tuple[int, int]] = []
         while not self._info(function, len(found), ctypes.byref(offset), ctypes.byref(size)):
             found.append((offset.value, size.value))
         return found
@@ -185,7 +186,7 @@ def ready(driver: KernelDriver | None, kernel: Any, args: Sequence[Any]) -> Read
     if [(tuple(m["block_size"]), m["swizzle"]) for m in maps] != [(d.box, _SWIZZLES[d.swizzle]) for d in described]:
         return None
     form = packing(args, driver.parameters(kernel.function))
-    return form and Ready(driver, kernel, form, args)
+    return None if form is None else Ready(driver, kernel, form, args)
 
 
 def packing(args: Sequence[Any], parameters: Sequence[tuple[int, int]]) -> struct.Struct | None:
