@@ -7,14 +7,14 @@ from collections import OrderedDict
 
 import torch
 
-from burst_portable.backends.cuda.hopper import configs
+from burst_portable.backends.cuda.hopper import configs, tables
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.kernels.contract import Options
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.numerics import empty_state, finished, row_delta
-from burst_portable.tiles import Tiles, find_tiles
+from burst_portable.tiles import Tiles, banded_box, find_tiles
 
 KERNEL, ORACLE = HopperKernel(), ReferenceKernel()
 # (out, LSE, gradients): relative Frobenius error, of which bf16 attention itself has about 2e-3 to 4e-3.
@@ -48,6 +48,31 @@ def tall_where_it_can(monkeypatch):
     monkeypatch.setattr(configs, "TALL_BLOCKS", 0)
     monkeypatch.setattr(configs, "TALL_ITEMS", 0)
     monkeypatch.setattr(KERNEL, "_tables", OrderedDict())
+
+
+def one_program_for_all_heads_of_a_key(monkeypatch):
+    """Backward passes are cut as where there are many programs, however few there are."""
+    monkeypatch.setattr(configs, "LATE", 0)
+    monkeypatch.setattr(KERNEL, "_tables", OrderedDict())
+
+
+def long_blocks_where_they_can(monkeypatch):
+    """Key blocks that more queries see than others do are served apart, however short the sequence is."""
+    monkeypatch.setattr(tables, "_SHORT", 0)
+    monkeypatch.setattr(KERNEL, "_tables", OrderedDict())
+
+
+def seen_by_all(first, last):
+    """Of 1030 keys, those [first, last) that the first 900 queries see, besides a window."""
+    boxes = ((0, first, 0, 60), (first, last, -2000, 2000), (last, 1030, 0, 60))
+    tiles = (banded_box(0, 900, *box) for box in boxes)
+    return Tiles(tile for tile in tiles if tile is not None)
+
+
+def served_apart(q, k, tiles):
+    """[start, stop) of the keys that `gradients` serves by a launch of their own; None if there is none."""
+    cuts = [table.cut for table in KERNEL._writing_tables(q, k, tiles)]
+    return cuts[1].keys if len(cuts) > 1 else None
 
 
 def compare_forward(q, k, v, tiles):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from burst_portable.backends.cuda.hopper import kernel as module
+from burst_portable.backends.cuda.hopper import configs
 from burst_portable.backends.cuda.hopper.driver import Ready
 from burst_portable.backends.cuda.hopper.launch import compiled_kernels
 from burst_portable.errors import UnsupportedError
@@ -22,9 +22,14 @@ from tests.kernels.hopper_cases import (
     ORACLE,
     TOLERANCE,
     compare,
+    compare_backward,
     compare_forward,
     fresh_state,
     gap,
+    long_blocks_where_they_can,
+    one_program_for_all_heads_of_a_key,
+    seen_by_all,
+    served_apart,
     tall_where_it_can,
     tiles_of,
     wide,
@@ -87,9 +92,32 @@ def test_lengths_of_tall_blocks(length, dtype, monkeypatch):
 @pytest.mark.parametrize("mask", MASKS)
 def test_one_backward_program_for_all_heads_of_a_key(mask, dim, monkeypatch):
     """As where there are many programs: here that would make the last one late."""
-    monkeypatch.setattr(module, "_LATE", 0)
+    one_program_for_all_heads_of_a_key(monkeypatch)
     q, k, v = (randn(2, 600, h, dim, seed=i) for i, h in enumerate((6, 2, 2)))
     compare(q, k, v, tiles_of(mask, 600))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mask", ["sink:64:300", "sink:200:300"])
+def test_gradients_of_sinks_are_added_up_apart(mask, dtype):
+    """The others' are written; what is written nowhere would be NaN."""
+    q, k, v = (randn(1, 8600, 2, 128, dtype=dtype, seed=i) for i in range(3))
+    tiles = tiles_of(mask, 8600)
+    assert served_apart(q, k, tiles) == (0, 256 if mask == "sink:200:300" else 128)
+    compare_backward(q, k, v, tiles)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_of_keys_that_many_see_are_added_up_apart(dim, monkeypatch):
+    """One head a program or a group of them, in the middle and at the end."""
+    long_blocks_where_they_can(monkeypatch)
+    monkeypatch.setattr(configs, "LATE", 1)  # or a group of heads would need hundreds
+    for heads, kv_heads in ((3, 3), (24, 12)):
+        q, k, v = (randn(2, 1030, h, dim, seed=i) for i, h in enumerate((heads, kv_heads, kv_heads)))
+        for first, last, apart in ((0, 9, (0, 128)), (300, 310, (256, 384)), (1025, 1029, (1024, 1030))):
+            tiles = seen_by_all(first, last)
+            assert served_apart(q, k, tiles) == apart
+            compare_backward(q, k, v, tiles)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

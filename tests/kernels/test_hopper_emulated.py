@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 from burst_portable.backends.cuda.hopper import backward as hopper_backward
+from burst_portable.backends.cuda.hopper import configs
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper.kernel import _triton_reason
@@ -28,6 +30,10 @@ from tests.kernels.hopper_cases import (
     compare_forward,
     fresh_state,
     gap,
+    long_blocks_where_they_can,
+    one_program_for_all_heads_of_a_key,
+    seen_by_all,
+    served_apart,
     tall_where_it_can,
     tiles_of,
     wide,
@@ -132,9 +138,34 @@ def test_blocks_that_start_with_documents(mask, dim, machine):
 )
 def test_one_backward_program_for_all_heads_of_a_key(mask, dim, machine, monkeypatch):
     """As where there are many programs: here that would make the last one late."""
-    monkeypatch.setattr(hopper_kernel, "_LATE", 0)
+    one_program_for_all_heads_of_a_key(monkeypatch)
     q, k, v = inputs(2, 301, 3, 1, dim)
     compare_backward(q, k, v, tiles_of(mask, 301))
+
+
+def served_apart_inputs(monkeypatch, batch, heads, kv_heads, dim, tiles, apart):
+    """Of 1030 rows, few enough for the emulator; `gradients` serves keys [start, stop) by a launch of their own."""
+    long_blocks_where_they_can(monkeypatch)
+    q, k, v = inputs(batch, 1030, heads, kv_heads, dim)
+    assert served_apart(q, k, tiles) == apart
+    return q, k, v, tiles
+
+
+@pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_of_a_sink_are_added_up_apart(dim, machine, monkeypatch):
+    """The others' are written; what is written nowhere would be NaN."""
+    compare_backward(*served_apart_inputs(monkeypatch, 1, 1, 1, dim, tiles_of("sink:5:60", 1030), (0, 128)))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_of_a_sink_with_few_key_heads(dim, machine, monkeypatch):
+    compare_backward(*served_apart_inputs(monkeypatch, 2, 4, 2, dim, tiles_of("sink:5:30", 1030), (0, 128)))
+
+
+@pytest.mark.parametrize(("first", "last", "apart"), [(300, 310, (256, 384)), (1025, 1029, (1024, 1030))])
+def test_gradients_of_keys_that_all_see(first, last, apart, machine, monkeypatch):
+    compare_backward(*served_apart_inputs(monkeypatch, 2, 1, 1, 128, seen_by_all(first, last), apart))
 
 
 FORWARD_BUGS = {
@@ -194,7 +225,11 @@ def planted(module, change, folder):
     path.write_text(text.replace(*change))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+    sys.modules[path.stem] = made  # dataclasses look there for their own module
+    try:
+        spec.loader.exec_module(made)
+    finally:
+        del sys.modules[path.stem]
     return made
 
 
@@ -231,3 +266,29 @@ def test_a_planted_bug_of_the_backward(bug, tmp_path, monkeypatch):
     q, k, v = inputs(1, 600, 1, 1, 64)
     work = functools.partial(compare_backward, q, k, v, tiles_of("causal", 600))
     assert caught(work, lambda machine: EmulatedKernels(machine, backward=module), monkeypatch)
+
+
+APART_BUGS = {
+    "sums that nobody casts": (hopper_kernel, "dk[:, keys], dv[:, keys] = sums[0], sums[1]", "dk[:, keys] = sums[0]"),
+    "the first keys in the place of those apart": (hopper_kernel, "few = k[:, keys],", "few = k[:, :128],"),
+    "sums that begin with anything": (hopper_kernel, "sums = torch.zeros(2", "sums = torch.empty(2"),
+    "keys before them in no launch": (configs, "_of_keys(tiles, 0, start)", "_of_keys(tiles, 0, 0)"),
+    "keys behind them in no launch": (configs, "_of_keys(tiles, stop, about.keys)", "_of_keys(tiles, stop, stop)"),
+    "queries counted from the keys' start too": (configs, "shifted(0, -start)", "shifted(-start, -start)"),
+    "keys counted from the first of all": (configs, "tile.shifted(0, -start) for tile", "tile for tile"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", APART_BUGS)
+def test_a_planted_bug_of_keys_apart(bug, tmp_path, machine, monkeypatch):
+    source, *change = APART_BUGS[bug]
+    module = planted(source, change, tmp_path)
+    if source is configs:
+        monkeypatch.setattr(hopper_kernel, "writing_cuts", module.writing_cuts)
+    else:
+        for name in ("compiled_kernels", "processors", "current_stream", "on"):  # as emulated
+            monkeypatch.setattr(module, name, getattr(hopper_kernel, name))
+        monkeypatch.setattr(hopper_cases, "KERNEL", module.HopperKernel())
+    given = served_apart_inputs(monkeypatch, 2, 1, 1, 128, seen_by_all(300, 310), (256, 384))
+    with pytest.raises(AssertionError):
+        compare_backward(*given)

@@ -5,7 +5,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from burst_portable.backends.cuda.hopper.configs import forward_cut
+from burst_portable.backends.cuda.hopper.configs import Pass, forward_cut, writing_cuts
 from burst_portable.backends.cuda.hopper.tables import LaunchTable, backward_table, forward_table
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
@@ -27,18 +27,18 @@ CASES = {
 }
 
 
-def dense(tiles: Tiles) -> np.ndarray:
-    seen = np.zeros((SEQ, SEQ), dtype=int)
-    rows, columns = np.arange(SEQ)[:, None], np.arange(SEQ)[None, :]
+def dense(tiles: Tiles, length: int = SEQ) -> np.ndarray:
+    seen = np.zeros((length, length), dtype=np.int8)
+    rows, columns = np.arange(length)[:, None], np.arange(length)[None, :]
     for t in tiles:
         inside = (rows >= t.q_start) & (rows < t.q_stop) & (columns >= t.k_start) & (columns < t.k_stop)
         seen += inside & (rows - columns >= t.lo) & (rows - columns <= t.hi)
     return seen
 
 
-def painted(table: LaunchTable, outer: int, inner: int, *, peel: bool) -> np.ndarray:
+def painted(table: LaunchTable, outer: int, inner: int, *, peel: bool, length: int = SEQ) -> np.ndarray:
     """What a kernel would see: outer x inner, with room for padding. The forward (peel) stores no row past a stop."""
-    seen = np.zeros((SEQ + outer, SEQ + 2 * inner), dtype=int)
+    seen = np.zeros((length + outer, length + 2 * inner), dtype=np.int8)
     for w in range(table.blocks):
         row = table.numbers[16 * w : 16 * w + 16]
         top, runs_at, runs, full, masked_at, masked, stop = row[:7]
@@ -120,7 +120,67 @@ def test_a_block_that_many_see_is_divided_where_its_gradients_are_added():
     assert max(map(len, written)) == 128, "the sinks' queries"
     assert max(map(len, added)) <= 64
     assert sorted(chain(*written)) == sorted(chain(*added)), "the same, no more and no less"
-    assert not backward_table(Tiles([Tile(0, n, 0, n, 0, n)]), n, 64, 128).uneven, "causal: twice the average"
+    assert not backward_table(Tiles([Tile(0, n, 0, n, 0, n)]), n, 64, 128).long, "causal: twice the average"
+
+
+def a_pass(length: int, heads: int, group: int = 1) -> Pass:
+    return Pass(length, length, 128, heads, group, processors=132)
+
+
+def mask_tiles(mask: str, length: int) -> Tiles:
+    segment = (Segment(0, length),)
+    return find_tiles(Mask.parse(mask, length), segment, segment)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "length", "apart"),
+    [
+        (mask_tiles("sink:64:300", 4300), 4300, (0, 128)),
+        (mask_tiles("sink:200:300", 4352), 4352, (0, 256)),
+        (Tiles([Tile(0, 4300, 1000, 1100, -9999, 9999), Tile(0, 4300, 1100, 4300, 0, 300)]), 4300, (896, 1152)),
+        (Tiles([Tile(0, 4300, 0, 4250, 0, 300), Tile(0, 4300, 4250, 4300, -9999, 9999)]), 4300, (4224, 4300)),
+    ],
+    ids=["a sink", "two blocks", "in the middle", "at the end"],
+)
+def test_a_block_that_many_see_is_served_apart_where_gradients_are_written(tiles, length, apart):
+    """Both launches show the mask once; each key is written by one block of the first, or added up by the second."""
+    (whole, rest), (few, divided) = writing_cuts(tiles, a_pass(length, 32))
+    assert (whole.keys, few.keys) == (None, apart)
+    starts = sorted(rest.numbers[16 * w] for w in range(rest.blocks))
+    assert starts == [at for at in range(0, length, 128) if not apart[0] <= at < apart[1]]
+    seen = painted(rest, 128, 64, peel=False, length=length)
+    assert (seen[slice(*apart)] == 0).all()
+    added = painted(divided, 128, 64, peel=False, length=length)
+    assert (added[apart[1] - apart[0] :] == 0).all(), "beyond the keys that it knows"
+    seen[slice(*apart)] = added[: apart[1] - apart[0]]
+    assert (seen[:length, :length] == dense(tiles, length).T).all()
+    assert (seen[length:] == 0).all()
+
+
+def test_parts_of_a_block_that_many_see_end_together():
+    for heads, parts in ((32, 4), (8, 16), (40, 13), (1, 35)):
+        (_, rest), (_, divided) = writing_cuts(mask_tiles("sink:64:1024", 16384), a_pass(16384, heads))
+        assert divided.blocks == parts
+        waves = -(-parts * heads // 132)
+        least = max(8, divided.total * heads / 132)  # blocks of queries that a multiprocessor must visit
+        assert waves * divided.longest < 1.2 * least
+        assert rest.longest == 18
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "heads", "group", "launches"),
+    [
+        ("sink:64:1024", 16384, 32, 4, 2),
+        ("window:1024", 16384, 32, 1, 1),
+        ("causal", 16384, 32, 1, 1),
+        ("sink:64:1024", 32768, 256, 1, 1),
+        ("sink:4200:1024", 16384, 8, 1, 0),
+        ("sink:64:1024", 16384, 8, 4, 0),
+    ],
+    ids=["groups", "no long block", "causal", "so many heads that none is late", "a long quarter", "all are late"],
+)
+def test_how_many_launches_write_gradients(mask, length, heads, group, launches):
+    assert len(writing_cuts(mask_tiles(mask, length), a_pass(length, heads, group))) == launches
 
 
 def test_blocks_start_with_long_documents():

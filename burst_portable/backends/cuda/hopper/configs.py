@@ -1,10 +1,10 @@
-"""How the Hopper kernels are cut, by head size, and which cut a forward pass gets."""
+"""How the Hopper kernels are cut, by head size, and which cut, or cuts, a pass gets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_portable.backends.cuda.hopper.tables import LaunchTable, forward_table
+from burst_portable.backends.cuda.hopper.tables import LaunchTable, Span, backward_table, forward_table
 from burst_portable.tiles import Tiles
 
 
@@ -37,6 +37,21 @@ KEY_BLOCK = 128  # of the backward
 
 TALL_BLOCKS = 32  # key blocks that a query block must visit, on average, for the tall cut to be worth it
 TALL_ITEMS = 4  # query blocks of all heads a multiprocessor
+LATE = 6  # a program of the backward may be so small a part of what a multiprocessor does
+FEW = 4  # keys whose gradients are added up apart may be so small a part of all
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardCut:
+    """One launch of the backward.
+
+    span: query heads that one program does.
+    keys: those that alone it knows, counted from their start, and whose gradients it adds up; None: all.
+    """
+
+    config: BackwardConfig
+    span: int
+    keys: Span | None = None
 
 
 def forward_cut(
@@ -57,3 +72,65 @@ def forward_cut(
             return tall, table
     config = FORWARD[dim]
     return config, forward_table(tiles, rows, 64 * config.W, config.BN, every_block)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What the programs of a backward pass share.
+
+    rows, keys: lengths of the queries and of the keys.
+    heads: query heads of all batches, of which `group` share a K/V head.
+    """
+
+    rows: int
+    keys: int
+    dim: int
+    heads: int
+    group: int
+    processors: int
+
+    def ends_late(self, table: LaunchTable) -> bool:
+        """Whether its last program may end long after the others, if each does all heads of a group."""
+        return table.longest * self.group * LATE * self.processors > table.total * self.heads
+
+
+def adding_cut(tiles: Tiles, about: Pass) -> tuple[BackwardCut, LaunchTable]:
+    """For dK and dV that are added to."""
+    config = BACKWARD[about.dim]
+    table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK)
+    return BackwardCut(config, 1 if about.ends_late(table) else about.group), table
+
+
+def writing_cuts(tiles: Tiles, about: Pass) -> list[tuple[BackwardCut, LaunchTable]]:
+    """For dK and dV that are written once, by programs that do all query heads of their keys.
+
+    Where few keys are seen by so many queries that their programs would end late, as sinks are, these are divided and
+    added up by a second launch. No launch: all is better added up, by programs of one head or of a part of the queries.
+    """
+    config = BACKWARD[about.dim]
+    whole = BackwardCut(config, about.group)
+
+    def table_of(tiles: Tiles, apart: Span | None = None) -> LaunchTable:
+        return backward_table(tiles, about.rows, config.BM, KEY_BLOCK, about.keys, apart=apart)
+
+    def fits(table: LaunchTable) -> bool:
+        return not about.ends_late(table) or (about.group == 1 and table.long is None)
+
+    table = table_of(tiles)
+    if fits(table):
+        return [(whole, table)]
+    if table.long is None or (table.long[1] - table.long[0]) * FEW > about.keys:
+        return []
+    start, stop = table.long
+    around = Tiles((*_of_keys(tiles, 0, start), *_of_keys(tiles, stop, about.keys)))
+    rest = table_of(around, apart=table.long)
+    if not fits(rest):
+        return []
+    seen = Tiles(tile.shifted(0, -start) for tile in _of_keys(tiles, start, stop))
+    divided = backward_table(seen, about.rows, config.BM, KEY_BLOCK, fill=(about.heads, about.processors))
+    return [(whole, rest), (BackwardCut(config, 1, table.long), divided)]
+
+
+def _of_keys(tiles: Tiles, start: int, stop: int) -> Tiles:
+    parts = (tile.clipped(tile.q_start, tile.q_stop, start, stop) for tile in tiles)
+    return Tiles(part for part in parts if part is not None)

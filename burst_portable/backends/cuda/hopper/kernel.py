@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Generic, TypeVar
@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.cuda.hopper.configs import (
-    BACKWARD,
     FORWARD,
-    KEY_BLOCK,
     BackwardConfig,
+    BackwardCut,
     ForwardConfig,
+    Pass,
+    adding_cut,
     forward_cut,
+    writing_cuts,
 )
-from burst_portable.backends.cuda.hopper.launch import Compiled, compiled_kernels, current_stream, on, processors
-from burst_portable.backends.cuda.hopper.tables import LaunchTable, backward_table
+from burst_portable.backends.cuda.hopper.launch import compiled_kernels, current_stream, on, processors
+from burst_portable.backends.cuda.hopper.tables import LaunchTable
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.whole import added_up
@@ -38,26 +40,19 @@ TRITON_FROM, TRITON_BELOW = (3, 6), (3, 8)
 _LOG2E = 1.4426950408889634
 _TABLES = 256  # launch tables kept
 _L2_SHARE = 8 << 20  # bytes of K and V (backward: Q and dO) that heads running side by side should share in the L2
-
-
-_LATE = 6  # a program may be so small a part of what a multiprocessor does
 _PLAIN = torch.contiguous_format
 
-C = TypeVar("C", ForwardConfig, BackwardConfig)
+C = TypeVar("C", ForwardConfig, BackwardCut)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _OnDevice(Generic[C]):
-    """A `tables.LaunchTable` whose numbers are on the device, and the cut that it is for."""
+    """A launch table's numbers, its outer blocks, and the cut that it is for."""
 
-    config: C
+    cut: C
     numbers: Tensor
-    made: LaunchTable
-    """What else is known of it."""
-
-    @property
-    def blocks(self) -> int:
-        return self.made.blocks
+    blocks: int
 
 
 class HopperKernel:
@@ -66,7 +61,7 @@ class HopperKernel:
     name = "hopper"
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[Hashable, _OnDevice[Any]] = OrderedDict()
+        self._tables: OrderedDict[Hashable, Any] = OrderedDict()
 
     def supports(self, problem: KernelProblem) -> Support:
         if reason := self._cannot_run(problem):
@@ -119,7 +114,7 @@ class HopperKernel:
         out, lse = state
         _check_last_stride("lse", lse)
         table = self._forward_table(q, tiles, every_block=fresh)
-        config = table.config
+        config = table.cut
         compiled = compiled_kernels()
         group = heads // k.shape[2]
         head_group = _head_group(heads, group, k.shape[1] * dim * 4)
@@ -172,7 +167,10 @@ class HopperKernel:
             )
         if not tiles or q.numel() == 0:
             return
-        self._backward(dout, q, k, v, lse, tiles, options, delta, out, into, store=False)
+        table = self._adding_table(q, k, tiles)
+        with on(q.device):
+            terms = _row_terms(table.cut.config, dout, lse, delta, out, options.scale)
+            _launch_backward(table, terms, dout, q, k, v, options.scale, into, store=False)
 
     def gradients(
         self,
@@ -185,70 +183,26 @@ class HopperKernel:
         tiles: Tiles,
         options: Options,
     ) -> Gradients:
-        """See `kernels.whole`: dK and dV in the dtype of k where one program alone makes them."""
+        """See `kernels.whole`: dK and dV in the dtype of k, but where added shares are faster for most keys."""
         if options.deterministic or not tiles or q.numel() == 0 or k.numel() == 0:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
         _check_options(options)
-        table = self._backward_table(q, tiles, k.shape[1]).made
-        group = q.shape[2] // k.shape[2]
-        if _ends_late(table, q, group) and (group > 1 or table.uneven):  # better by programs whose shares are added
+        tables = self._writing_tables(q, k, tiles)
+        if not tables:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
         dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        into = (dq, torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty_like(v, memory_format=_PLAIN))
-        self._backward(dout, q, k, v, lse, tiles, options, None, out, into, store=True)
-        return into
-
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        options: Options,
-        delta: Tensor | None,
-        out: Tensor | None,
-        into: Gradients,
-        *,
-        store: bool,
-    ) -> None:
-        """Add to `into`, or write all three with `store`, where `out` must be given and dq lie in one piece."""
-        batch, rows, heads, dim = q.shape
-        table = self._backward_table(q, tiles, k.shape[1] if store else 0)
-        config = table.config
-        compiled = compiled_kernels()
-        group = heads // k.shape[2]
-        span = 1 if _ends_late(table.made, q, group) else group
-        units = heads // span
-        head_group = _head_group(units, group // span, rows * dim * 4 * group)
-        # In bf16 the scale rides in P, for nothing; in fp16 small P would leave the range of normal numbers.
-        fold = int(q.dtype == torch.bfloat16)
-        dq, dk, dv = into
+        dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty_like(v, memory_format=_PLAIN)
         with on(q.device):
-            stream = current_stream(q.device)
-            terms = _row_terms(
-                compiled, stream, dout, lse, delta, out, options.scale, config.BM, fold, cleared=dq if store else None
-            )
-            compiled.backward(
-                (q.device.index, q.dtype, dim, store),
-                (head_group, table.blocks, batch * units // head_group),
-                (
-                    compiled.rows("q", q, config.BM, dim),
-                    compiled.rows("k", k, 64, dim),
-                    compiled.rows("v", v, 64, dim),
-                    compiled.rows("dout", dout, config.BM, dim),
-                    compiled.vector(terms, config.BM),
-                    compiled.rows("dq", dq, 64, 64),
-                    compiled.rows("dk", dk, 64, dim),
-                    compiled.rows("dv", dv, 64, dim),
-                    table.numbers, options.scale, options.scale * _LOG2E,
-                    batch * heads, heads, group, span, head_group,
-                ),
-                (config.BM, dim, config.NQ, fold, int(store), config.REGS),
-                {"num_warps": 4, "maxnreg": config.maxnreg},
-                stream,
-            )  # fmt: skip
+            terms = _row_terms(tables[0].cut.config, dout, lse, None, out, options.scale, cleared=dq)
+            _launch_backward(tables[0], terms, dout, q, k, v, options.scale, (dq, dk, dv), store=True)
+            for table in tables[1:]:
+                assert table.cut.keys is not None, "all keys have been written"
+                keys = slice(*table.cut.keys)
+                few = k[:, keys], v[:, keys]
+                sums = torch.zeros(2, *few[0].shape, dtype=torch.float32, device=k.device)
+                _launch_backward(table, terms, dout, q, *few, options.scale, (dq, sums[0], sums[1]), store=False)
+                dk[:, keys], dv[:, keys] = sums[0], sums[1]
+        return dq, dk, dv
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
         """The portable kernel's: `numerics.row_delta` in one pass over its two tensors."""
@@ -257,49 +211,107 @@ class HopperKernel:
     def _forward_table(self, q: Tensor, tiles: Tiles, *, every_block: bool) -> _OnDevice[ForwardConfig]:
         batch, rows, heads, dim = q.shape
         heads *= batch
-        return self._table(
-            ("forward", tiles, rows, dim, heads, every_block, q.device),
-            lambda: forward_cut(tiles, rows, dim, heads, processors(q.device.index), every_block=every_block),
-        )
 
-    def _backward_table(self, q: Tensor, tiles: Tiles, keys: int) -> _OnDevice[BackwardConfig]:
-        """keys: their length where dk and dv are written, else 0."""
-        rows, config = q.shape[1], BACKWARD[q.shape[3]]
-        return self._table(
-            ("backward", tiles, rows, q.shape[3], keys, q.device),
-            lambda: (config, backward_table(tiles, rows, config.BM, KEY_BLOCK, every_block_of=keys)),
-        )
+        def made() -> _OnDevice[ForwardConfig]:
+            at_once = processors(q.device.index)
+            return _on_device(*forward_cut(tiles, rows, dim, heads, at_once, every_block=every_block), q.device)
 
-    def _table(self, key: tuple[Any, ...], build: Callable[[], tuple[C, LaunchTable]]) -> _OnDevice[C]:
-        """The launch table on the device, from the cache if it is there."""
+        return self._kept(("forward", tiles, rows, dim, heads, every_block, q.device), made)
+
+    def _adding_table(self, q: Tensor, k: Tensor, tiles: Tiles) -> _OnDevice[BackwardCut]:
+        def made() -> _OnDevice[BackwardCut]:
+            return _on_device(*adding_cut(tiles, _pass(q, k)), q.device)
+
+        return self._kept(("adding", tiles, q.shape, k.shape, q.device), made)
+
+    def _writing_tables(self, q: Tensor, k: Tensor, tiles: Tiles) -> tuple[_OnDevice[BackwardCut], ...]:
+        def made() -> tuple[_OnDevice[BackwardCut], ...]:
+            return tuple(_on_device(*cut, q.device) for cut in writing_cuts(tiles, _pass(q, k)))
+
+        return self._kept(("writing", tiles, q.shape, k.shape, q.device), made)
+
+    def _kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """From the cache if it is there."""
         found = self._tables.get(key)
         if found is None:
-            config, table = build()
-            numbers = torch.tensor(table.numbers, dtype=torch.int32).to(key[-1])
-            found = self._tables[key] = _OnDevice(config, numbers, replace(table, numbers=[]))
+            found = self._tables[key] = make()
             while len(self._tables) > _TABLES:
                 self._tables.popitem(last=False)
-        return found
+        made: T = found
+        return made
+
+
+def _on_device(cut: C, table: LaunchTable, device: torch.device) -> _OnDevice[C]:
+    return _OnDevice(cut, torch.tensor(table.numbers, dtype=torch.int32).to(device), table.blocks)
+
+
+def _pass(q: Tensor, k: Tensor) -> Pass:
+    batch, rows, heads, dim = q.shape
+    group = heads // k.shape[2]
+    return Pass(rows, k.shape[1], dim, batch * heads, group, processors(q.device.index))
+
+
+def _launch_backward(
+    table: _OnDevice[BackwardCut],
+    terms: Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    into: Gradients,
+    *,
+    store: bool,
+) -> None:
+    """Add to dq, and add to dk and dv or write them. On the current device."""
+    compiled = compiled_kernels()
+    batch, rows, heads, dim = q.shape
+    config, span = table.cut.config, table.cut.span
+    group = heads // k.shape[2]
+    units = heads // span
+    head_group = _head_group(units, group // span, rows * dim * 4 * group)
+    dq, dk, dv = into
+    compiled.backward(
+        (q.device.index, q.dtype, dim, store),
+        (head_group, table.blocks, batch * units // head_group),
+        (
+            compiled.rows("q", q, config.BM, dim),
+            compiled.rows("k", k, 64, dim),
+            compiled.rows("v", v, 64, dim),
+            compiled.rows("dout", dout, config.BM, dim),
+            compiled.vector(terms, config.BM),
+            compiled.rows("dq", dq, 64, 64),
+            compiled.rows("dk", dk, 64, dim),
+            compiled.rows("dv", dv, 64, dim),
+            table.numbers, scale, scale * _LOG2E, batch * heads, heads, group, span, head_group,
+        ),
+        (config.BM, dim, config.NQ, _folds(q.dtype), int(store), config.REGS),
+        {"num_warps": 4, "maxnreg": config.maxnreg},
+        current_stream(q.device),
+    )  # fmt: skip
+
+
+def _folds(dtype: torch.dtype) -> int:
+    """In bf16 the scale rides in P, for nothing; in fp16 small P would leave the range of normal numbers."""
+    return int(dtype == torch.bfloat16)
 
 
 def _row_terms(
-    compiled: Compiled,
-    stream: int,
+    config: BackwardConfig,
     dout: Tensor,
     lse: Tensor,
     delta: Tensor | None,
     out: Tensor | None,
     scale: float,
-    block: int,
-    fold: int,
-    cleared: Tensor | None,
+    cleared: Tensor | None = None,
 ) -> Tensor:
     """[2·B·H, rows and padding]: shift - lse / scale of each head, then -delta; padded rows get -inf and 0.
 
     cleared: set to 0 on the way, float32 [B, Sq, Hq, D] in one piece.
     """
+    compiled = compiled_kernels()
     batch, rows, heads, dim = dout.shape
-    padded = -(-(rows + block) // 64) * 64  # a block may begin at the last row
+    padded = -(-(rows + config.BM) // 64) * 64  # a block may begin at the last row
     made = torch.empty(2 * batch * heads, padded, dtype=torch.float32, device=dout.device)
     _check_last_stride("lse", lse)
     if out is not None and out.element_size() not in (2, 4):
@@ -315,20 +327,14 @@ def _row_terms(
         (padded // 64, batch * heads, 1),
         (
             source, dout, lse, terms, made, cleared if clear else made,
-            1.0 / scale, math.log(scale) / scale if fold else 0.0, rows, padded, heads, batch * heads,
+            1.0 / scale, math.log(scale) / scale if _folds(dout.dtype) else 0.0, rows, padded, heads, batch * heads,
             *out_strides, *dout_strides, *lse.stride()[:2], *terms.stride()[:2],
         ),
         (out is not None, clear, 64, dim),
         {"num_warps": 4},
-        stream,
+        current_stream(dout.device),
     )  # fmt: skip
     return made
-
-
-def _ends_late(table: LaunchTable, q: Tensor, heads: int) -> bool:
-    """Whether the last program of the backward may end long after the others, if each does so many query heads."""
-    share = table.total * q.shape[0] * q.shape[2] / processors(q.device.index)
-    return table.longest * heads * _LATE > share
 
 
 @lru_cache(maxsize=256)

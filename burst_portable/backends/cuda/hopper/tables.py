@@ -29,19 +29,23 @@ _WORK = 16
 _HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # a masked block that shows nothing
 _SHORT = 64  # inner blocks: no longer is no reason to divide
 _LONG = 4  # outer blocks: a document of so many has blocks of its own
+_PART = 8  # inner blocks: a shorter part costs more by what it adds at its end than it saves
+
+Span = tuple[int, int]
+"""[start, stop) of outer indices. A block's is shorter than others' where the next starts at a document's start."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchTable:
     """The int32 numbers, and how many outer blocks are launched a head.
 
-    uneven: some outer block visits so many more than the others that it is better divided.
+    long: from the first to the last outer block that visits so many more than the others that it is better divided.
     longest, total: inner blocks that one visits at most, and all together.
     """
 
     numbers: list[int]
     blocks: int
-    uneven: bool = False
+    long: Span | None = None
     longest: int = 0
     total: int = 0
 
@@ -60,10 +64,6 @@ class _Block:
     @property
     def length(self) -> int:
         return self.full + len(self.masked)
-
-
-Span = tuple[int, int]
-"""An outer block: where it starts and stops; shorter than others where the next one starts at a document's start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +102,35 @@ def forward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_blo
     return _pack(blocks.items(), peel=True)
 
 
-def backward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_block_of: int = 0) -> LaunchTable:
+def backward_table(
+    tiles: Tiles,
+    rows: int,
+    q_block: int,
+    k_block: int,
+    every_block_of: int = 0,
+    *,
+    apart: Span | None = None,
+    fill: tuple[int, int] | None = None,
+) -> LaunchTable:
     """Key blocks outside, some more than once: all add to their gradients, so that a long one may be divided.
 
     Args:
         rows: length of the queries.
         every_block_of: length of the keys, if blocks write their gradients instead: none is divided then, none starts
             where another has not stopped, and those that nobody sees are launched as well, for they must write 0.
+        apart: whole blocks of keys, of these, that another launch serves: no tile may reach them.
+        fill: heads and multiprocessors; blocks are divided so that all parts of these heads end together.
     """
     turned = Tiles([Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles])
     walk = Walk(k_block, q_block, inner_length=rows, inner_align=4)
     keys = max((t.q_stop for t in turned), default=0)
     spans = _grid(0, every_block_of, k_block) if every_block_of else _spans(turned, keys, k_block)
+    if apart is not None:
+        spans = [span for span in spans if not apart[0] <= span[0] < apart[1]]
     collected = _collect(turned, walk, spans)
-    most = _longest_of(collected)
-    uneven = any(block.length > most for block in collected.values())
+    usual = _longest_of(collected)
+    long = [span for span, block in collected.items() if block.length > usual]
+    most = _filling([block.length for block in collected.values()], *fill) if fill else usual
     if every_block_of:
         collected |= {span: _Block() for span in spans if span not in collected}
     blocks = []
@@ -124,7 +138,7 @@ def backward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_bl
         block.runs = [part for run in block.runs for part in _turned(run, span[0], walk.inner)]
         divided = [block] if every_block_of else _divided(block, most, walk.inner)
         blocks += [(span, part) for part in divided]
-    return _pack(blocks, peel=False, uneven=uneven)
+    return _pack(blocks, peel=False, long=(min(long)[0], max(long)[1]) if long else None)
 
 
 def _grid(start: int, stop: int, size: int) -> list[Span]:
@@ -154,6 +168,17 @@ def _longest_of(blocks: dict[Span, _Block]) -> int:
     """How many inner blocks a block may visit. A head's long ones begin first, but the last head's end last."""
     total = sum(block.length for block in blocks.values())
     return max(_SHORT, 2 * -(-total // max(1, len(blocks))))
+
+
+def _filling(lengths: list[int], heads: int, processors: int) -> int:
+    """How many inner blocks a part may visit so that the last of all heads' parts ends soonest."""
+
+    def ends(most: int) -> int:
+        parts = heads * sum(-(-length // most) for length in lengths)
+        return -(-parts // processors) * (most + 1)  # what begins and ends a part takes about as long as a block
+
+    longest = max(lengths, default=_PART)
+    return min((max(_PART, -(-longest // parts)) for parts in range(1, processors + 1)), key=ends)
 
 
 def _divided(block: _Block, most: int, inner: int) -> Iterator[_Block]:
@@ -225,7 +250,7 @@ def _turned(run: tuple[int, int], outer: int, inner: int) -> Iterator[tuple[int,
         yield run
 
 
-def _pack(blocks: Iterable[tuple[Span, _Block]], *, peel: bool, uneven: bool = False) -> LaunchTable:
+def _pack(blocks: Iterable[tuple[Span, _Block]], *, peel: bool, long: Span | None = None) -> LaunchTable:
     """Long blocks first: what is launched last should be short."""
     order = sorted(blocks, key=lambda item: -item[1].length)
     work: list[int] = []
@@ -247,4 +272,4 @@ def _pack(blocks: Iterable[tuple[Span, _Block]], *, peel: bool, uneven: bool = F
         for entry in rest:
             masked += entry
     lengths = [block.length for _, block in order]
-    return LaunchTable(work + runs + masked, len(order), uneven, max(lengths, default=0), sum(lengths))
+    return LaunchTable(work + runs + masked, len(order), long, max(lengths, default=0), sum(lengths))
