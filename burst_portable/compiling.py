@@ -27,3 +27,13 @@ def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
         return function(*args, **kwargs)
 
     return call
+
+
+def never_compiled(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """`torch.compiler.disable` with types. Decorating imports the compiler: for what users import by name."""
+
+    def mark(function: Callable[P, T]) -> Callable[P, T]:
+        marked: Callable[P, T] = torch.compiler.disable(function, reason=reason)
+        return marked
+
+    return mark

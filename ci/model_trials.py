@@ -126,9 +126,9 @@ def try_model(model_class: type[PreTrainedModel], kind: str, **options: Any) -> 
 
 
 def _try_variant(model_class: type[PreTrainedModel], kind: str, options: dict[str, Any]) -> Trial:
-    outline, error = _tried(lambda: _built(model_class, kind, options, "meta"))
-    if error is not None:
-        return Trial("not tried", f"no tiny model of it: {_told(error)}")
+    outline = _tried(lambda: _built(model_class, kind, options, "meta"))
+    if isinstance(outline, Exception):
+        return Trial("not tried", f"no tiny model of it: {_told(outline)}")
     try:
         check_model(outline)
     except UnsupportedError as refusal:
@@ -156,18 +156,18 @@ def _compare(model: PreTrainedModel, own_loss: bool = False) -> Trial:
     ids, labels = _tokens(seed=1), _tokens(seed=2)
     labels[0, 5:20] = -100
     plain = _plain_attention(model)
-    expected, error = _tried(lambda: _on_one_device(model, plain, ids, labels, own_loss))
-    if error is not None:
-        return Trial("not tried", f"on one device: {_told(error)}")
+    expected = _tried(lambda: _on_one_device(model, plain, ids, labels, own_loss))
+    if isinstance(expected, Exception):
+        return Trial("not tried", f"on one device: {_told(expected)}")
     if not _attends(model, plain, ids, expected.logits):
         return Trial("not tried", "its tiny model's logits do not depend on other tokens")
     worst = 0.0
     for ranks in RANKS:
-        answers, error = _tried(lambda: _on_ranks(ranks, model, ids, labels, own_loss))  # noqa: B023
-        if isinstance(error, UnsupportedError):
-            return Trial("refused", str(error))
-        if error is not None:
-            return Trial("different", f"raises {_told(error)}")
+        answers = _tried(lambda: _on_ranks(ranks, model, ids, labels, own_loss))  # noqa: B023
+        if isinstance(answers, UnsupportedError):
+            return Trial("refused", str(answers))
+        if isinstance(answers, Exception):
+            return Trial("different", f"raises {_told(answers)}")
         worst = max(worst, *(_apart(answer, expected) for answer in answers))
     return Trial("equal" if worst <= allowed(plain) else "different", "", worst, plain)
 
@@ -182,12 +182,12 @@ def _on_ranks(ranks: int, model: PreTrainedModel, ids: Tensor, labels: Tensor, o
     return run_local(ranks, lambda mesh: _on_a_rank(models[mesh.rank], mesh, ids, labels, own_loss))
 
 
-def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _tried(work: Callable[[], T]) -> T | Exception:
     """What `work` returns, or what it raises: a model may fail in any way, and the next one is tried all the same."""
     try:
-        return work(), None
+        return work()
     except Exception as error:  # noqa: BLE001
-        return None, error
+        return error
 
 
 def _told(error: BaseException) -> str:

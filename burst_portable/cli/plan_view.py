@@ -38,12 +38,12 @@ def show_check(console: Console, facts: Facts) -> None:
     elif outcome["ok"]:
         ranks, walked = facts["problem"]["ranks"], outcome["ranks"]
         if walked == ranks:
-            told = "each pair is computed exactly once, each send meets its receive, each gradient gets home"
+            right = "each pair is computed exactly once, each send meets its receive, each gradient gets home"
             which = f"all {ranks:,} ranks" if ranks > 1 else "one rank"
         else:
-            told = "each pair is computed exactly once, each send between them meets its receive"
+            right = "each pair is computed exactly once, each send between them meets its receive"
             which = f"a sample, {walked} of {ranks:,} ranks; --check-all takes all"
-        console.print(labelled("check", Text.assemble(("ok", "green"), f": {told} ({which})")))
+        console.print(labelled("check", Text.assemble(("ok", "green"), f": {right} ({which})")))
     else:
         console.print(labelled("check", Text.assemble(("FAILED", "red"), ":")))
         for problem in outcome["wrong"]:

@@ -17,6 +17,7 @@ from burst_portable.errors import BackendUnavailableError, BurstError, InputErro
 if TYPE_CHECKING:
     from burst_portable.cli.run_view import View
     from burst_portable.cli.training.prepare import Prepared
+    from burst_portable.cli.training.rank import Gradients, Outcome
     from burst_portable.config import Launched
 
 
@@ -208,7 +209,7 @@ def _facts(
 
 def _distributed(
     prepared: Prepared, place: Launched | None, checked: bool, view: View
-) -> tuple[list[Any], dict[str, Any]]:
+) -> tuple[list[Outcome], Gradients]:
     """Outcomes in rank order and, where they are to be checked, the gradients."""
     import tempfile
 
@@ -219,7 +220,9 @@ def _distributed(
     job = prepared.job
     with view.progress(f"{job.ranks} rank{'s' if job.ranks > 1 else ''}", job.steps) as step:
         if place is not None:
-            return run_joined(job, place, lambda course: step(course.losses[-1]))
+            joined = run_joined(job, place, lambda course: step(course.losses[-1]))
+            assert joined is not None, "what goes wrong there is raised"
+            return joined
         with tempfile.TemporaryDirectory(prefix="burst-portable-") as name:
             folder = Path(name)
             done = run_processes(job, folder, lambda event: step(event["loss"]))

@@ -33,6 +33,7 @@ from burst_portable import Mesh, run_local
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.errors import BurstError, InputError, LayoutError, UnknownNameError, UnsupportedError
 from burst_portable.integrations.transformers import parallelize
+from burst_portable.integrations.transformers.checks import check_positions
 from burst_portable.integrations.transformers.loss import ShardedLoss
 from burst_portable.integrations.transformers.masks import Band, Wanted, read_mask
 from burst_portable.integrations.transformers.router import with_router_loss
@@ -105,6 +106,12 @@ def test_rope_that_follows_the_longest_position():
     model = make("llama", rope_parameters=rope)
     with parallelize(model, one_of_two()) as handle, pytest.raises(UnsupportedError, match="dynamic"):
         model(**handle.shard(tokens(1, 200)))
+
+
+def test_such_rope_where_a_config_names_no_length():
+    config = SimpleNamespace(rope_parameters={"rope_type": "dynamic"}, max_position_embeddings=None)
+    with pytest.raises(UnsupportedError, match="dynamic"):
+        check_positions(config, 8)
 
 
 def test_models_that_cannot_be_sharded():

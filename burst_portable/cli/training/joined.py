@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def run_joined(job: Job, place: Launched, on_step: OnStep) -> tuple[list[Outcome
         dist.destroy_process_group()
 
 
-def _gathered(mine: dict[str, object], mesh: Mesh, device: torch.device) -> list[dict[str, object]]:
+def _gathered(mine: dict[str, Any], mesh: Mesh, device: torch.device) -> list[dict[str, Any]]:
     """Everybody's data, in rank order, as JSON over the mesh's own transport."""
     transport = mesh.transport(device.type)
     data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)

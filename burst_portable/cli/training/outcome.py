@@ -6,7 +6,7 @@ import math
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -22,6 +22,7 @@ from burst_portable.cli.training.utilisation import utilisation
 
 SCHEMA = "burst_portable.run/1"
 Facts = dict[str, Any]
+T = TypeVar("T")
 
 # What may differ from one device: about ten times the largest difference that was seen with the tiny model, over 2 and
 # 3 ranks, 256 to 4096 tokens and 2 to 30 steps of AdamW. transformers computes losses in float32 whatever the model.
@@ -194,7 +195,7 @@ def failures(facts: Facts) -> list[str]:
     return wrong
 
 
-def steady(values: Sequence[float]) -> Sequence[float]:
+def steady(values: Sequence[T]) -> Sequence[T]:
     """Without the first step, which also warms up, where there are others."""
     return values[1:] if len(values) > 1 else values
 

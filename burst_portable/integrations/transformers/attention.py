@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from burst_portable.api import attention
+from burst_portable.compiling import never_compiled
 from burst_portable.errors import InputError, UnsupportedError, explain
 from burst_portable.integrations.transformers.masks import Wanted, mask_of
 from burst_portable.layout import Layout
@@ -49,7 +49,7 @@ class ModelState(Protocol):
     attended: bool
 
 
-@torch.compiler.disable(reason="plans, transports and hooks are no graphs")
+@never_compiled("plans, transports and hooks are no graphs")
 def attend(
     module: nn.Module,
     query: Tensor,

@@ -93,7 +93,8 @@ def _check_rope(config: Any, seq_len: int) -> None:
         kind = parameters.get("rope_type", "default")
         if kind not in ("dynamic", "longrope"):
             continue
-        trained = parameters.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
+        own = getattr(config, "max_position_embeddings", None)
+        trained = parameters.get("original_max_position_embeddings") or own or 0
         if seq_len > trained:
             raise UnsupportedError(
                 explain(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from transformers import PreTrainedModel
@@ -61,8 +61,16 @@ class Layouts:
         return made.layout
 
 
-def sizes_of(config: Any) -> dict[str, int]:
-    """heads, kv_heads and head_dim of a decoder's attention, see `check_one_size`."""
+class Sizes(TypedDict):
+    """Of an attention: query heads, K/V heads, head size."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def sizes_of(config: Any) -> Sizes:
+    """Of a decoder's attention, see `check_one_size`."""
     check_one_size(config)
     heads = config.num_attention_heads
     return {

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from burst_portable.compiling import never_compiled
 from burst_portable.errors import InputError, UnsupportedError, explain
 
 _PART = 1 << 28
@@ -114,9 +115,9 @@ def causal_loss(
     return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
 
-@torch.compiler.disable(reason="its backward pass takes gradients of its own")
+@never_compiled("its backward pass takes gradients of its own")
 def _sum_in_parts(logits: Tensor, labels: Tensor, ignore_index: int, rows: int) -> Tensor:
-    total: Tensor = _InParts.apply(logits, labels, ignore_index, rows)
+    total: Tensor = _InParts.apply(logits, labels, ignore_index, rows)  # type: ignore[no-untyped-call]  # torch's
     return total
 
 

@@ -8,7 +8,7 @@ own mask, and refused. A mask that reaches our attention is a `Wanted`, never a 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
+from burst_portable.compiling import never_compiled
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.mask import UNBOUNDED, Mask
 
@@ -58,7 +59,7 @@ class Wanted:
         raise UnsupportedError(explain("the model changes its mask, which is no tensor here", got=f"mask.{name}"))
 
 
-@torch.compiler.disable(reason="plans, transports and hooks are no graphs")
+@never_compiled("plans, transports and hooks are no graphs")
 def wanted_mask(
     batch_size: int,
     q_length: int,
@@ -114,11 +115,11 @@ def read_mask(function: Callable[..., Any]) -> Band:
 
 
 @lru_cache(maxsize=1)
-def _makers() -> dict[Any, Callable[[dict[str, Any]], Band]]:
+def _makers() -> dict[Any, Callable[[Mapping[str, Any]], Band]]:
     """The code of each part, taken from a sample of it, and how its numbers are read."""
     m = masking_utils
     causal = m.causal_mask_function
-    samples: list[tuple[Callable[..., Any], Callable[[dict[str, Any]], Band]]] = [
+    samples: list[tuple[Callable[..., Any], Callable[[Mapping[str, Any]], Band]]] = [
         (m.and_masks(causal), lambda v: _all_of(v["mask_functions"])),
         (m.sliding_window_overlay(1), lambda v: Band(hi=int(v["sliding_window"]) - 1)),
         (m.chunked_overlay(1, _PLACEHOLDER), lambda v: Band(chunk=int(v["chunk_size"]))),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from burst_portable.compiling import never_compiled
 from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, explain
 from burst_portable.integrations.transformers.arguments import check_arguments, checked_positions, parameters_of, takes
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, CallSequence, attend
@@ -205,7 +206,7 @@ class Parallel:
 
     # ------------------------------------------------------------------------------------------------ the hooks
 
-    @torch.compiler.disable(reason="plans, transports and hooks are no graphs")
+    @never_compiled("plans, transports and hooks are no graphs")
     def _enter(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -237,7 +238,7 @@ class Parallel:
         self.call, self._caller, self.attended = sequence, module, False
         return (), kwargs
 
-    @torch.compiler.disable(reason="plans, transports and hooks are no graphs")
+    @never_compiled("plans, transports and hooks are no graphs")
     def _leave(self, module: Any, args: Any, output: Any) -> Any:
         """After a model's forward, also one that failed and has no output."""
         if self._caller is not module:

@@ -63,7 +63,7 @@ def documents_of(position_ids: Tensor | None) -> tuple[int, ...] | None:
     return bounds if len(starts) > 1 else None
 
 
-class SequenceTrainer(Trainer):
+class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are Any, see pyproject.toml
     """`Trainer`, whose ranks share sequences.
 
     Args:
@@ -84,7 +84,7 @@ class SequenceTrainer(Trainer):
         if not self.args.average_tokens_across_devices:
             raise InputError("a loss over ranks is divided by their tokens; set average_tokens_across_devices=True")
         self.handle = handle
-        self.data_collator = ShardingCollator(handle, self.data_collator)
+        self.data_collator: Any = ShardingCollator(handle, self.data_collator)
         self._sequences, self._sequence = _numbered(handle)
 
     def get_train_dataloader(self) -> Any:
