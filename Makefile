@@ -15,7 +15,7 @@ help:
 	@echo "make demo    train a small model over two ranks and check it against one device"
 	@echo "make test    the test-suite"
 	@echo "make full    the test-suite with every combination (long)"
-	@echo "make lint    ruff: format and rules       make types   mypy, strict on the core"
+	@echo "make lint    ruff: format and rules       make types   mypy, strict"
 	@echo "make layers  who may import whom          make clean   remove reports and caches"
 	@echo "make conform-ascend  the Ascend backend on the real torch_npu and an imitation of CANN (long)"
 

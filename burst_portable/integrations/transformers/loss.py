@@ -117,7 +117,7 @@ def causal_loss(
 
 @never_compiled("its backward pass takes gradients of its own")
 def _sum_in_parts(logits: Tensor, labels: Tensor, ignore_index: int, rows: int) -> Tensor:
-    total: Tensor = _InParts.apply(logits, labels, ignore_index, rows)  # type: ignore[no-untyped-call]  # torch's
+    total: Tensor = _InParts.apply(logits, labels, ignore_index, rows)  # type: ignore[no-untyped-call]  # of torch
     return total
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from burst_portable.kernels.contract import Gradients, KernelProblem, Options, S
 from burst_portable.kernels.whole import added_up
 from burst_portable.numerics import State, empty_state, finished, row_delta
 from burst_portable.tiles import Tiles
+
+if TYPE_CHECKING:
+    from burst_portable.kernels.triton.launch import TritonKernel
 
 TRITON_FROM, TRITON_BELOW = (3, 6), (3, 8)
 """Versions whose Gluon compiles these kernels; tests/kernels/test_hopper_compile.py is the evidence."""
@@ -107,7 +110,7 @@ class HopperKernel:
             return _nothing_seen(q, out_dtype) if state is None else state
         batch, rows, heads, dim = q.shape
         fresh = state is None
-        if fresh:
+        if state is None:
             out = torch.empty(batch, rows, heads, dim, dtype=out_dtype, device=q.device)
             lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
             state = (out, lse)
@@ -315,11 +318,13 @@ def _row_terms(
     made = torch.empty(2 * batch * heads, padded, dtype=torch.float32, device=dout.device)
     _check_last_stride("lse", lse)
     if out is not None and out.element_size() not in (2, 4):
-        out, delta = None, row_delta(dout, out)
-    if delta is not None:
+        delta, out = row_delta(dout, out), None
+    if out is None:
+        assert delta is not None, "exactly one of delta and out"
         _check_last_stride("delta", delta)
-        delta = delta.float()
-    source, terms = (dout, delta) if out is None else (out, lse)
+        source, terms = dout, delta.float()
+    else:
+        source, terms = out, lse
     out_strides, dout_strides = compiled.strides("out", source, 4), compiled.strides("dout", dout, 8)
     clear = cleared is not None
     compiled.prepare(
@@ -389,7 +394,7 @@ def _device_reason(device: str) -> str:
 
 
 @cache
-def _portable() -> Any:
+def _portable() -> TritonKernel:
     from burst_portable.kernels.triton.launch import TritonKernel
 
     return TritonKernel()
