@@ -55,6 +55,7 @@ ROWS: dict[str, Row] = {
     "causal-8k-d64": Row(8192, (32, 32), 64, "causal", quick=True),
     "full-32k": Row(32768, (16, 16), 128, "full"),
     "causal-32k": Row(32768, (16, 16), 128, "causal"),
+    "causal-32k-gqa": Row(32768, (32, 8), 128, "causal"),
     "causal-4k": Row(4096, (32, 32), 128, "causal", quick=True),
     "full-4k": Row(4096, (32, 32), 128, "full", quick=True),
     "documents": Row(16384, (32, 32), 128, _documents(16384, 16), quick=True),
