@@ -62,6 +62,13 @@ def long_blocks_where_they_can(monkeypatch):
     monkeypatch.setattr(KERNEL, "_tables", OrderedDict())
 
 
+def small_l2(monkeypatch):
+    """Boxes of four key blocks and more are walked from other blocks on, as those that the L2 does not hold."""
+    monkeypatch.setattr(tables, "_ABREAST", 2)
+    monkeypatch.setattr(configs, "_mebibyte", lambda keys, dim: 1)
+    monkeypatch.setattr(KERNEL, "_tables", OrderedDict())
+
+
 def seen_by_all(first, last):
     """Of 1030 keys, those [first, last) that the first 900 queries see, besides a window."""
     boxes = ((0, first, 0, 60), (first, last, -2000, 2000), (last, 1030, 0, 60))

@@ -30,6 +30,7 @@ from tests.kernels.hopper_cases import (
     one_program_for_all_heads_of_a_key,
     seen_by_all,
     served_apart,
+    small_l2,
     tall_where_it_can,
     tiles_of,
     wide,
@@ -135,6 +136,14 @@ def test_queries_and_keys_of_other_lengths(dim):
     compare(q, k, v, Tiles([Tile(5, 300, 17, 1000, -2000, 2000)]))
     compare(q, k, v, Tiles([Tile(0, 333, 0, 1111, -778, 332)]))
     compare(q, k, v, Tiles([Tile(0, 10, 1000, 1111, -2000, 2000), Tile(100, 333, 0, 77, 100, 300)]))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_boxes_are_walked_from_other_blocks_on(dim, monkeypatch):
+    small_l2(monkeypatch)
+    q, k, v = (randn(1, n, h, dim, seed=i) for i, (n, h) in enumerate(((300, 2), (901, 1), (901, 1))))
+    compare_forward(q, k, v, Tiles([Tile(0, 300, 0, 901, -901, 300)]))
+    compare_forward(q, k, v, Tiles([Tile(0, 200, 0, 768, -901, 300), Tile(200, 300, 100, 901, -800, 100)]))
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -34,6 +34,7 @@ from tests.kernels.hopper_cases import (
     one_program_for_all_heads_of_a_key,
     seen_by_all,
     served_apart,
+    small_l2,
     tall_where_it_can,
     tiles_of,
     wide,
@@ -100,6 +101,14 @@ def test_queries_and_keys_of_other_lengths(dim, machine):
     q, (k, v, _) = randn(1, 233, 2, dim), inputs(1, 511, 1, 1, dim)
     compare(q, k, v, Tiles([Tile(5, 200, 17, 500, -2000, 2000)]))
     compare(q, k, v, Tiles([Tile(0, 10, 400, 511, -2000, 2000), Tile(100, 233, 0, 77, 100, 300)]))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_boxes_are_walked_from_other_blocks_on(dim, machine, monkeypatch):
+    small_l2(monkeypatch)
+    q, k, v = (randn(1, n, h, dim, seed=i) for i, (n, h) in enumerate(((300, 2), (901, 1), (901, 1))))
+    compare_forward(q, k, v, Tiles([Tile(0, 300, 0, 901, -901, 300)]))
+    compare_forward(q, k, v, Tiles([Tile(0, 200, 0, 768, -901, 300), Tile(200, 300, 100, 901, -800, 100)]))
 
 
 @pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)

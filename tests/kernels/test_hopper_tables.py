@@ -1,6 +1,6 @@
 """The Hopper launch tables against dense masks: every pair exactly once, and nothing but the mask."""
 
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -194,6 +194,38 @@ def test_blocks_start_with_long_documents():
     added, written = (backward_table(tiles, 2000, 64, 128, every_block_of=keys) for keys in (0, 2000))
     assert sorted(added.numbers[16 * w] for w in range(added.blocks)) == starts
     assert sorted(written.numbers[16 * w] for w in range(written.blocks)) == list(range(0, 2000, 128))
+
+
+@pytest.mark.parametrize("columns", [2500, 2048])
+def test_programs_that_walk_long_boxes_begin_apart(columns):
+    """16 keys a block, a block a MiB: boxes of 64 blocks and more; what a band cuts begins as all others do."""
+    rows = 700
+    tiles = Tiles([Tile(0, rows, 0, columns, -columns, rows), Tile(0, 300, columns, columns + 1000, -columns - 500, 0)])
+    table, plain = (forward_table(tiles, rows, 16, 16, True, *mebibyte) for mebibyte in ((1,), ()))
+    seen = painted(table, 16, 16, peel=True, length=4000)
+    assert (seen[:rows, : columns + 1000] == dense(tiles, 4000)[:rows, : columns + 1000]).all()
+    assert (seen[:rows, columns + 1000 :] == 0).all()
+    assert (seen == painted(plain, 16, 16, peel=True, length=4000)).all()
+    first = [table.numbers[table.numbers[16 * w + 1]] for w in range(table.blocks)]
+    at = [table.numbers[16 * w] // 16 for w in range(table.blocks)]
+    peeled = 16 * (columns == 2048)  # the first block of a box that needs no mask
+    boxes = [(block, start) for block, start in zip(at, first, strict=True) if block > 18]  # below, a band as well
+    assert len(boxes) == 25
+    assert all(start == 16 * (block % 32) + peeled for block, start in boxes)
+    causal = Tiles([Tile(0, 4096, 0, 4096, 0, 4095)])
+    assert forward_table(causal, 4096, 16, 16, True, 1).numbers == forward_table(causal, 4096, 16, 16, True).numbers
+
+
+def test_boxes_begin_apart_where_the_l2_is_too_small():
+    def starts(keys, dim):
+        tiles = Tiles([Tile(0, 1024, 0, keys, -keys, 1024)])
+        _, table = forward_cut(tiles, 1024, dim, 32, 132, every_block=False)
+        return sorted({table.numbers[table.numbers[16 * w + 1]] for w in range(table.blocks)})
+
+    keys = starts(1 << 18, 128)
+    assert [b - a for a, b in pairwise(keys)] == [16 * 128] * 7, "a MiB of K and V in 16 bits"
+    assert [len(starts(keys, 128)) for keys in ((1 << 17) - 128, 1 << 17)] == [1, 8]
+    assert [len(starts(keys, 64)) for keys in ((1 << 18) - 128, 1 << 18)] == [1, 8]
 
 
 def test_size_follows_the_border_and_not_the_area():

@@ -66,12 +66,17 @@ def forward_cut(
     """
     tall = TALL.get(dim)
     if tall is not None:
-        table = forward_table(tiles, rows, 64 * tall.W, tall.BN, every_block)
+        table = forward_table(tiles, rows, 64 * tall.W, tall.BN, every_block, _mebibyte(tall.BN, dim))
         enough = table.blocks * heads >= TALL_ITEMS * processors
         if enough and table.total >= TALL_BLOCKS * table.blocks:
             return tall, table
     config = FORWARD[dim]
-    return config, forward_table(tiles, rows, 64 * config.W, config.BN, every_block)
+    return config, forward_table(tiles, rows, 64 * config.W, config.BN, every_block, _mebibyte(config.BN, dim))
+
+
+def _mebibyte(keys: int, dim: int) -> int:
+    """How many blocks of so many keys, and their values, in 16 bits."""
+    return (1 << 20) // (2 * 2 * keys * dim)
 
 
 @dataclass(frozen=True, slots=True)

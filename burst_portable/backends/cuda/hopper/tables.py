@@ -31,6 +31,8 @@ _SHORT = 64  # inner blocks: no longer is no reason to divide
 _LONG = 4  # outer blocks: a document of so many has blocks of its own
 _PART = 8  # inner blocks: a shorter part costs more by what it adds at its end than it saves
 
+_ABREAST = 32  # query blocks of a head that run side by side, and MiB of K and V that they may be apart in the L2
+
 Span = tuple[int, int]
 """[start, stop) of outer indices. A block's is shorter than others' where the next starts at a document's start."""
 
@@ -52,10 +54,11 @@ class LaunchTable:
 
 @dataclass(slots=True)
 class _Block:
-    """What one outer block visits."""
+    """What one outer block visits. banded: a band cuts one of its tiles, so that its neighbours visit more or less."""
 
     runs: list[tuple[int, int]] = field(default_factory=list)
     masked: list[tuple[int, ...]] = field(default_factory=list)
+    banded: bool = False
 
     @property
     def full(self) -> int:
@@ -84,21 +87,27 @@ class Walk:
     inner_align: int = 1
 
 
-def forward_table(tiles: Tiles, rows: int, q_block: int, k_block: int, every_block: bool) -> LaunchTable:
+def forward_table(
+    tiles: Tiles, rows: int, q_block: int, k_block: int, every_block: bool, mebibyte: int = 1 << 30
+) -> LaunchTable:
     """Query blocks outside. Each has at least one masked block, the one that is peeled.
 
     Args:
         rows: length of the queries.
         every_block: launch blocks that see nothing as well, for they must write 0 and -inf.
+        mebibyte: inner blocks whose K and V are so large.
     """
     spans = _spans(tiles, rows, q_block)
     blocks = _collect(tiles, Walk(q_block, k_block, outer_padding=True), spans)
     if every_block:
         for span in spans:
             blocks.setdefault(span, _Block(masked=[_HIDDEN]))
-    for span, block in blocks.items():
+    for number, (span, block) in enumerate(blocks.items()):
         if not block.masked:
             _peel(block, span, k_block)
+        if not block.banded and block.length >= 2 * _ABREAST * mebibyte:
+            skip = number % _ABREAST * mebibyte
+            block.runs = [part for run in block.runs for part in _apart(run, skip, k_block)]
     return _pack(blocks.items(), peel=True)
 
 
@@ -208,6 +217,7 @@ def _collect(tiles: Iterable[Tile], walk: Walk, spans: list[Span]) -> dict[Span,
 
 def _visit(block: _Block, span: Span, tile: Tile, walk: Walk) -> None:
     """Add what one outer block sees of one tile. Its inner blocks start at the first index that it sees."""
+    block.banded |= not tile.full
     top, bottom = span
     first, last = max(top, tile.q_start), min(bottom, tile.q_stop) - 1
     start, stop = max(tile.k_start, first - tile.hi), min(tile.k_stop, last - tile.lo + 1)
@@ -243,6 +253,20 @@ def _turned(run: tuple[int, int], outer: int, inner: int) -> Iterator[tuple[int,
     """
     start, count = run
     skip = (outer - start) // inner
+    if 0 < skip < count:
+        yield start + skip * inner, count - skip
+        yield start, skip
+    else:
+        yield run
+
+
+def _apart(run: tuple[int, int], skip: int, inner: int) -> Iterator[tuple[int, int]]:
+    """Walk a run from some blocks on, and then its beginning.
+
+    Programs that walk boxes equally long stay abreast, and where the L2 does not hold those all would wait for the same
+    block from memory: each begins a MiB further on than the one before it. Those of a causal square drift apart.
+    """
+    start, count = run
     if 0 < skip < count:
         yield start + skip * inner, count - skip
         yield start, skip
