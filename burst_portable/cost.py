@@ -42,6 +42,8 @@ class Rates:
         memory: GB/s at which blocks are packed, merged and added up outside of kernels; 0: that is not priced.
         backward_together: of the rate backward, what is left where one launch takes several blocks.
         backward_in_turn: the same where a pass is several launches, block after block.
+        far: (rows, of either rate), the same for both passes where a rank holds so many rows or more: what each launch
+            reads again and again is then larger than a cache.
         in_pieces: whether the kernel is an operator called on pieces, whose results are merged and added up so.
         block: rows and columns that a kernel computes at once, whatever a mask hides of them; 1: exact pairs count.
         source: where the numbers come from, for people.
@@ -63,6 +65,7 @@ class Rates:
     in_pieces: bool = False
     backward_together: float = 1.0
     backward_in_turn: float = 1.0
+    far: tuple[int, float] = (0, 1.0)
     block: int = 1
     source: str = ""
     node: int = 0
@@ -195,7 +198,7 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         seconds=rank_seconds(plan, pass_name, rank, rates),
         compute_seconds=plan.groups
         * sum(_work(part.problem, pass_name, c, rates) for c in computes)
-        / _in_turn(steps, pass_name, rates),
+        / _in_turn(part.problem, steps, pass_name, rates),
         link_seconds=link,
     )
 
@@ -294,10 +297,13 @@ class _Timeline:
         self._kernels = max(self._kernels, at)
 
 
-def _in_turn(steps: Sequence[Step], pass_name: PassName, rates: Rates) -> float:
+def _in_turn(problem: Problem, steps: Sequence[Step], pass_name: PassName, rates: Rates) -> float:
     """What is left of the kernel's rate where several launches make a pass."""
-    several = pass_name == "backward" and sum(step.compute is not None for step in steps) > 1
-    return rates.backward_in_turn if several else 1.0
+    if sum(step.compute is not None for step in steps) <= 1:
+        return 1.0
+    rows, share = rates.far
+    kept = share if problem.k_layout.length >= rows * problem.ranks else 1.0
+    return kept * (rates.backward_in_turn if pass_name == "backward" else 1.0)
 
 
 @lru_cache(maxsize=512)
@@ -305,7 +311,7 @@ def _by_blocks(part: PassPlan, pass_name: PassName, rank: int, rates: Rates, dir
     """Seconds of one rank where blocks travel. Strategies that are compared have passes in common."""
     line, size, packed, launched = _Timeline(direct, pass_name, rates), _sizes(part), set[tuple[int, int]](), False
     steps, narrow = part.steps_of(rank), part.problem.narrow
-    kept = _in_turn(steps, pass_name, rates)
+    kept = _in_turn(part.problem, steps, pass_name, rates)
     for step in steps:
         line.wait(step.arrivals)
         line.read_and_write(memory_traffic.packed(step.sends, size, rank, packed))

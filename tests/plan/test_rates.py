@@ -81,6 +81,20 @@ def test_passes_have_rates_of_their_own():
     assert several.compute(1e14, "forward", 2) == pytest.approx(2.0)
 
 
+def test_blocks_that_a_cache_does_not_hold():
+    """Two ranks of 32 rows, full mask: launches in turn take longer, a pass of one launch does not."""
+    usual = {"seq_len": 64, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
+    near = Rates(1e-6, 1e9, 0.0, 0.0)
+    for strategy, share in (("ring", 0.5), ("ulysses", 1.0)):
+        made = plan(make_strategy(strategy), ranks=2, **usual)
+        for pass_name in ("forward", "backward"):
+            before = rank_cost(made, pass_name, 0, near)
+            for rows, kept in ((32, share), (33, 1.0)):
+                far = rank_cost(made, pass_name, 0, replace(near, far=(rows, 0.5)))
+                assert far.compute_seconds == pytest.approx(before.compute_seconds / kept)
+                assert far.seconds == pytest.approx(before.seconds / kept)
+
+
 def test_messages_that_hold_kernels_up():
     """Two ranks, full mask, by hand: a step computes for a second, and the one message takes three."""
     made = bp.plan(seq_len=64, ranks=2, heads=8, head_dim=64, mask="full", layout="contiguous", strategy="ring")
@@ -174,7 +188,8 @@ def measured(ranks, runs):
     """
     found = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        for one in json.loads((RESULTS / f"ring-h200x{ranks}-{run}-2026-11-21.json").read_text())["results"]:
+        (found_file,) = RESULTS.glob(f"ring-h200x{ranks}-{run}-2026-*.json")
+        for one in json.loads(found_file.read_text())["results"]:
             label, transport = as_auto_says(one)
             old = run in FIRST and (label.startswith("ulysses") or one["kernel"] == "cudnn")
             priced = transport == "nccl" or (transport == "peer_copy" and label not in ("ring", "burst"))
@@ -186,7 +201,7 @@ def measured(ranks, runs):
     return {case: times for case, times in means.items() if len(times) > 1}
 
 
-MEASURED = {4: measured(4, (*FIRST, *LATER)), 2: measured(2, ("night-first", "night"))}
+MEASURED = {4: measured(4, (*FIRST, *LATER)), 2: measured(2, ("night-first", "night", "128k"))}
 OF_FOUR = 540.0  # TFLOP/s of the Hopper backward when they were measured
 
 
@@ -216,6 +231,19 @@ def test_what_is_predicted_to_be_fastest_was_fastest(ranks, case):
             assert times[one] / 1.2 < seconds < times[one], one
         else:
             assert seconds == pytest.approx(times[one], rel=0.12), one
+
+
+def test_half_a_million_tokens_on_two():
+    """There a ring with nothing sent took 2 % longer than one plain call, Ulysses by the book with all sent 0.6 %."""
+    told = json.loads((RESULTS / "ring-h200x2-512k-2026-11-22.json").read_text())["results"]
+    took = {one["contestant"]: sum(one["milliseconds"][name] for name in ("forward", "backward")) for one in told[:4]}
+    assert took["ulysses by the book"] < 0.99 * took["auto peer_copy, nothing sent"]
+    row = ROWS["512k-gqa"]
+    for direct in (True, False):
+        rates = rates_of_machine("NVIDIA H200", 2)
+        rates = rates if direct else replace(rates, direct=())
+        usual = {"seq_len": row.length, "heads": row.heads[0], "kv_heads": row.heads[1]}
+        assert plan(AutoStrategy(rates=rates), 2, **usual).reason.startswith("chose ulysses")
 
 
 def test_more_ahead_is_never_predicted_slower_and_costs_memory():

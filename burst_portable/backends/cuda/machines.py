@@ -23,7 +23,11 @@ _H200 = {
     **_H100,  # the same chip with more memory, and the kernels on four of them at work
     # One backward launch over three blocks of 32,768 tokens, with nothing sent, took 3 % longer than three launches.
     # Launches in turn took 3 to 6 % longer than those of Ulysses, beside what else is predicted of both, on four GPUs.
-    "hopper": Rates(640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, backward_together=0.96, backward_in_turn=0.96),
+    # With 262,144 rows a rank they took 2 to 6 % longer even with nothing sent, with 65,536 no longer: K and V of a
+    # head are 128 and 32 MiB there, the L2 60. Forward, boxes begin apart since: ring-h200x2-{128k,512k}-2026-11-22.json.
+    "hopper": Rates(
+        640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, backward_together=0.96, backward_in_turn=0.96, far=(1 << 17, 0.98)
+    ),
     "cudnn": Rates(575.0, 150.0, 20e-6, 80e-6, 515.0, 180e-6, backward_in_turn=0.95),
 }
 _IN_TURN_OF_TWO = {"hopper": 1.0}  # on two GPUs not: ring-h200x2-night-2026-11-21.json
