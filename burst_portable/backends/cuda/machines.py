@@ -24,7 +24,7 @@ _H200 = {
     # One backward launch over three blocks of 32,768 tokens, with nothing sent, took 3 % longer than three launches.
     # Launches in turn took 3 to 6 % longer than those of Ulysses, beside what else is predicted of both, on four GPUs.
     # With 262,144 rows a rank they took 2 to 6 % longer even with nothing sent, with 65,536 no longer: K and V of a
-    # head are 128 and 32 MiB there, the L2 60. Forward, boxes begin apart since: ring-h200x2-{128k,512k}-2026-11-22.json.
+    # head are 128 and 32 MiB, the L2 60 (ring-h200x2-{128k,512k}-2026-11-22.json; forward, boxes begin apart since).
     "hopper": Rates(
         640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, backward_together=0.96, backward_in_turn=0.96, far=(1 << 17, 0.98)
     ),
