@@ -41,6 +41,7 @@ _MODULES = ("nn",)
 __all__ = [*sorted(_HOMES), "__version__"]
 
 if TYPE_CHECKING:
+    from burst_portable import nn as nn
     from burst_portable.api import attention as attention
     from burst_portable.api import partial_attention as partial_attention
     from burst_portable.choices import plan_on as plan_on
@@ -62,14 +63,15 @@ if TYPE_CHECKING:
     from burst_portable.sharding import unshard as unshard
     from burst_portable.strategies.registry import make_strategy as make_strategy
 
+else:  # of type checkers unseen: to them, it would make every misspelt name an object
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return import_module(f"burst_portable.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'burst_portable' has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"burst_portable.{_HOMES[name]}"), name)  # asked for once
-    return found
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            return import_module(f"burst_portable.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'burst_portable' has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(f"burst_portable.{_HOMES[name]}"), name)  # asked for once
+        return found
 
 
 def __dir__() -> list[str]:

@@ -79,6 +79,26 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | str = ...,
+    mesh: Any = ...,
+    strategy: Strategy | str = ...,
+    layout: Layout | str = ...,
+    seq_len: int | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    kernel: str = ...,
+    deterministic: bool | None = ...,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 @outside_graphs
 def attention(
     q: Tensor,

@@ -7,7 +7,7 @@ mask, is taken from the layout, so the same model runs on one rank and on many.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +121,10 @@ class SelfAttention(nn.Module):
         self.q = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.kv = nn.Linear(dim, 2 * kv_heads * self.head_dim, bias=False)
         self.out = nn.Linear(heads * self.head_dim, dim, bias=False)
+
+    if TYPE_CHECKING:  # torch's own takes and gives anything
+
+        def __call__(self, x: Tensor, *, seq_len: int | None = None, position_ids: Tensor | None = None) -> Tensor: ...
 
     def forward(self, x: Tensor, *, seq_len: int | None = None, position_ids: Tensor | None = None) -> Tensor:
         """``[B, S, dim]`` -> ``[B, S, dim]``, S the rows of this rank.

@@ -36,8 +36,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("autograd", "checks", "choices"),
     ("sharding",),
     ("api", "explanation"),
-    ("profiling", ""),  # "" is burst_portable/__init__.py, which hands out the names of api, and profile
-    ("nn", "conformance"),
+    ("profiling", "nn", ""),  # "" is burst_portable/__init__.py, which hands out the names of api, profile and nn
+    ("conformance",),
     ("cli", "integrations", "__main__"),
 )
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}

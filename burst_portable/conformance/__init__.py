@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from burst_portable.conformance.report import Result as Result
     from burst_portable.conformance.suite import check_backend as check_backend
 
+else:  # of type checkers unseen: to them, it would make every misspelt name an object
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'burst_portable.conformance' has no attribute {name!r}")
-    return getattr(import_module(f"burst_portable.conformance.{_HOMES[name]}"), name)
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'burst_portable.conformance' has no attribute {name!r}")
+        return getattr(import_module(f"burst_portable.conformance.{_HOMES[name]}"), name)
