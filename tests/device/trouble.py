@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -171,6 +172,9 @@ def main(ranks: int, folder: Path, rank: int, what: str, transport: str) -> None
         found = PLAYS[what](rank, device, config, folder)
     except UnsupportedError as error:  # this machine has no such transport
         found = {"absent": str(error)}
+    # Whatever else it is, the test should see it, and not miss a rank.
+    except Exception:  # noqa: BLE001
+        found = {"error": "unforeseen", "message": traceback.format_exc(), "seconds": 0.0, "wrong": ["unforeseen"]}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     sys.stderr.flush()
     os._exit(0)  # after a fault there is nothing left to take down in order
