@@ -6,7 +6,7 @@ Shapes: B batch, S rows of this rank, Hq query heads, Hkv key/value heads, D hea
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from burst_portable.errors import InputError, explain, shown
 from burst_portable.kernels.contract import KernelProblem, Options, row_delta_of, takes_pieces
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
-from burst_portable.mesh import Mesh, as_mesh
+from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.messages import Inboxes, inboxes
 from burst_portable.numerics import State, finished
 from burst_portable.planning import plan as plan
@@ -46,7 +46,7 @@ def attention(
     v: Tensor,
     *,
     mask: Mask | str = ...,
-    mesh: Any = ...,
+    mesh: MeshLike = ...,
     strategy: Strategy | str = ...,
     layout: Layout | str = ...,
     seq_len: int | None = ...,
@@ -66,7 +66,7 @@ def attention(
     v: Tensor,
     *,
     mask: Mask | str = ...,
-    mesh: Any = ...,
+    mesh: MeshLike = ...,
     strategy: Strategy | str = ...,
     layout: Layout | str = ...,
     seq_len: int | None = ...,
@@ -86,7 +86,7 @@ def attention(
     v: Tensor,
     *,
     mask: Mask | str = ...,
-    mesh: Any = ...,
+    mesh: MeshLike = ...,
     strategy: Strategy | str = ...,
     layout: Layout | str = ...,
     seq_len: int | None = ...,
@@ -106,7 +106,7 @@ def attention(
     v: Tensor,
     *,
     mask: Mask | str = "causal",
-    mesh: Any = None,
+    mesh: MeshLike = None,
     strategy: Strategy | str = "auto",
     layout: Layout | str = "zigzag",
     seq_len: int | None = None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from burst_portable.errors import InputError, explain, shown
 from burst_portable.kernels.contract import Kernel, KernelProblem, Options, takes_pieces
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
-from burst_portable.mesh import Mesh, as_mesh
+from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning import layout_of, mask_of, plan, planned, strategy_of
 from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.auto import AutoStrategy
@@ -168,7 +168,7 @@ def _strategy(
 
 
 def plan_on(
-    mesh: Any = None,
+    mesh: MeshLike = None,
     *,
     seq_len: int,
     heads: int,
@@ -180,7 +180,7 @@ def plan_on(
     layout: Layout | str = "auto",
     batch: int = 1,
     dtype: torch.dtype = torch.bfloat16,
-    device: Any = None,
+    device: torch.device | str | int | None = None,
     kernel: str = "auto",
     deterministic: bool | None = None,
 ) -> Plan:
@@ -212,7 +212,7 @@ def plan_on(
 def strategy_on(
     mesh: Mesh,
     strategy: Strategy | str,
-    device: Any,
+    device: torch.device | str | int | None,
     *,
     heads: int,
     kv_heads: int,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from burst_portable.checks import checked_device
 from burst_portable.choices import Choices, choose, requested
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
-from burst_portable.mesh import Mesh, as_mesh
+from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.plans import TRAVELS, PassName, PassPlan, Plan
 from burst_portable.strategies.base import Strategy
 
@@ -74,7 +73,7 @@ def explain(
     v: Tensor,
     *,
     mask: Mask | str = "causal",
-    mesh: Any = None,
+    mesh: MeshLike = None,
     strategy: Strategy | str = "auto",
     layout: Layout | str = "zigzag",
     seq_len: int | None = None,
@@ -83,7 +82,7 @@ def explain(
     sinks: Tensor | None = None,
     kernel: str = "auto",
     deterministic: bool | None = None,
-    device: str | torch.device | None = None,
+    device: torch.device | str | int | None = None,
 ) -> Explanation:
     """Which backend, strategy, layout, moves and kernel `attention` takes for these arguments, and why no others.
 

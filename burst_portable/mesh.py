@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import lru_cache, partial
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
@@ -25,6 +25,9 @@ from burst_portable.mesh_checks import (
     checked_rank,
     place_in,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 _CALLS_KEPT = 512
@@ -99,7 +102,7 @@ class Mesh:
     @classmethod
     def from_group(
         cls,
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
         *,
         inner: int | None = None,
         backend: str = "auto",
@@ -114,8 +117,8 @@ class Mesh:
                 "torch.distributed is not initialised; start with torchrun and call init_process_group, "
                 "or use run_local for ranks as threads"
             )
-        group = dist.group.WORLD if group is None else group
-        rank, ranks = place_in(group)
+        members: Any = dist.group.WORLD if group is None else group
+        rank, ranks = place_in(members)
         settings = checked_config(config)
         deadline = settings.deadline
 
@@ -124,16 +127,16 @@ class Mesh:
 
         def connect(device_type: str) -> Transport:
             if inner in (None, 1, ranks):
-                return transport(group, device_type)
+                return transport(members, device_type)
             connected = partial(transport, device_type=device_type)
-            return with_two_levels(connected, group, inner, device_type, deadline)
+            return with_two_levels(connected, members, inner, device_type, deadline)
 
-        return cls(rank, ranks, connect, group=group, inner=inner, backend=backend, config=settings)
+        return cls(rank, ranks, connect, group=members, inner=inner, backend=backend, config=settings)
 
     @classmethod
     def from_device_mesh(
         cls,
-        device_mesh: Any,
+        device_mesh: DeviceMesh,
         axis: str | int | None = None,
         *,
         inner: int | None = None,
@@ -238,6 +241,12 @@ class Mesh:
         if len(self._calls) > _CALLS_KEPT:
             self._calls.popitem(last=False)
         return made
+
+
+if TYPE_CHECKING:
+    MeshLike: TypeAlias = Mesh | DeviceMesh | dist.ProcessGroup | None
+else:  # a torch without torch.distributed has no such classes
+    MeshLike = Any
 
 
 def as_mesh(mesh: Any) -> Mesh:

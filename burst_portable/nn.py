@@ -19,7 +19,7 @@ from burst_portable.errors import DtypeError, InputError, ShapeError, explain, s
 from burst_portable.layout import Layout
 from burst_portable.layouts import NAMES as LAYOUTS
 from burst_portable.mask import Mask
-from burst_portable.mesh import as_mesh
+from burst_portable.mesh import MeshLike, as_mesh
 from burst_portable.planning import layout_of, mask_of, strategy_of
 from burst_portable.sharding import positions
 from burst_portable.strategies.base import Strategy
@@ -95,7 +95,7 @@ class SelfAttention(nn.Module):
         heads: int,
         kv_heads: int | None = None,
         *,
-        mesh: Any = None,
+        mesh: MeshLike = None,
         mask: Mask | str = "causal",
         strategy: Strategy | str = "auto",
         layout: Layout | str = "zigzag",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,19 +14,19 @@ from burst_portable.compiling import outside_graphs
 from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError, explain, shown
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask, cumulative_lengths
-from burst_portable.mesh import Mesh, as_mesh
+from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning import layout_of, mask_of
 from burst_portable.values import as_int, size
 
 
 @outside_graphs
 def positions(
-    mesh: Any = None,
+    mesh: MeshLike = None,
     *,
     seq_len: int,
     layout: Layout | str = "zigzag",
     mask: Mask | str | None = None,
-    device: Any = None,
+    device: torch.device | str | int | None = None,
 ) -> Tensor:
     """The global positions of this rank's rows, in order: int64 ``[S]``. `mask` is for layouts of documents."""
     mesh = as_mesh(mesh)
@@ -36,7 +35,7 @@ def positions(
 
 
 def shard(
-    x: Tensor, mesh: Any = None, *, dim: int = 1, layout: Layout | str = "zigzag", mask: Mask | str | None = None
+    x: Tensor, mesh: MeshLike = None, *, dim: int = 1, layout: Layout | str = "zigzag", mask: Mask | str | None = None
 ) -> Tensor:
     """This rank's rows of a tensor that every rank has whole, along `dim`. Differentiable; nothing is sent."""
     dim = _dimension(x, dim)
@@ -59,7 +58,7 @@ def _dimension(x: Tensor, dim: int) -> int:
 
 def unshard(
     x: Tensor,
-    mesh: Any = None,
+    mesh: MeshLike = None,
     *,
     seq_len: int,
     dim: int = 1,
@@ -116,7 +115,7 @@ def shard_batch(
     position_ids: Tensor | None = None,
     documents: Sequence[int] | Tensor | None = None,
     *,
-    mesh: Any = None,
+    mesh: MeshLike = None,
     layout: Layout | str = "zigzag",
     ignore_index: int = -100,
 ) -> dict[str, Tensor]:

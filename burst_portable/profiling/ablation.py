@@ -27,7 +27,7 @@ from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.wrapped import WrappedTransport
 from burst_portable.errors import InputError, explain
 from burst_portable.kernels.contract import Gradients, Options
-from burst_portable.mesh import Mesh, as_mesh
+from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.moves import Move
 from burst_portable.numerics import State, empty_state
 from burst_portable.plans import Compute, Plan
@@ -80,7 +80,7 @@ class Ablation:
 def ablate(
     step: Callable[[], Any],
     *,
-    mesh: Any = None,
+    mesh: MeshLike = None,
     model: nn.Module | None = None,
     repeat: int = REPEAT,
     device: str | None = None,

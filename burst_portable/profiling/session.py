@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from burst_portable.errors import InputError, explain
-from burst_portable.mesh import Mesh, as_mesh
+from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.plans import Plan
 from burst_portable.profiling.record import RankRecords, pack, unpack
 from burst_portable.profiling.recorder import Recorder
@@ -45,7 +45,7 @@ LEVELS = ("session", "light", "deep")
 class Session:
     """See the module. Made by `profile`."""
 
-    def __init__(self, level: str, mesh: Any) -> None:
+    def __init__(self, level: str, mesh: MeshLike) -> None:
         self.level, self._mesh = level, mesh
         self._recorders: dict[int, Recorder] = {}
         self._ablations: dict[int, Ablation] = {}
@@ -129,7 +129,7 @@ class Session:
             raise InputError(explain("this session has no tracer", got=f"level {self.level!r}", allowed="level 'deep'"))
         self._tracer.write(Path(path))
 
-    def gather(self, mesh: Any = None) -> list[RankRecords] | None:
+    def gather(self, mesh: MeshLike = None) -> list[RankRecords] | None:
         """Everybody's records, in rank order, on rank 0; None on the others. All ranks of the mesh must call it.
 
         Raises a `CommunicationError` where a rank does not take part.
@@ -144,7 +144,7 @@ class Session:
         parts = _collected(mesh, pack(mine[0]), device)
         return None if parts is None else [unpack(part) for part in parts]
 
-    def report(self, mesh: Any = None, *, skip: int = 0) -> Report | None:
+    def report(self, mesh: MeshLike = None, *, skip: int = 0) -> Report | None:
         """Where the time went, on rank 0; None on the others. All ranks of the mesh must call it.
 
         The first `skip` training steps, which also warm up, are left out.
@@ -159,7 +159,7 @@ class Session:
         return Report.of(gathered, skip=skip)
 
 
-def profile(level: Literal["session", "light", "deep"] = "session", *, mesh: Any = None) -> Session:
+def profile(level: Literal["session", "light", "deep"] = "session", *, mesh: MeshLike = None) -> Session:
     """Record where the time of attention goes; a context manager, see `profiling.session`.
 
     Args:

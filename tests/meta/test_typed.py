@@ -51,7 +51,9 @@ assert_type(bp.run_local(3, work), list[list[torch.Tensor]])
 
 CALLS = """
 from typing import assert_type
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 import burst_portable as bp
 import burst_portable.conformance as conformance
@@ -67,6 +69,8 @@ def calls(x: Tensor, with_lse: bool, model: PreTrainedModel) -> None:
     assert_type(mesh, bp.Mesh)
     assert_type(bp.Mask.causal(), bp.Mask)
     assert_type(bp.shard(x, mesh), Tensor)
+    assert_type(bp.shard(x, init_device_mesh("cpu", (2,), mesh_dim_names=("rows",))["rows"]), Tensor)
+    assert_type(bp.shard(x, dist.group.WORLD), Tensor)
     assert_type(bp.shard_batch(x, mesh=mesh), dict[str, Tensor])
     assert_type(bp.unshard(x, mesh, seq_len=8), Tensor)
     assert_type(bp.attention(x, x, x, mesh=mesh), Tensor)
@@ -88,6 +92,8 @@ def calls(x: Tensor, with_lse: bool, model: PreTrainedModel) -> None:
     bp.atention  # type: ignore[attr-defined]
     conformance.chek_backend  # type: ignore[attr-defined]
     module(rows=x)  # type: ignore[call-arg]
+    bp.shard(x, "rows")  # type: ignore[arg-type]
+    bp.attention(x, x, x, mesh="rows")  # type: ignore[call-overload]
 """
 
 

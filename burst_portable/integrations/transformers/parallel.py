@@ -21,7 +21,7 @@ from burst_portable.integrations.transformers.padding import check_padded_model,
 from burst_portable.integrations.transformers.router import check_router, with_router_loss
 from burst_portable.layout import Layout
 from burst_portable.mask import cumulative_lengths
-from burst_portable.mesh import as_mesh
+from burst_portable.mesh import MeshLike, as_mesh
 from burst_portable.sharding import positions, shard, shard_batch
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
@@ -32,7 +32,7 @@ NAME = "burst_portable"
 
 def parallelize(
     model: PreTrainedModel,
-    mesh: Any = None,
+    mesh: MeshLike = None,
     *,
     strategy: Strategy | str = "auto",
     layout: str = "zigzag",
@@ -74,7 +74,7 @@ class Parallel:
     def __init__(
         self,
         model: PreTrainedModel,
-        mesh: Any,
+        mesh: MeshLike,
         *,
         strategy: Strategy | str,
         layout: str,
