@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 
 import torch
 
 from burst_portable.backends.cuda.hopper import configs, tables
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
+from burst_portable.backends.cuda.hopper.launch_tables import LaunchTables
 from burst_portable.kernels.contract import Options
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import Segment
@@ -47,26 +47,26 @@ def tall_where_it_can(monkeypatch):
     """Forward passes at head size 64 are cut as those of long rows, however short they are."""
     monkeypatch.setattr(configs, "TALL_BLOCKS", 0)
     monkeypatch.setattr(configs, "TALL_ITEMS", 0)
-    monkeypatch.setattr(KERNEL, "_tables", OrderedDict())
+    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
 
 
 def one_program_for_all_heads_of_a_key(monkeypatch):
     """Backward passes are cut as where there are many programs, however few there are."""
     monkeypatch.setattr(configs, "LATE", 0)
-    monkeypatch.setattr(KERNEL, "_tables", OrderedDict())
+    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
 
 
 def long_blocks_where_they_can(monkeypatch):
     """Key blocks that more queries see than others do are served apart, however short the sequence is."""
     monkeypatch.setattr(tables, "_SHORT", 0)
-    monkeypatch.setattr(KERNEL, "_tables", OrderedDict())
+    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
 
 
 def small_l2(monkeypatch):
     """Boxes of four key blocks and more are walked from other blocks on, as those that the L2 does not hold."""
     monkeypatch.setattr(tables, "_ABREAST", 2)
     monkeypatch.setattr(configs, "_mebibyte", lambda keys, dim: 1)
-    monkeypatch.setattr(KERNEL, "_tables", OrderedDict())
+    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
 
 
 def seen_by_all(first, last):
@@ -78,7 +78,7 @@ def seen_by_all(first, last):
 
 def served_apart(q, k, tiles):
     """[start, stop) of the keys that `gradients` serves by a launch of their own; None if there is none."""
-    cuts = [table.cut for table in KERNEL._writing_tables(q, k, tiles)]
+    cuts = [table.cut for table in KERNEL._tables.writing(q, k, tiles)]
     return cuts[1].keys if len(cuts) > 1 else None
 
 

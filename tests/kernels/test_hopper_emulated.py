@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 from burst_portable.backends.cuda.hopper import backward as hopper_backward
-from burst_portable.backends.cuda.hopper import configs
+from burst_portable.backends.cuda.hopper import configs, launch_tables
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper.kernel import _triton_reason
@@ -293,7 +293,7 @@ def test_a_planted_bug_of_keys_apart(bug, tmp_path, machine, monkeypatch):
     source, *change = APART_BUGS[bug]
     module = planted(source, change, tmp_path)
     if source is configs:
-        monkeypatch.setattr(hopper_kernel, "writing_cuts", module.writing_cuts)
+        monkeypatch.setattr(launch_tables, "writing_cuts", module.writing_cuts)
     else:
         for name in ("compiled_kernels", "processors", "current_stream", "on"):  # as emulated
             monkeypatch.setattr(module, name, getattr(hopper_kernel, name))

@@ -13,6 +13,7 @@ from torch import Tensor
 from burst_portable.backends.cuda.hopper import backward as hopper_backward
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
+from burst_portable.backends.cuda.hopper import launch_tables
 from burst_portable.backends.cuda.hopper.launch import tma_strides
 from tests.kernels.emulator.machine import Machine
 from tests.kernels.emulator.memory import Descriptor
@@ -55,6 +56,7 @@ class EmulatedKernels:
 def emulate(monkeypatch: Any, kernels: EmulatedKernels) -> None:
     """From now on, and until the test ends, the Hopper kernel launches them."""
     monkeypatch.setattr(hopper_kernel, "compiled_kernels", lambda: kernels)
-    monkeypatch.setattr(hopper_kernel, "processors", lambda device: _PROCESSORS)
+    for module in (hopper_kernel, launch_tables):
+        monkeypatch.setattr(module, "processors", lambda device: _PROCESSORS)
     monkeypatch.setattr(hopper_kernel, "current_stream", lambda device: 0)
     monkeypatch.setattr(hopper_kernel, "on", lambda device: nullcontext())

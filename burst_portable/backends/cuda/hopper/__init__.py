@@ -7,7 +7,8 @@
 `mask`, `softmax`,       parts of those two: hiding what a mask does not show, the softmax, scaling the running
 `fade`, `turned`         output down, rows of shared memory in another order
 `tables`                 which blocks each block visits, from a list of tiles
-`configs`                the sizes of blocks, by head size
+`configs`                the sizes of blocks, by head size; which cut, or cuts, a pass gets
+`launch_tables`          those tables on their device, kept
 `launch`, `driver`       launches that cost the host little
 `aot`                    compiling ahead of time, on any machine, and what the compiler says of it
 =======================  ======================================================================================

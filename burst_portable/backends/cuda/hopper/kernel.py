@@ -6,12 +6,9 @@ Triton is imported when a kernel is first launched, never before.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,14 +17,9 @@ from burst_portable.backends.cuda.hopper.configs import (
     FORWARD,
     BackwardConfig,
     BackwardCut,
-    ForwardConfig,
-    Pass,
-    adding_cut,
-    forward_cut,
-    writing_cuts,
 )
 from burst_portable.backends.cuda.hopper.launch import compiled_kernels, current_stream, on, processors
-from burst_portable.backends.cuda.hopper.tables import LaunchTable
+from burst_portable.backends.cuda.hopper.launch_tables import LaunchTables, OnDevice
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.whole import added_up
@@ -41,21 +33,8 @@ TRITON_FROM, TRITON_BELOW = (3, 6), (3, 8)
 """Versions whose Gluon compiles these kernels; tests/kernels/test_hopper_compile.py is the evidence."""
 
 _LOG2E = 1.4426950408889634
-_TABLES = 256  # launch tables kept
 _L2_SHARE = 8 << 20  # bytes of K and V (backward: Q and dO) that heads running side by side should share in the L2
 _PLAIN = torch.contiguous_format
-
-C = TypeVar("C", ForwardConfig, BackwardCut)
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _OnDevice(Generic[C]):
-    """A launch table's numbers, its outer blocks, and the cut that it is for."""
-
-    cut: C
-    numbers: Tensor
-    blocks: int
 
 
 class HopperKernel:
@@ -64,7 +43,7 @@ class HopperKernel:
     name = "hopper"
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[Hashable, Any] = OrderedDict()
+        self._tables = LaunchTables()
 
     def supports(self, problem: KernelProblem) -> Support:
         if reason := self._cannot_run(problem):
@@ -116,7 +95,7 @@ class HopperKernel:
             state = (out, lse)
         out, lse = state
         _check_last_stride("lse", lse)
-        table = self._forward_table(q, tiles, every_block=fresh)
+        table = self._tables.forward(q, tiles, every_block=fresh)
         config = table.cut
         compiled = compiled_kernels()
         group = heads // k.shape[2]
@@ -170,7 +149,7 @@ class HopperKernel:
             )
         if not tiles or q.numel() == 0:
             return
-        table = self._adding_table(q, k, tiles)
+        table = self._tables.adding(q, k, tiles)
         with on(q.device):
             terms = _row_terms(table.cut.config, dout, lse, delta, out, options.scale)
             _launch_backward(table, terms, dout, q, k, v, options.scale, into, store=False)
@@ -190,7 +169,7 @@ class HopperKernel:
         if options.deterministic or not tiles or q.numel() == 0 or k.numel() == 0:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
         _check_options(options)
-        tables = self._writing_tables(q, k, tiles)
+        tables = self._tables.writing(q, k, tiles)
         if not tables:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
         dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
@@ -211,51 +190,9 @@ class HopperKernel:
         """The portable kernel's: `numerics.row_delta` in one pass over its two tensors."""
         return _portable().row_delta(dout, out)
 
-    def _forward_table(self, q: Tensor, tiles: Tiles, *, every_block: bool) -> _OnDevice[ForwardConfig]:
-        batch, rows, heads, dim = q.shape
-        heads *= batch
-
-        def made() -> _OnDevice[ForwardConfig]:
-            at_once = processors(q.device.index)
-            return _on_device(*forward_cut(tiles, rows, dim, heads, at_once, every_block=every_block), q.device)
-
-        return self._kept(("forward", tiles, rows, dim, heads, every_block, q.device), made)
-
-    def _adding_table(self, q: Tensor, k: Tensor, tiles: Tiles) -> _OnDevice[BackwardCut]:
-        def made() -> _OnDevice[BackwardCut]:
-            return _on_device(*adding_cut(tiles, _pass(q, k)), q.device)
-
-        return self._kept(("adding", tiles, q.shape, k.shape, q.device), made)
-
-    def _writing_tables(self, q: Tensor, k: Tensor, tiles: Tiles) -> tuple[_OnDevice[BackwardCut], ...]:
-        def made() -> tuple[_OnDevice[BackwardCut], ...]:
-            return tuple(_on_device(*cut, q.device) for cut in writing_cuts(tiles, _pass(q, k)))
-
-        return self._kept(("writing", tiles, q.shape, k.shape, q.device), made)
-
-    def _kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """From the cache if it is there."""
-        found = self._tables.get(key)
-        if found is None:
-            found = self._tables[key] = make()
-            while len(self._tables) > _TABLES:
-                self._tables.popitem(last=False)
-        made: T = found
-        return made
-
-
-def _on_device(cut: C, table: LaunchTable, device: torch.device) -> _OnDevice[C]:
-    return _OnDevice(cut, torch.tensor(table.numbers, dtype=torch.int32).to(device), table.blocks)
-
-
-def _pass(q: Tensor, k: Tensor) -> Pass:
-    batch, rows, heads, dim = q.shape
-    group = heads // k.shape[2]
-    return Pass(rows, k.shape[1], dim, batch * heads, group, processors(q.device.index))
-
 
 def _launch_backward(
-    table: _OnDevice[BackwardCut],
+    table: OnDevice[BackwardCut],
     terms: Tensor,
     dout: Tensor,
     q: Tensor,
