@@ -8,7 +8,7 @@
 with what these lengths make. A device is held until the host has given it all, so that both begin together; where it
 was not held for long enough, this is done again, and in the end refused. `ring`
 profiles a few steps at the deep level: exposed communication and span by the marks, and by the tracer's events, from a
-rank's first attention kernel to its last. `cost` takes turns, in one run: off, light, session.
+rank's first attention kernel to its last. `cost` takes turns, in one run: off, light, session, deep.
 
 JSON goes to --out; the exit code is 1 where something is more than 2 % of the span apart: each is a part of it, and
 what long sequences hide is near 0, of which any error is many per cent. How much of itself it is apart is told too.
@@ -40,7 +40,8 @@ if not __package__:  # started as a script by torchrun
 
 import burst_portable as bp
 from benchmarks.ranks import Clock, join, leave
-from benchmarks.ring import ROWS, STRATEGIES
+from benchmarks.ring import STRATEGIES
+from benchmarks.ring_rows import ROWS
 from benchmarks.rings import strategy_named
 from benchmarks.script import count, current_device, end, file, names
 from burst_portable.backends.registry import for_device
@@ -294,7 +295,7 @@ def ring(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, steps: in
 def cost(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, clock: Clock, rounds: int) -> Found:
     """Seconds of a step at each level, in turns, the slowest rank's; the extra is the median of paired differences."""
     step = steps_of(row, mesh, device, strategy)
-    levels = (None, "light", "session")
+    levels = (None, "light", "session", "deep")
     seen: dict[str, list[float]] = {str(level): [] for level in levels}
     with bp.profile("light", mesh=mesh) as always:  # as a training that is always watched: one session for all of it
         for index in range(-2, rounds):
@@ -303,7 +304,7 @@ def cost(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, clock: Cl
                 if index >= 0:
                     seen[str(level)].append(took)
     off = statistics.median(seen["None"])
-    pairs = {level: zip(seen["None"], seen[level], strict=True) for level in ("light", "session")}
+    pairs = {level: zip(seen["None"], seen[level], strict=True) for level in levels[1:]}
     extra = {level: statistics.median(watched - unwatched for unwatched, watched in p) for level, p in pairs.items()}
     return {"row": row, "rounds": rounds, "seconds": seen, "off": off, "share": {n: e / off for n, e in extra.items()}}
 
@@ -311,7 +312,7 @@ def cost(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, clock: Cl
 def _timed(step: Callable[[], None], level: str | None, mesh: bp.Mesh, always: Any, clock: Clock) -> float:
     token = installed.set(None) if level != "light" else None
     try:
-        with bp.profile(level, mesh=mesh) if level == "session" else nullcontext():  # type: ignore[arg-type]
+        with bp.profile(level, mesh=mesh) if level in ("session", "deep") else nullcontext():
             return clock.time(step, 3)
     finally:
         if token is not None:

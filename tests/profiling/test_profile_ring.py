@@ -67,8 +67,8 @@ def test_on_two_cpus(tmp_path, what):
     assert found["ranks"] == 2
     (run,) = found["runs"]
     if what == "cost":
-        assert [len(times) for times in run["seconds"].values()] == [2, 2, 2]
-        assert run["share"].keys() == {"light", "session"}
+        assert [len(times) for times in run["seconds"].values()] == [2, 2, 2, 2]
+        assert run["share"].keys() == {"light", "session", "deep"}
         return
     assert not run["on_device"]
     for rank in run["ranks"]:
