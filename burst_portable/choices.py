@@ -158,10 +158,11 @@ def _plan(
 def _strategy(
     asked: Strategy | str, mesh: Mesh, device: str, backend: Backend, kernel: Callable[[], Kernel]
 ) -> Strategy:
-    """The strategy that a user passed; "auto" predicts with what was measured on machines like this one."""
+    """The strategy that a user passed; "auto" predicts with the file of rates that the settings name, or with what was
+    measured on machines like this one."""
     if not isinstance(asked, str) or asked != "auto":  # arrays are compared one by one
         return strategy_of(asked)
-    rates = rates_of(backend, mesh.size, kernel())
+    rates = rates_of(backend, mesh.size, kernel(), mesh.config.rates)
     if rates.direct and not mesh.may_be_direct(device):
         rates = replace(rates, direct=())
     return AutoStrategy(inner=mesh.inner, rates=rates)

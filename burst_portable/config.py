@@ -22,11 +22,14 @@ class Config:
         deadline: seconds that a hop may take before it is an error (``BURST_DEADLINE``).
         kernel: the local kernel, or "auto" (``BURST_KERNEL``).
         transport: what moves blocks, or "auto" (``BURST_TRANSPORT``).
+        rates: a file of what was measured on this machine, for `auto` to choose with; "" for what the backend knows
+            (``BURST_RATES``). It is read where something is chosen.
     """
 
     deadline: float = 600.0
     kernel: str = "auto"
     transport: str = "auto"
+    rates: str = ""
 
     def __post_init__(self) -> None:
         seconds = as_float(self.deadline)
@@ -36,6 +39,10 @@ class Config:
         for name in ("kernel", "transport"):
             if not isinstance(getattr(self, name), str):
                 raise InputError(explain(f"{name} is no name", got=shown(getattr(self, name)), allowed="a string"))
+        rates = os.fspath(self.rates) if isinstance(self.rates, os.PathLike) else self.rates
+        if not isinstance(rates, str) or "\0" in rates:
+            raise InputError(explain("rates name no file", got=shown(self.rates), allowed="a file's name, or ''"))
+        object.__setattr__(self, "rates", rates)
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
@@ -52,7 +59,8 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
     if not _SHORTEST <= seconds < _LONGEST:
         raise InputError(explain("BURST_DEADLINE is no number of seconds", got=repr(deadline), allowed=_SECONDS))
     kernel, transport = (environment.get(name) or "auto" for name in ("BURST_KERNEL", "BURST_TRANSPORT"))
-    return Config(deadline=seconds, kernel=kernel, transport=transport)
+    rates = environment.get("BURST_RATES", "")
+    return Config(deadline=seconds, kernel=kernel, transport=transport, rates=rates)
 
 
 @dataclass(frozen=True, slots=True)

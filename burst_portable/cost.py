@@ -46,7 +46,7 @@ class Rates:
             reads again and again is then larger than a cache.
         in_pieces: whether the kernel is an operator called on pieces, whose results are merged and added up so.
         block: rows and columns that a kernel computes at once, whatever a mask hides of them; 1: exact pairs count.
-        source: where the numbers come from, for people.
+        source: where the numbers come from, for people, behind the word "rates": "of an H100", "measured on ...".
         node: ranks a node, where there are several nodes; 0: all ranks are equally near.
         outer_gbps: GB/s a rank in each direction between nodes; a link of its own, beside the one inside.
     """

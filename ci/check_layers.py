@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("messages",),
     ("memory_traffic",),
     ("cost", "verify"),
+    ("measured_rates",),
     ("backends.base", "comm.base", "kernels"),  # the contracts: a backend names its kernels and its transports
     ("comm", "backends.registry", "backends.accelerator", "backends"),
     ("mesh", "mesh_checks", "local_ranks", "runtime"),
@@ -45,7 +46,8 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
     *("errors", "config", "values", "units", "files", "mask", "layout", "layouts", "boxes", "tiles"),
-    *("moves", "heads", "plans", "messages", "memory_traffic", "cost", "verify", "strategies", "planning"),
+    *("moves", "heads", "plans", "messages", "memory_traffic", "cost", "verify", "measured_rates"),
+    *("strategies", "planning"),
 )
 PURE_NEVER = ("torch", "numpy", "triton", "transformers")
 

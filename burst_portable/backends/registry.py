@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
 from burst_portable.errors import BackendUnavailableError, UnsupportedError, explain, unknown_name
+from burst_portable.measured_rates import read_rates
 
 if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
     from burst_portable.backends.base import Backend, Meter, Peaks, Rates, Tracer
@@ -136,13 +137,20 @@ def _first_for(device_type: str) -> Backend:
     )
 
 
-def rates_of(backend: Backend, ranks: int, kernel: Kernel | None = None) -> Rates:
+def rates_of(backend: Backend, ranks: int, kernel: Kernel | None = None, file: str = "") -> Rates:
     """What plans for so many ranks are predicted with: measured on machines like this one, else the backend's guess.
 
-    `kernel` is what will compute, where that is known.
+    Args:
+        kernel: what will compute, where that is known.
+        file: of rates that were measured here, which then count alone; see `measured_rates`.
+
+    Raises `InputError` for a file that is none.
     """
     from burst_portable.kernels.contract import takes_pieces
 
+    if file:
+        found = read_rates(file).rates_for(ranks, kernel.name if kernel else "")
+        return replace(found, in_pieces=takes_pieces(kernel)) if kernel else found
     measured = getattr(backend, "measured_rates", None)
     rates: Rates | None = measured(ranks, kernel.name if kernel else "") if measured else None
     return replace(rates or backend.capabilities.rates, in_pieces=takes_pieces(kernel))

@@ -14,7 +14,8 @@ from burst_portable import __version__
 from burst_portable.backends.registry import known, load
 from burst_portable.cli.output import JSON_HELP, JsonOption
 from burst_portable.config import from_environment
-from burst_portable.errors import BackendUnavailableError
+from burst_portable.errors import BackendUnavailableError, InputError
+from burst_portable.measured_rates import read_rates
 
 if TYPE_CHECKING:
     from burst_portable.backends.base import Backend
@@ -56,8 +57,21 @@ def examine() -> Facts:
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "settings": {"deadline": settings.deadline, "kernel": settings.kernel, "transport": settings.transport},
+        "rates": _rates(settings.rates),
         "backends": _backends(),
     }
+
+
+def _rates(file: str) -> Facts | None:
+    """Whether `auto` can choose with the file that BURST_RATES names; None where it names none."""
+    if not file:
+        return None
+    try:
+        found = read_rates(file)
+    except InputError as error:
+        return {"file": file, "ok": False, "reason": str(error)}
+    about = {"device": found.device, "ranks": found.ranks, "kernel": found.kernel, "date": found.date}
+    return {"file": file, "ok": True, "reason": "", **about}
 
 
 def _version(package: str) -> str | None:

@@ -21,6 +21,7 @@ def show(facts: Facts) -> None:
     found = [f"{name} {version or 'is not installed'}" for name, version in facts["packages"].items()]
     say.print(", ".join(found), markup=False)
     say.print("hop deadline {deadline:g} s, local kernel {kernel}".format(**facts["settings"]), markup=False)
+    say.print(_rates(facts["rates"]), markup=False)
     say.print("", _backends(facts["backends"]), "")
     for name, backend in facts["backends"].items():
         if not backend["ok"]:
@@ -28,6 +29,16 @@ def show(facts: Facts) -> None:
     for name, backend in facts["backends"].items():
         for line in _details(name, backend):
             say.print(line)
+
+
+def _rates(rates: Facts | None) -> str:
+    """What `auto` chooses with."""
+    if rates is None:
+        return "BURST_RATES is not set: auto chooses with what is known of the backend's devices"
+    if not rates["ok"]:
+        return f"BURST_RATES cannot be used: {rates['reason']}"
+    where = f"{rates['device']}, {rates['ranks']} rank{'' if rates['ranks'] == 1 else 's'}, kernel {rates['kernel']}"
+    return f"BURST_RATES: auto chooses with {rates['file']}, measured on {where}, {rates['date']}"
 
 
 def _backends(backends: dict[str, Facts]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -11,8 +12,9 @@ import typer
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, check, checked_ranks, plan_facts
 from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVELS, WITH_NODES, asked_strategy
-from burst_portable.cost import OUTER_GBPS, Rates
+from burst_portable.cost import Rates
 from burst_portable.errors import InputError, explain, unknown_name
+from burst_portable.measured_rates import read_rates
 from burst_portable.planning import plan as make_plan
 from burst_portable.plans import Plan
 from burst_portable.strategies.base import check_divides
@@ -42,11 +44,21 @@ def plan(
     moves: Annotated[str | None, typer.Option(help=MOVES)] = None,
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "bfloat16",
-    tflops: Annotated[float, typer.Option(help="TFLOP/s that a rank reaches: times are predicted with it.")] = 400.0,
-    gbps: Annotated[float, typer.Option(help="GB/s between ranks, each way: times are predicted with it.")] = 100.0,
+    tflops: Annotated[
+        float | None, typer.Option(help="TFLOP/s that a rank reaches: times are predicted with it; 400 unless given.")
+    ] = None,
+    gbps: Annotated[
+        float | None, typer.Option(help="GB/s between ranks, each way: times are predicted with it; 100 unless given.")
+    ] = None,
     outer_gbps: Annotated[
         float | None,
         typer.Option(help="GB/s a rank between nodes of --inner ranks, beside --gbps inside; 50 unless given."),
+    ] = None,
+    rates_file: Annotated[
+        str | None,
+        typer.Option(
+            "--rates", metavar="FILE", help="What `measure` wrote on a machine: all rates, in place of these."
+        ),
     ] = None,
     rank: Annotated[int, typer.Option(help="Whose steps to show.")] = 0,
     steps: Annotated[int, typer.Option(help="How many steps of a pass to show.")] = 16,
@@ -62,16 +74,16 @@ def plan(
 ) -> int:
     """What a distributed attention would do and cost, step by step, and whether that is right. Needs no device.
 
-    Times are predicted from --tflops, --gbps and, for nodes of --inner ranks, --outer-gbps, by a model that knows no
-    contention. The fields of the JSON are
-    listed in docs/plans.md.
+    Times are predicted from --tflops, --gbps and, for nodes of --inner ranks, --outer-gbps, or from what was measured
+    on the machine that is meant, by a model that knows no contention. The fields of the JSON are listed in
+    docs/plans.md.
 
     Examples:
 
     burst-portable plan --seq-len 131072 --ranks 8
     burst-portable plan --seq-len 8192 --ranks 4 --mask documents:0,3000,8192 --json plan.json
     """
-    json_option = JsonOption(json_name)
+    json_option = JsonOption(json_name, sources=(rates_file,))
     if check_all and not checked:
         raise InputError("--check-all and --no-check exclude each other")
     _positive(tflops=tflops, gbps=gbps, inner=inner, steps=steps, **{"outer-gbps": outer_gbps})
@@ -83,7 +95,8 @@ def plan(
         raise unknown_name("dtype", dtype, DTYPES)
     if inner is not None and ranks > 0:
         check_divides(inner, ranks)
-    rates = Rates(tflops=tflops, gbps=gbps, node=inner or 0, outer_gbps=outer_gbps or OUTER_GBPS)
+    rates = _rates(rates_file, tflops, gbps, ranks)
+    rates = replace(rates, node=inner or rates.node, outer_gbps=outer_gbps or rates.outer_gbps)
     with _waiting("planning"):
         made = make_plan(
             seq_len=seq_len,
@@ -110,6 +123,16 @@ def plan(
     if not json_option.stdout:
         show_check(console(), facts)
     return 0 if facts["check"].get("ok", True) else 1
+
+
+def _rates(file: str | None, tflops: float | None, gbps: float | None, ranks: int) -> Rates:
+    """Those of a file, or one number each. A file may not know what is between nodes: --outer-gbps goes with both."""
+    if file is None:
+        return Rates(tflops=400.0 if tflops is None else tflops, gbps=100.0 if gbps is None else gbps)
+    for name, number in (("--tflops", tflops), ("--gbps", gbps)):
+        if number is not None:
+            raise InputError(explain(f"--rates and {name} exclude each other", got=f"{file} and {number:g}"))
+    return read_rates(file).rates_for(ranks)
 
 
 def _positive(**numbers: float | None) -> None:

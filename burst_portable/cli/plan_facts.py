@@ -6,7 +6,8 @@ problem             the sizes that were asked for; mask and layout by name; `are
                     `blind_rows`: tokens that see nothing
 strategy, reason    what plans, and why where it was chosen
 reshard, groups     "heads" where heads are resharded, and in how many groups a rank computes them
-rates               tflops and gbps a rank, that times are predicted with; outer_gbps between nodes of `node` ranks
+rates               tflops and gbps a rank, that times are predicted with; outer_gbps between nodes of `node` ranks;
+                    `source`: where they come from, or null where they were typed
 costed_ranks        the ranks that numbers below are taken over: all of them, or a sample
 passes              by "forward" and "backward": what travels how, and
   max, mean         of one rank: flops, sent and received bytes, hops, launches, tiles
@@ -61,6 +62,7 @@ def plan_facts(plan: Plan, rates: Rates, rank: int) -> Facts:
             "gbps": rates.gbps,
             "node": rates.node or None,
             "outer_gbps": rates.outer_gbps if rates.node else None,
+            "source": rates.source or None,
         },
         "costed_ranks": list(costed),
         "passes": {
@@ -122,7 +124,7 @@ def _pass(
 ) -> Facts:
     seconds = max(c.seconds for c in costs)
     flops = [c.flops for c in costs]
-    per_second = rates.tflops * 1e12
+    per_second = (rates.tflops if name == "forward" else rates.backward or rates.tflops) * 1e12
     columns = {
         "flops": flops,
         "sent_bytes": [c.sent for c in costs],

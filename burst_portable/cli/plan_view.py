@@ -190,5 +190,8 @@ _COST_ROWS = {
 def _time_note(console: Console, facts: Facts) -> None:
     rates = facts["rates"]
     outer = f", {rates['outer_gbps']:g} GB/s between nodes of {rates['node']}" if rates["node"] else ""
-    told = f"forward and backward, predicted (not measured) for {rates['tflops']:g} TFLOP/s and {rates['gbps']:g} GB/s"
-    console.print(labelled("time", f"{seconds_text(facts['seconds'])} {told} a rank{outer}"))
+    told = (
+        f"forward and backward, predicted (not measured) for {rates['tflops']:.4g} TFLOP/s and {rates['gbps']:.4g} GB/s"
+    )
+    source = f", at rates {rates['source']}" if rates["source"] else ""
+    console.print(labelled("time", f"{seconds_text(facts['seconds'])} {told} a rank{outer}{source}"))

@@ -133,6 +133,7 @@ class PlanFacts:
         """The plan's facts for a report, predictions with the backend's own rates."""
         plan, p = self.plan, self.plan.problem
         rates = rates_of(for_device(device_type), p.ranks)
+        source = rates.source.removeprefix("of ") or "the backend's guess"
         costs = {name: rank_cost(plan, name, self.rank, rates) for name in PASSES}
         return {
             "strategy": plan.strategy,
@@ -151,7 +152,7 @@ class PlanFacts:
             "travels": {name: part.side for name, part in plan.passes()},
             "direct": plan.direct,
             "layouts": layouts(p),
-            "rates": {"tflops": rates.tflops, "gbps": rates.gbps, "source": rates.source or "the backend's guess"},
+            "rates": {"tflops": rates.tflops, "gbps": rates.gbps, "source": source},
             "planned": {
                 **{name: {key: getattr(c, key) for key in _PLANNED} for name, c in costs.items()},
                 "alternatives": strategies(plan, self.rank, rates),

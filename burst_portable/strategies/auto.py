@@ -65,7 +65,7 @@ class AutoStrategy:
         told = ", ".join(
             f"{label} {seconds_text(seconds[label])}" for label in sorted(seconds, key=seconds.__getitem__)
         )
-        source = f" at rates of {self.rates.source}" if self.rates.source else ""
+        source = f" at rates {self.rates.source}" if self.rates.source else ""
         node = self.inner or self.rates.node
         if 0 < node < problem.ranks:
             source += f", {self.rates.outer_gbps:g} GB/s between nodes of {node}"

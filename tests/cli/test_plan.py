@@ -220,3 +220,48 @@ def test_planning_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["check"]["ok"] is True
+
+
+# ------------------------------------------------------------------------------------------- measured rates
+
+
+def test_rates_of_a_machine_that_somebody_measured(capsys, tmp_path):
+    """One rank: nothing travels, and the passes take what the file's rates and launches say."""
+    path = tmp_path / "rates.json"
+    rates = {"tflops": 2.0, "backward": 1.0, "launch_latency": 0.5, "backward_launch_latency": 0.25, "gbps": 7.0}
+    about = {"device": "Abacus [9]", "ranks": 1, "kernel": "beads", "date": "2026-11-22"}
+    path.write_text(json.dumps({"schema": "burst_portable.rates/1", **about, "rates": rates}))
+    sizes = ("--seq-len", "1024", "--ranks", "1", "--heads", "8", "--head-dim", "64")
+    facts = plan(capsys, *sizes, "--rates", str(path))
+    area = 1024 * 1025 // 2
+    forward, backward = facts["passes"]["forward"], facts["passes"]["backward"]
+    assert forward["seconds"] == pytest.approx(0.5 + 4 * area * 8 * 64 / 2e12)
+    assert backward["seconds"] == pytest.approx(0.25 + 10 * area * 8 * 64 / 1e12)
+    assert backward["compute_seconds"] == pytest.approx(10 * area * 8 * 64 / 1e12)
+    assert facts["rates"]["source"] == f"measured on Abacus [9] ({path}, 2026-11-22)"
+    assert plan(capsys, *sizes)["rates"]["source"] is None
+    told = " ".join(text(capsys, "--seq-len", "1024", "--ranks", "2", "--heads", "8", "--rates", str(path)).split())
+    assert "for 2 TFLOP/s and 7 GB/s a rank, at rates measured on Abacus [9]" in told
+    assert "on 1 rank and not 2" in told
+    nodes = plan(capsys, "--seq-len", "1024", "--ranks", "4", "--rates", str(path), "--inner", "2", "--outer-gbps", "3")
+    assert (nodes["rates"]["node"], nodes["rates"]["outer_gbps"]) == (2, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--rates", "none.json"), "none.json is no file of rates"),
+        (("--rates", "none.json", "--tflops", "3"), "--rates and --tflops exclude each other"),
+        (("--rates", "none.json", "--gbps", "3"), "--rates and --gbps exclude each other"),
+    ],
+)
+def test_rates_that_are_refused(capsys, arguments, told):
+    assert main(["plan", *TINY, *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_json_does_not_overwrite_the_file_of_rates(capsys, tmp_path):
+    path = tmp_path / "rates.json"
+    path.write_text("{}")
+    assert main(["plan", *TINY, "--rates", str(path), "--json", str(path)]) == 2
+    assert "names the file that is read" in capsys.readouterr().err

@@ -48,6 +48,7 @@ def test_import_loads_nothing_heavy():
         "memory_traffic",
         "cost",
         "verify",
+        "measured_rates",
         "strategies.registry",
         "planning",
     ],

@@ -57,7 +57,7 @@ def rates_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Rates | N
         return None
     # "hopper+flash-attn-4" too is predicted with hopper's: a plan's rates are of steps, and those are hopper's.
     rates = replace(kernels.get(kernel, kernels["hopper"]), block=_BLOCK)
-    source = f"{kernel if kernel in kernels else 'hopper'} on"
+    source = f"of {kernel if kernel in kernels else 'hopper'} on"
     if kernels is _H100:
         return replace(rates, source=f"{source} one H100")
     return replace(

@@ -19,6 +19,7 @@ from burst_portable.cli.training.loop import PHASES, Course
 from burst_portable.cli.training.prepare import Prepared
 from burst_portable.cli.training.rank import Gradients, Outcome, course_of
 from burst_portable.cli.training.utilisation import utilisation
+from burst_portable.config import from_environment
 
 SCHEMA = "burst_portable.run/1"
 Facts = dict[str, Any]
@@ -100,7 +101,7 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
         "phases": [_phases(o, c) for o, c in zip(outcomes, courses, strict=True)],
         "peak_memory_bytes": [o.peak_memory_bytes for o in outcomes],
         "device_memory": backend.capabilities.streams,
-        "plan": plan_facts(prepared.plan, rates_of(backend, job.ranks), 0),
+        "plan": plan_facts(prepared.plan, rates_of(backend, job.ranks, file=from_environment().rates), 0),
         "device": platform.processor() or platform.machine(),
         "versions": {
             "python": platform.python_version(),

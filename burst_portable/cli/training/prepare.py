@@ -82,7 +82,7 @@ def prepare(
     if on_cpu:
         check_processes(ranks)
     _check_kernel(settings.kernel, chosen)
-    planner = asked_strategy(strategy, inner, travels, moves, rates_of(chosen, ranks))
+    planner = asked_strategy(strategy, inner, travels, moves, rates_of(chosen, ranks, file=settings.rates))
     config = config_of(model, seq_len)
     checkpoint = checkpoint_of(model)
     sketch = _checked_outline(config, seq_len, scoring, recompute)

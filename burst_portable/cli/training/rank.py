@@ -57,7 +57,8 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
     """Train or score this rank's shard; the outcome, and the gradients of the last step, summed over the ranks."""
     backend = load(job.backend)
     capabilities = backend.capabilities
-    strategy = asked_strategy(job.strategy, job.inner, job.travels, job.moves, rates_of(backend, job.ranks))
+    rates = rates_of(backend, job.ranks, file=mesh.config.rates)
+    strategy = asked_strategy(job.strategy, job.inner, job.travels, job.moves, rates)
     with profile(job.profile or "light", mesh=mesh) as session:  # type: ignore[arg-type]  # checked where typed
 
         def prepare(model: Any) -> Sharded:

@@ -1,0 +1,158 @@
+"""Files of rates: what is written is read back, what no machine has is refused, a reason says where they come from."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from burst_portable.config import Config, from_environment
+from burst_portable.cost import Rates
+from burst_portable.errors import InputError
+from burst_portable.measured_rates import SCHEMA, as_json, read_rates
+from burst_portable.planning import plan
+from burst_portable.strategies.auto import AutoStrategy
+
+MIB = 1 << 20
+ALL = Rates(
+    tflops=123.5, gbps=20.25, hop_latency=1e-5, launch_latency=2e-5, backward=100.0, backward_launch_latency=3e-5,
+    link=((MIB, 10.0), (8 * MIB, 20.25)), direct=((MIB, 30.0),), spread=((MIB, 15.0), (9 * MIB, 25.5)),
+    holds_up=(0.5, 0.25), memory=900.0, in_pieces=True, backward_together=0.9, backward_in_turn=0.8, far=(4096, 0.75),
+    block=64, node=4, outer_gbps=5.5,
+)  # fmt: skip
+ABOUT = {"schema": SCHEMA, "device": "Abacus 9", "ranks": 4, "kernel": "beads", "date": "2026-11-22"}
+
+
+def data(**changes) -> dict:
+    """What a file holds; changes to its rates by name."""
+    return {**ABOUT, "rates": {**as_json(ALL), **changes}}
+
+
+def written(folder: Path, content: object, name: str = "rates.json") -> Path:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+def test_every_field_is_read_back(tmp_path):
+    defaults = Rates(1.0, 1.0)
+    assert all(getattr(ALL, f.name) != getattr(defaults, f.name) for f in fields(Rates) if f.name != "source")
+    path = written(tmp_path, data())
+    found = read_rates(path)
+    assert as_json(found.rates) == as_json(ALL)
+    assert (found.device, found.ranks, found.kernel, found.date) == ("Abacus 9", 4, "beads", "2026-11-22")
+    assert found.rates.source == f"measured on Abacus 9 ({path}, 2026-11-22)"
+    hash(found.rates)  # plans are looked up by it
+    packed = tmp_path / "rates.json.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert as_json(read_rates(packed).rates) == as_json(ALL)
+
+
+def test_what_is_left_out_keeps_its_default(tmp_path):
+    path = written(tmp_path, {**ABOUT, "rates": {"tflops": 2, "gbps": 3}, "how": "for people"})
+    assert as_json(read_rates(path).rates) == as_json(Rates(2.0, 3.0))
+
+
+def test_the_reason_says_where_the_rates_come_from(tmp_path):
+    path = written(tmp_path, data())
+    found = read_rates(path)
+    measured = f"at rates measured on Abacus 9 ({path}, 2026-11-22)"
+    for ranks, kernel, told in (
+        (4, "beads", ""),
+        (4, "", ""),
+        (2, "beads", ", on 4 ranks and not 2"),
+        (4, "flash", ", with the kernel beads and not flash"),
+        (8, "flash", ", with the kernel beads and not flash, on 4 ranks and not 8"),
+    ):
+        auto = AutoStrategy(rates=found.rates_for(ranks, kernel))
+        reason = plan(seq_len=4096, ranks=ranks, heads=8, strategy=auto).reason
+        assert f"{measured}{told}" in reason
+        assert reason.partition(measured + told)[2].startswith((" (", ", 5.5 GB/s between nodes of 4 ("))
+
+
+NUMBERS = ("tflops", "gbps", "outer_gbps", "backward", "memory", "hop_latency", "launch_latency")
+WRONG = [
+    *((name, value) for name in NUMBERS for value in (-1.0, "1", None, True, [1.0], 1e300, 10**400)),
+    *((name, 0) for name in ("tflops", "gbps", "outer_gbps", "block")),
+    ("link", [[MIB, 10.0], [MIB, 20.0]]),
+    ("link", [[8 * MIB, 10.0], [MIB, 20.0]]),
+    ("link", [[MIB, 0.0]]),
+    ("link", [[0, 1.0]]),
+    ("link", [[1.5, 1.0]]),
+    ("link", [[MIB]]),
+    ("link", {"1": 2.0}),
+    ("link", [[i + 1, 1.0] for i in range(257)]),
+    ("direct", [[MIB, -1.0]]),
+    ("spread", [[MIB, None]]),
+    ("holds_up", [0.5]),
+    ("holds_up", [0.5, 1.5]),
+    ("holds_up", [-0.1, 0.5]),
+    ("far", [-1, 0.5]),
+    ("far", [1, 0.0]),
+    ("backward_together", 1.5),
+    ("backward_in_turn", 0.0),
+    ("in_pieces", 1),
+    ("node", -1),
+    ("colour", 1.0),
+    ("source", "a friend"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda x: str(x)[:30])
+def test_numbers_that_no_machine_has_are_refused(tmp_path, name, value):
+    path = written(tmp_path, data(**{name: value}))
+    with pytest.raises(InputError) as refused:
+        read_rates(path)
+    told = str(refused.value)
+    assert str(path) in told
+    assert name in told
+    assert "; got " in told
+    assert "; allowed: " in told
+    assert "burst-portable measure --json FILE" in told
+    assert len(told) < 1500
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "no JSON"),
+        ("{", "no JSON"),
+        ("[1]", "schema None"),
+        ({**data(), "schema": "burst_portable.rates/2"}, "allowed: burst_portable.rates/1"),
+        (json.dumps(data()).replace("123.5", "NaN"), "NaN"),
+        (json.dumps(data()).replace("123.5", "1e999"), "too large"),
+        ({**data(), "rates": None}, "rates cannot be used"),
+        ({**data(), "rates": {"gbps": 1.0}}, "no tflops"),
+        ({**data(), "device": ""}, "device cannot be used"),
+        ({**data(), "device": "a\nb"}, "device cannot be used"),
+        ({**data(), "kernel": 7}, "kernel cannot be used"),
+        ({**data(), "date": "x" * 201}, "date cannot be used"),
+        ({**data(), "ranks": 0}, "ranks cannot be used"),
+        ({**data(), "ranks": 2.0}, "ranks cannot be used"),
+        (" " * (1 << 20) + json.dumps(data()), "more than 1 MiB"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_files_that_are_none_are_refused(tmp_path, content, told):
+    with pytest.raises(InputError, match=told):
+        read_rates(written(tmp_path, content))
+
+
+def test_a_file_that_is_missing_and_a_folder(tmp_path):
+    with pytest.raises(InputError, match=r"none\.json is no file of rates; got No such file"):
+        read_rates(tmp_path / "none.json")
+    with pytest.raises(InputError, match="a folder"):
+        read_rates(tmp_path)
+
+
+def test_the_setting():
+    assert Config().rates == from_environment({}).rates == from_environment({"BURST_RATES": ""}).rates == ""
+    assert from_environment({"BURST_RATES": "here.json"}) == Config(rates="here.json")
+    assert Config(rates=Path("here.json")).rates == "here.json"  # type: ignore[arg-type]
+    for wrong in (None, 3, "a\0b", b"x"):
+        with pytest.raises(InputError, match="rates name no file"):
+            Config(rates=wrong)  # type: ignore[arg-type]

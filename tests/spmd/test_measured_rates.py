@@ -1,0 +1,118 @@
+"""`auto` chooses with a file of rates that the settings name: the same on all ranks, or a refusal on all."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.config import Config
+from burst_portable.errors import InputError, MismatchError
+from burst_portable.measured_rates import SCHEMA
+
+SIZES = {"heads": 8, "kv_heads": 2, "head_dim": 16}
+# A launch costs much, and links nothing: Ulysses has the fewest launches. Slow links: K and V of two heads are less
+# than what Ulysses moves of eight.
+FAST = {"tflops": 1.0, "gbps": 1e5, "launch_latency": 0.1, "hop_latency": 0.0, "in_pieces": True}
+SLOW = {**FAST, "gbps": 1e-4, "link": [[1024, 1e-4]], "launch_latency": 0.0}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Files of links that are fast and slow."""
+
+    def written(name: str, rates: dict, kernel: str = "cpu_flash", ranks: int = 2) -> str:
+        about = {"device": f"{name} machine", "ranks": ranks, "kernel": kernel, "date": "2026-11-22"}
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"schema": SCHEMA, "rates": rates, **about}))
+        return str(path)
+
+    return {"fast": written("fast", FAST), "slow": written("slow", SLOW), "other": written("other", SLOW, "beads", 4)}
+
+
+def with_rates(mesh: bp.Mesh, file: str) -> bp.Mesh:
+    return bp.Mesh(mesh.rank, mesh.size, mesh.transport, config=Config(rates=file))
+
+
+def tensors(mesh: bp.Mesh, rows: int = 32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(mesh.rank)
+    return [torch.randn(1, rows, n, 16, generator=generator) for n in (8, 2, 2)]
+
+
+def test_auto_chooses_otherwise_where_links_are_slow(files):
+    def work(mesh):
+        found = {}
+        for name, file in files.items():
+            where = with_rates(mesh, file)
+            q, k, v = tensors(mesh)
+            out = bp.attention(q, k, v, mesh=where)
+            found[name] = bp.explain(q, k, v, mesh=where).strategy, out
+        return found
+
+    first, second = bp.run_local(2, work)
+    for name in files:
+        assert first[name][0] == second[name][0]
+    assert first["fast"][0].name == "ulysses"
+    assert first["slow"][0].name == "ring"
+    assert f"at rates measured on fast machine ({files['fast']}, 2026-11-22) (ulysses" in first["fast"][0].why
+    other = first["other"][0].why
+    assert "2026-11-22), with the kernel beads and not cpu_flash, on 4 ranks and not 2 (" in other
+    torch.testing.assert_close(first["fast"][1], first["slow"][1])  # exact either way
+
+
+def test_the_environment_names_it_and_plan_on_uses_it(files, monkeypatch):
+    """The layout too: where links are slow, that where a window's neighbours are on one rank."""
+
+    def work(mesh):
+        plan = bp.plan_on(mesh, seq_len=64, mask="window:4", dtype=torch.float32, device="cpu", **SIZES)
+        return plan.layout.name, plan.strategy, plan.reason
+
+    chosen = {}
+    for name in ("fast", "slow"):
+        monkeypatch.setenv("BURST_RATES", files[name])
+        chosen[name], again = bp.run_local(2, work)
+        assert again == chosen[name]
+        assert f"at rates measured on {name} machine" in again[2]
+    assert [chosen[name][:2] for name in chosen] == [("zigzag", "ulysses"), ("contiguous", "ring")]
+
+
+def test_ranks_with_other_files_are_told(files):
+    """One plans Ulysses, the other a ring: both raise, and no byte of a block moves."""
+
+    def work(mesh):
+        where = with_rates(mesh, files["fast" if mesh.rank else "slow"])
+        with pytest.raises(MismatchError, match=r"strategy: ring .* on rank 0 but ulysses .* on rank 1"):
+            bp.attention(*tensors(mesh), mesh=where)
+        return bp.attention(*tensors(mesh), mesh=with_rates(mesh, files["slow"])).isfinite().all()
+
+    assert all(bp.run_local(2, work))
+
+
+def test_ranks_with_other_files_and_the_same_plan_go_on(files):
+    def work(mesh):
+        where = with_rates(mesh, files["other" if mesh.rank else "slow"])
+        return bp.attention(*tensors(mesh), mesh=where).isfinite().all()
+
+    assert all(bp.run_local(2, work))
+
+
+def test_a_file_that_one_rank_lacks_is_refused_on_both(files, tmp_path):
+    def work(mesh):
+        where = with_rates(mesh, str(tmp_path / "none.json") if mesh.rank else files["slow"])
+        with pytest.raises(InputError if mesh.rank else MismatchError, match=r"none\.json is no file of rates"):
+            bp.attention(*tensors(mesh), mesh=where)
+
+    bp.run_local(2, work)
+
+
+def test_a_strategy_that_is_named_reads_no_file(tmp_path):
+    """What is not asked for cannot fail."""
+
+    def work(mesh):
+        where = with_rates(mesh, str(tmp_path / "none.json"))
+        return float(bp.attention(*tensors(mesh), mesh=where, strategy="ring").sum())
+
+    assert all(map(math.isfinite, bp.run_local(2, work)))
