@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,6 +19,7 @@ from burst_portable.backends.registry import for_device
 from burst_portable.comm.base import Transport
 from burst_portable.config import Config
 from burst_portable.errors import BurstError, InputError
+from burst_portable.measuring import clock as measuring
 
 
 @dataclass
@@ -82,40 +82,20 @@ def connect(links: Links, wanted: list[str]) -> None:
                 links.transports[name] = str(error)
 
 
-class Clock:
+class Clock(measuring.Clock):
     """Seconds of work on this rank's device, the slowest rank's on all ranks."""
 
     def __init__(self, links: Links) -> None:
-        self._device, self.streams = links.device, for_device(links.device.type).capabilities.streams
+        super().__init__(links.device, streams=for_device(links.device.type).capabilities.streams)
 
-    def time(self, call: Callable[[], object], calls: int) -> float:
-        """Seconds a call, of so many back to back, after all ranks have met."""
-        self.settle()
+    def meet(self) -> None:
         dist.barrier()
-        self.settle()
-        if not self.streams:
-            started = time.perf_counter()
-            for _ in range(calls):
-                call()
-            return self.slowest((time.perf_counter() - started) / calls)
-        before, after = torch.Event(enable_timing=True), torch.Event(enable_timing=True)
-        before.record()
-        for _ in range(calls):
-            call()
-        after.record()
-        self.settle()
-        return self.slowest(before.elapsed_time(after) / 1e3 / calls)
 
     def slowest(self, value: float) -> float:
         """The largest of all ranks."""
-        largest = torch.tensor([value], dtype=torch.float64, device=self._device)
+        largest = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return float(largest)
-
-    def settle(self) -> None:
-        """Nothing is under way any more."""
-        if self.streams:
-            torch.accelerator.synchronize()
 
 
 class Guard:

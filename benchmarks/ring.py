@@ -41,6 +41,7 @@ from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import BurstError
 from burst_portable.kernels.contract import KernelProblem, Options
 from burst_portable.layout import Segment
+from burst_portable.measuring.links import Peers, lap
 from burst_portable.tiles import find_tiles
 
 ERROR_LIMIT = 1.2e-2  # relative, against attention of one device; both lose 2e-3 to 4e-3 in bf16
@@ -261,27 +262,13 @@ class Run:
 
     def measure_links(self) -> None:
         """GB/s a rank, each sending to the next, ten messages back to back."""
-        from burst_portable.comm.base import Message
-
-        device, size, rank = self.links.device, self.links.size, self.links.rank
         sizes = LINK_SIZES if self.clock.streams else (1 << 16,)
-        there, back = (rank + 1) % size, (rank - 1) % size
+        peers = Peers.next(self.links.rank, self.links.size)
         for name, transport in self.links.transports.items():
             for count in sizes if not isinstance(transport, str) else ():
-                block = torch.ones(count, dtype=torch.uint8, device=device)
-
-                def lap(transport=transport, count=count, block=block) -> None:
-                    transport.begin(b"links", CALLS * count)
-                    handles = []
-                    for _ in range(CALLS):
-                        came = transport.inbox(count, device, back)
-                        handles += transport.post([Message(block, there)], [Message(came, back)], "links")
-                    for handle in (handle for group in handles for handle in group):
-                        handle.wait()
-                    transport.end()
-
-                lap()
-                seconds = statistics.median(self.clock.time(lap, 1) for _ in range(5))
+                run = lap(transport, torch.ones(count, dtype=torch.uint8, device=self.links.device), peers, CALLS)
+                run()
+                seconds = statistics.median(self.clock.time(run, 1) for _ in range(5))
                 self.links_measured.append(
                     {"transport": name, "bytes": count, "gbps": round(CALLS * count / seconds / 1e9, 1)}
                 )

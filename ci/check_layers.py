@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("autograd", "checks", "choices"),
     ("sharding",),
-    ("api", "explanation"),
+    ("api", "explanation", "measuring"),
     ("profiling", "nn", ""),  # "" is burst_portable/__init__.py, which hands out the names of api, profile and nn
     ("conformance",),
     ("cli", "integrations", "__main__"),

@@ -21,6 +21,7 @@ COMMANDS = {
     "profile": "burst_portable.cli.profile:profile",
     "compare": "burst_portable.cli.profile:compare",
     "trace": "burst_portable.cli.profile:trace",
+    "measure": "burst_portable.cli.measure:measure",
     "doctor": "burst_portable.cli.doctor:doctor",
     "conform": "burst_portable.cli.conform:conform",
     "kernels": "burst_portable.cli.kernels:kernels",

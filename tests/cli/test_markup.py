@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
-from burst_portable.cli import doctor_view, main, run_view
+from burst_portable.cli import doctor_view, main, measure_view, run_view
 from burst_portable.profiling.report import Report
 from tests.profiling.made import ring
 
@@ -24,11 +25,19 @@ def test_the_doctor_shows_brackets(capsys):
     settings = {"deadline": 1.0, "kernel": NAMED}
     doctor_view.show(
         {"version": "1", "python": "3", "platform": NAMED, "packages": {"p": NAMED}, "settings": settings,
-         "backends": {NAMED: backend}}
+         "rates": {"file": NAMED, "ok": False, "reason": NAMED}, "backends": {NAMED: backend}}
     )  # fmt: skip
     printed = "".join(c for c in capsys.readouterr().out if not c.isspace())
-    # Platform, package, setting; name, reason, device, group, origin; a fact; title, column, row; a reason's line.
-    assert printed.count(NAMED) >= 14
+    # Platform, package, setting, rates; name, reason, device, group, origin; fact; title, column, row; a reason's line.
+    assert printed.count(NAMED) >= 15
+
+
+def test_measured_rates_show_brackets(capsys):
+    names = dict.fromkeys(("device", "backend", "kernel", "dtype"), NAMED)
+    how = {"block": {"measured": False, "how": NAMED}}
+    facts = {**names, "ranks": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "rates": {"block": 1}, "how": how}
+    measure_view.View(quiet=False, stderr=False).show(facts, Path(NAMED))
+    assert capsys.readouterr().out.count(NAMED) == 5 + 3  # the file: in the environment, in Config, on the command line
 
 
 def test_a_failed_run_shows_brackets(capsys):

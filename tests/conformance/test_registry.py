@@ -11,7 +11,7 @@ import torch
 
 from burst_portable.backends import registry
 from burst_portable.backends.base import wrong_with
-from burst_portable.cli.training.prepare import choose_backend
+from burst_portable.cli.backends import choose_backend
 from burst_portable.errors import BackendUnavailableError
 from burst_portable.kernels.contract import KernelProblem
 from burst_portable.kernels.lazy import LazyKernel

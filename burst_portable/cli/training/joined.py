@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from burst_portable.cli.training.foreign import told
 from burst_portable.cli.training.job import Job
 from burst_portable.cli.training.loop import OnStep
 from burst_portable.cli.training.rank import Gradients, Outcome, run_rank
-from burst_portable.cli.training.worker import device_of
-from burst_portable.config import Launched, from_environment
-from burst_portable.errors import DeadlineError, explain
+from burst_portable.cli.training.worker import device_of, join_launched
+from burst_portable.config import Launched
 from burst_portable.mesh import Mesh
 
 
@@ -29,17 +26,7 @@ def run_joined(job: Job, place: Launched, on_step: OnStep) -> tuple[list[Outcome
         Every rank's outcome, in rank order, on every rank; and the gradients.
     """
     device = device_of(job.device_type, place.local_rank)
-    deadline = from_environment().deadline
-    try:
-        dist.init_process_group(job.process_group, timeout=timedelta(seconds=deadline))
-    # Names that do not resolve, ports that are taken, ranks that do not come: torch has an error for each.
-    except (RuntimeError, ValueError) as error:
-        next_step = f"see that every rank starts, and that it reaches {place.meeting} (MASTER_ADDR, MASTER_PORT)"
-        raise DeadlineError(
-            explain(
-                f"the ranks did not meet at {place.meeting} within {deadline:g} s", got=told(error), next_step=next_step
-            )
-        ) from error
+    join_launched(job.process_group, place)
     try:
         mesh = Mesh.from_group(inner=job.inner)
         outcome, gradients = run_rank(job, mesh, device, on_step)

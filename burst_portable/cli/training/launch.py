@@ -14,9 +14,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
-from burst_portable.cli.training.job import Job
 from burst_portable.config import environment_of_children
 from burst_portable.errors import BurstError, CommunicationError, InputError, PeerLostError, explain
 
@@ -26,19 +25,33 @@ _LAST_LINES = 12
 Event = dict[str, Any]
 
 
-def run_processes(job: Job, folder: Path, on_step: Callable[[Event], None]) -> list[Event]:
+class Job(Protocol):
+    """What processes are started for."""
+
+    @property
+    def ranks(self) -> int:
+        """How many."""
+
+    def save(self, path: Path) -> None:
+        """Write it where they find it."""
+
+
+def run_processes(
+    job: Job, folder: Path, on_step: Callable[[Event], None], worker: str = "burst_portable.cli.training.worker"
+) -> list[Event]:
     """Run every rank of a job to its end; what each said when it was done, in rank order.
 
     Args:
         folder: an empty folder of ours: the job, the rendezvous, the ranks' output.
         on_step: hears the "step" events of rank 0.
+        worker: the module that is a rank, see `worker.main`.
 
     Raises:
         BurstError: what the first failing rank raised, or `PeerLostError` with the last lines of one that died.
     """
     path = folder / "job.json"
     job.save(path)
-    ranks = _Ranks(path, job.ranks)
+    ranks = _Ranks(path, job.ranks, worker)
     try:
         return ranks.listen(on_step)
     finally:
@@ -46,7 +59,7 @@ def run_processes(job: Job, folder: Path, on_step: Callable[[Event], None]) -> l
 
 
 class _Ranks:
-    def __init__(self, job: Path, count: int) -> None:
+    def __init__(self, job: Path, count: int, worker: str) -> None:
         self._folder = folder = job.parent
         self._said: queue.SimpleQueue[tuple[int, Event | None]] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -55,7 +68,7 @@ class _Ranks:
         for rank in range(count):
             with (folder / f"rank{rank}.log").open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "burst_portable.cli.training.worker", str(job), str(rank)],
+                    [sys.executable, "-m", worker, str(job), str(rank)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import known, load, rates_of
+from burst_portable.backends.registry import rates_of
+from burst_portable.cli.backends import choose_backend
 from burst_portable.cli.strategies import asked_strategy
 from burst_portable.cli.training.job import DTYPES, Job
 from burst_portable.cli.training.limits import check_memory, check_numbers, check_processes, cores
@@ -18,7 +19,7 @@ from burst_portable.cli.training.models import checkpoint_of, config_of, outline
 from burst_portable.cli.training.texts import check_tokens, tokens_of
 from burst_portable.cli.training.utilisation import model_flops
 from burst_portable.config import from_environment
-from burst_portable.errors import BackendUnavailableError, InputError, explain, unknown_name
+from burst_portable.errors import InputError, explain, unknown_name
 from burst_portable.integrations.transformers.checks import check_model, check_positions
 from burst_portable.integrations.transformers.layouts import masks_of, sizes_of
 from burst_portable.planning import plan as make_plan
@@ -120,51 +121,6 @@ def prepare(
     if on_cpu:
         _check_memory(job, about)
     return Prepared(job, plan, name, about, flops, reason)
-
-
-def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
-    """The backend of that name, or for "auto" an accelerator with a device a rank, else what needs none; and why.
-
-    Raises `UnknownNameError`, or `BackendUnavailableError` with the reason.
-    """
-    if name not in ("auto", *known()):
-        raise unknown_name("backend", name, ("auto", *known()))
-    if name != "auto":
-        backend = load(name)
-        if reason := _missing(backend, ranks):
-            raise BackendUnavailableError(explain(f"the backend {name!r} cannot run here", got=reason))
-        return backend, ""
-    backends, reasons = [], []
-    for one in known():
-        try:
-            backends.append(load(one))
-        except BackendUnavailableError as error:  # nobody named it: a reason, like a probe's
-            reasons.append(_briefly(one, str(error)))
-    for backend in sorted(backends, key=lambda b: not b.capabilities.streams):
-        if reason := _missing(backend, ranks):
-            reasons.append(_briefly(backend.name, reason))
-            continue
-        return backend, "; ".join([f"chose {backend.name}", *reasons])
-    raise BackendUnavailableError(
-        explain("no backend can run here", got="; ".join(reasons), next_step="run `burst-portable doctor`")
-    )
-
-
-def _briefly(name: str, reason: str) -> str:
-    """Why not this one, without what to do about it: nobody asked for it, and `burst-portable doctor` tells all."""
-    return f"not {name}: {reason.partition(';')[0]}"
-
-
-def _missing(backend: Backend, ranks: int) -> str | None:
-    """Why a backend cannot run so many ranks on this machine, or None."""
-    probe = backend.probe()
-    if not probe.ok:
-        return probe.reason
-    if backend.capabilities.streams:
-        count = torch.get_device_module(backend.capabilities.device_type).device_count()
-        if count < ranks:
-            return f"{count} devices for {ranks} ranks"
-    return None
 
 
 def _check_kernel(name: str, backend: Backend) -> None:

@@ -12,22 +12,29 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from burst_portable.cli.training.imports import without_collector
 from burst_portable.cli.training.job import Job
 from burst_portable.errors import BurstError, CommunicationError, DeadlineError, InputError, explain
 
+if TYPE_CHECKING:
+    from burst_portable.config import Launched
 
-def main(arguments: list[str]) -> int:
-    """Runs the rank; exit code 0, or 1 with an "error" event or a traceback on stderr."""
+
+def main(arguments: list[str], work: Callable[[Path, int], None] | None = None) -> int:
+    """Runs the rank; exit code 0, or 1 with an "error" event or a traceback on stderr.
+
+    `work` is what it does, given the job's file and the rank: to train or score, unless given.
+    """
     path, rank = Path(arguments[0]), int(arguments[1])
     threading.Thread(target=_end_with_parent, args=(path.parent,), daemon=True).start()
     try:
-        _run(path, rank)
+        (work or _run)(path, rank)
     except CommunicationError as error:
         tell(event="error", kind="communication", message=str(error))
         return 1
@@ -61,7 +68,7 @@ def _run(path: Path, rank: int) -> None:
         gc.freeze()  # this process is a rank and nothing else: what it has imported stays to its end
     torch.set_num_threads(job.threads)
     device = device_of(job.device_type, rank)
-    _join(job, rank, folder)
+    join(job.process_group, rank, job.ranks, folder)
     try:
         outcome, gradients = run_rank(
             job,
@@ -76,21 +83,21 @@ def _run(path: Path, rank: int) -> None:
         dist.destroy_process_group()
 
 
-def _join(job: Job, rank: int, folder: Path) -> None:
-    """The process group of all ranks, which meet in a file. Raises `DeadlineError` where one does not come."""
+def join(process_group: str, rank: int, ranks: int, folder: Path) -> None:
+    """The process group of all ranks, which meet in a file of the folder; `DeadlineError` where one is missing."""
     import torch.distributed as dist
 
     from burst_portable.cli.training.foreign import told
     from burst_portable.config import from_environment, listen_on_loopback
 
-    listen_on_loopback(job.process_group)
+    listen_on_loopback(process_group)
     deadline = from_environment().deadline
     try:
         dist.init_process_group(
-            job.process_group,
+            process_group,
             init_method=f"file://{folder / 'rendezvous'}",
             rank=rank,
-            world_size=job.ranks,
+            world_size=ranks,
             timeout=timedelta(seconds=deadline),
         )
     except RuntimeError as error:
@@ -99,6 +106,26 @@ def _join(job: Job, rank: int, folder: Path) -> None:
                 f"rank {rank}: the other ranks did not start within {deadline:g} s",
                 got=told(error),
                 next_step="give them more time with BURST_DEADLINE, in seconds",
+            )
+        ) from error
+
+
+def join_launched(process_group: str, place: Launched) -> None:
+    """The process group of the ranks that a launcher has started. Raises `DeadlineError` where they do not meet."""
+    import torch.distributed as dist
+
+    from burst_portable.cli.training.foreign import told
+    from burst_portable.config import from_environment
+
+    deadline = from_environment().deadline
+    try:
+        dist.init_process_group(process_group, timeout=timedelta(seconds=deadline))
+    # Names that do not resolve, ports that are taken, ranks that do not come: torch has an error for each.
+    except (RuntimeError, ValueError) as error:
+        next_step = f"see that every rank starts, and that it reaches {place.meeting} (MASTER_ADDR, MASTER_PORT)"
+        raise DeadlineError(
+            explain(
+                f"the ranks did not meet at {place.meeting} within {deadline:g} s", got=told(error), next_step=next_step
             )
         ) from error
 

@@ -1,0 +1,156 @@
+"""`burst-portable measure`: what this machine's kernels and links do, as a file of rates for `auto`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from burst_portable import __version__
+from burst_portable.backends.registry import known
+from burst_portable.cli import PROGRAM
+from burst_portable.cli.output import JSON_HELP, JsonOption
+from burst_portable.cli.training.job import DTYPES
+from burst_portable.config import Launched, launched
+from burst_portable.errors import BurstError, InputError, explain, unknown_name
+from burst_portable.values import size
+
+if TYPE_CHECKING:
+    from burst_portable.backends.base import Backend
+    from burst_portable.cli.measuring import MeasureJob
+
+_LONGEST = 1 << 20  # tokens of one kernel call
+
+
+def measure(
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            help="Start so many local processes: unless given, one a device, or 2 on CPUs; torchrun's are joined."
+        ),
+    ] = None,
+    backend: Annotated[
+        str,
+        typer.Option(help=f"auto, {', '.join(known())}; `{PROGRAM} doctor` says which can run here, and why not."),
+    ] = "auto",
+    kernel: Annotated[str, typer.Option(help="The local kernel; unless given, the one that `auto` takes.")] = "auto",
+    heads: Annotated[int, typer.Option(help="Query heads; a multiple of the K/V heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(help="K/V heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Numbers in a head.")] = 128,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(DTYPES)}; unless given, bfloat16, or float32 on CPUs.")
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens a rank of the longer kernel call, the shorter one has a quarter; unless given, 16384, or 512 "
+            "on CPUs."
+        ),
+    ] = None,
+    inner: Annotated[
+        int | None, typer.Option(help="Ranks a node, where there are several nodes: links inside and between apart.")
+    ] = None,
+    json_name: Annotated[str | None, typer.Option("--json", metavar="[FILE]", help=JSON_HELP)] = None,
+) -> int:
+    """Measure this machine's kernels and links, so that strategy "auto" chooses with them and not with a guess.
+
+    All ranks measure at once, and the slowest counts: the local kernel, forward and backward, at two lengths; messages
+    to the next rank and to all others by size; memory; how far messages hold kernels up. The machine should have
+    nothing else to do. With --json FILE it writes a file for BURST_RATES and for `plan --rates`: docs/strategies.md.
+
+    Examples:
+
+    burst-portable measure --ranks 2 --json rates.json
+    torchrun --nproc-per-node 8 -m burst_portable measure --json rates.json
+    """
+    from burst_portable.cli.measure_view import View
+    from burst_portable.cli.measuring import measure_joined, measure_local
+
+    place = launched()
+    first = place is None or place.rank == 0
+    try:
+        json_option = JsonOption(json_name, writes=first)
+        job = _job(_ranks(ranks, place), backend, kernel, heads, kv_heads, head_dim, dtype, seq_len, inner, place)
+        view = View(quiet=not first, stderr=json_option.stdout)
+        with view.progress() as told:
+            facts = measure_local(job, told) if place is None else measure_joined(job, place, told)
+    except BurstError as error:
+        if place is None:
+            raise
+        # What is wrong may be wrong on one host alone: each rank says it, and which one it is.
+        raise type(error)(f"rank {place.rank}: {error}") from error
+    if first:
+        view.show(facts, json_option.file)
+        json_option.write({"schema": facts["schema"], "version": __version__, **facts})
+    return 0
+
+
+def _ranks(asked: int | None, place: Launched | None) -> int | None:
+    if place is None:
+        return asked
+    if asked not in (None, place.world_size):
+        raise InputError(
+            explain("--ranks and the launcher disagree", got=f"--ranks {asked}", allowed=f"{place.world_size}, or none")
+        )
+    return place.world_size
+
+
+def _job(
+    ranks: int | None, backend: str, kernel: str, heads: int, kv_heads: int, head_dim: int, dtype: str | None,
+    seq_len: int | None, inner: int | None, place: Launched | None,
+) -> MeasureJob:  # fmt: skip
+    """All that can be refused is refused here, before a process starts."""
+    import torch
+
+    from burst_portable.backends.registry import choose_kernel
+    from burst_portable.cli.backends import choose_backend
+    from burst_portable.cli.measuring import MeasureJob
+    from burst_portable.cli.training.limits import check_processes, cores
+    from burst_portable.config import from_environment
+    from burst_portable.kernels.contract import KernelProblem
+    from burst_portable.planning import LARGEST_HEAD, check_heads
+    from burst_portable.strategies.base import check_divides
+
+    for name, number, most in (
+        ("--ranks", ranks, 1 << 14), ("--heads", heads, 1 << 14), ("--kv-heads", kv_heads, 1 << 14),
+        ("--head-dim", head_dim, LARGEST_HEAD), ("--seq-len", seq_len, _LONGEST), ("--inner", inner, 1 << 14),
+    ):  # fmt: skip
+        if number is not None and size(name, number) > most:
+            raise InputError(explain(f"{name} is too large", got=number, allowed=f"at most {most}"))
+    if seq_len is not None and seq_len < 8:
+        raise InputError(explain("--seq-len is too short to tell two lengths apart", got=seq_len, allowed="at least 8"))
+    if dtype is not None and dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
+    check_heads(heads, kv_heads)
+    chosen, _ = choose_backend(backend, 1 if place or ranks is None else ranks)
+    capabilities = chosen.capabilities
+    count = ranks or _devices(chosen)
+    if inner is not None:
+        check_divides(inner, count)
+    if place is None and not capabilities.streams:
+        check_processes(count)
+    made = getattr(torch, dtype) if dtype else torch.bfloat16 if capabilities.streams else torch.float32
+    problem = KernelProblem(made, capabilities.device_type, heads, kv_heads, head_dim, head_dim, deterministic=False)
+    choose_kernel(chosen, problem, from_environment().kernel if kernel == "auto" else kernel)
+    return MeasureJob(
+        ranks=count,
+        backend=chosen.name,
+        device_type=capabilities.device_type,
+        process_group=capabilities.process_group,
+        kernel=kernel,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        length=seq_len,
+        inner=inner,
+        threads=max(1, cores() // count) if place is None else torch.get_num_threads(),
+    )
+
+
+def _devices(backend: Backend) -> int:
+    """A rank each; on the host, where all share the cores, two."""
+    import torch
+
+    capabilities = backend.capabilities
+    return int(torch.get_device_module(capabilities.device_type).device_count()) if capabilities.streams else 2

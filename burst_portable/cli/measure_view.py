@@ -1,0 +1,72 @@
+"""What `burst-portable measure` found, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.text import Text
+
+from burst_portable.cli import PROGRAM
+from burst_portable.cli.output import console, table
+from burst_portable.units import bytes_text, percent, scaled, seconds_text
+
+Facts = dict[str, Any]
+
+
+class View:
+    """A console; `quiet` on ranks that leave the talking to the first, `stderr` where stdout is for JSON."""
+
+    def __init__(self, *, quiet: bool, stderr: bool) -> None:
+        self._console = console(quiet=quiet, stderr=stderr, soft_wrap=True)
+        self._progress = console(stderr=True, quiet=quiet)
+
+    @contextmanager
+    def progress(self) -> Iterator[Callable[[str], None]]:
+        """What is being measured, on a terminal."""
+        with self._progress.status("starting") as status:
+            yield lambda what: status.update(f"measuring {escape(what)}")
+
+    def show(self, facts: Facts, file: Path | None) -> None:
+        """A row for each rate, and how to use them."""
+        say, ranks = self._console.print, facts["ranks"]
+        about = f"{ranks} rank{'' if ranks == 1 else 's'} on {facts['device']} ({facts['backend']})"
+        heads = f"{facts['heads']} query and {facts['kv_heads']} K/V heads of {facts['head_dim']}, {facts['dtype']}"
+        say(
+            Text.assemble(("measured", "bold"), f" {about}, kernel {facts['kernel']}, {heads}; the slowest rank counts")
+        )
+        rows = table("rate", "value", "how", left=("value", "how"))
+        for name, value in facts["rates"].items():
+            how = facts["how"][name]
+            style = "" if how["measured"] else "dim"
+            rows.add_row(Text(name, style), Text(_value(name, value), style), Text(how["how"], style))
+        say("", rows, "", sep="\n")
+        told = [f"with --json FILE they are kept, for BURST_RATES=FILE and `{PROGRAM} plan --rates FILE`"]
+        if file is not None:
+            told = [
+                f"auto chooses with them where BURST_RATES={file} is set on every rank, or with "
+                f"Config(rates={str(file)!r});",
+                f"`{PROGRAM} plan --rates {file} ...` predicts with them anywhere",
+            ]
+        say("\n".join(told), markup=False)
+
+
+def _value(name: str, value: Any) -> str:
+    if name in ("link", "direct", "spread"):
+        return "\n".join(f"{bytes_text(size)}: {_rate(gbps)}" for size, gbps in value) or "none"
+    if name in ("tflops", "backward"):
+        return scaled(value * 1e12, "FLOP/s") if value else "as forward"
+    if name in ("gbps", "outer_gbps", "memory"):
+        return _rate(value) if value else "not priced"
+    if name.endswith("latency"):
+        return seconds_text(value)
+    if name == "holds_up":
+        return f"{percent(value[0])} forward, {percent(value[1])} backward"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _rate(gbps: float) -> str:
+    return scaled(gbps * 1e9, "B/s")

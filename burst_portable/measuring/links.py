@@ -1,0 +1,102 @@
+"""Messages back to back between ranks: what links do, alone and beside something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.cost import Curve
+from burst_portable.measuring.arithmetic import gigabytes_a_second
+from burst_portable.measuring.clock import Clock
+
+CALLS = 10  # messages back to back
+_LONG = 2.0  # seconds of a lap, after which larger messages are left out
+_SMALL = 256  # bytes of a message whose size takes no time
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Whom a rank sends to, and whom it receives from."""
+
+    there: Sequence[int]
+    back: Sequence[int]
+
+    @classmethod
+    def next(cls, rank: int, ranks: int, node: int = 0) -> Peers:
+        """The next rank, of the same node of so many ranks."""
+        node = node or ranks
+        first = rank // node * node
+        return cls([first + (rank - first + 1) % node], [first + (rank - first - 1) % node])
+
+    @classmethod
+    def others(cls, rank: int, ranks: int, node: int = 0) -> Peers:
+        """All others of the node, the next one first."""
+        node = node or ranks
+        first = rank // node * node
+        there = [first + (rank - first + distance) % node for distance in range(1, node)]
+        return cls(there, there[::-1])
+
+    @classmethod
+    def next_node(cls, rank: int, ranks: int, node: int) -> Peers:
+        """The rank at the same place of the next node."""
+        return cls([(rank + node) % ranks], [(rank - node) % ranks])
+
+
+@contextmanager
+def under_way(transport: Transport, block: Tensor, peers: Peers, calls: int = CALLS) -> Iterator[None]:
+    """So many messages to each of these ranks and from each, which have all come when the block of code is left."""
+    size = block.numel()
+    transport.begin(b"links", calls * size)
+    handles: list[Handle] = []
+    kept: list[Tensor] = []
+    for _ in range(calls):
+        came = [transport.inbox(size, block.device, peer) for peer in peers.back]
+        kept += came
+        leaving, arriving = transport.post(
+            [Message(block, peer) for peer in peers.there],
+            [Message(buffer, peer) for buffer, peer in zip(came, peers.back, strict=True)],
+            "links",
+        )
+        handles += [*leaving, *arriving]
+    yield
+    for handle in dict.fromkeys(handles):
+        handle.wait()
+    transport.end()
+
+
+def lap(transport: Transport, block: Tensor, peers: Peers, calls: int = CALLS) -> Callable[[], None]:
+    """These messages, and nothing beside them."""
+
+    def run() -> None:
+        with under_way(transport, block, peers, calls):
+            pass
+
+    return run
+
+
+def curve(clock: Clock, transport: Transport, peers: Peers, sizes: Sequence[int]) -> Curve:
+    """GB/s a rank in each direction by bytes: of a message, or of those to several ranks together."""
+    points: list[tuple[int, float]] = []
+    for size in sizes:
+        each = max(1, size // len(peers.there))
+        block = torch.ones(each, dtype=torch.uint8, device=clock.device)
+        run = lap(transport, block, peers)
+        run()
+        seconds = clock.median(run)
+        size = each * len(peers.there)
+        points.append((size, gigabytes_a_second(CALLS * size, seconds)))
+        if seconds > _LONG:
+            break
+    return tuple(points)
+
+
+def hop(clock: Clock, transport: Transport, peers: Peers) -> float:
+    """Seconds of one message so small that its size takes no time."""
+    run = lap(transport, torch.ones(_SMALL, dtype=torch.uint8, device=clock.device), peers, 1)
+    run()
+    return clock.median(run)

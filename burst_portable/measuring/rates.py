@@ -1,0 +1,281 @@
+"""All that is measured of the ranks of a mesh, as what a file of rates holds: see `measured_rates`."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import date
+from math import ceil
+from typing import Any
+
+import torch
+
+from burst_portable.autocast import own_precision
+from burst_portable.backends.base import Backend, Rates
+from burst_portable.backends.registry import choose_kernel, rates_of
+from burst_portable.comm.base import Transport
+from burst_portable.kernels.contract import Kernel, KernelProblem, takes_pieces
+from burst_portable.measured_rates import SCHEMA, as_json
+from burst_portable.measuring.arithmetic import Speed, share_held_up, speed
+from burst_portable.measuring.clock import Clock, TransportClock
+from burst_portable.measuring.kernels import Block, memory_rate
+from burst_portable.measuring.links import CALLS, Peers, curve, hop, lap, under_way
+from burst_portable.mesh import Mesh
+from burst_portable.plans import PASSES
+from burst_portable.units import bytes_text, seconds_text
+
+_KIB, _MIB = 1 << 10, 1 << 20
+_NAME = 200  # bytes of a device's name
+_SHORTER = 4  # times, of the two lengths
+_FILLED, _MESSAGES, _REPEATS = (
+    0.7,
+    32,
+    16,
+)  # messages beside a kernel: their share of its time; how many of each at most
+
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured with.
+
+    Attributes:
+        length: tokens of the longer call.
+        messages: bytes, ascending.
+        beside: bytes of a message that runs beside a kernel.
+        memory: bytes of a tensor that is added.
+    """
+
+    length: int
+    messages: tuple[int, ...]
+    beside: int
+    memory: int
+
+
+ACCELERATOR = Sizes(16384, (1 * _MIB, 8 * _MIB, 64 * _MIB, 256 * _MIB), 64 * _MIB, 256 * _MIB)
+HOST = Sizes(512, (64 * _KIB, 1 * _MIB, 8 * _MIB), 8 * _MIB, 32 * _MIB)  # so that two cores are done in seconds
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the attention that is measured; `dtype` and `length` are the backend's usual ones where they are None."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: torch.dtype | None = None
+    length: int | None = None
+
+
+def measure(
+    mesh: Mesh, device: torch.device, shape: Shape, kernel: str, told: Told = lambda what: None
+) -> dict[str, Any]:
+    """What a file of rates holds; the same on every rank. All ranks of the mesh must call it.
+
+    Args:
+        device: this rank's.
+        kernel: the local kernel by name, or "auto".
+        told: hears what is measured next.
+
+    Raises `UnsupportedError` where no kernel serves the shape, and what transports raise.
+    """
+    backend = mesh.backend_for(device.type)
+    dtype = shape.dtype or (torch.bfloat16 if backend.capabilities.streams else torch.float32)
+    problem = KernelProblem(
+        dtype, device.type, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, deterministic=False
+    )
+    named = mesh.config.kernel if kernel == "auto" else kernel
+    chosen, _ = choose_kernel(backend, problem, named)
+    with torch.no_grad(), own_precision(device.type):
+        return _Measurement(mesh, device, backend, chosen, problem, shape.length, told).facts()
+
+
+class _Measurement:
+    """One after the other; what was found, and how, by the names of `Rates`."""
+
+    def __init__(
+        self, mesh: Mesh, device: torch.device, backend: Backend, kernel: Kernel, problem: KernelProblem,
+        length: int | None, told: Told,
+    ) -> None:  # fmt: skip
+        self.mesh, self.device, self.backend, self.kernel, self.problem = mesh, device, backend, kernel, problem
+        streams = backend.capabilities.streams
+        self.sizes = ACCELERATOR if streams else HOST
+        self.length = length or self.sizes.length
+        self.transport = mesh.transport(device.type)
+        self.clock: Clock = TransportClock(self.transport, device, streams=streams)
+        self.told, self.found, self.how = told, dict[str, Any](), dict[str, str]()
+        self.node = mesh.inner if mesh.inner and 1 < mesh.inner < mesh.size else 0
+        self.direct = ""
+
+    def facts(self) -> dict[str, Any]:
+        """All of it."""
+        block = self._kernel()
+        self._memory()
+        if self.mesh.size > 1:
+            self._links()
+            self._held_up(block)
+        del block
+        before = rates_of(self.backend, self.mesh.size, self.kernel)
+        p = self.problem
+        return {
+            "schema": SCHEMA,
+            "date": date.today().isoformat(),
+            "device": self._device(),
+            "backend": self.backend.name,
+            "ranks": self.mesh.size,
+            "kernel": self.kernel.name,
+            "transport": self.transport.name,
+            "direct_transport": self.direct,
+            "heads": p.heads,
+            "kv_heads": p.kv_heads,
+            "head_dim": p.head_dim,
+            "dtype": str(p.dtype).removeprefix("torch."),
+            "lengths": list(self._lengths()),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "rates": as_json(replace(before, in_pieces=takes_pieces(self.kernel), **self.found)),
+            "how": {name: self._told_how(name, before) for name in as_json(before)},
+        }
+
+    def _told_how(self, name: str, before: Rates) -> dict[str, Any]:
+        if name in self.how:
+            return {"measured": True, "how": self.how[name]}
+        if name == "in_pieces":
+            return {"measured": False, "how": f"what the kernel {self.kernel.name} says of itself"}
+        why = "one rank has no links" if name in _OF_LINKS and self.mesh.size == 1 else "not measured"
+        source = f"known {before.source}" if before.source else f"the guess of the backend {self.backend.name}"
+        return {"measured": False, "how": f"{why}; kept as it was: {source}"}
+
+    def _device(self) -> str:
+        """The devices of all ranks by name."""
+        module = torch.get_device_module(self.device)
+        name = module.get_device_name() if hasattr(module, "get_device_name") else platform.processor()
+        mine = (name or platform.machine()).encode()[:_NAME].ljust(_NAME)
+        names = [one.decode(errors="replace").strip() for one in self.transport.share(mine, "names of devices")]
+        return ", ".join(dict.fromkeys(names))[:_NAME]
+
+    # ------------------------------------------------------------------------------------------------- kernel, memory
+
+    def _lengths(self) -> tuple[int, int]:
+        return max(1, self.length // _SHORTER), self.length
+
+    def _kernel(self) -> Block:
+        """The longer of the two blocks, whose calls then run beside messages."""
+        lengths, seconds = self._lengths(), []
+        for length in lengths:
+            self.told(f"{self.kernel.name}, {length:,} tokens")
+            block = Block(self.kernel, self.problem, length, self.device)
+            seconds.append((block.flops, block.seconds(self.clock)))
+        names = {"forward": ("tflops", "launch_latency"), "backward": ("backward", "backward_launch_latency")}
+        for one in PASSES:
+            points = [(float(flops[one]), took[one]) for flops, took in seconds]
+            made: Speed = speed(*points)
+            rate, latency = names[one]
+            self.found[rate], self.found[latency] = made.tflops, made.latency
+            took = ", ".join(
+                f"{length:,} tokens {seconds_text(time)}" for length, (_, time) in zip(lengths, points, strict=True)
+            )
+            told = f"{one} of {self.kernel.name}, causal: {took}"
+            self.how[rate] = f"{told}; by exact area"
+            self.how[latency] = told if made.apart else f"{told}; too near to tell a latency, taken for none"
+        return block
+
+    def _memory(self) -> None:
+        self.told("memory")
+        self.found["memory"] = memory_rate(self.clock, self.sizes.memory)
+        self.how["memory"] = (
+            f"an elementwise add of tensors of {bytes_text(self.sizes.memory)}, read twice, written once"
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- links
+
+    def _links(self) -> None:
+        rank, ranks, name = self.mesh.rank, self.mesh.size, self.transport.name
+        sizes, several = self.sizes.messages, f"{CALLS} messages back to back"
+        near = Peers.next(rank, ranks, self.node)
+        self.told(f"{name} to the next rank")
+        found = self.found
+        found["link"] = curve(self.clock, self.transport, near, sizes)
+        found["gbps"] = max(gbps for _, gbps in found["link"])
+        found["hop_latency"] = hop(self.clock, self.transport, near)
+        self.how["link"] = f"{name} to the next rank and from the last, {several}"
+        self.how["gbps"] = "the most of `link`"
+        self.how["hop_latency"] = f"{name}: one message of a few bytes"
+        self._spread(several)
+        self._direct(near, several)
+        if self.node:
+            self.told(f"{name} to the next node")
+            beyond = curve(self.clock, self.transport, Peers.next_node(rank, ranks, self.node), sizes[-1:])
+            found["outer_gbps"], found["node"] = beyond[-1][1], self.node
+            self.how["outer_gbps"] = f"{name}: all ranks to the same place of the next node, {bytes_text(sizes[-1])}"
+            self.how["node"] = "named by --inner"
+
+    def _spread(self, several: str) -> None:
+        everybody = Peers.others(self.mesh.rank, self.mesh.size, self.node)
+        if len(everybody.there) < 2:
+            self.found["spread"] = ()
+            self.how["spread"] = "two ranks: the other one is the next, see `link`"
+            return
+        self.told(f"{self.transport.name} to all others")
+        self.found["spread"] = curve(self.clock, self.transport, everybody, self.sizes.messages)
+        self.how["spread"] = (
+            f"{self.transport.name} to all others and from all at once, {several}; bytes of all together"
+        )
+
+    def _direct(self, near: Peers, several: str) -> None:
+        """Over the backend's own transport, if it has one and these ranks can have it; else nothing is direct."""
+        direct, why = self.mesh.transport_for(self.device.type, direct=True)
+        self.found["direct"] = ()
+        self.how["direct"] = f"no transport of its own for it: {why}" if direct is self.transport else ""
+        if direct is self.transport:
+            return
+        self.told(f"{direct.name} to the next rank")
+        self.direct = direct.name
+        self.found["direct"] = curve(self.clock, direct, near, self.sizes.messages)
+        self.how["direct"] = f"{direct.name} to the next rank and from the last, {several}"
+
+    def _held_up(self, block: Block) -> None:
+        """Kernels alone, messages alone, both: of either pass."""
+        near = Peers.next(self.mesh.rank, self.mesh.size, self.node)
+        data = torch.ones(self.sizes.beside, dtype=torch.uint8, device=self.device)
+        before = rates_of(self.backend, self.mesh.size, self.kernel).holds_up
+        shares, tellings = list(before), []
+        for number, one in enumerate(PASSES):
+            self.told(f"{one} of {self.kernel.name} beside messages")
+            share, tale = held_up(self.clock, self.transport, block.passes[one], data, near)
+            if share is not None:
+                shares[number] = share
+            tellings.append(f"{one}: {tale}")
+        self.found["holds_up"] = (shares[0], shares[1])
+        self.how["holds_up"] = "; ".join(tellings)
+
+
+_OF_LINKS = ("gbps", "hop_latency", "link", "direct", "spread", "holds_up")
+
+
+def held_up(
+    clock: Clock, transport: Transport, call: Callable[[], object], data: torch.Tensor, peers: Peers
+) -> tuple[float | None, str]:
+    """The share of their time that messages keep a kernel waiting (None where it cannot be told), and how it was found.
+
+    As many messages as take most of the kernel's time; or as many kernels as take longer than one message.
+    """
+    one = clock.median(lap(transport, data, peers, 1))
+    kernel = clock.median(call)
+    count = max(1, min(_MESSAGES, int(_FILLED * kernel / one)))
+    repeats = max(1, min(_REPEATS, ceil(one / (_FILLED * kernel))))
+
+    def compute() -> None:
+        for _ in range(repeats):
+            call()
+
+    def together() -> None:
+        with under_way(transport, data, peers, count):
+            compute()
+
+    together()
+    alone, messages, both = clock.medians([compute, lap(transport, data, peers, count), together])
+    share = share_held_up(alone, messages, both)
+    took = f"kernels {seconds_text(alone)}, messages {seconds_text(messages)}, both {seconds_text(both)}"
+    return share, took if share is not None else f"{took}, which does not tell; kept as it was"

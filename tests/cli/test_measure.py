@@ -1,0 +1,75 @@
+"""`burst-portable measure`: real ranks over gloo, the file that it writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import pytest
+import torch
+
+from burst_portable.cli import main
+from burst_portable.measured_rates import read_rates
+
+SMALL = ("measure", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seq-len", "64")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_two_processes_and_what_is_planned_with_their_file(capfd, tmp_path):
+    path = tmp_path / "rates.json"
+    assert main([*SMALL, "--ranks", "2", "--json", str(path)]) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert "measured 2 ranks on " in out
+    assert f"BURST_RATES={path} is set on every rank" in out
+    facts = json.loads(path.read_text())
+    assert (facts["schema"], facts["ranks"], facts["kernel"]) == ("burst_portable.rates/1", 2, "cpu_flash")
+    assert (facts["transport"], facts["direct_transport"], facts["lengths"]) == ("gloo", "", [16, 64])
+    assert facts["versions"]["torch"] == torch.__version__
+    assert date.fromisoformat(facts["date"])
+    found = read_rates(path)
+    assert 1e-4 < found.rates.tflops < 10
+    assert 1e-3 < found.rates.gbps < 1000
+    assert found.rates.gbps == max(gbps for _, gbps in found.rates.link)
+    assert main(["plan", "--seq-len", "4096", "--ranks", "4", "--rates", str(path), "--json"]) == 0
+    planned = json.loads(capfd.readouterr().out)
+    assert planned["rates"]["tflops"] == found.rates.tflops
+    assert f"at rates {found.rates.source}, on 2 ranks and not 4 (" in planned["reason"]
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path):
+    """Ranks that a launcher has started are joined, and the first alone talks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "burst_portable", *SMALL, "--kernel", "reference", "--json"],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=90,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts["ranks"], facts["kernel"]) == (2, "reference")
+    assert done.stderr.count("measured 2 ranks on ") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--ranks", "0"), "--ranks is no size; got 0"),
+        (("--ranks", "9999"), "more ranks than this machine's cores can serve"),
+        (("--heads", "5"), "query heads are no multiple of K/V heads"),
+        (("--head-dim", "4096"), "--head-dim is too large"),
+        (("--seq-len", "7"), "--seq-len is too short"),
+        (("--dtype", "int8"), "unknown dtype"),
+        (("--kernel", "cpu_flsh"), "did you mean 'cpu_flash'"),
+        (("--backend", "cpuu"), "unknown backend"),
+        (("--inner", "3"), "3"),
+        (("--json", "/no/such/folder/file"), "--json cannot be written"),
+    ],
+)
+def test_what_is_refused_before_a_process_starts(capsys, monkeypatch, arguments, told):
+    monkeypatch.setattr("burst_portable.cli.measuring.run_processes", lambda *_: pytest.fail("a process started"))
+    assert main([*SMALL, *arguments]) == 2
+    assert told in capsys.readouterr().err
