@@ -15,6 +15,7 @@ from burst_portable.measuring.arithmetic import gigabytes_a_second
 from burst_portable.measuring.clock import Clock
 
 CALLS = 10  # messages back to back
+_ROOM = 640 << 20  # bytes of a lap: of long messages, two are enough. Peer memory has room for a lap of every rank
 _LONG = 2.0  # seconds of a lap, after which larger messages are left out
 _SMALL = 256  # bytes of a message whose size takes no time
 
@@ -85,11 +86,12 @@ def curve(clock: Clock, transport: Transport, peers: Peers, sizes: Sequence[int]
     for size in sizes:
         each = max(1, size // len(peers.there))
         block = torch.ones(each, dtype=torch.uint8, device=clock.device)
-        run = lap(transport, block, peers)
+        calls = max(2, min(CALLS, _ROOM // size))
+        run = lap(transport, block, peers, calls)
         run()
         seconds = clock.median(run)
         size = each * len(peers.there)
-        points.append((size, gigabytes_a_second(CALLS * size, seconds)))
+        points.append((size, gigabytes_a_second(calls * size, seconds)))
         if seconds > _LONG:
             break
     return tuple(points)

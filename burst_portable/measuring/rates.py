@@ -192,7 +192,7 @@ class _Measurement:
 
     def _links(self) -> None:
         rank, ranks, name = self.mesh.rank, self.mesh.size, self.transport.name
-        sizes, several = self.sizes.messages, f"{CALLS} messages back to back"
+        sizes, several = self.sizes.messages, f"up to {CALLS} messages back to back"
         near = Peers.next(rank, ranks, self.node)
         self.told(f"{name} to the next rank")
         found = self.found

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable.backends.cuda.peers.connection import _told
+from burst_portable.backends.registry import for_device
 from burst_portable.config import Config
-from burst_portable.errors import InputError, MismatchError
+from burst_portable.errors import InputError, MismatchError, UnsupportedError
 from burst_portable.measured_rates import SCHEMA
 
 SIZES = {"heads": 8, "kv_heads": 2, "head_dim": 16}
@@ -33,8 +36,8 @@ def files(tmp_path):
     return {"fast": written("fast", FAST), "slow": written("slow", SLOW), "other": written("other", SLOW, "beads", 4)}
 
 
-def with_rates(mesh: bp.Mesh, file: str) -> bp.Mesh:
-    return bp.Mesh(mesh.rank, mesh.size, mesh.transport, config=Config(rates=file))
+def with_rates(mesh: bp.Mesh, file: str, deadline: float = 60.0) -> bp.Mesh:
+    return bp.Mesh(mesh.rank, mesh.size, mesh.transport, config=Config(rates=file, deadline=deadline))
 
 
 def tensors(mesh: bp.Mesh, rows: int = 32) -> list[torch.Tensor]:
@@ -89,6 +92,32 @@ def test_ranks_with_other_files_are_told(files):
         return bp.attention(*tensors(mesh), mesh=with_rates(mesh, files["slow"])).isfinite().all()
 
     assert all(bp.run_local(2, work))
+
+
+class Straight:
+    """A CPU whose ranks ask each other for a transport of their own, as those of GPUs do."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        cpu = for_device("cpu")
+        self.capabilities, self.kernels = replace(cpu.capabilities, direct_transport="straight"), cpu.kernels
+
+    def connect_direct(self, other, group, deadline):
+        _told(other, {"reason": ""}, "asking for peer copies")
+        raise UnsupportedError("none here")
+
+
+def test_ranks_with_other_files_of_which_one_asks_for_another_transport(files):
+    """Ulysses goes straight and a ring does not: the first meets the second where it asks whether they agree."""
+
+    def work(mesh):
+        where = with_rates(mesh, files["fast" if mesh.rank else "slow"], deadline=1.0)
+        where.group, where.backend_for = object(), lambda device_type: Straight()
+        with pytest.raises(MismatchError, match="the ranks do not make the same call"):
+            bp.attention(*tensors(mesh), mesh=where)
+
+    bp.run_local(2, work)
 
 
 def test_ranks_with_other_files_and_the_same_plan_go_on(files):

@@ -14,6 +14,7 @@ from burst_portable.backends.registry import load, rates_of
 from burst_portable.config import Config
 from burst_portable.kernels.contract import KernelProblem
 from burst_portable.measured_rates import as_json, read_rates
+from burst_portable.measuring import links
 from burst_portable.measuring.arithmetic import share_held_up, speed
 from burst_portable.measuring.clock import Clock, TransportClock
 from burst_portable.measuring.kernels import Block, memory_rate
@@ -125,6 +126,17 @@ def test_a_link_by_size():
     assert spread == ((999_999, pytest.approx(999_999 / (3e-3 + 999_999e-9) / 1e9)),)
 
 
+def test_long_messages_are_fewer(monkeypatch):
+    """Ten that take the room of a lap, and never less than two: they have to fit into peer memory."""
+    monkeypatch.setattr(links, "_ROOM", 640)
+    begun: list[int] = []
+    machine = Machine(per_byte=1e-9)
+    machine.begin = lambda digest, inbox: begun.append(inbox)
+    points = curve(Simulated(machine), machine, Peers([1], [1]), (64, 512))
+    assert sorted(set(begun)) == [640, 1024]
+    assert [gbps for _, gbps in points] == pytest.approx([1.0, 1.0])
+
+
 def test_a_link_so_slow_that_larger_messages_are_left_out():
     machine = Machine(per_byte=1.0)
     assert [size for size, _ in curve(Simulated(machine), machine, Peers([1], [1]), (1, 2, 3))] == [1]
@@ -220,8 +232,8 @@ def test_all_of_it_over_threads(tmp_path, ranks, inner):
     assert set(facts["how"]) == set(facts["rates"])
     measured = {name for name, how in facts["how"].items() if how["measured"]}
     alone = {"tflops", "launch_latency", "backward", "backward_launch_latency", "memory"}
-    links = {"gbps", "hop_latency", "link", "direct", "spread", "holds_up"}
-    assert measured == alone | (links if ranks > 1 else set()) | ({"node", "outer_gbps"} if inner else set())
+    of_links = {"gbps", "hop_latency", "link", "direct", "spread", "holds_up"}
+    assert measured == alone | (of_links if ranks > 1 else set()) | ({"node", "outer_gbps"} if inner else set())
     assert [size for size, _ in found.rates.link] == ([1 << 16, 1 << 20, 8 << 20] if ranks > 1 else [])
     assert len(found.rates.spread) == (3 if ranks == 3 else 0)  # two ranks, or two a node: the other is the next
     assert found.rates.node == (inner or 0)
