@@ -57,7 +57,10 @@ def read_rates(file: str | Path) -> MeasuredRates:
     Raises `InputError` for one that is missing, too large, no JSON or of another schema, and for numbers that no
     machine has: not finite, not positive, curves that are not sorted by size.
     """
-    data = read_json(Path(file), "no file of rates", _LARGEST_FILE)
+    try:
+        data = read_json(Path(file), "no file of rates", _LARGEST_FILE)
+    except InputError as error:
+        raise InputError(f"{error}; {NEXT_STEP}") from error
     found = data.get("schema") if isinstance(data, dict) else None
     if found != SCHEMA:
         raise InputError(

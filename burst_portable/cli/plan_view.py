@@ -189,7 +189,7 @@ _COST_ROWS = {
 
 def _time_note(console: Console, facts: Facts) -> None:
     rates = facts["rates"]
-    outer = f", {rates['outer_gbps']:g} GB/s between nodes of {rates['node']}" if rates["node"] else ""
+    outer = f", {rates['outer_gbps']:.4g} GB/s between nodes of {rates['node']}" if rates["node"] else ""
     told = (
         f"forward and backward, predicted (not measured) for {rates['tflops']:.4g} TFLOP/s and {rates['gbps']:.4g} GB/s"
     )

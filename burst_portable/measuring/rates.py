@@ -105,7 +105,7 @@ class _Measurement:
         self.length = length or self.sizes.length
         self.transport = mesh.transport(device.type)
         self.clock: Clock = TransportClock(self.transport, device, streams=streams)
-        self.told, self.found, self.how = told, dict[str, Any](), dict[str, str]()
+        self.told, self.found, self.how, self.why_not = told, dict[str, Any](), dict[str, str](), dict[str, str]()
         self.node = mesh.inner if mesh.inner and 1 < mesh.inner < mesh.size else 0
         self.direct = ""
 
@@ -143,7 +143,8 @@ class _Measurement:
             return {"measured": True, "how": self.how[name]}
         if name == "in_pieces":
             return {"measured": False, "how": f"what the kernel {self.kernel.name} says of itself"}
-        why = "one rank has no links" if name in _OF_LINKS and self.mesh.size == 1 else "not measured"
+        alone = self.mesh.size == 1 and name in _OF_LINKS
+        why = self.why_not.get(name, "one rank has no links" if alone else "not measured")
         source = f"known {before.source}" if before.source else f"the guess of the backend {self.backend.name}"
         return {"measured": False, "how": f"{why}; kept as it was: {source}"}
 
@@ -240,15 +241,16 @@ class _Measurement:
         near = Peers.next(self.mesh.rank, self.mesh.size, self.node)
         data = torch.ones(self.sizes.beside, dtype=torch.uint8, device=self.device)
         before = rates_of(self.backend, self.mesh.size, self.kernel).holds_up
-        shares, tellings = list(before), []
-        for number, one in enumerate(PASSES):
+        shares, tellings = [], []
+        for one in PASSES:
             self.told(f"{one} of {self.kernel.name} beside messages")
             share, tale = held_up(self.clock, self.transport, block.passes[one], data, near)
-            if share is not None:
-                shares[number] = share
+            shares.append(share)
             tellings.append(f"{one}: {tale}")
-        self.found["holds_up"] = (shares[0], shares[1])
-        self.how["holds_up"] = "; ".join(tellings)
+        forward, backward = (known if share is None else share for known, share in zip(before, shares, strict=True))
+        self.found["holds_up"] = (forward, backward)
+        told = self.why_not if shares == [None, None] else self.how
+        told["holds_up"] = "; ".join(tellings)
 
 
 _OF_LINKS = ("gbps", "hop_latency", "link", "direct", "spread", "holds_up")
@@ -278,4 +280,4 @@ def held_up(
     alone, messages, both = clock.medians([compute, lap(transport, data, peers, count), together])
     share = share_held_up(alone, messages, both)
     took = f"kernels {seconds_text(alone)}, messages {seconds_text(messages)}, both {seconds_text(both)}"
-    return share, took if share is not None else f"{took}, which does not tell; kept as it was"
+    return share, took if share is not None else f"{took}, which does not tell and is kept"

@@ -68,7 +68,7 @@ class AutoStrategy:
         source = f" at rates {self.rates.source}" if self.rates.source else ""
         node = self.inner or self.rates.node
         if 0 < node < problem.ranks:
-            source += f", {self.rates.outer_gbps:g} GB/s between nodes of {node}"
+            source += f", {self.rates.outer_gbps:.4g} GB/s between nodes of {node}"
         then = ", then by bytes sent" if len(alike) > 1 else ""
         reason = f"chose {best} by predicted time{then}{source} ({told})" + "".join(f"; {r}" for r in reasons)
         return replace(plans[best], reason=reason)

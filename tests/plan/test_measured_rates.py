@@ -138,12 +138,13 @@ def test_numbers_that_no_machine_has_are_refused(tmp_path, name, value):
     ids=lambda x: str(x)[:20],
 )
 def test_files_that_are_none_are_refused(tmp_path, content, told):
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=told) as refused:
         read_rates(written(tmp_path, content))
+    assert str(refused.value).endswith("`burst-portable measure --json FILE` writes one")
 
 
 def test_a_file_that_is_missing_and_a_folder(tmp_path):
-    with pytest.raises(InputError, match=r"none\.json is no file of rates; got No such file"):
+    with pytest.raises(InputError, match=r"none\.json is no file of rates; got No such file.*measure --json FILE"):
         read_rates(tmp_path / "none.json")
     with pytest.raises(InputError, match="a folder"):
         read_rates(tmp_path)

@@ -14,7 +14,7 @@ from burst_portable.backends.registry import load, rates_of
 from burst_portable.config import Config
 from burst_portable.kernels.contract import KernelProblem
 from burst_portable.measured_rates import as_json, read_rates
-from burst_portable.measuring import links
+from burst_portable.measuring import links, rates
 from burst_portable.measuring.arithmetic import share_held_up, speed
 from burst_portable.measuring.clock import Clock, TransportClock
 from burst_portable.measuring.kernels import Block, memory_rate
@@ -106,6 +106,21 @@ def test_what_a_machine_holds_up_is_found(share, kernel, message):
     found, told = held_up(Simulated(machine), machine, machine.compute, torch.ones(8), Peers([1], [1]))
     assert found == pytest.approx(share)
     assert told.startswith("kernels ")
+
+
+def test_what_cannot_be_told_is_kept(monkeypatch):
+    """Messages that no number of kernels outlasts: the backend's share stays, and the file says so."""
+    monkeypatch.setattr(rates, "held_up", lambda *_: (None, "planted, which does not tell"))
+
+    def work(mesh):
+        return measure(mesh, CPU, SMALL, "auto")
+
+    facts = bp.run_local(2, work)[0]
+    assert facts["rates"]["holds_up"] == rates_of(load("cpu"), 2).holds_up
+    how = facts["how"]["holds_up"]
+    assert not how["measured"]
+    assert how["how"].startswith("forward: planted, which does not tell; backward: planted")
+    assert "kept as it was: the guess of the backend cpu" in how["how"]
 
 
 def test_messages_too_long_to_tell():
@@ -233,6 +248,8 @@ def test_all_of_it_over_threads(tmp_path, ranks, inner):
     measured = {name for name, how in facts["how"].items() if how["measured"]}
     alone = {"tflops", "launch_latency", "backward", "backward_launch_latency", "memory"}
     of_links = {"gbps", "hop_latency", "link", "direct", "spread", "holds_up"}
+    if "does not tell" in facts["how"]["holds_up"]["how"]:  # kernels as small as these may be shorter than a message
+        measured.add("holds_up")
     assert measured == alone | (of_links if ranks > 1 else set()) | ({"node", "outer_gbps"} if inner else set())
     assert [size for size, _ in found.rates.link] == ([1 << 16, 1 << 20, 8 << 20] if ranks > 1 else [])
     assert len(found.rates.spread) == (3 if ranks == 3 else 0)  # two ranks, or two a node: the other is the next
