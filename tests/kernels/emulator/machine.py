@@ -42,6 +42,13 @@ class _Stopped(BaseException):
     """Another thread has failed."""
 
 
+def closed() -> threading.Lock:
+    """Whoever acquires it waits until somebody else releases it, once: a semaphore of 0 and 1, and in C."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass(eq=False)
 class Thread:
     """A partition of a program, and what the hardware is doing for it."""
@@ -49,7 +56,7 @@ class Thread:
     name: str
     program: tuple[int, ...]
     grid: tuple[int, ...]
-    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    go: threading.Lock = field(default_factory=closed)
     ready: Callable[[], bool] = lambda: True
     waits_for: str = ""
     over: bool = False
@@ -72,7 +79,7 @@ class Machine:
         self._random = random.Random(seed)
         self._eager, self._together = eager, together
         self._threads: list[Thread] = []
-        self._host = threading.Semaphore(0)
+        self._host = closed()
         self._functions: dict[Any, FunctionType] = {}
         self._failure: BaseException | None = None
         self._language = language_of(self)
