@@ -4,6 +4,7 @@
 PYTHON_IN_VENV := .venv/bin/python
 STAMP := .venv/.setup-done
 ARGS ?=
+USUAL := not full and not device
 
 # The tests start many processes: what one of them has compiled is there for the next.
 unexport PYTHONDONTWRITEBYTECODE
@@ -29,8 +30,14 @@ $(STAMP): pyproject.toml constraints.txt ci/setup.sh
 demo: $(STAMP)
 	@.venv/bin/burst-portable run --model tiny --ranks 2 --seq-len 4096 --steps 10 --check --profile --report report/ $(ARGS)
 
+# Tests that measure time run by themselves, all others in two processes; with options, one pytest runs what they say.
 test: $(STAMP)
+ifeq ($(strip $(ARGS)),)
+	@$(PYTHON_IN_VENV) -m pytest -m "alone and $(USUAL)"; alone=$$?; \
+	$(PYTHON_IN_VENV) -m pytest -m "not alone and $(USUAL)" -n 2 --dist loadfile && exit $$alone
+else
 	@$(PYTHON_IN_VENV) -m pytest $(ARGS)
+endif
 
 full: $(STAMP)
 	@$(PYTHON_IN_VENV) -m pytest -m "not device" --timeout 600 $(ARGS)

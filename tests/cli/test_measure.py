@@ -40,7 +40,7 @@ def test_two_processes_and_what_is_planned_with_their_file(capfd, tmp_path):
     assert f"at rates {found.rates.source}, on 2 ranks and not 4 (" in planned["reason"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_under_torchrun(tmp_path):
     """Ranks that a launcher has started are joined, and the first alone talks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

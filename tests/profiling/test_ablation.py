@@ -15,6 +15,8 @@ from burst_portable.comm.local import LocalTransport
 from burst_portable.profiling import ablation
 from burst_portable.profiling.ablation import STEPS, ablate
 
+pytestmark = pytest.mark.alone
+
 SLOW_KERNEL, SLOW_LINK = 0.15, 0.1  # seconds: a busy machine loses some thousandths anywhere
 SHORT = 0.01  # a tenth of the shorter one
 

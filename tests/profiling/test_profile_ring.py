@@ -41,6 +41,7 @@ class Timed(Device):
         return waited
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("kernel", "copy"), [(30, 90), (60, 20)])
 def test_a_kernel_and_a_copy_of_known_lengths(kernel, copy):
     device = Timed()

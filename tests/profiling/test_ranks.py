@@ -13,6 +13,8 @@ from burst_portable.profiling.ablation import REPEAT
 from burst_portable.profiling.report import Report
 from tests.profiling.gloo_rank import DELAY, SLOW_RANK, slow_link
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 
 
