@@ -11,6 +11,7 @@ from rich.text import Text
 from burst_portable.cli.drawing import LABELS, SEVERAL, Cell, owners, score_matrix, several
 from burst_portable.cli.output import labelled, table
 from burst_portable.cli.plan_facts import Facts
+from burst_portable.cost import OUTER_GBPS
 from burst_portable.plans import TRAVELS, Plan
 from burst_portable.units import bytes_text, percent, scaled, seconds_text
 
@@ -189,9 +190,10 @@ _COST_ROWS = {
 
 def _time_note(console: Console, facts: Facts) -> None:
     rates = facts["rates"]
-    outer = f", {rates['outer_gbps']:.4g} GB/s between nodes of {rates['node']}" if rates["node"] else ""
+    assumed = "assumed " if rates["outer_gbps"] == OUTER_GBPS else ""
+    outer = f"; {assumed}{rates['outer_gbps']:.4g} GB/s between nodes of {rates['node']}" if rates["node"] else ""
     told = (
         f"forward and backward, predicted (not measured) for {rates['tflops']:.4g} TFLOP/s and {rates['gbps']:.4g} GB/s"
     )
     source = f", at rates {rates['source']}" if rates["source"] else ""
-    console.print(labelled("time", f"{seconds_text(facts['seconds'])} {told} a rank{outer}{source}"))
+    console.print(labelled("time", f"{seconds_text(facts['seconds'])} {told} a rank{source}{outer}"))

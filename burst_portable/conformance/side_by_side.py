@@ -7,6 +7,7 @@ takes its place; so does one whose trial failed, for what a device keeps of an e
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -108,6 +109,9 @@ class _Worker:
 
 def _serve(pipe: Connection, subject: Subject, only: Sequence[str], cases: Sequence[str], shrink: bool) -> None:
     """One process: numbers in, what came of those trials out, until nobody asks any more."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of a terminal; the first ends the others
     subject = unpacked(subject)
     with examining():
         trials, maker = listed(subject, only, cases), Maker(subject, shrink)

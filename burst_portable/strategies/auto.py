@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_portable.cost import Rates, plan_cost, plan_seconds
+from burst_portable.cost import OUTER_GBPS, Rates, plan_cost, plan_seconds
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
 from burst_portable.layout import Segment
 from burst_portable.plans import Plan, Problem
@@ -68,7 +68,8 @@ class AutoStrategy:
         source = f" at rates {self.rates.source}" if self.rates.source else ""
         node = self.inner or self.rates.node
         if 0 < node < problem.ranks:
-            source += f", {self.rates.outer_gbps:.4g} GB/s between nodes of {node}"
+            assumed = "assumed " if self.rates.outer_gbps == OUTER_GBPS else ""
+            source += f", {assumed}{self.rates.outer_gbps:.4g} GB/s between nodes of {node}"
         then = ", then by bytes sent" if len(alike) > 1 else ""
         reason = f"chose {best} by predicted time{then}{source} ({told})" + "".join(f"; {r}" for r in reasons)
         return replace(plans[best], reason=reason)

@@ -67,7 +67,7 @@ def test_the_double_ring_hides_the_network():
     }
     assert seconds["double_ring"] < 0.8 * seconds["ring"] < seconds["burst"]
     reason = plan(AutoStrategy(inner=8, rates=replace(rates, node=0)), **usual).reason
-    assert reason.startswith("chose double_ring+kv by predicted time, 50 GB/s between nodes of 8")
+    assert reason.startswith("chose double_ring+kv by predicted time, assumed 50 GB/s between nodes of 8")
 
 
 def test_passes_have_rates_of_their_own():

@@ -35,7 +35,7 @@ def check_processes(ranks: int) -> None:
     if ranks > most:
         raise InputError(
             explain(
-                "more ranks than this machine's cores can serve, and each is a process with a copy of the model",
+                "more ranks than this machine's cores can serve, and each is a process with what it holds",
                 got=f"--ranks {ranks}, {cores()} cores",
                 allowed=f"at most {most} ({_RANKS_A_CORE} a core, {_RANKS_ANYWHERE} anywhere)",
                 next_step="`burst-portable plan` takes any number of ranks and needs no device",
