@@ -109,9 +109,8 @@ class _Worker:
 
 def _serve(pipe: Connection, subject: Subject, only: Sequence[str], cases: Sequence[str], shrink: bool) -> None:
     """One process: numbers in, what came of those trials out, until nobody asks any more."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal; the first ends the others
+    # Ctrl-C reaches all processes of a terminal; the first one ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     subject = unpacked(subject)
     with examining():
         trials, maker = listed(subject, only, cases), Maker(subject, shrink)

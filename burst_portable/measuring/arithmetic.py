@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 _LEAST_LATENCY = 1e-7  # seconds: less is noise, and 0 would mean that nothing is known
@@ -41,8 +40,3 @@ def share_held_up(kernel: float, messages: float, both: float) -> float | None:
 def gigabytes_a_second(size: float, seconds: float) -> float:
     """GB/s."""
     return size / seconds / 1e9
-
-
-def median(times: Sequence[float]) -> float:
-    """The middle one; of an even number, the larger of the two in the middle."""
-    return sorted(times)[len(times) // 2]

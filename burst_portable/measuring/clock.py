@@ -6,11 +6,11 @@ import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from statistics import median_high
 
 import torch
 
 from burst_portable.comm.base import Transport
-from burst_portable.measuring.arithmetic import median
 
 ROUNDS, LEAST_ROUNDS = 5, 3
 _ENOUGH = 1.5  # seconds of rounds, after which the least will do
@@ -67,7 +67,7 @@ class Clock(ABC):
         rounds: list[list[float]] = []
         while len(rounds) < LEAST_ROUNDS or (len(rounds) < ROUNDS and calls * sum(map(sum, rounds)) < _ENOUGH):
             rounds.append([self.time(call, calls) for call in several])
-        return [median(times) for times in zip(*rounds, strict=True)]
+        return [median_high(times) for times in zip(*rounds, strict=True)]
 
 
 class TransportClock(Clock):
