@@ -264,16 +264,29 @@ def mask_function(mask: Mask, device: torch.device) -> Callable[..., Tensor]:
 
 
 def flash_attn_4(task: Task) -> Calls:
+    """flash-attn-4; documents as sequences of different lengths, windows as it knows them."""
     try:
-        from flash_attn.cute import flash_attn_func
+        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
     except ImportError as error:
         raise Absent(f"not installed: {error}") from error
-    if task.mask.name not in ("full", "causal"):
-        raise Absent(f"was not asked for the mask {task.mask}")
+    kind, regions = task.mask.name.split(":")[0].split("(")[0], task.mask.regions
     leaves = tuple(x.detach().requires_grad_() for x in (task.q, task.k, task.v))
+    if kind in ("full", "causal"):
+        call = partial(flash_attn_func, *leaves, causal=kind == "causal")
+    elif kind == "window":
+        call = partial(flash_attn_func, *leaves, causal=True, window_size=(regions[0].hi, 0))
+    elif kind == "documents":
+        ends = torch.tensor([0, *(r.q_stop for r in regions)], dtype=torch.int32, device=task.q.device)
+        longest = max(r.q_stop - r.q_start for r in regions)
+        lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        call = partial(flash_attn_varlen_func, *(x[0] for x in leaves), causal=True, **lengths)
+    else:
+        raise Absent(f"has no way of its own to say {task.mask}")
 
     def attention() -> Tensor:
-        return flash_attn_func(*leaves, causal=task.mask.name == "causal")[0]
+        made = call()
+        out: Tensor = made[0] if isinstance(made, tuple) else made
+        return out.view(task.q.shape)
 
     kept = attention()
 

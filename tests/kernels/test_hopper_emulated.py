@@ -164,15 +164,15 @@ def served_apart_inputs(monkeypatch, batch, heads, kv_heads, dim, tiles, apart):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_gradients_of_a_sink_are_added_up_apart(dim, machine, monkeypatch):
     """The others' are written; what is written nowhere would be NaN."""
-    compare_backward(*served_apart_inputs(monkeypatch, 1, 1, 1, dim, tiles_of("sink:5:60", 1030), (0, 128)))
+    compare_backward(*served_apart_inputs(monkeypatch, 1, 1, 1, dim, tiles_of("sink:5:60", 1030), (0, 5)))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_gradients_of_a_sink_with_few_key_heads(dim, machine, monkeypatch):
-    compare_backward(*served_apart_inputs(monkeypatch, 2, 4, 2, dim, tiles_of("sink:5:30", 1030), (0, 128)))
+    compare_backward(*served_apart_inputs(monkeypatch, 2, 4, 2, dim, tiles_of("sink:5:30", 1030), (0, 5)))
 
 
-@pytest.mark.parametrize(("first", "last", "apart"), [(300, 310, (256, 384)), (1025, 1029, (1024, 1030))])
+@pytest.mark.parametrize(("first", "last", "apart"), [(300, 310, (256, 310)), (1025, 1029, (1024, 1030))])
 def test_gradients_of_keys_that_all_see(first, last, apart, machine, monkeypatch):
     compare_backward(*served_apart_inputs(monkeypatch, 2, 1, 1, 128, seen_by_all(first, last), apart))
 
@@ -277,9 +277,23 @@ def test_a_planted_bug_of_the_backward(bug, tmp_path, monkeypatch):
     assert caught(work, lambda machine: EmulatedKernels(machine, backward=module), monkeypatch)
 
 
+SHORT_BUGS = {
+    "rows of the next document are written as well": ("if (stop - row >= 64) | (stop == keys):", "if stop > row:"),
+    "a row too many": ("mask=(rows < stop)[:, None]", "mask=(rows <= stop)[:, None]"),
+}
+
+
+@pytest.mark.parametrize("bug", SHORT_BUGS)
+def test_a_planted_bug_of_blocks_that_stop_short(bug, tmp_path, monkeypatch):
+    module = planted(hopper_backward, SHORT_BUGS[bug], tmp_path)
+    q, k, v = inputs(1, 770, 1, 1, 64)
+    work = functools.partial(compare_backward, q, k, v, tiles_of("documents:0,90,690,770", 770))
+    assert caught(work, lambda machine: EmulatedKernels(machine, backward=module), monkeypatch)
+
+
 APART_BUGS = {
     "sums that nobody casts": (hopper_kernel, "dk[:, keys], dv[:, keys] = sums[0], sums[1]", "dk[:, keys] = sums[0]"),
-    "the first keys in the place of those apart": (hopper_kernel, "few = k[:, keys],", "few = k[:, :128],"),
+    "the first keys in the place of those apart": (hopper_kernel, "= k[:, keys],", "= k[:, : keys.stop - keys.start],"),
     "sums that begin with anything": (hopper_kernel, "sums = torch.zeros(2", "sums = torch.empty(2"),
     "keys before them in no launch": (configs, "_of_keys(tiles, 0, start)", "_of_keys(tiles, 0, 0)"),
     "keys behind them in no launch": (configs, "_of_keys(tiles, stop, about.keys)", "_of_keys(tiles, stop, stop)"),
@@ -298,6 +312,6 @@ def test_a_planted_bug_of_keys_apart(bug, tmp_path, machine, monkeypatch):
         for name in ("compiled_kernels", "processors", "current_stream", "on"):  # as emulated
             monkeypatch.setattr(module, name, getattr(hopper_kernel, name))
         monkeypatch.setattr(hopper_cases, "KERNEL", module.HopperKernel())
-    given = served_apart_inputs(monkeypatch, 2, 1, 1, 128, seen_by_all(300, 310), (256, 384))
+    given = served_apart_inputs(monkeypatch, 2, 1, 1, 128, seen_by_all(300, 310), (256, 310))
     with pytest.raises(AssertionError):
         compare_backward(*given)

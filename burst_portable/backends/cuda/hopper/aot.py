@@ -103,6 +103,8 @@ def backward_build(dim: int, dtype: str = "bf16", *, store: bool = False) -> Bui
         "dq_desc": _rows(64, 64, "fp32"),
         "dk_desc": made,
         "dv_desc": made,
+        "dk_out": f"*{dtype if store else 'fp32'}",
+        "dv_out": f"*{dtype if store else 'fp32'}",
         "table": "*i32",
         "scale": "fp32",
         "qk_scale": "fp32",

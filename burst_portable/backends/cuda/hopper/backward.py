@@ -53,29 +53,30 @@ def prepare_kernel(
     # TERMS: shift - lse·slope of every head, -inf where a row sees nothing or does not exist (its P is then 0), and
     # after them -delta. CLEAR: DQ, float32 in one piece, is set to 0.
     # Strides of out and dout come in units of 4 and 8 elements, so that the compiler knows that they are aligned.
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
-    bh = tl.program_id(1).to(tl.int64)
-    b = bh // heads
-    h = bh % heads
+    # Programs side by side do heads that lie side by side.
+    head = tl.program_id(0) % all_heads
+    row = tl.program_id(0) // all_heads * BM + tl.arange(0, BM)
+    b = head // heads
+    h = head % heads
     inside = row < rows
+    at = row.to(tl.int64)[:, None]
+    d = tl.arange(0, D)[None, :]
     if HAS_OUT:
-        at = row.to(tl.int64)[:, None]
-        d = tl.arange(0, D)[None, :]
-        o_at = (b * o_sb + h * o_sh + at * o_ss) * 4 + d
-        g_at = (b * g_sb + h * g_sh + at * g_ss) * 8 + d
-        o = tl.load(OUT + o_at, mask=inside[:, None], other=0.0)
-        g = tl.load(DOUT + g_at, mask=inside[:, None], other=0.0)
+        o = tl.load(OUT + (b * o_sb + h * o_sh) * 4 + at * (o_ss * 4) + d, mask=inside[:, None], other=0.0)
+        g = tl.load(DOUT + (b * g_sb + h * g_sh) * 8 + at * (g_ss * 8) + d, mask=inside[:, None], other=0.0)
         delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     else:
         delta = tl.load(DELTA + b * delta_sb + h * delta_sh + row, mask=inside, other=0.0)
     lse = tl.load(LSE + b * lse_sb + h * lse_sh + row, mask=inside, other=float("-inf"))
     seen = lse != float("-inf")
     ln = tl.where(seen, shift - lse * slope, float("-inf"))
-    tl.store(TERMS + bh * padded + row, ln, mask=row < padded)
-    tl.store(TERMS + (all_heads + bh) * padded + row, tl.where(seen, -delta, 0.0), mask=row < padded)
+    first = tl.cast(head, tl.int64) * padded
+    tl.store(TERMS + first + row, ln, mask=row < padded)
+    first += tl.cast(all_heads, tl.int64) * padded
+    tl.store(TERMS + first + row, tl.where(seen, -delta, 0.0), mask=row < padded)
     if CLEAR:
-        dq_at = ((b * rows + row.to(tl.int64)) * heads + h)[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(DQ + dq_at, tl.zeros([BM, D], tl.float32), mask=inside[:, None])
+        corner = (tl.cast(b, tl.int64) * rows * heads + h) * D
+        tl.store(DQ + corner + at * (heads * D) + d, tl.zeros([BM, D], tl.float32), mask=inside[:, None])
 
 
 @gluon.jit
@@ -268,19 +269,25 @@ def _add_out(x, desc, buffer, b, row, kv, D: gl.constexpr):
 
 
 @gluon.jit
-def _store_out(x, desc, buffer, b, row, kv, D: gl.constexpr):
-    # 64 rows in 16 bits, past the end of a batch none
-    buffer.store(x.to(buffer.dtype))
-    fence_async_shared()
-    view = buffer._reinterpret(buffer.dtype, [1, 64, 1, D], desc.layout)
-    tma.async_copy_shared_to_global(desc, [b, row, kv, 0], view)
+def _store_out(x, desc, out, buffer, b, row, stop, keys, kv, kv_heads, D: gl.constexpr):
+    # 64 rows in 16 bits, those before `stop`
+    if (stop - row >= 64) | (stop == keys):  # TMA leaves out what is past a batch's end
+        buffer.store(x.to(buffer.dtype))
+        fence_async_shared()
+        view = buffer._reinterpret(buffer.dtype, [1, 64, 1, D], desc.layout)
+        tma.async_copy_shared_to_global(desc, [b, row, kv, 0], view)
+    else:  # the rows from there on are another program's
+        rows = row + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
+        place = ((gl.cast(b, gl.int64) * keys + rows) * kv_heads + kv)[:, None] * D
+        place += gl.arange(0, D, gl.SliceLayout(0, x.type.layout))[None, :]
+        gl.store(out + place, x.to(buffer.dtype), mask=(rows < stop)[:, None])
 
 
 @gluon.jit
 def _worker(
-    WG: gl.constexpr, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+    WG: gl.constexpr, dk_desc, dv_desc, dk_out, dv_out, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
     kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-    scale, qk_scale, heads, kv_group, span, head_group,
+    scale, qk_scale, heads, kv_group, span, head_group, keys,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -311,8 +318,10 @@ def _worker(
     kv = h // kv_group
     if STORE:
         stage = k_sm if WG == 0 else v_sm
-        _store_out(dv, dv_desc, stage.index(0), b, col0, kv, D)
-        _store_out(dk, dk_desc, stage.index(1), b, col0, kv, D)
+        stop = gl.load(work + 6)
+        kv_heads = heads // kv_group
+        _store_out(dv, dv_desc, dv_out, stage.index(0), b, col0, stop, keys, kv, kv_heads, D)
+        _store_out(dk, dk_desc, dk_out, stage.index(1), b, col0, stop, keys, kv, kv_heads, D)
     elif WG == 0:
         _add_out(dv, dv_desc, k_sm, b, col0, kv, D)
         _add_out(dk, dk_desc, q_sm if D == 128 else q_sm.index(0), b, col0, kv, D)
@@ -323,11 +332,12 @@ def _worker(
 
 
 # Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
-@gluon.jit(do_not_specialize=["table", "all_heads", "heads", "kv_group", "span", "head_group"])
+@gluon.jit(do_not_specialize=["dk_out", "dv_out", "table", "all_heads", "heads", "kv_group", "span", "head_group", "keys"])  # fmt: skip # noqa: E501
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, term_desc, dq_desc, dk_desc, dv_desc, table,
+    q_desc, k_desc, v_desc, do_desc, term_desc, dq_desc, dk_desc, dv_desc, dk_out, dv_out, table,
     scale: gl.float32, qk_scale: gl.float32,
     all_heads: gl.int32, heads: gl.int32, kv_group: gl.int32, span: gl.int32, head_group: gl.int32,
+    keys: gl.int32,
     BM: gl.constexpr, D: gl.constexpr, NQ: gl.constexpr, FOLD: gl.constexpr, STORE: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -365,12 +375,12 @@ def backward_kernel(
     fence_async_shared()
     # The argument tuples stand inline: a local variable would turn their constants into tensors.
     gl.warp_specialize([
-        (_worker, (0, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+        (_worker, (0, dk_desc, dv_desc, dk_out, dv_out, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                   scale, qk_scale, heads, kv_group, span, head_group, BM, D, NQ, FOLD, STORE)),
-        (_worker, (1, dk_desc, dv_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
+                   scale, qk_scale, heads, kv_group, span, head_group, keys, BM, D, NQ, FOLD, STORE)),
+        (_worker, (1, dk_desc, dv_desc, dk_out, dv_out, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm, ds_sm, dq_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, ds_rdy, dq_rdy, dq_emp, done,
-                   scale, qk_scale, heads, kv_group, span, head_group, BM, D, NQ, FOLD, STORE)),
+                   scale, qk_scale, heads, kv_group, span, head_group, keys, BM, D, NQ, FOLD, STORE)),
         (_loader, (q_desc, k_desc, v_desc, do_desc, term_desc, table, q_sm, k_sm, v_sm, do_sm, l_sm, d_sm,
                    kv_rdy, q_rdy, do_rdy, q_emp, do_emp, all_heads, heads, kv_group, span, head_group, BM, D, NQ)),
         (_adder, (dq_desc, table, dq_sm, dq_rdy, dq_emp, heads, span, head_group, BM, D)),

@@ -203,7 +203,7 @@ def _launch_backward(
     *,
     store: bool,
 ) -> None:
-    """Add to dq, and add to dk and dv or write them. On the current device."""
+    """Add to dq, and add to dk and dv or write them: these in one piece then. On the current device."""
     compiled = compiled_kernels()
     batch, rows, heads, dim = q.shape
     config, span = table.cut.config, table.cut.span
@@ -223,7 +223,7 @@ def _launch_backward(
             compiled.rows("dq", dq, 64, 64),
             compiled.rows("dk", dk, 64, dim),
             compiled.rows("dv", dv, 64, dim),
-            table.numbers, scale, scale * _LOG2E, batch * heads, heads, group, span, head_group,
+            dk, dv, table.numbers, scale, scale * _LOG2E, batch * heads, heads, group, span, head_group, k.shape[1],
         ),
         (config.BM, dim, config.NQ, _folds(q.dtype), int(store), config.REGS),
         {"num_warps": 4, "maxnreg": config.maxnreg},
@@ -266,7 +266,7 @@ def _row_terms(
     clear = cleared is not None
     compiled.prepare(
         (dout.device.index, dout.dtype, source.dtype, out is None, dim, clear),
-        (padded // 64, batch * heads, 1),
+        (padded // 64 * batch * heads, 1, 1),
         (
             source, dout, lse, terms, made, cleared if clear else made,
             1.0 / scale, math.log(scale) / scale if _folds(dout.dtype) else 0.0, rows, padded, heads, batch * heads,

@@ -125,15 +125,15 @@ def backward_table(
 
     Args:
         rows: length of the queries.
-        every_block_of: length of the keys, if blocks write their gradients instead: none is divided then, none starts
-            where another has not stopped, and those that nobody sees are launched as well, for they must write 0.
+        every_block_of: length of the keys, if blocks write their gradients instead: none is divided then, and those
+            that nobody sees are launched as well, for they must write 0.
         apart: whole blocks of keys, of these, that another launch serves: no tile may reach them.
         fill: heads and multiprocessors; blocks are divided so that all parts of these heads end together.
     """
     turned = Tiles([Tile(t.k_start, t.k_stop, t.q_start, t.q_stop, -t.hi, -t.lo) for t in tiles])
     walk = Walk(k_block, q_block, inner_length=rows, inner_align=4)
     keys = max((t.q_stop for t in turned), default=0)
-    spans = _grid(0, every_block_of, k_block) if every_block_of else _spans(turned, keys, k_block)
+    spans = _spans(turned, every_block_of or keys, k_block, apart or ())
     if apart is not None:
         spans = [span for span in spans if not apart[0] <= span[0] < apart[1]]
     collected = _collect(turned, walk, spans)
@@ -154,10 +154,11 @@ def _grid(start: int, stop: int, size: int) -> list[Span]:
     return [(at, min(at + size, stop)) for at in range(start, stop, size)]
 
 
-def _spans(tiles: Iterable[Tile], length: int, size: int) -> list[Span]:
+def _spans(tiles: Iterable[Tile], length: int, size: int, cuts: Iterable[int] = ()) -> list[Span]:
     """Outer blocks, from each long document's start on: the diagonal of all its blocks is then in one inner block.
 
-    A block that stops short costs as much as a whole one, so that short documents are not worth one.
+    A block that stops short costs as much as a whole one, so that short documents are not worth one. Blocks also start
+    at `cuts`.
 
              16 keys a block, a document of 40 rows from row 8 on
         0   #...........         0    #...........     rows 0 to 7
@@ -165,11 +166,9 @@ def _spans(tiles: Iterable[Tile], length: int, size: int) -> list[Span]:
         16  .##.........         24   .##.........
         32  .###........         40   .###........
     """
-    starts = [0]
     bounds = sorted({t.q_start for t in tiles if 0 < t.q_start < length} | {length})
-    for bound, following in pairwise(bounds):
-        if following - bound >= _LONG * size:
-            starts.append(bound)
+    long = {bound for bound, following in pairwise(bounds) if following - bound >= _LONG * size}
+    starts = sorted({0} | long | {cut for cut in cuts if 0 < cut < length})
     return [span for start, stop in pairwise([*starts, length]) for span in _grid(start, stop, size)]
 
 
