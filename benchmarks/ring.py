@@ -60,6 +60,7 @@ STRATEGIES = (
     "burst+together",
     "ring+ahead+last",
     "ring+together+last",
+    "ring+ahead+last+narrow",
     "ulysses",
     "ulysses+2",
     "ulysses+4",
