@@ -90,7 +90,9 @@ class Kernel(Protocol):
     - `row_delta`, as `numerics.row_delta` but faster: `row_delta_of`;
     - `attend_whole` and `gradients`: `kernels.whole`;
     - `in_pieces`, true where it calls an operator on pieces and merges what those give in passes of their own: `auto`
-      prices that, and rows of several ranks are put in order for it, so that there are few pieces; `takes_pieces`.
+      prices that, and rows of several ranks are put in order for it, so that there are few pieces; `takes_pieces`;
+    - `obeys_windows`, true where its operator computes a causal window over a whole square in one call, uncut, and is
+      known to: `takes_windows`.
     """
 
     @property
@@ -140,6 +142,11 @@ class Kernel(Protocol):
 def takes_pieces(kernel: Kernel | None) -> bool:
     """Whether it calls an operator on pieces: `in_pieces`, which few kernels have."""
     return bool(getattr(kernel, "in_pieces", False))
+
+
+def takes_windows(kernel: Kernel) -> bool:
+    """Whether a causal window over a whole square is one call of its operator: `obeys_windows`, which few have."""
+    return bool(getattr(kernel, "obeys_windows", False))
 
 
 def row_delta_of(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:

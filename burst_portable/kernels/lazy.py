@@ -21,6 +21,7 @@ from burst_portable.kernels.contract import (
     Support,
     row_delta_of,
     takes_pieces,
+    takes_windows,
 )
 from burst_portable.numerics import State
 from burst_portable.tiles import Tiles
@@ -61,6 +62,11 @@ class LazyKernel:
     def in_pieces(self) -> bool:
         """See `kernels.contract.Kernel`; asked of a kernel that serves."""
         return takes_pieces(self._real())
+
+    @property
+    def obeys_windows(self) -> bool:
+        """See `kernels.contract.Kernel`; asked of a kernel that serves."""
+        return takes_windows(self._real())
 
     def supports(self, problem: KernelProblem) -> Support:
         """Raises `BackendUnavailableError` for a package that is broken: it is there, so somebody counts on it."""

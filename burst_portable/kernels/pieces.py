@@ -3,7 +3,7 @@
 `PiecewiseKernel` cuts every tile into pieces, calls the operator on each and merges. `triangles` cuts so that what
 operators disagree about in silence never comes up: a causal piece is square, so top-left and bottom-right are the
 same; no row of a piece is empty, so nobody has to say what its LSE is; and no window is asked for, which some
-builds of an operator take and ignore::
+builds of an operator take and ignore (`causal_window` is for operators that are known to obey)::
 
     causal        ■◣          a box of the columns that all rows see, and a causal square
                   ■■          a box of the rows past the square
@@ -47,6 +47,19 @@ def only_piece(pieces: Iterable[P], rows: int, columns: int) -> P | None:
     if len(first) == 1 and (first[0].rows, first[0].columns) == (slice(0, rows), slice(0, columns)):
         return first[0]
     return None
+
+
+def causal_window(tiles: Iterable[Tile], rows: int, columns: int) -> int | None:
+    """How many keys before its own a row sees, if the tiles are one causal window over a whole square; else None.
+
+    A window that hides nothing more than causal does is none.
+    """
+    first = list(islice(tiles, 2))
+    if len(first) != 1 or rows != columns:
+        return None
+    tile = first[0]
+    whole = (tile.q_start, tile.q_stop, tile.k_start, tile.k_stop) == (0, rows, 0, rows)
+    return tile.hi if whole and tile.lo == 0 and 0 <= tile.hi < rows - 1 else None
 
 
 class PiecewiseKernel(ABC, Generic[P]):

@@ -9,22 +9,33 @@ from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
+from burst_portable.backends.cuda import vendors
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+Window = tuple[int | None, int | None]
+"""How many keys before and after its own a row sees; None is no bound."""
+NO_WINDOW: Window = (None, None)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, window: Window) -> Tensor:
     """[B, Hq, Sq, Sk] in float64."""
     keys = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), keys) * scale
-    if causal:
-        rows, columns = scores.shape[2:]
-        seen = torch.ones(rows, columns).tril(columns - rows).bool()
-        scores = scores.masked_fill(~seen, -torch.inf)
-    return scores
+    left, right = window[0], 0 if causal else window[1]
+    rows, columns = scores.shape[2:]
+    before = torch.arange(rows)[:, None] - torch.arange(columns) + columns - rows
+    hidden = torch.zeros(rows, columns, dtype=torch.bool)
+    if left is not None:
+        hidden |= before > left
+    if right is not None:
+        hidden |= before < -right
+    return scores.masked_fill(hidden, -torch.inf)
 
 
 def _check(*tensors: Tensor) -> None:
@@ -37,9 +48,11 @@ def _check(*tensors: Tensor) -> None:
         assert x.shape[1] > 0
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: Window = NO_WINDOW
+) -> tuple[Tensor, Tensor]:
     _check(q, k, v)
-    scores = _scores(q, k, causal, scale)
+    scores = _scores(q, k, causal, scale, window)
     lse = scores.logsumexp(-1)
     empty = lse == -torch.inf
     weights = torch.exp(scores - lse.masked_fill(empty, 0.0)[..., None])
@@ -49,13 +62,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 
 
 def attend_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    window: Window = NO_WINDOW,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(dout, q, k, v, out)
     assert lse.dtype == torch.float32
     assert lse.is_contiguous()
     assert not causal or q.shape[1] == k.shape[1], "a causal rectangle is refused"
-    weights = torch.exp(_scores(q, k, causal, scale) - lse.double()[..., None])
+    weights = torch.exp(_scores(q, k, causal, scale, window) - lse.double()[..., None])
     batch, columns, heads, size = k.shape
     shared = q.shape[2] // heads
     values, keys = (x.double().repeat_interleave(shared, 2) for x in (v, k))
@@ -68,21 +89,38 @@ def attend_backward(
     return dq.to(q.dtype), *(x.to(q.dtype) for x in summed)
 
 
-def flash_4_package(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """flash-attn-4 as if installed, as `flash_attn.cute.interface` of 4.0.0b36 takes what it is given; its calls."""
+def flash_4_package(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None = "4.0.0b36", obeys: bool = True
+) -> list[str]:
+    """flash-attn-4 as if installed, as `flash_attn.cute.interface` of 4.0.0b36 takes what it is given; its calls.
+
+    `installed`: the version that it says it is, None where it is on the path but not installed. `obeys`: whether it
+    does as it is told by a window.
+    """
     called: list[str] = []
 
-    def forward(q, k, v, *, softmax_scale, causal, return_lse):
-        called.append("forward")
+    def forward(q, k, v, *, softmax_scale, causal, window_size_left=None, window_size_right=None, return_lse):
+        window = window_size_left, window_size_right
+        called.append("forward" if window == NO_WINDOW else f"forward {window}")
         assert return_lse
         _check_in_steps(q, k, v)
-        return *attend(q, k, v, causal, softmax_scale), None, None, None
+        return *attend(q, k, v, causal, softmax_scale, window if obeys else NO_WINDOW), None, None, None
 
-    def backward(q, k, v, out, dout, lse, softmax_scale, causal):
-        called.append("backward")
+    def backward(
+        q, k, v, out, dout, lse, softmax_scale, causal, softcap=0.0, window_size_left=None, window_size_right=None
+    ):
+        window = window_size_left, window_size_right
+        called.append("backward" if window == NO_WINDOW else f"backward {window}")
+        assert softcap == 0.0
         _check_in_steps(q, k, v, out, dout)
-        return attend_backward(dout, q, k, v, out, lse, causal, softmax_scale)
+        return attend_backward(dout, q, k, v, out, lse, causal, softmax_scale, window if obeys else NO_WINDOW)
 
+    def version(package: str) -> str:
+        if package != "flash-attn-4" or installed is None:
+            raise PackageNotFoundError(package)
+        return installed
+
+    monkeypatch.setattr(vendors, "version", version)
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)

@@ -15,10 +15,12 @@ import torch
 from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.cuda import vendors
 from burst_portable.conformance import check_backend
-from burst_portable.kernels.contract import KernelProblem, Options
+from burst_portable.kernels.contract import KernelProblem, Options, takes_windows
+from burst_portable.kernels.lazy import LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.tiles import Tile, Tiles
 from tests.backends import emulated
+from tests.kernels.flash4_cases import OPTIONS, compare_whole, inputs
 
 
 @pytest.fixture
@@ -137,6 +139,65 @@ def test_flash_attn_4_is_given_rows_in_steps_of_16_bytes(on_hopper, flash_4):
         exact = ReferenceKernel().attend(*(q.double(),) * 3, tiles, options)
         torch.testing.assert_close(out.double(), exact[0], rtol=0, atol=2e-2)
         flash_4.gradients(q, q, q, q, out, lse, tiles, options)
+
+
+WINDOWS = [(heads, left) for heads in ((2, 2), (4, 1)) for left in (0, 1, 30, 68)]
+
+
+@pytest.mark.parametrize(("heads", "left"), WINDOWS)
+def test_flash_attn_4_computes_a_whole_causal_window_in_one_call(monkeypatch, heads, left):
+    called = emulated.flash_4_package(monkeypatch)
+    dout, q, k, v = inputs(70, 70, heads, 64, "cpu")
+    across = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, q, k, v))
+    odd = tuple(torch.nn.functional.pad(x, (1, 0))[..., 1:] for x in (dout, q, k, v))
+    for tensors in ((dout, q, k, v), across, odd):
+        compare_whole(vendors.Flash4Kernel(), *tensors, Tiles([Tile(0, 70, 0, 70, 0, left)]))
+    assert called == [f"forward ({left}, 0)", f"backward ({left}, 0)"] * 3
+
+
+def test_flash_attn_4_is_asked_for_no_window_where_it_would_have_to_be_merged(monkeypatch):
+    called = emulated.flash_4_package(monkeypatch)
+    kernel, tiles = vendors.Flash4Kernel(), Tiles([Tile(0, 70, 0, 70, 0, 30)])
+    dout, q, k, v = inputs(70, 70, (2, 2), 64, "cpu")
+    out, lse = kernel.attend(q, k, v, tiles, OPTIONS)
+    into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    kernel.attend_backward(dout, q, k, v, lse, tiles, OPTIONS, out=out, into=into)
+    assert set(called) == {"forward", "backward"}
+    compare_whole(kernel, dout, q, k, v, Tiles([Tile(0, 70, 0, 70, -5, 30)]), merged=True)
+    assert set(called) == {"forward", "backward"}
+
+
+VERSIONS = {
+    "4.0.0b36": True, "4.0.0b37": True, "4.0.0b100": True, "4.0.0rc1": True, "4.0.0": True, "4.0.0.post1": True,
+    "4.0.1a1": True, "4.1.0b2": True, "4.1": True, "5.0.0": True, "10.0.0": True, "4.0.0b36+cu130": True,
+    "4.0.0b35": False, "4.0.0b4": False, "4.0.0b9": False, "4.0.0a40": False, "3.9.9": False, "2.8.3": False,
+    "4.0.0b36.dev1": False, "4.0.0.dev40": False, "0.0.0": False, "unknown": False, "": False, None: False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("installed", "known"), VERSIONS.items())
+def test_windows_are_asked_of_versions_that_are_known_to_obey(monkeypatch, installed, known):
+    """The others get none, even if they would ignore it: a window is cut for them as ever."""
+    called = emulated.flash_4_package(monkeypatch, installed, obeys=known)
+    kernel = vendors.Flash4Kernel()
+    assert takes_windows(kernel) == known
+    tiles = Tiles([Tile(0, 40, 0, 40, 0, 15)])
+    compare_whole(kernel, *inputs(40, 40, (2, 1), 64, "cpu"), tiles, merged=not known)
+    assert ("backward (15, 0)" in called) == ("forward (15, 0)" in called) == known
+
+
+def test_a_flash_attn_4_that_ignores_windows_is_caught(monkeypatch):
+    emulated.flash_4_package(monkeypatch, obeys=False)
+    with pytest.raises(AssertionError, match="out"):
+        compare_whole(vendors.Flash4Kernel(), *inputs(40, 40, (2, 1), 64, "cpu"), Tiles([Tile(0, 40, 0, 40, 0, 15)]))
+
+
+def test_what_stands_for_flash_attn_4_says_what_it_says(monkeypatch):
+    for installed, known in (("4.0.0b36", True), ("4.0.0b35", False)):
+        emulated.flash_4_package(monkeypatch, installed)
+        lazy = LazyKernel("flash-attn-4", vendors.__name__, "Flash4Kernel", needs="flash_attn")
+        assert takes_windows(lazy) == known
+    assert not takes_windows(LazyKernel("reference", "burst_portable.kernels.reference", "ReferenceKernel", needs=""))
 
 
 REASONS = [

@@ -27,14 +27,16 @@ def inputs(rows, columns, heads, dim, device, dtype=torch.bfloat16, batch=2):
     return tuple(randn(batch, s, h, dim, device=device, dtype=dtype, seed=i) for i, (s, h) in enumerate(sizes))
 
 
-def compare_whole(kernel, dout, q, k, v, tiles):
-    """Forward, and backward from what forward gave, as calls that compute all."""
+def compare_whole(kernel, dout, q, k, v, tiles, merged=False):
+    """Forward, and backward from what forward gave, as calls that compute all; `merged`: of pieces, in wider dtypes."""
     tolerance = TOLERANCE[q.dtype]
     out, lse = attend_whole(kernel, q, k, v, tiles, OPTIONS)
+    if merged:
+        out, lse = out.to(q.dtype), lse.float()
     exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, OPTIONS)
     assert out.dtype == q.dtype
     assert lse.dtype == torch.float32
-    assert gap(out, exact_out) < 1.5 * tolerance[0]
+    assert gap(out, exact_out) < 1.5 * tolerance[0], "out"
     seen = exact_lse > -torch.inf
     assert (lse[~seen] == -torch.inf).all()
     assert gap(lse[seen], exact_lse[seen]) < tolerance[1]

@@ -30,6 +30,7 @@ from tests.kernels.flash4_cases import OPTIONS, box, causal, compare_whole, inpu
 from tests.kernels.hopper_cases import ORACLE, gap, tiles_of, wide
 
 PAIR = "hopper+flash-attn-4"
+BACKWARD_30 = "backward (30, 0)"
 USUAL = KernelProblem(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, value_dim=128, deterministic=False)
 
 
@@ -69,6 +70,47 @@ def test_boxes_and_causal_squares(called, dim, asked, case):
     assert called == asked
 
 
+@pytest.mark.parametrize("left", [0, 1, 30, 88])
+def test_gradients_of_a_causal_window(called, left):
+    compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of(f"window:{left}", 90))
+    assert called == [f"backward ({left}, 0)"]
+
+
+@pytest.mark.parametrize("left", [89, 90, 1000])
+def test_a_window_wider_than_the_sequence_is_causal(called, left):
+    compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of(f"window:{left}", 90))
+    assert called == ["backward"]
+
+
+def test_gradients_of_a_window_in_other_memory(called):
+    """The package reads rows in steps of 16 bytes alone, and the LSE as one piece: the stand-in refuses others."""
+    dout, q, k, v = inputs(90, 90, (2, 2), 128, "cpu")
+    kernel, tiles = kernel_of()[0], tiles_of("window:30", 90)
+    out, lse = attend_whole(kernel, q, k, v, tiles, OPTIONS)
+    usual = gradients(kernel, dout, q, k, v, out, lse, tiles, OPTIONS)
+    odd = torch.nn.functional.pad(dout, (1, 0))[..., 1:]
+    across = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    for mine, good in zip(gradients(kernel, odd, q, k, v, out, across, tiles, OPTIONS), usual, strict=True):
+        assert torch.equal(mine, good)
+    assert called == [BACKWARD_30] * 2
+
+
+@pytest.mark.parametrize("installed", ["4.0.0b35", "4.0.0b4", "0.0.0", None])
+def test_windows_of_a_version_that_is_not_known_to_obey_are_ours(monkeypatch, installed):
+    called = flash_4_package(monkeypatch, installed, obeys=False)
+    compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of("window:30", 90))
+    assert called == []
+    compare_whole(kernel_of()[0], *inputs(65, 65, (2, 2), 128, "cpu"), causal(65))
+    assert called == ["backward"]
+
+
+def test_a_package_that_ignores_the_window_is_caught(monkeypatch):
+    called = flash_4_package(monkeypatch, obeys=False)
+    with pytest.raises(AssertionError, match="dq"):
+        compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of("window:30", 90))
+    assert called == [BACKWARD_30]
+
+
 def test_float16(called):
     compare_whole(kernel_of()[0], *inputs(67, 67, (2, 1), 64, "cpu", torch.float16), causal(67))
     assert called == ["forward", "backward"]
@@ -76,7 +118,9 @@ def test_float16(called):
 
 OWN = {
     "documents": (90, 90, tiles_of("documents:0,31,90", 90)),
-    "window": (90, 90, tiles_of("window:30", 90)),
+    "a window of both sides": (90, 90, tiles_of("window:30:5", 90)),
+    "documents with a window": (90, 90, Tiles([Tile(0, 40, 0, 40, 0, 30), Tile(40, 90, 40, 90, 0, 30)])),
+    "a window of some keys": (90, 90, Tiles([Tile(0, 60, 0, 60, 0, 30)])),
     "half a window": (90, 90, Tiles([Tile(0, 90, 0, 90, -1, 90)])),
     "the mirror of a causal square": (70, 70, Tiles([Tile(0, 70, 0, 70, -70, 0)])),
     "a causal rectangle": (70, 100, Tiles([Tile(0, 70, 0, 100, -30, 70)])),
@@ -90,7 +134,13 @@ OWN = {
 @pytest.mark.parametrize("case", OWN)
 def test_all_else_is_ours(called, dim, case):
     rows, columns, tiles = OWN[case]
-    compare_whole(kernel_of()[0], *inputs(rows, columns, (2, 1), dim, "cpu", batch=1), tiles)
+    compare_whole(kernel_of()[0], *inputs(rows, columns, (2, 2), dim, "cpu", batch=1), tiles)
+    assert called == []
+
+
+@pytest.mark.parametrize(("dim", "heads"), [(64, (2, 2)), (64, (2, 1)), (128, (2, 1)), (128, (4, 2))])
+def test_windows_of_other_heads_are_ours(called, dim, heads):
+    compare_whole(kernel_of()[0], *inputs(90, 90, heads, dim, "cpu", batch=1), tiles_of("window:30", 90))
     assert called == []
 
 
@@ -111,9 +161,18 @@ def test_steps_of_a_ring_are_ours(called, dim):
     assert called == []
 
 
+def test_a_window_s_step_of_a_ring_is_ours(called):
+    kernel, tiles = kernel_of()[0], tiles_of("window:30", 70)
+    dout, q, k, v = inputs(70, 70, (2, 2), 128, "cpu", batch=1)
+    out, lse = kernel.attend(q, k, v, tiles, OPTIONS)
+    into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    kernel.attend_backward(dout, q, k, v, lse, tiles, OPTIONS, out=out, into=into)
+    assert called == []
+
+
 def test_hopper_by_name_is_ours_alone(called):
-    for dim in (64, 128):
-        compare_whole(kernel_of(named="hopper")[0], *inputs(65, 65, (2, 1), dim, "cpu", batch=1), causal(65))
+    for dim, tiles in ((64, causal(65)), (128, causal(65)), (128, tiles_of("window:30", 65))):
+        compare_whole(kernel_of(named="hopper")[0], *inputs(65, 65, (2, 2), dim, "cpu", batch=1), tiles)
     assert called == []
 
 
@@ -150,15 +209,16 @@ def test_a_package_that_is_not_asked_where_ours_declines(monkeypatch):
     assert "sm_80" in HopperFlash4Kernel(None).supports(USUAL).reason
 
 
+@pytest.mark.parametrize(("dim", "tiles"), [(64, causal(9)), (128, tiles_of("window:3", 9))], ids=["causal", "window"])
 @pytest.mark.parametrize("options", [{"deterministic": True}, {"softcap": 20.0}, {"scale": -1.0}])
-def test_options_that_it_declines_are_refused_as_by_ours(called, options):
+def test_options_that_it_declines_are_refused_as_by_ours(called, options, dim, tiles):
     options = Options(**{"scale": 0.1, "deterministic": False, **options})
-    dout, q, k, v = inputs(9, 9, (1, 1), 64, "cpu")
+    dout, q, k, v = inputs(9, 9, (1, 1), dim, "cpu")
     if not options.deterministic:
         with pytest.raises(UnsupportedError, match="hopper kernel"):
-            attend_whole(kernel_of()[0], q, k, v, causal(9), options)
+            attend_whole(kernel_of()[0], q, k, v, tiles, options)
     with pytest.raises(UnsupportedError, match="hopper kernel"):
-        gradients(kernel_of()[0], dout, q, k, v, q, torch.zeros(2, 1, 9), causal(9), options)
+        gradients(kernel_of()[0], dout, q, k, v, q, torch.zeros(2, 1, 9), tiles, options)
     assert called == []
 
 

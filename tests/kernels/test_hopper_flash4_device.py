@@ -7,7 +7,7 @@ import torch
 
 from burst_portable.backends.cuda.backend import CudaBackend
 from burst_portable.backends.registry import choose_kernel
-from burst_portable.kernels.contract import KernelProblem
+from burst_portable.kernels.contract import KernelProblem, takes_windows
 from burst_portable.kernels.whole import attend_whole, gradients
 from tests.kernels.flash4_cases import OPTIONS, box, causal, compare_whole, inputs
 from tests.kernels.hopper_cases import gap, tiles_of
@@ -55,12 +55,31 @@ def test_other_masks(kernel, mask, dim):
     compare_whole(kernel, *inputs(600, 600, (4, 2), dim, "cuda"), tiles_of(mask, 600))
 
 
+@pytest.mark.parametrize("left", [0, 1, 63, 200, None], ids=lambda left: "all but one" if left is None else str(left))
+@pytest.mark.parametrize("length", [129, 600, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_windows(kernel, length, left, dtype):
+    """With as many K/V heads as query heads: gradients are flash-attn-4's."""
+    left = length - 2 if left is None else left
+    assert takes_windows(kernel._flash)
+    compare_whole(kernel, *inputs(length, length, (4, 4), 128, "cuda", dtype), tiles_of(f"window:{left}", length))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("left", [1, 63, 200, 598])
+def test_windows_of_flash_attn_4_alone(kernel, left, dim, heads):
+    """Named, it computes their forward too, and with fewer K/V heads."""
+    compare_whole(kernel._flash, *inputs(600, 600, heads, dim, "cuda"), tiles_of(f"window:{left}", 600))
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_strides(kernel, dim):
     """Heads before rows; parts of a packed tensor; rows that begin at no multiple of 16 bytes."""
     tensors = inputs(300, 300, (4, 4), dim, "cuda")
     compare_whole(kernel, *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors), causal(300))
-    compare_whole(kernel, *torch.cat(tensors, 2).split(4, 2), causal(300))
+    for tiles in (causal(300), tiles_of("window:100", 300)):
+        compare_whole(kernel, *torch.cat(tensors, 2).split(4, 2), tiles)
     if dim == 64:  # at 128 the forward is ours, which refuses them
         compare_whole(kernel, *torch.cat(tensors, 3)[..., 1:].split(dim, 3)[:3], tensors[3], causal(300))
 

@@ -17,7 +17,7 @@ from burst_portable.conformance.cases import LENGTH, MASKS
 from burst_portable.conformance.tolerances import judge
 from burst_portable.errors import DtypeError, InputError, ShapeError, UnsupportedError
 from burst_portable.kernels.contract import KernelProblem, Options
-from burst_portable.kernels.pieces import triangles
+from burst_portable.kernels.pieces import causal_window, triangles
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layouts import make_layout
 from burst_portable.tiles import Tile, Tiles, banded_box, find_tiles
@@ -146,6 +146,37 @@ def boxes(length):
     for rows, columns, lo, width in itertools.product((1, 2, 5), (1, 3, 6), range(-6, 5), range(7)):
         if tile := banded_box(3, 3 + rows, 2, 2 + columns, 1 + lo, 1 + lo + width):
             yield tile
+
+
+NO_CAUSAL_WINDOW = {
+    "causal": [Tile(0, 9, 0, 9, 0, 8)],
+    "causal, with another bound": [Tile(0, 9, 0, 9, 0, 100)],
+    "a box": [Tile(0, 9, 0, 9, -8, 8)],
+    "a window of both sides": [Tile(0, 9, 0, 9, -1, 3)],
+    "a window that begins before its row": [Tile(0, 9, 0, 9, 1, 3)],
+    "only some rows": [Tile(1, 9, 0, 9, 0, 3)],
+    "only some columns": [Tile(0, 9, 0, 8, 0, 3)],
+    "a window of fewer rows": [Tile(0, 8, 0, 8, 0, 3)],
+    "two documents": [Tile(0, 4, 0, 4, 0, 2), Tile(4, 9, 4, 9, 0, 2)],
+    "nothing": [],
+}
+
+
+def test_causal_windows_are_recognized():
+    (whole,) = make_layout("contiguous", 9, 1).shards
+    for left in range(8):
+        assert causal_window(find_tiles(bp.Mask.window(left), whole, whole), 9, 9) == left
+    assert causal_window([Tile(0, 1, 0, 1, 0, 0)], 1, 1) is None
+
+
+@pytest.mark.parametrize("case", NO_CAUSAL_WINDOW)
+def test_what_is_no_causal_window(case):
+    assert causal_window(NO_CAUSAL_WINDOW[case], 9, 9) is None
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(9, 10), (10, 9), (10, 10)])
+def test_a_causal_window_over_a_part_is_none(rows, columns):
+    assert causal_window([Tile(0, 9, 0, 9, 0, 3)], rows, columns) is None
 
 
 def test_triangles_cover_every_cell_once():

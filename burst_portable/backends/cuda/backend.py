@@ -49,8 +49,8 @@ class CudaBackend(AcceleratorBackend):
     def make_kernels(self) -> Iterable[Kernel]:
         # Our own first: on one H100 hopper led every row of benchmarks/results but one (0.99 of cuDNN), and any mask is
         # one launch that merges in its epilogue, where the others take a call for every box and triangle. flash-attn-4
-        # alone was faster, on boxes and causal squares. Elsewhere nothing was measured against triton, so what is not
-        # ours waits to be named.
+        # alone was faster, on boxes, causal squares and some windows. Elsewhere nothing was measured against triton, so
+        # what is not ours waits to be named.
         flash_4 = LazyKernel(
             "flash-attn-4",
             "burst_portable.backends.cuda.vendors",

@@ -2,13 +2,16 @@
 
 All three know boxes and causal masks. They are asked for boxes and causal squares alone (`kernels.pieces`), so it does
 not matter that flash aligns a causal rectangle bottom-right and cuDNN top-left, nor that flash answers +inf for a row
-that sees nothing. What they give and take in 16 bits, out and gradients, is added up in float32.
+that sees nothing. What they give and take in 16 bits, out and gradients, is added up in float32. One exception:
+flash-attn-4, from a version on that is known to obey, is asked for a causal window where one call computes all.
 """
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,14 +19,18 @@ import torch
 from torch import Tensor
 
 from burst_portable.kernels.aten_flash import AtenFlashKernel
-from burst_portable.kernels.contract import Gradients, KernelProblem, Support
-from burst_portable.kernels.pieces import TriangleKernel
-from burst_portable.numerics import State
+from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
+from burst_portable.kernels.pieces import TriangleKernel, causal_window
+from burst_portable.numerics import State, accumulation_dtype
+from burst_portable.tiles import Tiles
 
 _CUDNN_FROM = 90000
 _PLAIN = torch.contiguous_format
 _FLASH_4 = ((9, 0), (10, 0), (10, 3), (11, 0))
 """Where flash-attn-4 has a forward and a backward with heads of 128."""
+_OBEYS_FROM = "4.0.0b36"
+"""The first version of flash-attn-4 whose windows were compared with float32 on a device, an H100."""
+_STAGES = ("a", "b", "rc", "")
 
 
 def declined(problem: KernelProblem, largest: int) -> str:
@@ -120,6 +127,7 @@ class Flash4Kernel(TriangleKernel):
         # FlashAttention-2 has a package of the same name, without this module.
         found = find_spec("flash_attn.cute") is not None
         self._interface: Any = import_module("flash_attn.cute.interface") if found else None
+        self.obeys_windows = _obeys_windows()
 
     def supports(self, problem: KernelProblem) -> Support:
         if self._interface is None:
@@ -136,14 +144,76 @@ class Flash4Kernel(TriangleKernel):
         uneven = x.data_ptr() % 16 or any(step <= 0 or step % each for step in x.stride()[:3])
         return x.clone(memory_format=_PLAIN) if uneven else x
 
-    def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
+    def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, **window: int) -> State:
         forward = self._interface._flash_attn_fwd
-        out, lse, *_ = forward(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+        out, lse, *_ = forward(q, k, v, softmax_scale=scale, causal=causal, return_lse=True, **window)
         return out, lse
 
     def operate_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        **window: int,
     ) -> Gradients:
         backward = self._interface._flash_attn_bwd
-        dq, dk, dv = backward(q, k, v, out, dout, lse, scale, causal)
+        dq, dk, dv = backward(q, k, v, out, dout, lse, scale, causal, **window)
         return dq, dk, dv
+
+    def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
+        """See `kernels.whole`: a causal window in one call."""
+        window = self._window(q, k, tiles)
+        if not window:
+            return self.attend(q, k, v, tiles, options)
+        q, k, v = (self.ready(x, q.dtype) for x in (q, k, v))
+        out, lse = self.operate(q, k, v, True, options.scale, **window)
+        return out, lse.contiguous()
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+    ) -> Gradients:
+        """See `kernels.whole`: of a causal window too, what one call gives."""
+        window = self._window(q, k, tiles)
+        if not window:
+            return super().gradients(dout, q, k, v, out, lse, tiles, options)
+        dout, q, k, v, out = (self.ready(x, q.dtype) for x in (dout, q, k, v, out))
+        lse = lse.to(accumulation_dtype(q.dtype)).contiguous()
+        return self.operate_backward(dout, q, k, v, out, lse, True, options.scale, **window)
+
+    def _window(self, q: Tensor, k: Tensor, tiles: Tiles) -> dict[str, int]:
+        """The arguments that say it, if the tiles are a causal window and the package is known to obey; else none."""
+        left = causal_window(tiles, q.shape[1], k.shape[1]) if self.obeys_windows else None
+        return {} if left is None else {"window_size_left": left, "window_size_right": 0}
+
+
+def _obeys_windows() -> bool:
+    """Whether the flash-attn-4 that is installed is known to obey its window argument."""
+    try:
+        return _rank(version("flash-attn-4")) >= _rank(_OBEYS_FROM)
+    except PackageNotFoundError:  # on the path, but not installed: nobody knows which
+        return False
+
+
+def _rank(text: str) -> tuple[int, ...]:
+    """Of a version, to compare: 4.0.0b9 < 4.0.0b36 < 4.0.0rc1 < 4.0.0; lowest where its place among them is unknown.
+
+    That is so for development builds: they are numbered by what comes after them.
+    """
+    found = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?(?:(a|b|rc)(\d+))?(?:\.post\d+)?(?:\+.*)?", text)
+    if found is None:
+        return ()
+    *release, stage, number = found.groups("")
+    return (*(int(n or 0) for n in release), _STAGES.index(stage), int(number or 0))

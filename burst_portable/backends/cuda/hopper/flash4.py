@@ -7,20 +7,27 @@ from torch import Tensor
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.errors import BackendUnavailableError
 from burst_portable.kernels import whole
-from burst_portable.kernels.contract import Gradients, Kernel, KernelProblem, Options, Support
-from burst_portable.kernels.pieces import only_piece, triangles
+from burst_portable.kernels.contract import Gradients, Kernel, KernelProblem, Options, Support, takes_windows
+from burst_portable.kernels.pieces import causal_window, only_piece, triangles
 from burst_portable.numerics import State
 from burst_portable.tiles import Tiles
 
 FORWARD, BACKWARD = (64,), (64, 128)
 """Head sizes at which flash-attn-4 was faster on one H100: benchmarks/results/README.md."""
+WINDOW_BACKWARD = (128,)
+"""Head sizes at which it was faster on one H100 backward with a causal window, if K and V have as many heads as Q.
+
+Measured with 16,384 tokens and window:1024, TFLOP/s in turns, ours and then flash-attn-4: 412 and 435 with 32 heads,
+but 424 and 358 with 8 K/V heads for 32. Forward ours led, 500 and 482. Heads of 64 were not measured.
+"""
 
 
 class HopperFlash4Kernel(HopperKernel):
     """`HopperKernel`, but an attention that is one box or one causal square goes to flash-attn-4.
 
-    That package knows no other masks, and what it gives in 16 bits would have to be merged. So this is for calls that
-    compute all (`kernels.whole`); steps of a ring stay with our own kernel.
+    So do gradients of a causal window, from a version on that is known to obey. That package knows no other masks, and
+    what it gives in 16 bits would have to be merged. So this is for calls that compute all (`kernels.whole`); steps of
+    a ring stay with our own kernel.
     """
 
     name = "hopper+flash-attn-4"
@@ -41,7 +48,7 @@ class HopperFlash4Kernel(HopperKernel):
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
         """See `kernels.whole`: out in the dtype of q."""
-        if q.shape[3] in FORWARD and _serves(q, k, tiles, options):
+        if q.shape[3] in FORWARD and _allowed(q, options) and _one_piece(q, k, tiles):
             return whole.attend_whole(self._flash, q, k, v, tiles, options)
         return super().attend_whole(q, k, v, tiles, options)
 
@@ -57,14 +64,22 @@ class HopperFlash4Kernel(HopperKernel):
         options: Options,
     ) -> Gradients:
         """See `kernels.whole`: all in 16 bits where flash-attn-4 makes them."""
-        if q.shape[3] in BACKWARD and _serves(q, k, tiles, options):
+        if _allowed(q, options) and self._faster_backward(q, k, tiles):
             return whole.gradients(self._flash, dout, q, k, v, out, lse, tiles, options)
         return super().gradients(dout, q, k, v, out, lse, tiles, options)
 
+    def _faster_backward(self, q: Tensor, k: Tensor, tiles: Tiles) -> bool:
+        if causal_window(tiles, q.shape[1], k.shape[1]) is None:
+            return q.shape[3] in BACKWARD and _one_piece(q, k, tiles)
+        return q.shape[3] in WINDOW_BACKWARD and q.shape[2] == k.shape[2] and takes_windows(self._flash)
 
-def _serves(q: Tensor, k: Tensor, tiles: Tiles, options: Options) -> bool:
-    """Whether flash-attn-4 may have it: one piece is all, and no option that `supports` declines came all the same."""
-    if options.deterministic or options.softcap is not None or not options.positive_scale or q.numel() == 0:
-        return False
+
+def _allowed(q: Tensor, options: Options) -> bool:
+    """Whether there is something to compute, and no option that `supports` declines came all the same."""
+    return not options.deterministic and options.softcap is None and options.positive_scale and q.numel() > 0
+
+
+def _one_piece(q: Tensor, k: Tensor, tiles: Tiles) -> bool:
+    """Whether a box or a causal square is all."""
     piece = only_piece((piece for tile in tiles for piece in triangles(tile)), q.shape[1], k.shape[1])
     return piece is not None and not piece.reversed
