@@ -121,6 +121,7 @@ OWN = {
     "a window of both sides": (90, 90, tiles_of("window:30:5", 90)),
     "documents with a window": (90, 90, Tiles([Tile(0, 40, 0, 40, 0, 30), Tile(40, 90, 40, 90, 0, 30)])),
     "a window of some keys": (90, 90, Tiles([Tile(0, 60, 0, 60, 0, 30)])),
+    "a window and sinks": (90, 90, Tiles([Tile(0, 90, 0, 90, 0, 30), Tile(31, 90, 0, 5, 31, 90)])),
     "half a window": (90, 90, Tiles([Tile(0, 90, 0, 90, -1, 90)])),
     "the mirror of a causal square": (70, 70, Tiles([Tile(0, 70, 0, 70, -70, 0)])),
     "a causal rectangle": (70, 100, Tiles([Tile(0, 70, 0, 100, -30, 70)])),

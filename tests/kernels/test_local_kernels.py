@@ -158,6 +158,7 @@ NO_CAUSAL_WINDOW = {
     "only some columns": [Tile(0, 9, 0, 8, 0, 3)],
     "a window of fewer rows": [Tile(0, 8, 0, 8, 0, 3)],
     "two documents": [Tile(0, 4, 0, 4, 0, 2), Tile(4, 9, 4, 9, 0, 2)],
+    "a window and sinks": [Tile(0, 9, 0, 9, 0, 3), Tile(4, 9, 0, 2, 4, 8)],
     "nothing": [],
 }
 
