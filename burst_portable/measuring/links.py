@@ -98,7 +98,9 @@ def curve(clock: Clock, transport: Transport, peers: Peers, sizes: Sequence[int]
 
 
 def hop(clock: Clock, transport: Transport, peers: Peers) -> float:
-    """Seconds of one message so small that its size takes no time."""
-    run = lap(transport, torch.ones(_SMALL, dtype=torch.uint8, device=clock.device), peers, 1)
-    run()
-    return clock.median(run)
+    """Seconds of a message so small that its size takes no time, among others; how far apart ranks begin, left out."""
+    block = torch.ones(_SMALL, dtype=torch.uint8, device=clock.device)
+    few, many = (lap(transport, block, peers, calls) for calls in (CALLS, 3 * CALLS))
+    few(), many()
+    shorter, longer = clock.medians([few, many])
+    return (longer - shorter) / (2 * CALLS) if longer > shorter else longer / (3 * CALLS)

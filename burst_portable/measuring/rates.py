@@ -199,7 +199,7 @@ class _Measurement:
         found["hop_latency"] = hop(self.clock, self.transport, near)
         self.how["link"] = f"{name} to the next rank and from the last, {several}"
         self.how["gbps"] = "the most of `link`"
-        self.how["hop_latency"] = f"{name}: one message of a few bytes"
+        self.how["hop_latency"] = f"{name}: a message of a few bytes, of many back to back"
         self._spread(several)
         self._direct(near, several)
         if self.node:

@@ -202,6 +202,41 @@ def test_peers_of_one_node_and_of_several():
             assert all(rank in make(other, 8, 4).back for other in mine.there)
 
 
+class Device:
+    """Events of a device that has begun before its host is done, so many times; then never again."""
+
+    def __init__(self, monkeypatch, late: int) -> None:
+        self.late, self.passes = late, []
+        monkeypatch.setattr(torch, "Event", lambda enable_timing: self)
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        self.late -= 1
+        return self.late >= 0
+
+    def elapsed_time(self, other) -> float:
+        return 7.0  # ms
+
+
+@pytest.mark.parametrize(("late", "passes"), [(0, 100), (1, 200), (3, 800), (4, 0), (99, 0)])
+def test_a_device_is_held_until_its_host_is_ahead(monkeypatch, late, passes):
+    """For longer each time; a host that is never ahead counts in the end."""
+    device = Device(monkeypatch, late)
+    clock = TransportClock(bp.Mesh.single().transport("cpu"), CPU, streams=True)
+    began = []
+    assert clock.time(lambda: began.append(clock._held[0].item()), 2) == pytest.approx(3.5e-3)
+    tries = min(late, 4) + 1
+    held = [sum(100 * 2**i for i in range(min(one, 3) + 1)) for one in range(tries)]
+    assert began == [passes for passes in held for _ in range(2)], "what it was given before each try"
+    assert clock._passes == passes
+    assert clock.time(lambda: None, 1) == pytest.approx(7e-3)
+    assert clock._held[0] == held[-1] + passes, "as long the next time"
+    assert device.late <= 0 or late == 99
+
+
 # ------------------------------------------------------------------------------------------------ real ranks
 
 
