@@ -57,6 +57,8 @@ def read_rates(file: str | Path) -> MeasuredRates:
     Raises `InputError` for one that is missing, too large, no JSON or of another schema, and for numbers that no
     machine has: not finite, not positive, curves that are not sorted by size.
     """
+    if not str(file):
+        raise InputError(explain("no file of rates is named", got="an empty name", next_step=NEXT_STEP))
     try:
         data = read_json(Path(file), "no file of rates", _LARGEST_FILE)
     except InputError as error:
@@ -79,6 +81,9 @@ def read_rates(file: str | Path) -> MeasuredRates:
     if type(ranks) is not int or not 0 < ranks < 1 << 31:
         raise _wrong(file, "ranks", ranks, "an int of at least 1")
     made = {name: _CHECKS[name](file, f"rates.{name}", value) for name, value in given.items()}
+    node = made.get("node", 0)
+    if node and ranks % node:
+        raise _wrong(file, "rates.node", node, f"0, or a divisor of the {ranks} ranks")
     return MeasuredRates(
         Rates(**made, source=f"measured on {device} ({file}, {date})"), device, ranks, kernel=kernel, date=date
     )

@@ -32,9 +32,9 @@ def kernels(
     """Compile the portable Triton kernels ahead of time (bf16) and read what the compiler says of them.
 
     Registers, spills, shared memory, occupancy, matrix instruction, seconds: for every chip that is asked for, with
-    no device. Exit code 1 when a kernel breaks a limit: no matrix instruction, too much shared memory, spills that
-    nobody has justified, a warning of ptxas that a pipeline was serialised, or, on sm_90, an operand's address that may
-    come from a path that did not run.
+    no device. A kernel takes seconds to compile, all of them some minutes. Exit code 1 when a kernel breaks a limit: no
+    matrix instruction, too much shared memory, spills that nobody has justified, a warning of ptxas that a pipeline was
+    serialised, or, on sm_90, an operand's address that may come from a path that did not run.
 
     Examples:
 

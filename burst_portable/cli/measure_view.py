@@ -26,7 +26,10 @@ class View:
 
     @contextmanager
     def progress(self) -> Iterator[Callable[[str], None]]:
-        """What is being measured, on a terminal."""
+        """What is being measured: on a terminal one line that goes, in a file or a log a line each."""
+        if not self._progress.is_terminal:
+            yield lambda what: self._progress.print(f"measuring {what}", markup=False)
+            return
         with self._progress.status("starting") as status:
             yield lambda what: status.update(f"measuring {escape(what)}")
 

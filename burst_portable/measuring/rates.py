@@ -15,6 +15,7 @@ from burst_portable.autocast import own_precision
 from burst_portable.backends.base import Backend, Rates
 from burst_portable.backends.registry import choose_kernel, rates_of
 from burst_portable.comm.base import Transport
+from burst_portable.errors import DeviceError, explain
 from burst_portable.kernels.contract import Kernel, KernelProblem, takes_pieces
 from burst_portable.measured_rates import SCHEMA, as_json
 from burst_portable.measuring.arithmetic import Speed, share_held_up, speed
@@ -76,7 +77,8 @@ def measure(
         kernel: the local kernel by name, or "auto".
         told: hears what is measured next.
 
-    Raises `UnsupportedError` where no kernel serves the shape, and what transports raise.
+    Raises `UnsupportedError` where no kernel serves the shape, `DeviceError` where the device's memory does not hold
+    it, and what transports raise.
     """
     backend = mesh.backend_for(device.type)
     dtype = shape.dtype or (torch.bfloat16 if backend.capabilities.streams else torch.float32)
@@ -85,8 +87,17 @@ def measure(
     )
     named = mesh.config.kernel if kernel == "auto" else kernel
     chosen, _ = choose_kernel(backend, problem, named)
-    with torch.no_grad(), own_precision(device.type):
-        return _Measurement(mesh, device, backend, chosen, problem, shape.length, told).facts()
+    try:
+        with torch.no_grad(), own_precision(device.type):
+            return _Measurement(mesh, device, backend, chosen, problem, shape.length, told).facts()
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            explain(
+                "what is measured does not fit the device's memory",
+                got=str(error).split(".")[0],
+                next_step="take fewer heads or tokens",
+            )
+        ) from error
 
 
 class _Measurement:

@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[2]
 def test_two_processes_and_what_is_planned_with_their_file(capfd, tmp_path):
     path = tmp_path / "rates.json"
     assert main([*SMALL, "--ranks", "2", "--json", str(path)]) == 0
-    out = " ".join(capfd.readouterr().out.split())
+    told = capfd.readouterr()
+    assert "measuring cpu_flash, 64 tokens\nmeasuring memory\n" in told.err, "in a log, a line each"
+    out = " ".join(told.out.split())
     assert "measured 2 ranks on " in out
     assert f"BURST_RATES={path} is set on every rank" in out
     facts = json.loads(path.read_text())
@@ -62,6 +64,7 @@ def test_under_torchrun(tmp_path):
         (("--heads", "5"), "query heads are no multiple of K/V heads"),
         (("--head-dim", "4096"), "--head-dim is too large"),
         (("--seq-len", "7"), "--seq-len is too short"),
+        (("--seq-len", "1048576", "--heads", "16384"), "does not fit this machine's memory; got 2 TiB"),
         (("--dtype", "int8"), "unknown dtype"),
         (("--kernel", "cpu_flsh"), "did you mean 'cpu_flash'"),
         (("--backend", "cpuu"), "unknown backend"),

@@ -96,6 +96,8 @@ WRONG = [
     ("backward_in_turn", 0.0),
     ("in_pieces", 1),
     ("node", -1),
+    ("node", 3),
+    ("node", 8),
     ("colour", 1.0),
     ("source", "a friend"),
 ]
@@ -148,6 +150,8 @@ def test_a_file_that_is_missing_and_a_folder(tmp_path):
         read_rates(tmp_path / "none.json")
     with pytest.raises(InputError, match="a folder"):
         read_rates(tmp_path)
+    with pytest.raises(InputError, match="no file of rates is named; got an empty name"):
+        read_rates("")
 
 
 def test_the_setting():

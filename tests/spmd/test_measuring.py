@@ -12,6 +12,7 @@ import torch
 import burst_portable as bp
 from burst_portable.backends.registry import load, rates_of
 from burst_portable.config import Config
+from burst_portable.errors import DeviceError
 from burst_portable.kernels.contract import KernelProblem
 from burst_portable.measured_rates import as_json, read_rates
 from burst_portable.measuring import links, rates
@@ -307,6 +308,15 @@ def test_all_of_it_over_threads(tmp_path, ranks, inner):
         )
         assert len(set(why)) == 1
         assert f"at rates measured on {facts['device']} ({path}, {facts['date']})" in why[0]
+
+
+def test_a_device_without_the_memory(monkeypatch):
+    def full(*_: object) -> Block:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+    monkeypatch.setattr(rates, "Block", full)
+    with pytest.raises(DeviceError, match="does not fit the device's memory; got CUDA out of memory; take fewer"):
+        measure(bp.Mesh.single(), CPU, SMALL, "auto")
 
 
 def test_the_kernel_that_is_named():

@@ -67,6 +67,19 @@ def check_memory(parameters: int, vocabulary: int, *, tokens: int, copies: int, 
         )
 
 
+def check_tensors(size: int, copies: int) -> None:
+    """Refuse tensors of so many bytes in each of so many processes that this machine's memory cannot hold."""
+    if size * copies > (there := _memory()):
+        raise InputError(
+            explain(
+                "what is measured does not fit this machine's memory",
+                got=f"{bytes_text(size)} of q, k, v and gradients a rank, {copies} rank{'' if copies == 1 else 's'}",
+                allowed=f"{bytes_text(there)} together",
+                next_step="take a smaller --seq-len, --heads, --head-dim or --ranks",
+            )
+        )
+
+
 def cores() -> int:
     """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
