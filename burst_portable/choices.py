@@ -140,7 +140,7 @@ def _plan(
     mask = mask_of(request.mask, length)
     layout = layout_of(request.layout, length, mesh.size, mask)
     check_rows(layout, rows, mesh)
-    strategy = _strategy(request.strategy, mesh, q.device.type, backend, kernel)
+    strategy = _strategy(request.strategy, mesh, q.device.type, backend, kernel, q.dtype, q.shape[3])
     problem = Problem(
         mask=mask,
         q_layout=layout,
@@ -156,13 +156,15 @@ def _plan(
 
 
 def _strategy(
-    asked: Strategy | str, mesh: Mesh, device: str, backend: Backend, kernel: Callable[[], Kernel]
-) -> Strategy:
+    asked: Strategy | str, mesh: Mesh, device: str, backend: Backend, kernel: Callable[[], Kernel],
+    dtype: torch.dtype, head_dim: int,
+) -> Strategy:  # fmt: skip
     """The strategy that a user passed; "auto" predicts with the file of rates that the settings name, or with what was
     measured on machines like this one."""
     if not isinstance(asked, str) or asked != "auto":  # arrays are compared one by one
         return strategy_of(asked)
-    rates = rates_of(backend, mesh.size, kernel(), mesh.config.rates)
+    named = str(dtype).removeprefix("torch.")
+    rates = rates_of(backend, mesh.size, kernel(), mesh.config.rates, named, head_dim)
     if rates.direct and not mesh.may_be_direct(device):
         rates = replace(rates, direct=())
     return AutoStrategy(inner=mesh.inner, rates=rates)
@@ -236,4 +238,6 @@ def strategy_on(
     )  # fmt: skip
     backend = mesh.backend_for(device_type)
     named = mesh.config.kernel if kernel == "auto" else kernel
-    return _strategy(strategy, mesh, device_type, backend, lambda: choose_kernel(backend, problem, named)[0])
+    return _strategy(
+        strategy, mesh, device_type, backend, lambda: choose_kernel(backend, problem, named)[0], dtype, sizes[2]
+    )

@@ -1,7 +1,8 @@
 """Files of rates that `burst-portable measure` wrote: read, checked, and told of where `auto` chooses with them.
 
 A file is JSON: `schema`, the `rates` (fields of `cost.Rates`; those that are left out keep their defaults), and where
-they come from: `device`, `ranks`, `kernel`, `date`. What else is in it is for people.
+they come from: `device`, `ranks`, `kernel`, `date`, and `dtype` and `head_dim`, which early files have not. What else
+is in it is for people.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class MeasuredRates:
         device: what they were measured on, by its name.
         ranks, kernel: how many shared it, and the local kernel that computed.
         date: when, as 2026-11-22.
+        dtype, head_dim: of the attention that was measured ("", 0: the file does not say).
     """
 
     rates: Rates
@@ -40,12 +42,21 @@ class MeasuredRates:
     ranks: int
     kernel: str
     date: str
+    dtype: str = ""
+    head_dim: int = 0
 
-    def rates_for(self, ranks: int, kernel: str = "") -> Rates:
-        """The rates for a call over so many ranks with this kernel ("": not known); `source` says what is another."""
+    def rates_for(self, ranks: int, kernel: str = "", dtype: str = "", head_dim: int = 0) -> Rates:
+        """The rates for a call over so many ranks; `source` says what is another than was measured.
+
+        Kernel, dtype and head size ("", 0: not known) are told where both the call and the file have them.
+        """
         other = []
         if kernel and kernel != self.kernel:
             other.append(f"with the kernel {self.kernel} and not {kernel}")
+        if dtype and self.dtype and dtype != self.dtype:
+            other.append(f"of {self.dtype} and not {dtype}")
+        if head_dim and self.head_dim and head_dim != self.head_dim:
+            other.append(f"with heads of {self.head_dim} and not {head_dim}")
         if ranks != self.ranks:
             other.append(f"on {self.ranks} rank{'' if self.ranks == 1 else 's'} and not {ranks}")
         return replace(self.rates, source=", ".join([self.rates.source, *other]))
@@ -80,13 +91,14 @@ def read_rates(file: str | Path) -> MeasuredRates:
     ranks = data.get("ranks")
     if type(ranks) is not int or not 0 < ranks < 1 << 31:
         raise _wrong(file, "ranks", ranks, "an int of at least 1")
+    dtype = _name(file, data, "dtype") if "dtype" in data else ""
+    head_dim = _whole(1)(file, "head_dim", data["head_dim"]) if "head_dim" in data else 0
     made = {name: _CHECKS[name](file, f"rates.{name}", value) for name, value in given.items()}
     node = made.get("node", 0)
     if node and ranks % node:
         raise _wrong(file, "rates.node", node, f"0, or a divisor of the {ranks} ranks")
-    return MeasuredRates(
-        Rates(**made, source=f"measured on {device} ({file}, {date})"), device, ranks, kernel=kernel, date=date
-    )
+    source = f"measured on {device} ({file}, {date})"
+    return MeasuredRates(Rates(**made, source=source), device, ranks, kernel, date, dtype, head_dim)
 
 
 def as_json(rates: Rates) -> dict[str, Any]:

@@ -137,19 +137,22 @@ def _first_for(device_type: str) -> Backend:
     )
 
 
-def rates_of(backend: Backend, ranks: int, kernel: Kernel | None = None, file: str = "") -> Rates:
+def rates_of(
+    backend: Backend, ranks: int, kernel: Kernel | None = None, file: str = "", dtype: str = "", head_dim: int = 0
+) -> Rates:
     """What plans for so many ranks are predicted with: measured on machines like this one, else the backend's guess.
 
     Args:
         kernel: what will compute, where that is known.
         file: of rates that were measured here, which then count alone; see `measured_rates`.
+        dtype, head_dim: of the call, where known: the file's rates say where they are of another.
 
     Raises `InputError` for a file that is none.
     """
     from burst_portable.kernels.contract import takes_pieces
 
     if file:
-        found = read_rates(file).rates_for(ranks, kernel.name if kernel else "")
+        found = read_rates(file).rates_for(ranks, kernel.name if kernel else "", dtype, head_dim)
         return replace(found, in_pieces=takes_pieces(kernel)) if kernel else found
     measured = getattr(backend, "measured_rates", None)
     rates: Rates | None = measured(ranks, kernel.name if kernel else "") if measured else None

@@ -95,7 +95,7 @@ def plan(
         raise unknown_name("dtype", dtype, DTYPES)
     if inner is not None and ranks > 0:
         check_divides(inner, ranks)
-    rates = _rates(rates_file, tflops, gbps, ranks)
+    rates = _rates(rates_file, tflops, gbps, ranks, dtype, head_dim)
     rates = replace(rates, node=inner or rates.node, outer_gbps=outer_gbps or rates.outer_gbps)
     with _waiting("planning"):
         made = make_plan(
@@ -125,14 +125,14 @@ def plan(
     return 0 if facts["check"].get("ok", True) else 1
 
 
-def _rates(file: str | None, tflops: float | None, gbps: float | None, ranks: int) -> Rates:
+def _rates(file: str | None, tflops: float | None, gbps: float | None, ranks: int, dtype: str, head_dim: int) -> Rates:
     """Those of a file, or one number each. A file may not know what is between nodes: --outer-gbps goes with both."""
     if file is None:
         return Rates(tflops=400.0 if tflops is None else tflops, gbps=100.0 if gbps is None else gbps)
     for name, number in (("--tflops", tflops), ("--gbps", gbps)):
         if number is not None:
             raise InputError(explain(f"--rates and {name} exclude each other", got=f"{file} and {number:g}"))
-    return read_rates(file).rates_for(ranks)
+    return read_rates(file).rates_for(ranks, dtype=dtype, head_dim=head_dim)
 
 
 def _positive(**numbers: float | None) -> None:

@@ -39,7 +39,8 @@ def test_two_processes_and_what_is_planned_with_their_file(capfd, tmp_path):
     assert main(["plan", "--seq-len", "4096", "--ranks", "4", "--rates", str(path), "--json"]) == 0
     planned = json.loads(capfd.readouterr().out)
     assert planned["rates"]["tflops"] == found.rates.tflops
-    assert f"at rates {found.rates.source}, on 2 ranks and not 4 (" in planned["reason"]
+    other = "of float32 and not bfloat16, with heads of 16 and not 128, on 2 ranks and not 4"
+    assert f"at rates {found.rates.source}, {other} (" in planned["reason"]
 
 
 @pytest.mark.full

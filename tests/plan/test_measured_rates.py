@@ -26,6 +26,10 @@ ALL = Rates(
 ABOUT = {"schema": SCHEMA, "device": "Abacus 9", "ranks": 4, "kernel": "beads", "date": "2026-11-22"}
 
 
+def of_a_call(dtype: object = "float32", head_dim: object = 128) -> dict:
+    return {**data(), "dtype": dtype, "head_dim": head_dim}
+
+
 def data(**changes) -> dict:
     """What a file holds; changes to its rates by name."""
     return {**ABOUT, "rates": {**as_json(ALL), **changes}}
@@ -71,6 +75,23 @@ def test_the_reason_says_where_the_rates_come_from(tmp_path):
         reason = plan(seq_len=4096, ranks=ranks, heads=8, strategy=auto).reason
         assert f"{measured}{told}" in reason
         assert reason.partition(measured + told)[2].startswith((" (", ", 5.5 GB/s between nodes of 4 ("))
+
+
+def test_the_source_says_that_dtype_and_head_size_are_others(tmp_path):
+    """Where both are known: files of before have neither, and not every caller has."""
+    found = read_rates(written(tmp_path, of_a_call()))
+    assert (found.dtype, found.head_dim) == ("float32", 128)
+    for call, told in (
+        ({}, ""),
+        ({"dtype": "float32", "head_dim": 128}, ""),
+        ({"dtype": "bfloat16", "head_dim": 128}, ", of float32 and not bfloat16"),
+        ({"dtype": "float32", "head_dim": 64}, ", with heads of 128 and not 64"),
+        ({"dtype": "bfloat16", "head_dim": 64}, ", of float32 and not bfloat16, with heads of 128 and not 64"),
+    ):
+        assert found.rates_for(4, **call).source == found.rates.source + told
+    early = read_rates(written(tmp_path, data()))
+    assert (early.dtype, early.head_dim) == ("", 0)
+    assert early.rates_for(4, dtype="bfloat16", head_dim=64).source == early.rates.source
 
 
 NUMBERS = ("tflops", "gbps", "outer_gbps", "backward", "memory", "hop_latency", "launch_latency")
@@ -134,6 +155,10 @@ def test_numbers_that_no_machine_has_are_refused(tmp_path, name, value):
         ({**data(), "date": "x" * 201}, "date cannot be used"),
         ({**data(), "ranks": 0}, "ranks cannot be used"),
         ({**data(), "ranks": 2.0}, "ranks cannot be used"),
+        (of_a_call(dtype=7), "dtype cannot be used"),
+        (of_a_call(dtype=""), "dtype cannot be used"),
+        (of_a_call(head_dim=0), "head_dim cannot be used"),
+        (of_a_call(head_dim="128"), "head_dim cannot be used"),
         (" " * (1 << 20) + json.dumps(data()), "more than 1 MiB"),
         ("[" * 100_000, "nested too deeply"),
     ],

@@ -29,6 +29,8 @@ def files(tmp_path):
 
     def written(name: str, rates: dict, kernel: str = "cpu_flash", ranks: int = 2) -> str:
         about = {"device": f"{name} machine", "ranks": ranks, "kernel": kernel, "date": "2026-11-22"}
+        if name == "other":
+            about |= {"dtype": "bfloat16", "head_dim": 128}
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps({"schema": SCHEMA, "rates": rates, **about}))
         return str(path)
@@ -62,7 +64,8 @@ def test_auto_chooses_otherwise_where_links_are_slow(files):
     assert first["slow"][0].name == "ring"
     assert f"at rates measured on fast machine ({files['fast']}, 2026-11-22) (ulysses" in first["fast"][0].why
     other = first["other"][0].why
-    assert "2026-11-22), with the kernel beads and not cpu_flash, on 4 ranks and not 2 (" in other
+    unlike = "the kernel beads and not cpu_flash, of bfloat16 and not float32, with heads of 128 and not 16"
+    assert f"2026-11-22), with {unlike}, on 4 ranks and not 2 (" in other
     torch.testing.assert_close(first["fast"][1], first["slow"][1])  # exact either way
 
 

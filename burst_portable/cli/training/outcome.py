@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from burst_portable import __version__
+from burst_portable.backends.base import Backend, Rates
 from burst_portable.backends.registry import load, rates_of
 from burst_portable.cli.plan_facts import plan_facts
 from burst_portable.cli.training.job import Job
@@ -101,7 +102,7 @@ def facts_of(prepared: Prepared, outcomes: list[Outcome], reference: Outcome | N
         "phases": [_phases(o, c) for o, c in zip(outcomes, courses, strict=True)],
         "peak_memory_bytes": [o.peak_memory_bytes for o in outcomes],
         "device_memory": backend.capabilities.streams,
-        "plan": plan_facts(prepared.plan, rates_of(backend, job.ranks, file=from_environment().rates), 0),
+        "plan": plan_facts(prepared.plan, _rates(prepared, backend), 0),
         "device": platform.processor() or platform.machine(),
         "versions": {
             "python": platform.python_version(),
@@ -155,6 +156,12 @@ def _compared(job: Job, course: Course, alone: Course | None, gradients: Apart |
         "worst_gradient": gradients.name if gradients else None,
         "tolerances": TOLERANCES[job.dtype],
     }
+
+
+def _rates(prepared: Prepared, backend: Backend) -> Rates:
+    """What times are predicted with: those of BURST_RATES, or what is known of such machines."""
+    job, head_dim = prepared.job, prepared.plan.problem.head_dim
+    return rates_of(backend, job.ranks, file=from_environment().rates, dtype=job.dtype, head_dim=head_dim)
 
 
 def _speed(prepared: Prepared, outcomes: Sequence[Outcome], courses: Sequence[Course], alone: Course | None) -> Facts:

@@ -21,6 +21,7 @@ from burst_portable.cli.training.loop import Course, OnStep, Sharded, Where, onc
 from burst_portable.cli.training.models import build, checkpoint_of, config_of, quiet, recompute_layers
 from burst_portable.cli.training.texts import batches, tokens_of
 from burst_portable.integrations.transformers import parallelize
+from burst_portable.integrations.transformers.layouts import sizes_of
 from burst_portable.mesh import Mesh
 from burst_portable.profiling.session import profile
 
@@ -57,11 +58,12 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
     """Train or score this rank's shard; the outcome, and the gradients of the last step, summed over the ranks."""
     backend = load(job.backend)
     capabilities = backend.capabilities
-    rates = rates_of(backend, job.ranks, file=mesh.config.rates)
-    strategy = asked_strategy(job.strategy, job.inner, job.travels, job.moves, rates)
     with profile(job.profile or "light", mesh=mesh) as session:  # type: ignore[arg-type]  # checked where typed
 
         def prepare(model: Any) -> Sharded:
+            head_dim = sizes_of(model.config)["head_dim"]
+            rates = rates_of(backend, job.ranks, file=mesh.config.rates, dtype=job.dtype, head_dim=head_dim)
+            strategy = asked_strategy(job.strategy, job.inner, job.travels, job.moves, rates)
             handle = parallelize(model, mesh, strategy=strategy, layout=job.layout)
             return Sharded(handle, mesh, session, timed=not capabilities.streams)
 
