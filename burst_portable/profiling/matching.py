@@ -19,8 +19,10 @@ from burst_portable.profiling.record import NEVER, RankRecords, Table
 
 Column = NDArray[np.int64]
 
-NOTICED = 20_000
-"""Nanoseconds: a wait that took longer had to wait. A shorter one is the cost of asking."""
+CLEARLY = 10
+"""A wait that lasted so many times what asking costs its rank had to wait. A shorter one may be the cost of asking."""
+SHARE = 10
+"""One part in so many of the time since both ends had posted: a shorter wait was more likely a host held up."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,14 @@ class Messages:
     Attributes:
         source, target: ranks.
         send, receive: rows of the sender's and of the receiver's message table, with all their columns.
+        asking: nanoseconds that it typically takes the receiver to ask for what is there, see `_asking`.
     """
 
     source: Column
     target: Column
     send: Table
     receive: Table
+    asking: Column
 
     def __len__(self) -> int:
         return len(self.source)
@@ -56,9 +60,16 @@ class Messages:
 
     @property
     def known(self) -> NDArray[np.bool_]:
-        """Whether its arrival was seen: by a stream, or by a receiver that stood waiting. Others came earlier."""
-        waited = self.receive["end"] - self.receive["start"] > NOTICED
-        known: NDArray[np.bool_] = waited | (self.receive["arrived"] != NEVER)
+        """Whether its arrival was seen: by a stream, or by a receiver that stood waiting. Others came earlier.
+
+        A receiver that came before both ends had posted stood waiting for certain. One that came later may have found
+        it there: then its wait is no longer than asking takes, or a host that was held up for a moment.
+        """
+        start, end = self.receive["start"], self.receive["end"]
+        waited = end - start
+        long = (waited > CLEARLY * self.asking) & (waited * SHARE >= end - self.ready)
+        early = (start <= self.ready) & (waited > 0)
+        known: NDArray[np.bool_] = early | long | (self.receive["arrived"] != NEVER)
         return known
 
 
@@ -77,12 +88,24 @@ def match(records: Sequence[RankRecords]) -> Messages:
             for row, key in zip(received.data, _keys(received, one.rank), strict=True):
                 if waiting := ends.get(key):
                     pairs.append((key[0], key[1], waiting.pop(0), row))
+    asking = {one.rank: _asking(one.tables["message"]) for one in records if "message" in one.tables}
     return Messages(
         np.array([p[0] for p in pairs], dtype=np.int64),
         np.array([p[1] for p in pairs], dtype=np.int64),
         Table.of("message", [p[2] for p in pairs]),
         Table.of("message", [p[3] for p in pairs]),
+        np.array([asking[p[1]] for p in pairs], dtype=np.int64),
     )
+
+
+def _asking(table: Table) -> int:
+    """What a rank's shorter waits take, in nanoseconds: the lower quartile of those that its host timed.
+
+    Half of all waits are for what the rank itself sent, which has mostly left: so the quartile is one that found
+    everything done, also where every message that comes is waited for.
+    """
+    timed = table.where((table["arrived"] == NEVER) & (table["posted"] != NEVER))
+    return int(np.quantile(timed["end"] - timed["start"], 0.25, method="lower")) if len(timed) else 0
 
 
 def _keys(table: Table, rank: int) -> list[tuple[int, ...]]:

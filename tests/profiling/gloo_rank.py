@@ -1,4 +1,5 @@
-"""The ranks of test_ranks: attentions over gloo with one slow link, then with one slow rank; rank 0 writes reports.
+"""The ranks of test_ranks: attentions over gloo with one slow link, then with one slow rank, then with all ranks slow,
+so that every message has come long before it is awaited; rank 0 writes reports.
 
 python -m tests.profiling.gloo_rank RANKS FOLDER
 
@@ -128,6 +129,12 @@ def main(rank: int, ranks: int, folder: Path) -> None:
         ablated(mesh, folder / "ablated.json")
         if rank == SLOW_RANK:
             (folder / "ablated.delays").write_text(json.dumps(slept))
+    slept.clear()
+    if rank != SLOW_RANK:
+        slow_kernel()
+    profiled(mesh, folder / "hidden.json", 2, gradients=False)
+    if rank == SLOW_RANK:
+        (folder / "hidden.delays").write_text(json.dumps(slept))
     dist.barrier()
 
 

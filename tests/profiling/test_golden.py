@@ -165,6 +165,39 @@ def test_a_stream_that_stands_idle_for_its_host_does_not_wait_for_a_message():
     assert {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]} == {("link", 0, 1): {"1": 30_000}}
 
 
+@pytest.mark.parametrize(
+    ("posted", "start", "took", "seen"),
+    [
+        (0, 20_000, 41, False),  # it was there; asking took as long as asking takes
+        (0, 1_000, 219, False),
+        (0, 1_000, 221, True),  # more than ten times the 22 that the shorter waits took
+        (
+            0,
+            20_000,
+            2_000,
+            False,
+        ),  # under a tenth of the time in which it may have come: as likely the host was held up
+        (0, 18_000, 2_000, True),
+        (1_005, 1_000, 30, True),  # not even sent when the wait for it began
+    ],
+)
+def test_a_wait_is_a_transfer_only_where_it_must_have_waited(posted, start, took, seen):
+    """Rank 1 also waits 22 and 25 µs for what it sent: a quarter of its waits take 22 or less."""
+    zero, one = Maker(0), Maker(1)
+    zero.compute(0, 0, 900)
+    zero.message(1, 1, sends=True, posted=posted, start=30_000, end=30_005, issued=0)
+    one.compute(0, 0, start)
+    one.message(1, 0, sends=False, posted=0, start=start, end=start + took, issued=0)
+    for at, asking in ((30_000, 22), (31_000, 25)):
+        one.message(2, 0, sends=True, posted=start, start=at, end=at + asking, owner=1, issued=1)
+    report = analyze([zero.records(), one.records()])
+    (link,) = report["links"]
+    transfer = 1000 * (start + took - posted) if seen else 0
+    assert (link["messages"], link["seen"], link["transfer"]) == (1, int(seen), transfer)
+    assert report["ranks"][1]["overlap"] == (1000 * max(0, start - posted) if seen else 0)
+    assert report["ranks"][1]["blocking"] == 1000 * (took + 22 + 25), "a wait stays a wait"
+
+
 def test_copies_by_hand():
     """::
 

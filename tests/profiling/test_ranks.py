@@ -26,7 +26,7 @@ def reports(request, tmp_path_factory):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {}
-    for what in ("link", "compute", *(["ablated"] if ranks == 2 else [])):
+    for what in ("link", "compute", "hidden", *(["ablated"] if ranks == 2 else [])):
         delays = json.loads((folder / f"{what}.delays").read_text())
         assert min(delays) >= DELAY
         found[what] = Report.load(folder / f"{what}.json").data, delays
@@ -52,6 +52,15 @@ def test_a_slow_link_is_named_with_the_time_it_costs(reports):
     link = next(x for x in data["links"] if (x["source"], x["target"]) == (source, target))
     assert len(delays) == link["messages"]
     assert verdict["lost"] == pytest.approx(sum(delays) * 1e9, rel=0.1)
+
+
+def test_what_came_behind_a_long_kernel_is_no_transfer_as_long_as_the_kernel(reports):
+    """Some kB, sent 50 ms before anybody waits for them: when they came nobody saw."""
+    data, _ = reports[1]["hidden"]
+    for link in data["links"]:
+        assert link["messages"] > 0
+        assert link["transfer"] <= link["seen"] * DELAY / 2 * 1e9, link
+    assert all(rank["overlap"] < 0.1 * rank["compute"] for rank in data["ranks"])
 
 
 def test_an_ablation_finds_the_slow_kernels_without_any_event(reports):
