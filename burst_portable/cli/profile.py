@@ -51,29 +51,38 @@ def compare(
 ) -> int:
     """Compare two reports of `run --profile`: which part of a training step became slower.
 
-    Exit code 1 where one did by more than the threshold. Times are of the slowest rank.
+    Exit code 1 where one did by more than the threshold. Times are of the slowest rank. Reports of other work, by
+    attention's FLOPs a step, are refused; what else differs (strategy, layout, level, device) is told.
 
     Examples:
 
     burst-portable compare before/profile.json after/profile.json --threshold 0.2
     """
+    from rich.markup import escape
 
     from burst_portable.profiling.report import Report
+    from burst_portable.profiling.report.compare import CAUTIONS, differences
     from burst_portable.profiling.report.compare import compare as changes_of
     from burst_portable.profiling.report.tables import NAMES
     from burst_portable.units import time_text
 
-    changes = changes_of(Report.load(before).data, Report.load(after).data, threshold)
+    old, new = Report.load(before).data, Report.load(after).data
+    changes, other = changes_of(old, new, threshold), differences(old, new)
     worse = [NAMES.get(c.name, c.name) for c in changes if c.worse]
     if as_json:
         parts = [{"name": c.name, "before_ns": c.before, "after_ns": c.after, "worse": c.worse} for c in changes]
-        JsonOption("-").write({"schema": COMPARE_SCHEMA, "threshold": threshold, "ok": not worse, "parts": parts})
+        told = {"threshold": threshold, "ok": not worse, "parts": parts, "differs": [d._asdict() for d in other]}
+        JsonOption("-").write({"schema": COMPARE_SCHEMA, **told})
         return 1 if worse else 0
     say = console()
     if worse:
         say.print(f"[bold red]SLOWER[/]  {', '.join(worse)}: by more than {100 * threshold:g} %")
     else:
         say.print(f"[bold green]OK[/]  nothing became slower by more than {100 * threshold:g} %")
+    for d in other:
+        caution = f": {CAUTIONS[d.name]}" if d.name in CAUTIONS else ""
+        label = "[yellow]warning[/]" if caution else "differs"
+        say.print(f"{label}  {d.name}: {escape(d.before)} before, {escape(d.after)} after{caution}")
     rows = table("a training step, slowest rank", "before", "after", "after / before")
     for c in changes:
         style = "red" if c.worse else ""

@@ -5,9 +5,35 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from burst_portable.errors import InputError, explain
+from burst_portable.units import scaled
 
 WATCHED = ("span", "compute", "exposed_comm", "exposed_copy", "blocking", "idle")
 _FLOOR = 0.01  # of the whole: a part that is smaller than this in both is noise
+
+_SAME_WORK = 0.01  # of the FLOPs: the light level keeps the latest kernels only, which may begin within a step
+_WORK = {  # of plans; the rest of `differences` may be what a comparison is for
+    "seq_len": "tokens",
+    "batch": "batch",
+    "mask": "mask",
+    "heads": "query heads",
+    "kv_heads": "K/V heads",
+    "head_dim": "head size",
+    "itemsize": "bytes a number",
+}
+_CHOICES = {"strategy": "strategy", "layout": "layout"}
+CAUTIONS = {
+    "level": "levels cost different times of their own, so part of a change may be the profiler's",
+    "device": "other devices, so a change says nothing of the code",
+}
+"""What differs, and yet is compared, with what that may mean."""
+
+
+class Difference(NamedTuple):
+    """What two reports are of, where it is not the same."""
+
+    name: str
+    before: str
+    after: str
 
 
 class Change(NamedTuple):
@@ -30,13 +56,15 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float) -> 
     A part counts as worse only where it grew by that share of the whole step too: a tenth more of nothing is nothing.
     Idle counts as nobody's and is shown alone; computing less is never worse.
 
-    Raises `InputError` for reports of different numbers of ranks, or a threshold that is no finite number of 0 or more.
+    Raises `InputError` for reports of different numbers of ranks or of other work, or a threshold that is no finite
+    number of 0 or more.
     """
     if not 0 <= threshold < float("inf"):  # nothing would exceed nan or more
         raise InputError(explain("the threshold is no share", got=threshold, allowed="0 or more, 0.1 for a tenth"))
     sizes = len(before["ranks"]), len(after["ranks"])
     if sizes[0] != sizes[1]:
         raise InputError(explain("the reports are of different numbers of ranks", got=f"{sizes[0]} and {sizes[1]}"))
+    _check_work(before, after)
     changes = []
     whole = _step(before, "span")
     for name in WATCHED:
@@ -45,6 +73,46 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float) -> 
         matters = new - old > _FLOOR * whole
         changes.append(Change(name, old, new, name != "idle" and grew and matters))
     return changes
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[Difference]:
+    """What else than times is not the same: sizes, choices, level, device."""
+    told = [_about(before), _about(after)]
+    return [Difference(name, told[0][name], told[1][name]) for name in told[0] if told[0][name] != told[1][name]]
+
+
+def _about(data: dict[str, Any]) -> dict[str, str]:
+    """What a report is of, in words; of several plans, each value that there is."""
+    plans, names = data["plans"], {**_WORK, **_CHOICES}
+    level = "light" if data.get("light") else "deep" if data.get("traced") else "session"
+    devices = {data["device"], *(peak["device"] for peak in data.get("peaks", ()))} - {""}
+    return {
+        **{told: ", ".join(map(str, dict.fromkeys(plan[name] for plan in plans))) for name, told in names.items()},
+        "level": level,
+        "device": ", ".join(sorted(devices)),
+    }
+
+
+def _check_work(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raise where training steps are of other FLOPs: strategies and layouts only share them out otherwise."""
+    flops = [_flops(data) for data in (before, after)]
+    if abs(flops[1] - flops[0]) <= _SAME_WORK * max(flops):
+        return
+    work = {*_WORK.values()}
+    sizes = [f"{d.name} {d.before} and {d.after}" for d in differences(before, after) if d.name in work]
+    raise InputError(
+        explain(
+            "the reports are of other work, so that neither can be called slower",
+            got="; ".join([*sizes, f"{' and '.join(scaled(one, 'FLOP') for one in flops)} of attention a step"]),
+            next_step="profile both with the same model, tokens and batch",
+        )
+    )
+
+
+def _flops(data: dict[str, Any]) -> float:
+    """Of attention's kernels on all ranks, by exact area, a training step."""
+    total = sum(one["flops"] for rank in data["ranks"] for one in rank["passes"].values())
+    return float(total) / max(1, len(data["iterations"]))
 
 
 def _step(data: dict[str, Any], name: str) -> float:
