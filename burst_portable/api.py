@@ -164,7 +164,7 @@ def attention(
     except Exception as refusal:
         tell_the_others(mesh, refusal, q, k, v)
         raise
-    out, lse = apply(call, q, k, v, sinks)
+    out, lse = apply(call, mesh, q, k, v, sinks)
     if not return_lse:
         return out
     assert lse is not None, "it was asked for"

@@ -15,6 +15,7 @@ from burst_portable.comm.agreement import Statement, agree, tell_refusal
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.executor import run_backward, run_forward
 from burst_portable.kernels.contract import Gradients, Options
+from burst_portable.mesh import Mesh
 from burst_portable.plans import Plan
 from burst_portable.runtime import Queries, Runtime, installed
 
@@ -146,10 +147,12 @@ def _begin(call: Call, *, forward: int = 0) -> None:
     transport.begin(said.digest + forward.to_bytes(8, "little"), inbox)
 
 
-def apply(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def apply(
+    call: Call, mesh: Mesh, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Attention with gradients where any are wanted, and nothing kept where none are."""
     if (wrap := installed.get()) is not None:
-        call = replace(call, runtime=wrap(call.runtime, call.plan))
+        call = replace(call, runtime=wrap(call.runtime, call.plan, mesh))
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     with own_precision(q.device.type):
         _begin(call)

@@ -149,6 +149,11 @@ class Mesh:
         """
         return cls.from_group(axis_group(device_mesh, axis), inner=inner, backend=backend, config=config)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Its ranks, by their numbers in the default process group; without a group, by their own."""
+        return tuple(range(self.size) if self.group is None else dist.get_process_group_ranks(self.group))
+
     def backend_for(self, device_type: str) -> Backend:
         """The backend that serves tensors of a device type: the one that this mesh names, or the first that can."""
         return for_device(device_type, self.backend)

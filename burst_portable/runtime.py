@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from burst_portable.kernels.contract import Gradients, Kernel, Options
 from burst_portable.moves import Move
 from burst_portable.numerics import State
 from burst_portable.plans import Compute, Plan
+
+if TYPE_CHECKING:
+    from burst_portable.mesh import Mesh
 
 
 class Queries(NamedTuple):
@@ -124,5 +127,5 @@ class PlainRuntime:
         )
 
 
-installed: ContextVar[Callable[[Runtime, Plan], Runtime] | None] = ContextVar("installed", default=None)
+installed: ContextVar[Callable[[Runtime, Plan, Mesh], Runtime] | None] = ContextVar("installed", default=None)
 """What wraps the runtime of a call, if anything does. Asked once a call, in forward; backward uses what that gave."""

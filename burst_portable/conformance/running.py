@@ -23,6 +23,7 @@ from burst_portable.conformance.oracle import Answer
 from burst_portable.conformance.subject import Subject
 from burst_portable.kernels.contract import KernelProblem, Options
 from burst_portable.layout import Layout
+from burst_portable.mesh import Mesh
 from burst_portable.planning import planned
 from burst_portable.plans import Plan, Problem
 from burst_portable.runtime import PlainRuntime, Runtime, installed
@@ -96,7 +97,7 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
     said = state({"case": case.spec()})
     runtime: Runtime = PlainRuntime(kernel, transport)
     if (wrap := installed.get()) is not None:  # as in a call: a profiling session records it
-        runtime = wrap(runtime, plan)
+        runtime = wrap(runtime, plan, Mesh(transport.rank, transport.size, lambda _: transport))
     call = Call(plan, runtime, options_of(case), said.of_pass("forward"), said.of_pass("backward"))
     rows = torch.tensor(plan.problem.q_layout.positions(transport.rank))
     q, k, v = (in_memory(t[:, rows], case.memory, device) for t in (x.q, x.k, x.v))

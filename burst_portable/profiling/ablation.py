@@ -140,7 +140,7 @@ def _put_back(model: nn.Module | None, device: str) -> Iterator[None]:
 
 
 def _timed(step: Callable[[], Any], mesh: Mesh, device: str, off: Sequence[str]) -> float:
-    def wrap(runtime: Runtime, _: Plan) -> Runtime:
+    def wrap(runtime: Runtime, _: Plan, __: Mesh) -> Runtime:
         return _Ablated(runtime, off) if off else runtime
 
     streams = for_device(device).capabilities.streams

@@ -1,6 +1,6 @@
 """`with burst_portable.profile() as session:` records every attention that this rank computes in the block.
 
-    with bp.profile(mesh=mesh) as session:
+    with bp.profile(mesh=mesh) as session:      # without mesh=, that of the calls, where they are all of one
         for batch in data:
             train(batch)
             session.mark()              # the next training step begins
@@ -21,7 +21,7 @@ from contextvars import Token
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +40,24 @@ if TYPE_CHECKING:
     from burst_portable.profiling.report import Report
 
 LEVELS = ("session", "light", "deep")
+_NAMED = 8  # ranks of a mesh that an error lists
+
+
+class _Who(NamedTuple):
+    """Whose rows: rank numbers alone are not enough, for beside data parallelism every sequence group has a rank 0."""
+
+    members: tuple[int, ...]
+    rank: int
+
+
+def _who(mesh: Mesh) -> _Who:
+    return _Who(mesh.members, mesh.rank)
+
+
+def _ranks(members: tuple[int, ...]) -> str:
+    """A mesh in words: the first of its ranks, by their numbers in the default process group."""
+    some = ", ".join(map(str, members[:_NAMED])) + (", ..." if len(members) > _NAMED else "")
+    return f"rank{'s' if len(members) > 1 else ''} {some}"
 
 
 class Session:
@@ -47,8 +65,9 @@ class Session:
 
     def __init__(self, level: str, mesh: MeshLike) -> None:
         self.level, self._mesh = level, mesh
-        self._recorders: dict[int, Recorder] = {}
-        self._ablations: dict[int, Ablation] = {}
+        self._recorders: dict[_Who, Recorder] = {}
+        self._meshes: dict[_Who, Mesh] = {}
+        self._ablations: dict[_Who, Ablation] = {}
         self._lock = Lock()
         self._token: Token[Any] | None = None
         self._tracer = _tracer() if level == "deep" else None
@@ -71,15 +90,46 @@ class Session:
         if self._tracer is not None:
             self._tracer.stop()
 
-    def _wrap(self, runtime: Runtime, plan: Plan) -> Runtime:
-        return RecordingRuntime(runtime, plan, self._recorder(runtime.transport.rank))
+    def _wrap(self, runtime: Runtime, plan: Plan, mesh: Mesh) -> Runtime:
+        return RecordingRuntime(runtime, plan, self._recorder(mesh))
 
-    def _recorder(self, rank: int) -> Recorder:
+    def _recorder(self, mesh: Mesh) -> Recorder:
+        who = _who(mesh)
         with self._lock:
-            if rank not in self._recorders:
+            self._meshes[who] = mesh
+            if who not in self._recorders:
                 annotate = self._tracer.annotate if self._tracer else None
-                self._recorders[rank] = Recorder(rank, host_name(), light=self.level == "light", annotate=annotate)
-            return self._recorders[rank]
+                light = self.level == "light"
+                self._recorders[who] = Recorder(mesh.rank, host_name(), light=light, annotate=annotate)
+            return self._recorders[who]
+
+    def _known_mesh(self, mesh: MeshLike) -> Mesh | None:
+        """The mesh that was passed, else that of the recorded calls; None where nothing was recorded either.
+
+        Raises `InputError` where calls of several meshes were recorded, and none was passed that says which are meant.
+        """
+        given = self._mesh if mesh is None else mesh
+        meshes = {who.members: self._meshes[who] for who in list(self._recorders)}
+        if given is not None:
+            found = as_mesh(given)
+            if meshes and found.members not in meshes:
+                raise InputError(
+                    explain(
+                        "no call of this mesh was recorded",
+                        got=f"mesh= of {_ranks(found.members)}, calls of {'; of '.join(map(_ranks, sorted(meshes)))}",
+                        next_step="pass as mesh= the one that attention is called with",
+                    )
+                )
+            return found
+        if len(meshes) > 1:
+            raise InputError(
+                explain(
+                    "calls of several meshes were recorded",
+                    got="; ".join(map(_ranks, sorted(meshes))),
+                    next_step="pass mesh= to profile() or report(): the one whose calls are to be brought together",
+                )
+            )
+        return next(iter(meshes.values()), None)
 
     def mark(self) -> None:
         """The calls to come belong to the next training or inference step."""
@@ -96,10 +146,11 @@ class Session:
         """
         from burst_portable.profiling.ablation import ablate
 
-        mesh = as_mesh(self._mesh)
-        if device is None and mesh.rank in self._recorders:
-            device = self._recorders[mesh.rank].device_type
-        found = self._ablations[mesh.rank] = ablate(step, mesh=mesh, model=model, repeat=repeat, device=device)
+        mesh = self._known_mesh(None) or as_mesh(None)
+        who = _who(mesh)
+        if device is None and who in self._recorders:
+            device = self._recorders[who].device_type
+        found = self._ablations[who] = ablate(step, mesh=mesh, model=model, repeat=repeat, device=device)
         return found
 
     def totals(self) -> tuple[float, float]:
@@ -108,16 +159,22 @@ class Session:
         return sum(r.kernels for r in recorders) / 1e9, sum(r.waiting for r in recorders) / 1e9
 
     def records(self) -> list[RankRecords]:
-        """What this process recorded, a rank an entry; waits for the device, where that works on its own."""
-        mine = [self._recorders[rank].records() for rank in sorted(self._recorders)]
-        mine = [self._with_ablation(one) for one in mine]
+        """What this process recorded, a rank of a mesh an entry; waits for the device, where that works on its own."""
+        return self._read(sorted(self._recorders))
+
+    def _read(self, who: Sequence[_Who]) -> list[RankRecords]:
+        mine = [self._with_ablation(one) for one in who]
         if self._tracer is None:
             return mine
+        if len({one.rank for one in self._recorders}) < len(self._recorders):  # the tracer's names have no mesh
+            raise InputError(
+                explain("a deep session cannot tell calls of several meshes apart", next_step="call those of one alone")
+            )
         traced = self._tracer.joined()
         return [replace(one, traced=traced.get(one.rank)) for one in mine]
 
-    def _with_ablation(self, one: RankRecords) -> RankRecords:
-        found = self._ablations.get(one.rank)
+    def _with_ablation(self, who: _Who) -> RankRecords:
+        one, found = self._recorders[who].records(), self._ablations.get(who)
         return one if found is None else replace(one, facts={**one.facts, "ablation": found.facts()})
 
     def write_trace(self, path: str | Path) -> None:
@@ -132,10 +189,23 @@ class Session:
     def gather(self, mesh: MeshLike = None) -> list[RankRecords] | None:
         """Everybody's records, in rank order, on rank 0; None on the others. All ranks of the mesh must call it.
 
-        Raises a `CommunicationError` where a rank does not take part.
+        The mesh is the one that is passed here or was to `profile`, and then only its calls count. Without one it is
+        that of the recorded calls.
+
+        Raises `InputError` where nothing says which mesh: calls of several were recorded, or none of several ranks;
+        and where calls were recorded, but none of the mesh that was passed. A `CommunicationError` where a rank does
+        not take part.
         """
-        mine = self.records()
-        mesh = as_mesh(self._mesh if mesh is None else mesh)
+        known = self._known_mesh(mesh)
+        mesh = known or as_mesh(None)
+        if known is None and mesh.size > 1:
+            raise InputError(
+                explain(
+                    "nothing was recorded here, so nothing says which ranks belong together",
+                    next_step="call attention inside `with burst_portable.profile(...)`, or pass mesh= to profile()",
+                )
+            )
+        mine = self._read([who for who in sorted(self._recorders) if who.members == mesh.members])
         if mesh.size == 1 or len(mine) > 1:
             return mine
         if not mine:
@@ -149,7 +219,7 @@ class Session:
 
         The first `skip` training steps, which also warm up, are left out.
 
-        Raises `InputError` where nothing was recorded.
+        Raises `InputError` where nothing was recorded, or nothing says of which mesh, see `gather`.
         """
         gathered = self.gather(mesh)
         if gathered is None:
@@ -166,7 +236,8 @@ def profile(level: Literal["session", "light", "deep"] = "session", *, mesh: Mes
         level: "session" notes every kernel and message with the plan's facts; "light" only how long kernels and
             waits for blocks took, and keeps the latest of them, for runs that are always watched; "deep" is "session"
             with torch.profiler beside it, for a few steps: which kernels ran where in the plan, as the tracer saw them.
-        mesh: the ranks that `gather` and `report` bring together: a Mesh, or what `attention` takes for one.
+        mesh: the ranks that `gather` and `report` bring together: a Mesh, or what `attention` takes for one. None
+            means that of the recorded calls, which must then all be of one mesh.
 
     Raises `InputError` for another level.
     """

@@ -182,7 +182,7 @@ def _holding() -> Iterator[None]:
     """What a session records is held."""
     record = installed.get()
     assert record is not None, "inside a session"
-    token = installed.set(lambda runtime, plan: record(_Held(runtime), plan))
+    token = installed.set(lambda runtime, plan, mesh: record(_Held(runtime), plan, mesh))
     try:
         yield
     finally:

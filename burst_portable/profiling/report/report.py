@@ -28,8 +28,18 @@ class Report:
     def of(cls, records: Sequence[RankRecords], *, skip: int = 0) -> Report:
         """From all ranks' records, without the first `skip` training steps.
 
-        Raises `InputError` where nothing is left to report, and for a `skip` that is no number of steps.
+        Raises `InputError` where nothing is left to report, for a `skip` that is no number of steps, and for records of
+        several meshes.
         """
+        ranks = sorted(one.rank for one in records)
+        if len(set(ranks)) < len(ranks):
+            raise InputError(
+                explain(
+                    "these are records of several meshes: a rank is there twice",
+                    got=f"ranks {', '.join(map(str, ranks))}",
+                    next_step="pass mesh= to profile(), or gather each sequence group's on their own",
+                )
+            )
         number = as_int(skip)
         if number is None or number < 0:
             raise InputError(explain("skip is no number of training steps", got=shown(skip), allowed="an int >= 0"))
