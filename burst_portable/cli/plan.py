@@ -20,6 +20,7 @@ from burst_portable.plans import Plan
 from burst_portable.strategies.base import check_divides
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_RANKS_A_NODE = 8  # devices that a server usually has at most
 _PROGRESS_ABOVE = 64  # ranks; fewer are checked before a bar could be read
 
 
@@ -114,6 +115,8 @@ def plan(
         if not 0 <= rank < ranks:
             raise InputError(explain("no such rank", got=rank, allowed=f"0 to {ranks - 1}"))
         facts = plan_facts(made, rates, rank)
+    guessed = rates_file is None and gbps is None
+    facts["notes"] = [_one_link(ranks)] if guessed and not rates.node and ranks > _RANKS_A_NODE else []
     from burst_portable.cli.plan_view import show, show_check
 
     if not json_option.stdout:
@@ -133,6 +136,12 @@ def _rates(file: str | None, tflops: float | None, gbps: float | None, ranks: in
         if number is not None:
             raise InputError(explain(f"--rates and {name} exclude each other", got=f"{file} and {number:g}"))
     return read_rates(file).rates_for(ranks, dtype=dtype, head_dim=head_dim)
+
+
+def _one_link(ranks: int) -> str:
+    """That a guess knows no network between nodes, and how to name one."""
+    inner = f"--inner {_RANKS_A_NODE} tells nodes" if ranks % _RANKS_A_NODE == 0 else "--inner RANKS tells nodes"
+    return f"all links are taken for equally fast, and {ranks:,} ranks seldom share one node: {inner} apart"
 
 
 def _positive(**numbers: float | None) -> None:

@@ -16,6 +16,7 @@ passes              by "forward" and "backward": what travels how, and
   memory            bytes: `shard` (own tensors of the pass), `in_flight` (foreign blocks here or on their way)
   seconds           of the slowest rank; `compute_seconds`: its FLOPs at the given rate and nothing else
   efficiency        mean FLOPs of a rank at the given rate, over `seconds`
+notes               what a reader should know of the times: sentences
 steps               of one rank: what arrives, what is computed, what leaves
 check               whether every pair is computed exactly once, what is wrong if not, how many `ranks` were checked
 ==================  ==========================================================================================

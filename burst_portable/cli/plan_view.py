@@ -197,3 +197,5 @@ def _time_note(console: Console, facts: Facts) -> None:
     )
     source = f", at rates {rates['source']}" if rates["source"] else ""
     console.print(labelled("time", f"{seconds_text(facts['seconds'])} {told} a rank{source}{outer}"))
+    for note in facts["notes"]:
+        console.print(labelled("note", note))

@@ -225,6 +225,27 @@ def test_planning_needs_no_torch():
 # ------------------------------------------------------------------------------------------- measured rates
 
 
+@pytest.mark.parametrize(
+    ("ranks", "more", "told"),
+    [
+        (16, (), "16 ranks seldom share one node: --inner 8 tells nodes apart"),
+        (12, (), "12 ranks seldom share one node: --inner RANKS tells nodes apart"),
+        (8, (), ""),
+        (16, ("--inner", "8"), ""),
+        (16, ("--gbps", "20"), ""),
+    ],
+)
+def test_links_between_nodes_that_nobody_named(capsys, ranks, more, told):
+    """A guess takes all links for equal; what was typed, or a node, is the user's own word."""
+    arguments = ["plan", "--seq-len", "4096", "--ranks", str(ranks), "--strategy", "ring", "--no-check", *more]
+    assert main(arguments) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    note = f"note all links are taken for equally fast, and {told}"
+    assert note in printed if told else "note" not in printed
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == ([note.removeprefix("note ")] if told else [])
+
+
 def test_rates_of_a_machine_that_somebody_measured(capsys, tmp_path):
     """One rank: nothing travels, and the passes take what the file's rates and launches say."""
     path = tmp_path / "rates.json"

@@ -59,7 +59,7 @@ def test_python_of_a_page(page):
             assert printed.getvalue() == following.text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
 def test_commands_of_a_page(page, capsys):
     for block in blocks(page):
         if block.language != "console":
