@@ -24,6 +24,7 @@ from triton.compiler import compile as triton_compile
 
 from burst_portable.errors import explain, unknown_name
 from burst_portable.kernels.triton import backward, forward, matrix_descriptors
+from burst_portable.kernels.triton.options import ALWAYS
 from burst_portable.kernels.triton.prepared import padded
 from burst_portable.kernels.triton.tuning import HALF, Blocks, choose
 
@@ -161,7 +162,7 @@ def compiled_kernel(target: str, kernel: str, head: int, blocks: Blocks, value: 
 
     `value`: the size of values, where it is not that of heads.
     """
-    options = {"num_warps": blocks.warps, "num_stages": blocks.stages, **dict(blocks.extra)}
+    options = {"num_warps": blocks.warps, "num_stages": blocks.stages, **dict(blocks.extra), **ALWAYS}
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.always_compile = True
         return triton_compile(
@@ -257,7 +258,7 @@ def _read_nvidia(compiled: Any, target: str) -> dict[str, Any]:
         cubin.write_bytes(compiled.asm["cubin"])
         ptx.write_text(compiled.asm["ptx"])
         usage = _run(tools / "cuobjdump", "-res-usage", str(cubin))
-        said = _run(_assembler(tools, target), "-v", f"--gpu-name={_assembled(compiled)}", str(ptx), "-o", os.devnull)
+        said = _run(_assembler(target), "-v", f"--gpu-name={_assembled(compiled)}", str(ptx), "-o", os.devnull)
     registers = _first(r"REG:(\d+)", usage)
     chip, metadata = TARGETS[target], compiled.metadata
     threads = metadata.num_warps * 32
@@ -274,10 +275,11 @@ def _read_nvidia(compiled: Any, target: str) -> dict[str, Any]:
     }
 
 
-def _assembler(tools: Path, target: str) -> Path:
-    """Triton brings a second ptxas for newer chips."""
-    newer = tools / "ptxas-blackwell"
-    return newer if TARGETS[target].target.arch >= 100 and newer.exists() else tools / "ptxas"
+def _assembler(target: str) -> str:
+    """The ptxas that Triton uses for a chip; it brings two."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return str(get_ptxas(TARGETS[target].target.arch).path)
 
 
 def _assembled(compiled: Any) -> str:

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.triton import forward, matrix_descriptors
+from burst_portable.kernels.triton.options import ALWAYS
 
 TMA_BYTES = 16
 """What addresses and strides of a hardware descriptor are multiples of."""
@@ -51,7 +52,7 @@ class Launch:
         self.tma_numbers = bool(constants.get("TMA_NUMBERS"))
         names = [name for name in kernel.arg_names if name in constants]
         self._tail = (*sizes, *(constants[name] for name in names))
-        self._options = {name: value for name, value in constants.items() if name not in names}
+        self._options = ALWAYS | {name: value for name, value in constants.items() if name not in names}
         self._compiled: Callable[..., object] | None = None
         self._descriptors: dict[tuple[str, int], TensorDescriptor] = {}
 

@@ -39,7 +39,10 @@ def language_of(machine: Machine) -> dict[str, Any]:
         "fence_async_shared": partial(_fence, machine),
         "warpgroup_mma": partial(_mma, machine),
         "warpgroup_mma_wait": partial(_mma_wait, machine),
-        "_tma_add": partial(_copy_out, machine, add=True),
+        "tma_load": _Tma(machine).load,
+        "tma_store": _Tma(machine).store,
+        "tma_add": partial(_copy_out, machine, add=True),
+        "seen_as": lambda buffer, dtype, shape, layout: buffer.seen_as(dtype, shape, layout),
     }
 
 
@@ -185,7 +188,7 @@ class _MBarrier(_OnMachine):
 
 
 class _Tma(_OnMachine):
-    def async_copy_global_to_shared(self, descriptor: Descriptor, at: Any, barrier: Barrier, place: Shared) -> None:
+    def load(self, descriptor: Descriptor, at: Any, barrier: Barrier, place: Shared) -> None:
         place.start_load()
 
         def copy() -> None:
@@ -195,7 +198,7 @@ class _Tma(_OnMachine):
         self._machine.copies.append(copy)
         self._machine.turn()
 
-    def async_copy_shared_to_global(self, descriptor: Descriptor, at: Any, source: Shared) -> None:
+    def store(self, descriptor: Descriptor, at: Any, source: Shared) -> None:
         _copy_out(self._machine, descriptor, at, source, add=False)
 
     def store_wait(self, pendings: int) -> None:

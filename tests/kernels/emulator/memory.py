@@ -192,7 +192,7 @@ class Shared:
     def reshape(self, shape: Sequence[int]) -> Shared:
         return self._both(lambda x: x.view(tuple(shape)))
 
-    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared | Turned:
+    def seen_as(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared | Turned:
         size = torch.Size(shape).numel()
         view = self._both(lambda x: x.view(-1).view(TORCH[dtype])[:size].view(tuple(shape)))
         return view if layout is None or not hasattr(layout, "offset_bases") else Turned(view, rows_of_lines(layout), 0)

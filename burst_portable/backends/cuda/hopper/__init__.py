@@ -4,6 +4,7 @@
 `kernel`                 `HopperKernel`: both passes behind the contract of `kernels.contract`
 `flash4`                 the same, with flash-attn-4 where that was measured to be faster
 `forward`, `backward`    what runs on the device
+`shared`                 shared memory and TMA by names that all versions of Gluon understand
 `mask`, `softmax`,       parts of those two: hiding what a mask does not show, the softmax, scaling the running
 `fade`, `turned`         output down, rows of shared memory in another order
 `tables`                 which blocks each block visits, from a list of tiles

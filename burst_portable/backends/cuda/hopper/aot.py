@@ -13,6 +13,7 @@ from typing import Any
 
 from burst_portable.backends.cuda.hopper.configs import BACKWARD, FORWARD, TALL, ForwardConfig
 from burst_portable.kernels.triton import matrix_descriptors
+from burst_portable.kernels.triton.options import ALWAYS
 
 SHARED_LIMIT = 227 * 1024
 _NAMES = {"bf16": 16, "fp16": 16, "fp32": 32}
@@ -122,7 +123,7 @@ def compiled(build: Build) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     source = GluonASTSource(build.kernel, dict(build.signature), constexprs=dict(build.constants))
-    options = {"num_warps": 4, "maxnreg": build.maxnreg}
+    options = {"num_warps": 4, "maxnreg": build.maxnreg, **ALWAYS}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -169,13 +170,13 @@ def _early_releases(ptx: str) -> int:
 
 
 def _ptxas(ptx: str) -> str:
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    ptxas = get_ptxas(90).path
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [str(ptxas), "-v", "--gpu-name=sm_90a", str(path), "-o", str(Path(folder) / "kernel.cubin")]
+        command = [ptxas, "-v", "--gpu-name=sm_90a", str(path), "-o", str(Path(folder) / "kernel.cubin")]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 

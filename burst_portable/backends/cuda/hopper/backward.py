@@ -19,10 +19,8 @@ Shapes: q, dout, dq [B, Sq, Hq, D]; k, v, dk, dv [B, Sk, Hkv, D]. `prepare_kerne
 
 import triton
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -32,14 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from burst_portable.backends.cuda.hopper.mask import hide
+from burst_portable.backends.cuda.hopper.shared import seen_as, tma_add, tma_load, tma_store
 from burst_portable.backends.cuda.hopper.turned import turned_rows
-
-
-@builtin
-def _tma_add(desc, coord, src, _semantic=None):
-    # Gluon's Python has no name for it in Triton 3.6 and 3.7; the builder does.
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
 @triton.jit(do_not_specialize=["LSE", "DELTA", "TERMS", "DQ", "rows", "padded", "heads", "all_heads", "o_sb", "o_ss", "o_sh", "g_sb", "g_ss", "g_sh", "lse_sb", "lse_sh", "delta_sb", "delta_sh"])  # fmt: skip # noqa: E501
@@ -96,9 +88,9 @@ def _load_rows(
     slot = it % NQ
     mbarrier.wait(empty.index(slot), ((it // NQ) & 1) ^ 1)
     mbarrier.expect(ready.index(slot), desc.block_type.nbytes + term_desc.block_type.nbytes)
-    view = rows_sm.index(slot)._reinterpret(desc.dtype, [1, BM, 1, D], desc.layout)
-    tma.async_copy_global_to_shared(desc, [b, row, h, 0], ready.index(slot), view)
-    tma.async_copy_global_to_shared(term_desc, [at, row], ready.index(slot), terms_sm.index(slot))
+    view = seen_as(rows_sm.index(slot), desc.dtype, [1, BM, 1, D], desc.layout)
+    tma_load(desc, [b, row, h, 0], ready.index(slot), view)
+    tma_load(term_desc, [at, row], ready.index(slot), terms_sm.index(slot))
 
 
 @gluon.jit
@@ -114,10 +106,10 @@ def _loader(
     n_runs = gl.load(work + 2)
     mbarrier.expect(kv_rdy, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(2):
-        k_view = k_sm.index(w)._reinterpret(k_desc.dtype, [1, 64, 1, D], k_desc.layout)
-        v_view = v_sm.index(w)._reinterpret(v_desc.dtype, [1, 64, 1, D], v_desc.layout)
-        tma.async_copy_global_to_shared(k_desc, [b, col + 64 * w, kv, 0], kv_rdy, k_view)
-        tma.async_copy_global_to_shared(v_desc, [b, col + 64 * w, kv, 0], kv_rdy, v_view)
+        k_view = seen_as(k_sm.index(w), k_desc.dtype, [1, 64, 1, D], k_desc.layout)
+        v_view = seen_as(v_sm.index(w), v_desc.dtype, [1, 64, 1, D], v_desc.layout)
+        tma_load(k_desc, [b, col + 64 * w, kv, 0], kv_rdy, k_view)
+        tma_load(v_desc, [b, col + 64 * w, kv, 0], kv_rdy, v_view)
     it = 0
     for g in range(span):
         for r in range(n_runs):
@@ -136,11 +128,11 @@ def _loader(
 def _add_dq(dq_desc, b, row, h, dq_sm, dq_rdy, dq_emp, it, D: gl.constexpr):
     for w in gl.static_range(2):
         mbarrier.wait(dq_rdy.index(w), it & 1)
-        view = dq_sm.index(w)._reinterpret(gl.float32, [1, 64, 1, 64], dq_desc.layout)
+        view = seen_as(dq_sm.index(w), gl.float32, [1, 64, 1, 64], dq_desc.layout)
         if D == 128:
-            _tma_add(dq_desc, [b, row, h, w * 64], view)
+            tma_add(dq_desc, [b, row, h, w * 64], view)
         else:
-            _tma_add(dq_desc, [b, row + w * 64, h, 0], view)
+            tma_add(dq_desc, [b, row + w * 64, h, 0], view)
     tma.store_wait(0)
     for w in gl.static_range(2):
         mbarrier.arrive(dq_emp.index(w), count=1)
@@ -228,7 +220,7 @@ def _step(
     minus_delta = _broadcast_terms(d_sm.index(slot), 1.0, BM, sl)
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = (p * (dp + minus_delta)).to(q_sm.dtype)
-    ds_sm.index(2 * pair + WG)._reinterpret(q_sm.dtype, [BM, 64], ds_rows).permute((1, 0)).store(ds)
+    seen_as(ds_sm.index(2 * pair + WG), q_sm.dtype, [BM, 64], ds_rows).permute((1, 0)).store(ds)
     dvt = warpgroup_mma(p16, do_sm.index(slot), dv, is_async=True)
     fence_async_shared()
     mbarrier.arrive(ds_rdy.index(pair), count=1)
@@ -251,7 +243,7 @@ def _step(
     if not FOLD:
         dq = dq * scale
     mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)
-    dq_sm.index(WG)._reinterpret(gl.float32, [64, 64], dq_rows).store(dq)
+    seen_as(dq_sm.index(WG), gl.float32, [64, 64], dq_rows).store(dq)
     fence_async_shared()
     mbarrier.arrive(dq_rdy.index(WG), count=1)
     dk, ds = warpgroup_mma_wait(0, deps=[dkt, ds])
@@ -263,9 +255,9 @@ def _step(
 def _add_out(x, desc, buffer, b, row, kv, D: gl.constexpr):
     # 64 rows of float32 through a buffer that nobody reads any more
     plain: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    buffer._reinterpret(gl.float32, [64, D], plain).store(x)
+    seen_as(buffer, gl.float32, [64, D], plain).store(x)
     fence_async_shared()
-    _tma_add(desc, [b, row, kv, 0], buffer._reinterpret(gl.float32, [1, 64, 1, D], desc.layout))
+    tma_add(desc, [b, row, kv, 0], seen_as(buffer, gl.float32, [1, 64, 1, D], desc.layout))
 
 
 @gluon.jit
@@ -274,8 +266,8 @@ def _store_out(x, desc, out, buffer, b, row, stop, keys, kv, kv_heads, D: gl.con
     if (stop - row >= 64) | (stop == keys):  # TMA leaves out what is past a batch's end
         buffer.store(x.to(buffer.dtype))
         fence_async_shared()
-        view = buffer._reinterpret(buffer.dtype, [1, 64, 1, D], desc.layout)
-        tma.async_copy_shared_to_global(desc, [b, row, kv, 0], view)
+        view = seen_as(buffer, buffer.dtype, [1, 64, 1, D], desc.layout)
+        tma_store(desc, [b, row, kv, 0], view)
     else:  # the rows from there on are another program's
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
         place = ((gl.cast(b, gl.int64) * keys + rows) * kv_heads + kv)[:, None] * D

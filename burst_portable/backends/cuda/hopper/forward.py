@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from burst_portable.backends.cuda.hopper.fade import faded
 from burst_portable.backends.cuda.hopper.mask import hide
+from burst_portable.backends.cuda.hopper.shared import seen_as, tma_load, tma_store
 from burst_portable.backends.cuda.hopper.softmax import finish, packed, partial_sum
 
 # What the epilogue writes.
@@ -60,8 +61,8 @@ def _item(t, table, heads, blocks, head_group):
 @gluon.jit
 def _load(desc, b, row, h, ready, slot, ROWS: gl.constexpr, D: gl.constexpr):
     mbarrier.expect(ready, desc.block_type.nbytes)
-    view = slot._reinterpret(desc.dtype, [1, ROWS, 1, D], desc.layout)
-    tma.async_copy_global_to_shared(desc, [b, row, h, 0], ready, view)
+    view = seen_as(slot, desc.dtype, [1, ROWS, 1, D], desc.layout)
+    tma_load(desc, [b, row, h, 0], ready, view)
 
 
 @gluon.jit
@@ -83,8 +84,8 @@ def _load_parts(desc, b, row, h, ready, buffer, D: gl.constexpr):
     W: gl.constexpr = buffer.shape[0]
     mbarrier.expect(ready, W * desc.block_type.nbytes)
     for w in gl.static_range(W):
-        view = buffer.index(w)._reinterpret(desc.dtype, [1, 64, 1, D], desc.layout)
-        tma.async_copy_global_to_shared(desc, [b, row + 64 * w, h, 0], ready, view)
+        view = seen_as(buffer.index(w), desc.dtype, [1, 64, 1, D], desc.layout)
+        tma_load(desc, [b, row + 64 * w, h, 0], ready, view)
 
 
 @gluon.jit
@@ -297,8 +298,8 @@ def _worker(
         if (at_stop - at_row >= 64) | (at_stop == Sq):  # TMA leaves out what is past a batch's end
             part.store(o.to(o_sm.dtype))
             fence_async_shared()
-            view = part._reinterpret(o_sm.dtype, [1, 64, 1, D], o_desc.layout)
-            tma.async_copy_shared_to_global(o_desc, [at_b, at_row, at_h, 0], view)
+            view = seen_as(part, o_sm.dtype, [1, 64, 1, D], o_desc.layout)
+            tma_store(o_desc, [at_b, at_row, at_h, 0], view)
         else:  # the rows from there on are another item's
             place = out + at_b * o_sb + at_h * o_sh + rows.to(gl.int64)[:, None] * o_ss
             place += gl.arange(0, D, gl.SliceLayout(0, ol))[None, :]

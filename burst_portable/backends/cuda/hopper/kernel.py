@@ -29,7 +29,7 @@ from burst_portable.tiles import Tiles
 if TYPE_CHECKING:
     from burst_portable.kernels.triton.launch import TritonKernel
 
-TRITON_FROM, TRITON_BELOW = (3, 6), (3, 8)
+TRITON_FROM, TRITON_BELOW = (3, 6), (3, 10)
 """Versions whose Gluon compiles these kernels; tests/kernels/test_hopper_compile.py is the evidence."""
 
 _LOG2E = 1.4426950408889634

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from burst_portable.backends.cuda.hopper.driver import Described, kernel_driver, pack_described, ready
 from burst_portable.errors import UnsupportedError, explain
+from burst_portable.kernels.triton.options import ALWAYS
 
 _DESCRIPTORS = 2048  # kept at most
 _COUNTERS = 1024  # in a pool
@@ -52,7 +53,7 @@ class Launcher:
     def _first(
         self, grid: tuple[int, int, int], args: Sequence[Any], constants: Sequence[Any], options: dict[str, int]
     ) -> Callable[[tuple[int, int, int], Sequence[Any], int], None]:
-        compiled = self._kernel[grid](*_for_triton(args), *constants, **options)
+        compiled = self._kernel[grid](*_for_triton(args), *constants, **options, **ALWAYS)
 
         def by_triton(grid: tuple[int, int, int], args: Sequence[Any], stream: int) -> None:
             compiled[grid](*_for_triton(args), *constants, stream=stream)
