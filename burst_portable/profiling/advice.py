@@ -11,6 +11,10 @@ _BETTER = 0.95  # of what is there: an alternative that saves less is not worth 
 _LATENCY = 0.5  # of a link's planned time: messages are too small to be worth their way
 _SIDES = {"kv": "K and V", "q": "Q and dO", "heads": "heads"}
 MORE_TOKENS = "give each rank more tokens, so that computing hides the blocks"
+AGREEMENT = (
+    "it is asked once a pass and costs the same whatever the messages carry: make fewer calls with more tokens each, "
+    "and look whether processes share cores, for then each answers only when its turn comes"
+)
 OUTSIDE = (
     "look at a whole step with torch.profiler; outside of attention lie the rest of the model, the optimizer and the "
     "program, which this profile does not record: some is expected, and more where processes share cores"

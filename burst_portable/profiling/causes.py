@@ -31,7 +31,8 @@ class Cause(NamedTuple):
     """What time was lost to.
 
     kind: "compute" (kernels of a rank), "host" (a rank between its kernels), "outside" (a rank not in attention),
-    "link" (bytes on their way from rank to peer), "collective" (all ranks exchanging at once).
+    "link" (bytes on their way from rank to peer), "collective" (all ranks exchanging at once), "agreement" (all ranks
+    asking whether they agree: a few bytes, so that no size of a message is to blame).
     """
 
     kind: str
@@ -144,14 +145,15 @@ def _add_collectives(segments: dict[int, list[Segment]], records: Sequence[RankR
         if (table := one.tables.get("collective")) is not None:
             for row, key in zip(table.spans().tolist(), collective_keys(table), strict=True):
                 together[key].append((row[0], row[1], one.rank))
-    for group in together.values():
+    for key, group in together.items():
         last, _, late = max(group)
+        cause = Cause("agreement" if key[-1] else "collective")
         for start, end, rank in group:
             split = min(max(start, last), end)
             if split > start:
-                segments[rank].append(Segment(start, split, Cause("collective"), late))
+                segments[rank].append(Segment(start, split, cause, late))
             if end > split:
-                segments[rank].append(Segment(split, end, Cause("collective")))
+                segments[rank].append(Segment(split, end, cause))
 
 
 def collective_keys(table: Table) -> list[tuple[int, ...]]:

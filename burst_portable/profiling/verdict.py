@@ -31,6 +31,7 @@ def losses_of(report: dict[str, Any]) -> list[Loss]:
         *_slow_ranks(report),
         *_uneven(report),
         *_links(report),
+        *_agreement(report),
         *_late(report),
         *_host_gaps(report),
         *_contention(report),
@@ -174,6 +175,13 @@ def _links(report: dict[str, Any]) -> list[Loss]:
     text = "communication is exposed: ranks stand still while blocks are on their way"
     found.append(_loss("communication", everywhere, text, change.exposed(report), BOTH_ENDS))
     return found
+
+
+def _agreement(report: dict[str, Any]) -> list[Loss]:
+    """All ranks are there, and still ask each other whether they make the same call."""
+    asked = sum(sum(c["waited"].values()) for c in report["causes"] if c["kind"] == "agreement")
+    text = "ranks stand still while they ask each other whether they make the same call"
+    return [_loss("agreement", asked / max(1, len(report["ranks"])), text, change.AGREEMENT, BOTH_ENDS)]
 
 
 def _brings_less(report: dict[str, Any], pair: tuple[int, int]) -> bool:

@@ -37,9 +37,9 @@ class Maker:
         posting = _ns(posted), _ns(posted if left is None else left)
         self._rows["message"].append((*place, *what, *posting, there, _ns(start), _ns(end)))
 
-    def collective(self, ordinal: int, start: float, end: float, backward: int = 0) -> None:
+    def collective(self, ordinal: int, start: float, end: float, backward: int = 0, *, agreement: bool = True) -> None:
         place = self.iteration, self.call, backward, 0
-        self._rows["collective"].append((*place, ordinal, 1, 24, _ns(start), _ns(end)))
+        self._rows["collective"].append((*place, ordinal, int(agreement), 24, _ns(start), _ns(end)))
 
     def copy(self, step: int, start: float, end: float, backward: int = 0) -> None:
         self._rows["copy"].append((self.iteration, self.call, backward, step, _ns(start), _ns(end)))

@@ -90,7 +90,7 @@ def test_whoever_comes_last_to_a_collective_is_waited_for():
     makers[1].compute(0, 20, 80)
     report = analyze([m.records() for m in makers])
     causes = {(c["kind"], c["rank"]): c["waited"] for c in report["causes"]}
-    assert causes["collective", -1] == {"0": 10_000, "1": 10_000, "2": 10_000}
+    assert causes["agreement", -1] == {"0": 10_000, "1": 10_000, "2": 10_000}
     assert causes["compute", 1] == {"0": 80_000, "2": 70_000}  # 20-100 and 30-100
 
 

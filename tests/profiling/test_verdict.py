@@ -156,6 +156,34 @@ def test_nothing_better_is_known():
     assert advice.startswith("no other strategy sends fewer bytes here than ring: give each rank more tokens")
 
 
+def asked(question: float, blocks: float, agreement: bool) -> list[RankRecords]:
+    """Two ranks that exchange all at once for so many microseconds, then wait for blocks on their way."""
+    makers = Maker(0), Maker(1)
+    for one in makers:
+        other = 1 - one.rank
+        one.collective(0, 0, question, agreement=agreement)
+        one.compute(0, question, question + 100)
+        at = question + 100
+        one.message(1, other, sends=True, posted=question, start=at, end=at, owner=one.rank, size=4096, issued=0)
+        one.message(1, other, sends=False, posted=question, start=at, end=at + blocks, owner=other, size=4096, issued=0)
+        one.compute(1, at + blocks, at + blocks + 100)
+    plan = bp.plan(strategy="ring", heads=2, kv_heads=1, **SIZES)  # small: its messages are mostly latency
+    return [one.records(plan) for one in makers]
+
+
+def test_asking_whether_ranks_agree_is_no_block_on_its_way():
+    """500 µs of the question and 100 of blocks: what is asked is 32 bytes, and no larger message makes it shorter."""
+    advice = verdict(asked(500, 100, True), "agreement", 500)
+    assert "messages carry" in advice
+    assert "fewer calls" in advice
+    assert "larger messages" not in advice
+    report = analyze(asked(500, 100, True))
+    assert "whether they make the same call" in report["verdict"]["text"]
+    assert [loss["lost"] for loss in report["losses"] if loss["kind"] == "communication"] == [100_000]
+    assert "send larger messages" in verdict(asked(100, 500, True), "communication", 500)
+    assert "send larger messages" in verdict(asked(500, 100, False), "communication", 600), "a reshard's blocks"
+
+
 def test_a_rank_that_comes_late():
     """Rank 1 begins its second attention 500 µs after rank 0."""
     a, b = Maker(0), Maker(1)

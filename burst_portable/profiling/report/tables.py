@@ -21,6 +21,7 @@ _LOSSES = {
     "slow link": "slow link",
     "uneven plan": "uneven plan",
     "communication": "communication exposed",
+    "agreement": "asking whether ranks agree",
     "late rank": "late rank",
     "late ranks": "ranks late in turn",
     "host": "gaps between kernels",
