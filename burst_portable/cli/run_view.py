@@ -79,8 +79,7 @@ class View:
             rows.add_row(*(row if checked else row[:2]))
         self._console.print("", rows, "")
         self._tell("times", timing_text(facts), style="dim")
-        if utilised := utilisation_text(facts):
-            self._tell("MFU", utilised, style="dim")
+        self._tell("MFU", utilisation_text(facts), style="dim")
         for note in facts["notes"]:
             self._tell("note", note)
 
@@ -140,10 +139,13 @@ def timing_text(facts: dict[str, Any]) -> str:
 
 
 def utilisation_text(facts: dict[str, Any]) -> str:
-    """What the model FLOP utilisation is the share of; empty where it is not known."""
+    """What the model FLOP utilisation is the share of; where it is not known, why not."""
+    peak, flops = facts["peak"], facts["model_flops_per_step"]
+    if flops is None:
+        return "unknown: of a mixture of experts a token meets some parameters only, and how many is not counted"
     if facts["model_flop_utilisation"] is None:
-        return ""
-    peak, needed = facts["peak"], scaled(facts["model_flops_per_step"], "FLOP")
+        return f"unknown: the device's peak in {peak['dtype']} is not known ({peak['source']})"
+    needed = scaled(flops, "FLOP")
     most = f"{facts['world_size']} x {scaled(peak['flops'], 'FLOP/s')} in {peak['dtype']} ({peak['source']})"
     return f"{needed} that the model needs for a {_unit(facts['mode'] == 'perplexity')}, over what {most} do meanwhile"
 
@@ -191,7 +193,7 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     seconds = seconds_text(facts["seconds_per_step"])
     unit = _unit(facts["mode"] == "perplexity")
     rows.append(both(f"seconds a {unit}", seconds, "reference_seconds_per_step", seconds_text))
-    if facts["model_flop_utilisation"] is not None:
-        rows.append(("model FLOP utilisation", percent(facts["model_flop_utilisation"]), "-"))
+    share = facts["model_flop_utilisation"]
+    rows.append(("model FLOP utilisation", "unknown" if share is None else percent(share), "-"))
     rows.append(("peak memory a rank", bytes_text(max(facts["peak_memory_bytes"])), "-"))
     return rows

@@ -45,7 +45,7 @@ def test_a_failed_run_shows_brackets(capsys):
         "verdict": "failed", "failures": [f"rank 1: {NAMED} is missing"], "world_size": 2, "reference_losses": None,
         "mode": "training", "losses": [1.0], "tokens_per_second": 1.0, "reference_tokens_per_second": None,
         "seconds_per_step": 1.0, "reference_seconds_per_step": None, "peak_memory_bytes": [1], "steps": 1,
-        "batch": 1, "model_flop_utilisation": None,
+        "batch": 1, "model_flop_utilisation": None, "model_flops_per_step": None, "peak": {},
         "seq_len": 8, "notes": [NAMED],
     }  # fmt: skip
     run_view.View().verdict(facts)

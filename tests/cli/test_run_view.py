@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 
-from burst_portable.cli.run_view import View
+from burst_portable.cli.run_view import View, summary, utilisation_text
 from burst_portable.profiling.report import Report
 from tests.profiling.made import ring
 
@@ -32,3 +33,22 @@ def test_in_a_log_a_line_is_whole(tmp_path, capsys):
     profile["verdict"]["advice"] = "a word " * 100
     View().profile(profile, tmp_path)
     assert f"advice  {'a word ' * 100}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flops", "told"),
+    [
+        (10**12, "unknown: the device's peak in bfloat16 is not known (the backend 'theirs' does not tell)"),
+        (None, "unknown: of a mixture of experts a token meets some parameters only, and how many is not counted"),
+    ],
+)
+def test_a_utilisation_that_is_not_known_is_said_to_be(flops, told):
+    """A backend of somebody's own that tells no peak: backends/README.md promises "unknown"."""
+    peak = {"flops": None, "dtype": "bfloat16", "source": "the backend 'theirs' does not tell"}
+    facts = {
+        "model_flop_utilisation": None, "peak": peak, "model_flops_per_step": flops, "mode": "train", "world_size": 2,
+        "losses": [1.0], "reference_losses": None, "tokens_per_second": 1.0, "reference_tokens_per_second": None,
+        "seconds_per_step": 1.0, "reference_seconds_per_step": None, "peak_memory_bytes": [1],
+    }  # fmt: skip
+    assert utilisation_text(facts) == told
+    assert ("model FLOP utilisation", "unknown", "-") in summary(facts)

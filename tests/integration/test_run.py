@@ -17,11 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from burst_portable import Mesh, run_local
 from burst_portable.cli import main
+from burst_portable.cli.report import write_html
 from burst_portable.cli.training.loop import Course, Sharded, Where, score
 from burst_portable.cli.training.models import config_of
 from burst_portable.cli.training.outcome import gradient_differences, relative_differences
 from burst_portable.cli.training.texts import batches, tokens_of
 from burst_portable.integrations.transformers import parallelize
+from burst_portable.planning import plan
 from tests.integration.models import SIZES, make
 
 FIELDS = {
@@ -73,6 +75,12 @@ def test_two_processes_equal_one_device(config: Path, tmp_path: Path, capsys: py
     assert json.loads((report / "report.json").read_text(encoding="utf-8")) == facts
     page = (report / "report.html").read_text(encoding="utf-8")
     assert "PASSED" in page
+    # A backend of somebody's own that tells no peak.
+    unknown = {**facts, "model_flop_utilisation": None, "peak": {**facts["peak"], "flops": None}}
+    write_html(unknown, plan(seq_len=101, ranks=2, heads=4), tmp_path / "unknown.html")
+    page = (tmp_path / "unknown.html").read_text(encoding="utf-8")
+    assert "<b>unknown</b><span>model FLOP utilisation" in page
+    assert "unknown: the device" in page
     assert not any(word in page for word in ("<script", "<link", "@import", "src=", "href=", "url("))  # needs no other
 
 
