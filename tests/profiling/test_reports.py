@@ -11,7 +11,7 @@ import burst_portable as bp
 from burst_portable.cli import main
 from burst_portable.profiling.ablation import Ablation
 from burst_portable.profiling.report import Report
-from burst_portable.profiling.report.tables import ablation_text
+from burst_portable.profiling.report.tables import ablation_text, step_rows
 from tests.profiling.made import Maker, ablated, ring
 
 
@@ -47,6 +47,21 @@ def test_the_terminal_begins_with_the_verdict(files, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("SLOW RANK  Rank 2 computes slowly")
     assert max(map(len, printed.splitlines()[2:])) <= 80
+
+
+def test_the_slowest_rank_of_a_step_computes_longest_and_does_not_wait(files, capsys):
+    """Rank 1 computes for 400 µs; rank 0 is done after 100 and waits for 450."""
+    a, b = Maker(0), Maker(1)
+    a.compute(1, 0, 100)
+    b.compute(1, 0, 400)
+    a.message(1, 1, sends=False, posted=0, start=100, end=550, owner=1, issued=0)
+    b.message(1, 0, sends=True, posted=400, start=400, end=401, owner=1, issued=0)
+    report = Report.of([a.records(), b.records()])
+    (row,) = step_rows(report.data)
+    assert (row["slowest"], row["slowest_compute"], row["longest_wait"]) == (1, 400_000, 450_000)
+    report.print()
+    line = next(line for line in capsys.readouterr().out.splitlines() if "forward 1" in line)
+    assert line.split()[-5:-2] == ["1", "400", "µs"], line
 
 
 def test_other_forms_are_written(files, capsys):

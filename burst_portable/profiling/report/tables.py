@@ -74,12 +74,15 @@ def drift_text(data: dict[str, Any]) -> str:
 
 
 def step_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a ring step of a pass: means over ranks of a mean call, the slowest rank, and what it works on."""
+    """A row a ring step of a pass: means over ranks of a mean call, and what it works on.
+
+    The slowest rank is the one that computes longest: one that waits long is not slow, it waits for a slow one.
+    """
     rows = []
     for index, one in enumerate(data["steps"]):
         ranks = one["ranks"]
         times = max(r["times"] for r in ranks)
-        slowest = max(ranks, key=lambda r: r["blocking"] + r["compute"])
+        slowest = max(ranks, key=lambda r: r["compute"] / r["times"])
 
         def mean(name: str, of: list[dict[str, Any]] = ranks) -> float:
             shares: list[float] = [r[name] / r["times"] for r in of]
@@ -93,8 +96,9 @@ def step_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
                 "step": one["step"],
                 "times": times,
                 **{name: mean(name) for name in _STEP_PARTS},
-                "slowest": slowest["rank"],
-                "slowest_blocking": slowest["blocking"] / slowest["times"],
+                "slowest": slowest["rank"] if slowest["compute"] else "-",
+                "slowest_compute": slowest["compute"] / slowest["times"],
+                "longest_wait": max(r["blocking"] / r["times"] for r in ranks),
                 "flops_per_second": sum(r["flops"] for r in ranks) * 1e9 / compute if compute else 0.0,
                 "received_bytes": mean("received_bytes"),
                 "tiles": mean("tiles"),

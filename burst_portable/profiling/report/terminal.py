@@ -143,7 +143,7 @@ def _achieved(rows: list[dict[str, Any]]) -> Table:
 
 
 def _steps(rows: list[dict[str, Any]]) -> Table:
-    table = _table("ring step", "n", "window", "computing", "blocking", "slowest", "it waits", "received")
+    table = _table("ring step", "n", "window", "computing", "blocking", "slowest", "it computes", "received")
     for r in rows:
         table.add_row(
             f"{r['pass']} {r['step']}",
@@ -152,7 +152,7 @@ def _steps(rows: list[dict[str, Any]]) -> Table:
             time_text(r["compute"]),
             time_text(r["blocking"]),
             str(r["slowest"]),
-            time_text(r["slowest_blocking"]),
+            time_text(r["slowest_compute"]),
             bytes_text(r["received_bytes"]),
         )
     return table
