@@ -15,6 +15,9 @@ from burst_portable.cli.output import console, table
 from burst_portable.units import bytes_text, percent, scaled, seconds_text
 
 Facts = dict[str, Any]
+BUSY = 1.3
+"""Times its shortest round: a rate whose rounds differ by more was measured beside something else."""
+_BUSY = "the machine was busy; measure again"
 
 
 class View:
@@ -47,6 +50,8 @@ class View:
             style = "" if how["measured"] else "dim"
             rows.add_row(Text(name, style), Text(_value(name, value), style), Text(how["how"], style))
         say("", rows, "", sep="\n")
+        if busy := [f"{name} by {most:.2g} times" for name, most in facts["varied"].items() if most > BUSY]:
+            say(Text.assemble(("warning", "yellow"), f"  rounds differ, {', '.join(busy)}: {_BUSY}"), "", sep="\n")
         told = [f"with --json FILE they are kept, for BURST_RATES=FILE and `{PROGRAM} plan --rates FILE`"]
         if file is not None:
             told = [

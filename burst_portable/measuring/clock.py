@@ -29,6 +29,7 @@ class Clock(ABC):
 
     def __init__(self, device: torch.device, *, streams: bool) -> None:
         self.device, self.streams = device, streams
+        self._varied = 1.0
 
     @abstractmethod
     def meet(self) -> None:
@@ -81,7 +82,14 @@ class Clock(ABC):
         rounds: list[list[float]] = []
         while len(rounds) < LEAST_ROUNDS or (len(rounds) < ROUNDS and calls * sum(map(sum, rounds)) < _ENOUGH):
             rounds.append([self.time(call, calls) for call in several])
-        return [median_high(times) for times in zip(*rounds, strict=True)]
+        found = list(zip(*rounds, strict=True))
+        self._varied = max(self._varied, *(max(times) / min(times) for times in found if min(times) > 0), 1.0)
+        return [median_high(times) for times in found]
+
+    def varied(self) -> float:
+        """How many times its shortest round a call took at most, of what was measured since this was last asked."""
+        most, self._varied = self._varied, 1.0
+        return most
 
 
 class TransportClock(Clock):

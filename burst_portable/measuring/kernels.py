@@ -26,6 +26,7 @@ class Block:
     Attributes:
         passes: a kernel call each.
         flops: of each, by exact mask area.
+        varied: of each, what `Clock.varied` told when it was timed.
     """
 
     def __init__(self, kernel: Kernel, problem: KernelProblem, length: int, device: torch.device) -> None:
@@ -50,6 +51,7 @@ class Block:
             )  # fmt: skip
 
         self.passes: Passes = {"forward": lambda: kernel.attend(q, k, v, tiles, options), "backward": backward}
+        self.varied: dict[PassName, float] = {}
         pairs = 2 * mask.area(length, length) * p.heads
         self.flops: dict[PassName, int] = {
             "forward": pairs * (p.head_dim + p.value_dim),
@@ -63,7 +65,9 @@ class Block:
             call = self.passes[name]
             call()
             one = clock.time(call, 1)
+            clock.varied()
             found[name] = clock.median(call, max(1, min(_CALLS, round(_AT_ONCE / one))))
+            self.varied[name] = clock.varied()
         return found
 
 

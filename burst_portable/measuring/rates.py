@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from math import ceil
@@ -15,6 +15,7 @@ from burst_portable.autocast import own_precision
 from burst_portable.backends.base import Backend, Rates
 from burst_portable.backends.registry import choose_kernel, rates_of
 from burst_portable.comm.base import Transport
+from burst_portable.cost import Curve
 from burst_portable.errors import DeviceError, explain
 from burst_portable.kernels.contract import Kernel, KernelProblem, takes_pieces
 from burst_portable.measured_rates import SCHEMA, as_json
@@ -114,6 +115,7 @@ class _Measurement:
         self.transport = mesh.transport(device.type)
         self.clock: Clock = TransportClock(self.transport, device, streams=streams)
         self.told, self.found, self.how, self.why_not = told, dict[str, Any](), dict[str, str](), dict[str, str]()
+        self.varied: dict[str, float] = {}
         self.node = mesh.inner if mesh.inner and 1 < mesh.inner < mesh.size else 0
         self.direct = ""
 
@@ -144,11 +146,13 @@ class _Measurement:
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "rates": as_json(replace(before, in_pieces=takes_pieces(self.kernel), **self.found)),
             "how": {name: self._told_how(name, before) for name in as_json(before)},
+            "varied": {name: round(most, 3) for name, most in self.varied.items()},
         }
 
     def _told_how(self, name: str, before: Rates) -> dict[str, Any]:
         if name in self.how:
-            return {"measured": True, "how": self.how[name]}
+            rounds = f"; rounds within {self.varied[name]:.2f} times the shortest" if name in self.varied else ""
+            return {"measured": True, "how": self.how[name] + rounds}
         if name == "in_pieces":
             return {"measured": False, "how": f"what the kernel {self.kernel.name} says of itself"}
         alone = self.mesh.size == 1 and name in _OF_LINKS
@@ -171,17 +175,19 @@ class _Measurement:
 
     def _kernel(self) -> Block:
         """The longer of the two blocks, whose calls then run beside messages."""
-        lengths, seconds = self._lengths(), []
+        lengths, seconds, varied = self._lengths(), [], []
         for length in lengths:
             self.told(f"{self.kernel.name}, {length:,} tokens")
             block = Block(self.kernel, self.problem, length, self.device)
             seconds.append((block.flops, block.seconds(self.clock)))
+            varied.append(block.varied)
         names = {"forward": ("tflops", "launch_latency"), "backward": ("backward", "backward_launch_latency")}
         for one in PASSES:
             points = [(float(flops[one]), took[one]) for flops, took in seconds]
             made: Speed = speed(*points)
             rate, latency = names[one]
             self.found[rate], self.found[latency] = made.tflops, made.latency
+            self.varied[rate] = max(of_length[one] for of_length in varied)
             took = ", ".join(
                 f"{length:,} tokens {seconds_text(time)}" for length, (_, time) in zip(lengths, points, strict=True)
             )
@@ -192,7 +198,9 @@ class _Measurement:
 
     def _memory(self) -> None:
         self.told("memory")
+        self.clock.varied()
         self.found["memory"] = memory_rate(self.clock, self.sizes.memory)
+        self.varied["memory"] = self.clock.varied()
         self.how["memory"] = (
             f"an elementwise add of tensors of {bytes_text(self.sizes.memory)}, read twice, written once"
         )
@@ -205,7 +213,7 @@ class _Measurement:
         near = Peers.next(rank, ranks, self.node)
         self.told(f"{name} to the next rank")
         found = self.found
-        found["link"] = curve(self.clock, self.transport, near, sizes)
+        found["link"] = self._curve("link", self.transport, near, sizes)
         found["gbps"] = max(gbps for _, gbps in found["link"])
         found["hop_latency"] = hop(self.clock, self.transport, near)
         self.how["link"] = f"{name} to the next rank and from the last, {several}"
@@ -215,10 +223,17 @@ class _Measurement:
         self._direct(near, several)
         if self.node:
             self.told(f"{name} to the next node")
-            beyond = curve(self.clock, self.transport, Peers.next_node(rank, ranks, self.node), sizes[-1:])
+            there = Peers.next_node(rank, ranks, self.node)
+            beyond = self._curve("outer_gbps", self.transport, there, sizes[-1:])
             found["outer_gbps"], found["node"] = beyond[-1][1], self.node
             self.how["outer_gbps"] = f"{name}: all ranks to the same place of the next node, {bytes_text(sizes[-1])}"
             self.how["node"] = "named by --inner"
+
+    def _curve(self, name: str, transport: Transport, peers: Peers, sizes: Sequence[int]) -> Curve:
+        self.clock.varied()
+        points = curve(self.clock, transport, peers, sizes)
+        self.varied[name] = self.clock.varied()
+        return points
 
     def _spread(self, several: str) -> None:
         everybody = Peers.others(self.mesh.rank, self.mesh.size, self.node)
@@ -227,7 +242,7 @@ class _Measurement:
             self.how["spread"] = "two ranks: the other one is the next, see `link`"
             return
         self.told(f"{self.transport.name} to all others")
-        self.found["spread"] = curve(self.clock, self.transport, everybody, self.sizes.messages)
+        self.found["spread"] = self._curve("spread", self.transport, everybody, self.sizes.messages)
         self.how["spread"] = (
             f"{self.transport.name} to all others and from all at once, {several}; bytes of all together"
         )
@@ -241,7 +256,7 @@ class _Measurement:
             return
         self.told(f"{direct.name} to the next rank")
         self.direct = direct.name
-        self.found["direct"] = curve(self.clock, direct, near, self.sizes.messages)
+        self.found["direct"] = self._curve("direct", direct, near, self.sizes.messages)
         self.how["direct"] = f"{direct.name} to the next rank and from the last, {several}"
 
     def _held_up(self, block: Block) -> None:

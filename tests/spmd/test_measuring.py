@@ -186,6 +186,19 @@ def test_the_kernel_of_a_block_by_exact_area():
         assert found == (pytest.approx(1e-3), pytest.approx(2e-3), True)
 
 
+def test_how_far_rounds_differ():
+    """Of several calls that which differs most, and each time only what was measured since."""
+    clock = Simulated(Machine())
+    times = iter([1.0, 4.0, 3.0, 4.0, 2.0, 5.0])  # three rounds of two calls in turn
+    clock.time = lambda call, calls: next(times)
+    assert clock.medians([lambda: None] * 2, 1) == [2.0, 4.0]
+    assert clock.varied() == 3.0
+    assert clock.varied() == 1.0
+    clock.time = lambda call, calls: 0.0  # a clock that is too coarse tells nothing
+    assert clock.median(lambda: None) == 0.0
+    assert clock.varied() == 1.0
+
+
 def test_memory_counts_what_is_read_and_written():
     clock = SimpleNamespace(device=CPU, median=lambda call, calls: 0.5)
     assert memory_rate(clock, 1 << 20) == pytest.approx(3 * (1 << 20) / 0.5 / 1e9)
@@ -296,6 +309,12 @@ def test_all_of_it_over_threads(tmp_path, ranks, inner):
         assert "one rank has no links; kept as it was: the guess of the backend cpu" in facts["how"]["link"]["how"]
         assert (found.rates.gbps, found.rates.hop_latency) == (guess.gbps, guess.hop_latency)
     assert found.rates.tflops != guess.tflops
+    steady = {"tflops", "backward", "memory"} | ({"link"} if ranks > 1 else set())
+    steady |= {"spread"} if found.rates.spread else set()
+    assert set(facts["varied"]) == steady | ({"outer_gbps"} if inner else set())
+    for name, most in facts["varied"].items():
+        assert most >= 1
+        assert facts["how"][name]["how"].endswith("times the shortest")
     q = torch.ones(1, 8, 4, 16)
     if ranks > 1:
         why = bp.run_local(
