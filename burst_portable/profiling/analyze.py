@@ -22,6 +22,7 @@ from burst_portable.profiling.partition import FIELDS, Timeline
 from burst_portable.profiling.record import NEVER, RankRecords, Table
 from burst_portable.profiling.timeline import events_of
 from burst_portable.profiling.traced_facts import traced_facts
+from burst_portable.profiling.training import training
 from burst_portable.profiling.verdict import losses_of, verdict_of
 
 SCHEMA = "burst_portable.profile/1"
@@ -56,6 +57,7 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
         "steps": _cut(aligned, timelines, ("backward", "step")),
         "layers": _cut(aligned, timelines, ("call", "backward")),
         "iterations": _cut(aligned, timelines, ("iteration",)),
+        "training": training(aligned),
         "links": _links(messages),
         "causes": _causes(aligned, messages) if comparable else [],
         "prediction": _prediction(aligned),
@@ -78,9 +80,9 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
 
 def _without_first(one: RankRecords, skip: int) -> RankRecords:
     tables = {kind: table.where(table["iteration"] >= skip) for kind, table in one.tables.items()}
-    calls = [call for call in one.calls if call[0] >= skip]
+    calls, marked = ([row for row in rows if row[0] >= skip] for rows in (one.calls, one.marked))
     traced = one.traced and replace(one.traced, rows=one.traced.rows[one.traced.rows[:, 0] >= skip])
-    return replace(one, tables=tables, calls=calls, traced=traced)
+    return replace(one, tables=tables, calls=calls, marked=marked, traced=traced)
 
 
 def timeline_of(one: RankRecords, messages: Messages) -> Timeline:

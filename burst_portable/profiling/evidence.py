@@ -16,6 +16,10 @@ _TOLD: Mapping[str, tuple[str, ...]] = {
     "events: waits, posts, collectives, and transfers whose arrival was seen; a transfer that was over before anyone "
     "waited is in nobody's way and not counted": ("comm", "exposed_comm", "overlap"),
     "events: marks around messages that are packed and gradients that are added up": ("exposed_copy",),
+    "events: from one mark of a training step to the next, all of it": ("shortest", "median", "longest", "duration"),
+    "events: the time of training steps that lies in passes of attention, from each pass's first mark to its last": (
+        *("attention", "longest_attention", "attention_share"),
+    ),
     "events: what no mark covers": ("idle", "idle_between_kernels", "idle_outside_attention"),
     "events: from when both ends had posted until a stream that watched for it, or the waiting receiver, had it; where "
     "neither did, only an upper bound is known": ("transfer", "bandwidth", "bytes_per_second", "seen", "seen_bytes"),

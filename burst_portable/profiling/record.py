@@ -111,6 +111,7 @@ class RankRecords:
         plans: facts of each plan that ran (see `session.plan_facts`), by its number.
         calls: (iteration, call, number of the plan).
         traced: what the vendor's tracer saw; None but at the deep level.
+        marked: (iteration, start, end) of each training step, from mark to mark.
     """
 
     rank: int
@@ -121,11 +122,13 @@ class RankRecords:
     calls: Sequence[Sequence[int]] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     traced: Traced | None = None
+    marked: Sequence[Sequence[int]] = ()
 
     def shifted(self, nanoseconds: int) -> RankRecords:
         """The same on another clock."""
         tables = {kind: table.shifted(nanoseconds) for kind, table in self.tables.items()}
-        return replace(self, tables=tables)
+        marked = [(row[0], row[1] + nanoseconds, row[2] + nanoseconds) for row in self.marked]
+        return replace(self, tables=tables, marked=marked)
 
 
 def pack(records: RankRecords) -> bytes:
@@ -136,6 +139,7 @@ def pack(records: RankRecords) -> bytes:
         "evidence": records.evidence,
         "plans": list(records.plans),
         "calls": [list(call) for call in records.calls],
+        "marked": [list(row) for row in records.marked],
         "facts": dict(records.facts),
         "rows": {kind: len(table) for kind, table in records.tables.items()},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,8 +31,12 @@ LIGHT_KEPT = 100_000
 class Recorder:
     """The rows of one rank, and the clock that marks them."""
 
-    def __init__(self, rank: int, host: str, *, light: bool, annotate: Annotate | None = None) -> None:
+    def __init__(
+        self, rank: int, host: str, *, light: bool, annotate: Annotate | None = None, since: int | None = None
+    ) -> None:
         self.rank, self.host, self.light, self.annotate = rank, host, light, annotate
+        self._since: Any = time.perf_counter_ns() if since is None else since  # the training step's begin
+        self.marked: deque[tuple[Any, ...]] = deque(maxlen=LIGHT_KEPT if light else None)
         self.rows: dict[str, deque[tuple[Any, ...]]] = {
             kind: deque(maxlen=LIGHT_KEPT if light else None) for kind in COLUMNS
         }
@@ -76,8 +81,15 @@ class Recorder:
 
     def next_iteration(self) -> None:
         """The calls to come belong to the next training step."""
+        since = self._since
+        self.begin_step()
         if self.calls:
+            self.marked.append((self.iteration, since, self._since))
             self.iteration, self.call = self.iteration + 1, 0
+
+    def begin_step(self) -> None:
+        """The training step begins now, as its device sees it: what went before belongs to none."""
+        self._since = self._clocks[self._device].mark() if self._device else time.perf_counter_ns()
 
     def records(self) -> RankRecords:
         """All that was recorded, in nanoseconds. On a device with streams, waits for what was marked last."""
@@ -86,6 +98,7 @@ class Recorder:
         for kind, rows in self.rows.items():
             times = [i for i, name in enumerate(COLUMNS[kind]) if name in TIMES]
             self.rows[kind] = deque((self._read(row, times) for row in rows), maxlen=rows.maxlen)
+        self.marked = deque((self._read(row, [1, 2]) for row in self.marked), maxlen=self.marked.maxlen)
         device = self.device_type or "cpu"
         plans = [facts for _, _, facts in self._plans.values()]
         dtypes = sorted({facts.dtype for facts in plans if facts.dtype})
@@ -104,6 +117,7 @@ class Recorder:
                 "transport": {"used": self.transport, "direct": for_device(device).capabilities.direct_transport},
                 "peaks": [asdict(peaks_of(for_device(device), dtype)) for dtype in dtypes],
             },
+            marked=list(self.marked),
         )
 
     def _read(self, row: tuple[Any, ...], times: list[int]) -> tuple[int, ...]:

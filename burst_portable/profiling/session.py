@@ -16,6 +16,7 @@ inherited by their backward passes. Off, nothing of it is imported.
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Sequence
 from contextvars import Token
 from dataclasses import replace
@@ -68,6 +69,7 @@ class Session:
         self._recorders: dict[_Who, Recorder] = {}
         self._meshes: dict[_Who, Mesh] = {}
         self._ablations: dict[_Who, Ablation] = {}
+        self._since = 0  # when the first training step began: the session was opened, or marked before any attention
         self._lock = Lock()
         self._token: Token[Any] | None = None
         self._tracer = _tracer() if level == "deep" else None
@@ -78,6 +80,7 @@ class Session:
         if self._tracer is not None:
             self._tracer.start()
         self._token = installed.set(self._wrap)
+        self._since = time.perf_counter_ns()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,7 +103,9 @@ class Session:
             if who not in self._recorders:
                 annotate = self._tracer.annotate if self._tracer else None
                 light = self.level == "light"
-                self._recorders[who] = Recorder(mesh.rank, host_name(), light=light, annotate=annotate)
+                self._recorders[who] = Recorder(
+                    mesh.rank, host_name(), light=light, annotate=annotate, since=self._since
+                )
             return self._recorders[who]
 
     def _known_mesh(self, mesh: MeshLike) -> Mesh | None:
@@ -132,7 +137,12 @@ class Session:
         return next(iter(meshes.values()), None)
 
     def mark(self) -> None:
-        """The calls to come belong to the next training or inference step."""
+        """A training or inference step is over, and the next one begins: the calls to come belong to it.
+
+        The first step begins when the session is opened, or with a mark before any attention. What comes after the last
+        mark is no step with a time of its own.
+        """
+        self._since = time.perf_counter_ns()
         for recorder in list(self._recorders.values()):
             recorder.next_iteration()
 
@@ -151,6 +161,9 @@ class Session:
         if device is None and who in self._recorders:
             device = self._recorders[who].device_type
         found = self._ablations[who] = ablate(step, mesh=mesh, model=model, repeat=repeat, device=device)
+        self._since = time.perf_counter_ns()
+        for recorder in list(self._recorders.values()):
+            recorder.begin_step()
         return found
 
     def totals(self) -> tuple[float, float]:

@@ -19,6 +19,7 @@ class Maker:
         self.rank, self.host = rank, host
         self._rows: dict[str, list[tuple[int, ...]]] = {kind: [] for kind in COLUMNS}
         self.iteration = self.call = 0
+        self.marked: list[tuple[int, int, int]] = []
 
     def compute(self, step: int, start: float, end: float, flops: int = 1000, backward: int = 0) -> None:
         place = self.iteration, self.call, backward, step
@@ -44,11 +45,17 @@ class Maker:
     def copy(self, step: int, start: float, end: float, backward: int = 0) -> None:
         self._rows["copy"].append((self.iteration, self.call, backward, step, _ns(start), _ns(end)))
 
+    def mark(self, start: float, end: float) -> None:
+        """A training step is over, and the next one begins."""
+        self.marked.append((self.iteration, _ns(start), _ns(end)))
+        self.iteration += 1
+
     def records(self, plan: Plan | None = None) -> RankRecords:
         tables = {kind: Table.of(kind, rows) for kind, rows in self._rows.items()}
         plans = [PlanFacts(plan, self.rank).described("cpu")] if plan else []
+        calls = [(0, 0, 0)] if plan else []
         return RankRecords(
-            self.rank, self.host, "host clock", tables, plans, [(0, 0, 0)] if plan else [], {"device": "cpu"}
+            self.rank, self.host, "host clock", tables, plans, calls, {"device": "cpu"}, marked=self.marked
         )
 
 

@@ -65,6 +65,7 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
             rates = rates_of(backend, job.ranks, file=mesh.config.rates, dtype=job.dtype, head_dim=head_dim)
             strategy = asked_strategy(job.strategy, job.inner, job.travels, job.moves, rates)
             handle = parallelize(model, mesh, strategy=strategy, layout=job.layout)
+            session.mark()  # making the model is no part of the first step
             return Sharded(handle, mesh, session, timed=not capabilities.streams)
 
         def again(step: Callable[[], object], model: Any) -> None:

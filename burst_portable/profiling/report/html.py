@@ -26,6 +26,7 @@ from burst_portable.profiling.report.tables import (
     step_rows,
     traced_rows,
 )
+from burst_portable.profiling.training import training_text
 from burst_portable.units import bytes_text, percent, scaled, time_text
 
 _UNIT = 100  # nanoseconds: what the timeline is drawn to
@@ -94,6 +95,7 @@ def page(data: dict[str, Any]) -> str:
         peaks=peaks_text(data),
         sensors=_curves(data),
         drift=drift_text(data),
+        training=training_text(data),
         traced=traced_rows(data)[:_MOST_KERNELS],
         left_out=left_out,
         style=Markup((folder / "style.css").read_text(encoding="utf-8")),

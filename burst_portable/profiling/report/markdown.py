@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from burst_portable.profiling.report.tables import ABLATED, loss_name, peaks_text, roofline_text
+from burst_portable.profiling.training import training_text
 from burst_portable.units import percent, scaled, time_text
 
 _RANKS = 32
@@ -26,6 +27,8 @@ def markdown(data: dict[str, Any]) -> str:
         lines.append(f"| {rank['rank']} | {' | '.join(time_text(rank[name]) for name in names)} |")
     if len(data["ranks"]) > _RANKS:
         lines.append(f"| and {len(data['ranks']) - _RANKS} more | | | | | | |")
+    if text := training_text(data):
+        lines += ["", f"{text[0].upper()}{text[1:]}."]
     if ablated := data.get("ablation"):
         lines += ["", f"| ablation | {' | '.join(ABLATED.values())} |", f"| --- |{' ---: |' * len(ABLATED)}"]
         for row in ablated[:_RANKS]:

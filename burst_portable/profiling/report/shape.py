@@ -21,6 +21,8 @@ def what_is_wrong(data: dict[str, Any]) -> str:
         if data["prediction"] and not data["plans"]:
             raise _Wrong("report.plans is an empty list, beside predictions")
         _check_traced(data.get("traced", []))
+        if data.get("training") is not None:
+            _check(data["training"], _TRAINING, "report.training")
         for name, shape in _LATER.items():
             _check(data.get(name, []), [shape], f"report.{name}")
         for index, one in enumerate(data.get("sensors", [])):
@@ -148,6 +150,11 @@ _LATER: dict[str, Any] = {  # files of earlier releases have none of these
         **dict.fromkeys(("exposed_communication", "exposed_computing", "hidden"), _whole),
         "repeat": _count,
     },
+}
+_TRAINING = {
+    **dict.fromkeys(("shortest", "median", "longest", "longest_attention", "attention_share"), _number),
+    **dict.fromkeys(("longest_step", "longest_rank"), _whole),
+    "steps": [{"iteration": _whole, "ranks": [{"rank": _whole, "duration": _number, "attention": _number}, ...]}, ...],
 }
 _TRACED = {"rank": _whole, "on_device": _switch, "kernels": [_KERNEL], "contention": _anything, "partition": _anything}
 

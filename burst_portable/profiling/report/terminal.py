@@ -22,6 +22,7 @@ from burst_portable.profiling.report.tables import (
     traced_rows,
 )
 from burst_portable.profiling.sensors import told
+from burst_portable.profiling.training import training_text
 from burst_portable.units import bytes_text, percent, scaled, time_text
 
 _COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
@@ -51,6 +52,8 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
     say.print(f"  {total}", soft_wrap=True)
     if beside := contended(data):
         say.print(f"  beside communication, kernels of rank {beside['rank']} take {beside['ratio']:.2f} x as long")
+    if text := training_text(data):
+        say.print(f"  {text}", markup=False, soft_wrap=True)
     if ablated := data.get("ablation"):
         say.print(_ablation(ablated[:_RANKS]))
         say.print(f"  shortest of {ablated[0]['repeat']} runs; hidden: what either hides of the other", style="dim")
