@@ -64,6 +64,26 @@ def test_the_slowest_rank_of_a_step_computes_longest_and_does_not_wait(files, ca
     assert line.split()[-5:-2] == ["1", "400", "µs"], line
 
 
+def test_a_light_report_tells_no_totals_that_were_not_recorded(tmp_path, capsys):
+    """Nothing says what it sent or hid; the agreement's 24 bytes are not all that was sent."""
+    maker = Maker(0)
+    maker.collective(0, 0, 10)
+    maker.compute(0, 10, 110)
+    for light in (True, False):
+        record = maker.records()
+        report = Report.of([replace(record, facts={**record.facts, "light": light})])
+        report.print()
+        printed = " ".join(capsys.readouterr().out.split())
+        report.write_html(tmp_path / "l.html")
+        page = (tmp_path / "l.html").read_text(encoding="utf-8")
+        for text in (printed, page, report.markdown()):
+            assert ("a light report" in text) == light
+        assert ("communication hidden" in printed) == ("24 B sent" in printed) == (not light), printed
+        assert ('data-path="ranks.0.sent_bytes"' in page) == (not light)
+        assert ('data-path="ranks.0.exposed_copy"' in page) == (not light)
+        assert ("| 10.0 µs | - | 0 ns |" in report.markdown()) == light, report.markdown()
+
+
 def test_other_forms_are_written(files, capsys):
     names = [files / name for name in ("p.html", "p.json", "p.md")]
     wanted = ["--html", names[0], "--chrome", names[1], "--markdown", names[2]]

@@ -15,6 +15,7 @@ from burst_portable.profiling.evidence import evidence_of
 from burst_portable.profiling.partition import PARTS
 from burst_portable.profiling.report.tables import (
     ABLATED,
+    LIGHT,
     NAMES,
     PASSES,
     drift_text,
@@ -77,6 +78,7 @@ def page(data: dict[str, Any]) -> str:
         d=data,
         v=data["verdict"],
         parts=PARTS,
+        light=LIGHT if data.get("light") else "",
         names=NAMES,
         longest=max((rank["span"] for rank in data["ranks"]), default=1) or 1,
         totals=_totals(data),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from burst_portable.profiling.report.tables import ABLATED, loss_name, peaks_text, roofline_text
+from burst_portable.profiling.report.tables import ABLATED, LIGHT, loss_name, peaks_text, roofline_text
 from burst_portable.profiling.training import training_text
 from burst_portable.units import percent, scaled, time_text
 
@@ -24,11 +24,14 @@ def markdown(data: dict[str, Any]) -> str:
     ]
     for rank in data["ranks"][:_RANKS]:
         names = ("span", "compute", "exposed_comm", "exposed_copy", "idle", "blocking")
-        lines.append(f"| {rank['rank']} | {' | '.join(time_text(rank[name]) for name in names)} |")
+        told = ("-" if data.get("light") and name == "exposed_copy" else time_text(rank[name]) for name in names)
+        lines.append(f"| {rank['rank']} | {' | '.join(told)} |")
     if len(data["ranks"]) > _RANKS:
         lines.append(f"| and {len(data['ranks']) - _RANKS} more | | | | | | |")
     if text := training_text(data):
         lines += ["", f"{text[0].upper()}{text[1:]}."]
+    if data.get("light"):
+        lines += ["", f"This is {LIGHT}; copies count as idle."]
     if ablated := data.get("ablation"):
         lines += ["", f"| ablation | {' | '.join(ABLATED.values())} |", f"| --- |{' ---: |' * len(ABLATED)}"]
         for row in ablated[:_RANKS]:

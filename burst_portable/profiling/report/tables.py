@@ -15,6 +15,7 @@ NAMES = {
     "blocking": "blocking",
 }
 PASSES = ("forward", "backward")
+LIGHT = "a light report: copies, hidden communication and bytes sent are not recorded"
 _STEP_PARTS = ("span", "compute", "exposed_comm", "exposed_copy", "idle", "blocking", "overlap")
 _LOSSES = {
     "slow rank": "slow rank",

@@ -14,6 +14,7 @@ from burst_portable.profiling.contention import contended
 from burst_portable.profiling.partition import PARTS
 from burst_portable.profiling.report.tables import (
     ABLATED,
+    LIGHT,
     NAMES,
     drift_text,
     loss_name,
@@ -82,8 +83,10 @@ def _totals(data: dict[str, Any]) -> str:
     """What all ranks reach together."""
     sums = {name: sum(r[name] for r in data["ranks"]) for name in ("comm", "overlap", "compute", "sent_bytes")}
     flops = sum(p["flops"] for r in data["ranks"] for p in r["passes"].values())
-    hidden = percent(sums["overlap"] / sums["comm"]) if sums["comm"] else "none"
     rate = scaled(flops * 1e9 / sums["compute"], "FLOP/s") if sums["compute"] else "-"
+    if data.get("light"):
+        return f"in kernels {rate} a rank; {LIGHT}"
+    hidden = percent(sums["overlap"] / sums["comm"]) if sums["comm"] else "none"
     return f"in kernels {rate} a rank; communication hidden {hidden}; {bytes_text(sums['sent_bytes'])} sent"
 
 
