@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 import burst_portable as bp
 from burst_portable.cli import main
@@ -252,6 +253,22 @@ def test_what_is_no_report_is_refused(files, capsys):
     assert main(["compare", str(files / "two.json"), str(files / "even.json")]) == 2
     with pytest.raises(bp.BurstError, match="nothing was recorded"), bp.profile() as session:
         session.report()
+
+
+def test_steps_that_were_all_skipped_are_told_from_none_recorded():
+    """One step, for nobody marked where it ends; and three of which as many are skipped."""
+    with bp.profile() as session:
+        bp.attention(*(torch.randn(1, 8, 1, 8) for _ in range(3)))
+        bp.attention(*(torch.randn(1, 8, 1, 8) for _ in range(3)))
+    assert session.report() is not None
+    with pytest.raises(bp.BurstError, match=r"all that was recorded is skipped.*1 training step, skip=1.*mark\(\)"):
+        session.report(skip=1)
+    maker = Maker(0)
+    for maker.iteration in range(3):
+        maker.compute(0, 100 * maker.iteration, 100 * maker.iteration + 50)
+    assert Report.of([maker.records()], skip=2).data["ranks"][0]["span"] == 50_000
+    with pytest.raises(bp.BurstError, match="3 training steps, skip=3"):
+        Report.of([maker.records()], skip=3)
 
 
 def test_times_that_do_not_add_up_are_refused(files, tmp_path):

@@ -18,6 +18,23 @@ _LARGEST = 1 << 28  # bytes, unpacked
 _ADVICE = "pass a report's profile.json"
 
 
+def _nothing_left(steps: int, skip: int) -> InputError:
+    """Why there is nothing to report: nothing was recorded, or all that was is skipped."""
+    if not steps:
+        return InputError(
+            explain("nothing was recorded", next_step="call attention inside `with burst_portable.profile(...)`")
+        )
+    recorded = "1 training step" if steps == 1 else f"{steps} training steps"
+    return InputError(
+        explain(
+            "all that was recorded is skipped",
+            got=f"{recorded}, skip={skip}",
+            allowed="a skip of less than the steps",
+            next_step="call session.mark() after each step, or all calls count as one; or record more steps than skip",
+        )
+    )
+
+
 class Report:
     """Where the time went. `data` is what the JSON file holds; see `profiling/README.md` for its fields."""
 
@@ -43,10 +60,9 @@ class Report:
         number = as_int(skip)
         if number is None or number < 0:
             raise InputError(explain("skip is no number of training steps", got=shown(skip), allowed="an int >= 0"))
-        if not any(len(t.where(t["iteration"] >= skip)) for one in records for t in one.tables.values()):
-            raise InputError(
-                explain("nothing was recorded", next_step="call attention inside `with burst_portable.profile(...)`")
-            )
+        last = max((int(t["iteration"].max()) for r in records for t in r.tables.values() if len(t)), default=-1)
+        if last < number:
+            raise _nothing_left(last + 1, number)
         return cls(analyze(records, skip=skip))
 
     @classmethod
