@@ -85,6 +85,21 @@ def test_a_light_report_tells_no_totals_that_were_not_recorded(tmp_path, capsys)
         assert ("| 10.0 µs | - | 0 ns |" in report.markdown()) == light, report.markdown()
 
 
+def test_exposed_in_the_terminal_is_communication_without_copies(capsys):
+    """200 µs of communication and 30 of copies that nothing hid: two numbers, as in the other forms."""
+    maker = Maker(0)
+    maker.compute(0, 0, 100)
+    maker.collective(0, 100, 300)
+    maker.copy(0, 300, 330)
+    report = Report.of([maker.records()])
+    report.print()
+    lines = capsys.readouterr().out.splitlines()
+    header, row = (next(x for x in lines if x.split()[:1] == [first]) for first in ("rank", "0"))
+    assert header.split()[:7] == ["rank", "span", "computing", "exposed", "copies", "blocking", "idle"]
+    assert "330 µs 100 µs 200 µs 30.0 µs 200 µs 0 ns" in " ".join(row.split())
+    assert "| 0 | 330 µs | 100 µs | 200 µs | 30.0 µs | 0 ns | 200 µs |" in report.markdown()
+
+
 def test_other_forms_are_written(files, capsys):
     names = [files / name for name in ("p.html", "p.json", "p.md")]
     wanted = ["--html", names[0], "--chrome", names[1], "--markdown", names[2]]

@@ -28,7 +28,7 @@ from burst_portable.units import bytes_text, percent, scaled, time_text
 
 _COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
 _SHADES = {"compute": "█", "exposed_comm": "▓", "exposed_copy": "▒", "idle": "░"}  # told apart without colours too
-_BAR = 20  # characters: with the numbers beside it, a line of 80
+_BAR = 16  # characters: with the numbers beside it, a line of 80
 _STEPS = 8
 _RANKS = 16
 _KERNELS = 8
@@ -91,7 +91,7 @@ def _totals(data: dict[str, Any]) -> str:
 
 
 def _ranks(data: dict[str, Any]) -> Table:
-    table = _table("rank", "span", "computing", "exposed", "blocking", "idle", "where its time went", left=[6])
+    table = _table("rank", "span", "computing", "exposed", "copies", "blocking", "idle", "where it went", left=[7])
     table.columns[0].justify = "right"
     longest = max(rank["span"] for rank in data["ranks"]) or 1
     for rank in data["ranks"][:_RANKS]:
@@ -99,7 +99,8 @@ def _ranks(data: dict[str, Any]) -> Table:
             str(rank["rank"]),
             time_text(rank["span"]),
             time_text(rank["compute"]),
-            time_text(rank["exposed_comm"] + rank["exposed_copy"]),
+            time_text(rank["exposed_comm"]),
+            "-" if data.get("light") else time_text(rank["exposed_copy"]),
             time_text(rank["blocking"]),
             time_text(rank["idle"]),
             _bar(rank, longest),
