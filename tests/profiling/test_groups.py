@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import burst_portable as bp
 from burst_portable.profiling.report import Report
@@ -68,3 +69,13 @@ def test_ranks_that_are_threads_take_the_mesh_of_their_calls_too():
 def test_records_of_several_meshes_are_no_report():
     with pytest.raises(bp.BurstError, match=r"a rank is there twice.*0, 0, 1, 1.*mesh="):
         Report.of([*ring(2, 3), *ring(2, 3)])
+
+
+def test_a_deep_session_of_several_meshes_is_refused():
+    """The tracer's names hold a rank and no mesh: rank 0 of one and rank 0 of the other would be one."""
+    x = torch.randn(1, 32, 1, 8)
+    with bp.profile("deep") as session:
+        bp.run_local(2, lambda mesh: bp.attention(x, x, x, mesh=mesh))
+        bp.attention(x, x, x, mesh=bp.Mesh.single())
+    with pytest.raises(bp.BurstError, match="deep session cannot tell calls of several meshes apart"):
+        session.records()
