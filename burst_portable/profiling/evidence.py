@@ -43,7 +43,7 @@ _TOLD: Mapping[str, tuple[str, ...]] = {
         *("planned_sent", "planned", "layouts"),
     ),
     "plan: FLOPs over the bytes of each row read or written once": ("intensity",),
-    "estimate: the plan's cost at the backend's rates; it knows no contention and no slow neighbour": (
+    "estimate: the plan's cost at the rates that `plans` names; it knows no contention and no slow neighbour": (
         *("predicted", "planned_flop_rate", "planned_bandwidth", "seconds", "compute_seconds", "link_seconds"),
         *("memory", "received", "tflops", "gbps"),
     ),

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from burst_portable.backends.registry import for_device, meter_of, peaks_of, rates_of
-from burst_portable.cost import pass_flops, rank_cost
+from burst_portable.cost import Rates, pass_flops, rank_cost
+from burst_portable.errors import InputError
 from burst_portable.layout import Layout
 from burst_portable.plans import PASSES, Compute, Plan
 from burst_portable.profiling.alternatives import layouts, strategies
@@ -29,11 +30,13 @@ LIGHT_KEPT = 100_000
 
 
 class Recorder:
-    """The rows of one rank, and the clock that marks them."""
+    """The rows of one rank, and the clock that marks them; `rates`: a file to predict with, see `measured_rates`."""
 
     def __init__(
-        self, rank: int, host: str, *, light: bool, annotate: Annotate | None = None, since: int | None = None
-    ) -> None:
+        self, rank: int, host: str, *, light: bool, annotate: Annotate | None = None, since: int | None = None,
+        rates: str = "",
+    ) -> None:  # fmt: skip
+        self._rates = rates
         self.rank, self.host, self.light, self.annotate = rank, host, light, annotate
         self._since: Any = time.perf_counter_ns() if since is None else since  # the training step's begin
         self.marked: deque[tuple[Any, ...]] = deque(maxlen=LIGHT_KEPT if light else None)
@@ -107,7 +110,7 @@ class Recorder:
             self.host,
             clock.evidence if clock else "host clock",
             {kind: Table.of(kind, list(rows)) for kind, rows in self.rows.items()},
-            [facts.described(device) for facts in plans],
+            [facts.described(device, self._rates) for facts in plans],
             list(self.calls),
             {
                 "device": device,
@@ -143,11 +146,10 @@ class PlanFacts:
                     work = pass_flops(part.problem, name, area)
                     self.computes[bool(backward), c] = step.index, area, len(c.tiles), work
 
-    def described(self, device_type: str) -> dict[str, Any]:
-        """The plan's facts for a report, predictions with the backend's own rates."""
+    def described(self, device_type: str, file: str = "") -> dict[str, Any]:
+        """The plan's facts for a report, predictions with a file's rates, else with what the backend has."""
         plan, p = self.plan, self.plan.problem
-        rates = rates_of(for_device(device_type), p.ranks)
-        source = rates.source.removeprefix("of ") or "the backend's guess"
+        rates, source = self._rates_and_source(device_type, file)
         costs = {name: rank_cost(plan, name, self.rank, rates) for name in PASSES}
         return {
             "strategy": plan.strategy,
@@ -172,6 +174,16 @@ class PlanFacts:
                 "alternatives": strategies(plan, self.rank, rates),
             },
         }
+
+    def _rates_and_source(self, device_type: str, file: str) -> tuple[Rates, str]:
+        """What is predicted with, and whose it is. A report that is asked for is given, whatever became of the file."""
+        backend, p = for_device(device_type), self.plan.problem
+        unusable = ""
+        try:
+            rates = rates_of(backend, p.ranks, file=file, dtype=self.dtype, head_dim=p.head_dim)
+        except InputError:
+            rates, unusable = rates_of(backend, p.ranks), "; the file of rates that the settings name cannot be used"
+        return rates, (rates.source.removeprefix("of ") or "the backend's guess") + unusable
 
 
 def _layout_name(layout: Layout) -> str:

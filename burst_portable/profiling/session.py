@@ -104,7 +104,7 @@ class Session:
                 annotate = self._tracer.annotate if self._tracer else None
                 light = self.level == "light"
                 self._recorders[who] = Recorder(
-                    mesh.rank, host_name(), light=light, annotate=annotate, since=self._since
+                    mesh.rank, host_name(), light=light, annotate=annotate, since=self._since, rates=mesh.config.rates
                 )
             return self._recorders[who]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 import burst_portable as bp
 from burst_portable.backends.base import Peaks
 from burst_portable.backends.registry import known, load, peaks_of
+from burst_portable.config import Config
 from burst_portable.cost import pass_memory
+from burst_portable.measured_rates import SCHEMA
 from burst_portable.plans import BlockTiles, Compute
 from burst_portable.profiling.analyze import analyze
 from burst_portable.profiling.evidence import EVIDENCE, KINDS, evidence_of
 from burst_portable.profiling.report import Report
-from burst_portable.profiling.report.tables import peaks_text, roofline_text
+from burst_portable.profiling.report.tables import peaks_text, rates_text, roofline_text
 from burst_portable.tiles import Tile, Tiles
 from tests.profiling.made import Maker, ring
 
@@ -230,3 +233,37 @@ def test_every_number_says_how_it_is_known():
     assert all(text.split(":")[0] in KINDS for text in EVIDENCE.values())
     assert all(row["source"] for row in data["peaks"])
     assert all(loss["evidence"] for loss in data["losses"])
+
+
+def test_plans_are_priced_with_the_file_of_rates_of_the_settings(tmp_path, capsys):
+    """2 TFLOP/s backward and 1 forward: what kernels were planned to do, in all forms, and whose word that is."""
+    path = tmp_path / "rates.json"
+    about = {"device": "Abacus", "ranks": 1, "kernel": "beads", "date": "2026-11-22", "dtype": "bfloat16"}
+    rates = {"tflops": 1.0, "backward": 2.0, "gbps": 3.0, "launch_latency": 0.0}
+    path.write_text(json.dumps({"schema": SCHEMA, "rates": rates, **about}))
+
+    def report(file: str) -> Report:
+        single = bp.Mesh.single()
+        mesh = bp.Mesh(0, 1, single.transport, config=Config(rates=file))
+        q = torch.ones(1, 64, 2, 16, requires_grad=True)
+        with bp.profile(mesh=mesh) as session:
+            bp.attention(q, q, q, mesh=mesh, strategy="ring").sum().backward()
+        return session.report()
+
+    measured = report(str(path))
+    assert [row["planned_flop_rate"] for row in measured.data["achieved"]] == pytest.approx([1e12, 2e12])
+    told = f"1 TFLOP/s and 3 GB/s a rank (measured on Abacus ({path}, 2026-11-22), of bfloat16 and not float32)"
+    assert rates_text(measured.data) == [told]
+    measured.print()
+    assert f"planned for {told}" in capsys.readouterr().out
+    assert f"Planned for {told}." in measured.markdown()
+    measured.write_html(tmp_path / "page.html")
+    assert f"Planned for {told}.".replace(" ", "") in _page(tmp_path / "page.html")
+    assert rates_text(report("").data)[0].endswith(" (the backend's guess)")
+    path.unlink()  # a report that is asked for is given
+    gone = rates_text(report(str(path)).data)[0]
+    assert gone.endswith(" (the backend's guess; the file of rates that the settings name cannot be used)")
+
+
+def _page(path) -> str:
+    return "".join(path.read_text(encoding="utf-8").replace("\u00a0", " ").split())

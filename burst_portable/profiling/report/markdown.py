@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from burst_portable.profiling.report.tables import ABLATED, LIGHT, loss_name, peaks_text, roofline_text
+from burst_portable.profiling.report.tables import ABLATED, LIGHT, loss_name, peaks_text, rates_text, roofline_text
 from burst_portable.profiling.training import training_text
 from burst_portable.units import percent, scaled, time_text
 
@@ -41,6 +41,7 @@ def markdown(data: dict[str, Any]) -> str:
         for row in data["achieved"][: 2 * _RANKS]:
             rates = (scaled(row[key], "FLOP/s") if row[key] else "-" for key in ("flop_rate", "planned_flop_rate"))
             lines.append(f"| {row['rank']} | {row['pass']} | {' | '.join(rates)} | {roofline_text(row)} |")
+        lines += ["", *(f"Planned for {line}." for line in rates_text(data))]
         lines += ["", *(f"Peaks of {line}." for line in peaks_text(data))]
     if data["losses"]:
         lines += ["", "| lost | of the run | what |", "| ---: | ---: | --- |"]

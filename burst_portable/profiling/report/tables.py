@@ -147,6 +147,17 @@ def peaks_text(data: dict[str, Any]) -> list[str]:
     ]
 
 
+def rates_text(data: dict[str, Any]) -> list[str]:
+    """What plans are predicted with and who says so: no bound on what a device can do, and often a guess."""
+    lines = []
+    for rates in (plan["rates"] for plan in data["plans"]):
+        source = rates.get("source", "")
+        whose = f" ({source})" if isinstance(source, str) and source and source.isprintable() else ""
+        flops, bandwidth = scaled(rates["tflops"] * 1e12, "FLOP/s"), scaled(rates["gbps"] * 1e9, "B/s")
+        lines.append(f"{flops} and {bandwidth} a rank{whose}")
+    return list(dict.fromkeys(lines))
+
+
 def _span(ones: list[dict[str, Any]], key: str, unit: str) -> str:
     """From the least to the most of all ranks; "unknown" where one has none."""
     values = [one[key] for one in ones]

@@ -19,6 +19,7 @@ from burst_portable.profiling.report.tables import (
     drift_text,
     loss_name,
     peaks_text,
+    rates_text,
     step_rows,
     traced_rows,
 )
@@ -60,6 +61,8 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
         say.print(f"  shortest of {ablated[0]['repeat']} runs; hidden: what either hides of the other", style="dim")
     if data.get("achieved"):
         say.print(_achieved(data["achieved"][: 2 * _RANKS]))
+        for line in rates_text(data):
+            say.print(f"  planned for {line}", style="dim", markup=False, soft_wrap=True)
         for line in peaks_text(data):
             say.print(f"  peaks of {line}", style="dim", markup=False, soft_wrap=True)
     for one in data.get("sensors", ())[:_RANKS]:
