@@ -288,12 +288,19 @@ class Mask:
             raise unknown_name("mask", name, _PARSERS)
         usage, make = _PARSERS[name]
         try:
-            numbers = [int(part) for part in rest.replace(",", ":").split(":")] if rest else []
+            numbers = [_number(part) for part in rest.replace(",", ":").split(":")] if rest else []
             return make(numbers, length)
         except MaskError:
             raise
         except (ValueError, TypeError) as error:
             raise MaskError(explain(f"the mask {shown(text)} cannot be read", allowed=usage)) from error
+
+
+def _number(text: str) -> int:
+    """As it is written everywhere: Python's `int` takes 1_0 and digits of other scripts as well."""
+    if not (text.isascii() and text.removeprefix("-").isdecimal()):
+        raise ValueError(f"{text!r} is no whole number")
+    return int(text)
 
 
 def _uniform_blocks(numbers: list[int], length: int | None) -> Mask:

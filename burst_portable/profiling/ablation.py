@@ -32,6 +32,7 @@ from burst_portable.moves import Move
 from burst_portable.numerics import State, empty_state
 from burst_portable.plans import Compute, Plan
 from burst_portable.runtime import Queries, Runtime, installed
+from burst_portable.values import as_int, shown
 
 REPEAT = 3
 _KINDS = ((), ("communication",), ("computing",), ("communication", "computing"))
@@ -98,8 +99,16 @@ def ablate(
 
     Raises `InputError` for fewer than one repetition, and where nothing says on which device the step runs.
     """
-    if repeat < 1:
-        raise InputError(explain("a step must be run at least once", got=repeat))
+    times = as_int(repeat)
+    if times is None or times < 1:
+        raise InputError(
+            explain("repeat is no number of times to run a step", got=shown(repeat), allowed="an int >= 1")
+        )
+    if not callable(step):
+        raise InputError(explain("a step is a function that takes nothing", got=shown(step)))
+    if model is not None and not isinstance(model, nn.Module):
+        raise InputError(explain("model is no torch.nn.Module", got=shown(model)))
+    repeat = times
     mesh, device = as_mesh(mesh), device or _device_of(model)
     with _put_back(model, device):
         _timed(step, mesh, device, ())  # warm; ranks meet there, so all have kept their random numbers by then

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextvars import Token
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from burst_portable.profiling.record import RankRecords, pack, unpack
 from burst_portable.profiling.recorder import Recorder
 from burst_portable.profiling.recording import RecordingRuntime
 from burst_portable.runtime import Runtime, installed
+from burst_portable.values import shown
 
 if TYPE_CHECKING:
     from burst_portable.profiling.ablation import Ablation
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from burst_portable.profiling.report import Report
 
 LEVELS = ("session", "light", "deep")
+Wrap = Callable[[Runtime, Plan, Mesh], Runtime]
 _NAMED = 8  # ranks of a mesh that an error lists
 
 
@@ -70,8 +72,11 @@ class Session:
         self._meshes: dict[_Who, Mesh] = {}
         self._ablations: dict[_Who, Ablation] = {}
         self._since = 0  # when the first training step began: the session was opened, or marked before any attention
+        self._by_thread: dict[Thread, set[_Who]] = {}
+        self._opener: Thread | None = None
         self._lock = Lock()
         self._token: Token[Any] | None = None
+        self._outer: Wrap | None = None
         self._tracer = _tracer() if level == "deep" else None
 
     def __enter__(self) -> Session:
@@ -79,14 +84,23 @@ class Session:
             raise InputError("this profiling session is open already; make another with profile()")
         if self._tracer is not None:
             self._tracer.start()
+        self._opener, self._outer = current_thread(), installed.get()
         self._token = installed.set(self._wrap)
         self._since = time.perf_counter_ns()
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._token is not None
+        if self._token is None:
+            raise InputError("this profiling session is not open")
+        if installed.get() != self._wrap:
+            raise InputError(
+                explain(
+                    "this profiling session cannot be closed here: it is not the one that was opened last in this thread",
+                    next_step="close those first that were opened after it, in the thread that opened them",
+                )
+            )
         installed.reset(self._token)
-        self._token = None
+        self._token = self._outer = None
         for recorder in self._recorders.values():
             if recorder.sensors is not None:
                 recorder.sensors.stop()
@@ -94,12 +108,15 @@ class Session:
             self._tracer.stop()
 
     def _wrap(self, runtime: Runtime, plan: Plan, mesh: Mesh) -> Runtime:
-        return RecordingRuntime(runtime, plan, self._recorder(mesh))
+        """Inside another session that one records as well."""
+        outer = self._outer
+        return RecordingRuntime(outer(runtime, plan, mesh) if outer else runtime, plan, self._recorder(mesh))
 
     def _recorder(self, mesh: Mesh) -> Recorder:
         who = _who(mesh)
         with self._lock:
             self._meshes[who] = mesh
+            self._by_thread.setdefault(current_thread(), set()).add(who)
             if who not in self._recorders:
                 annotate = self._tracer.annotate if self._tracer else None
                 light = self.level == "light"
@@ -141,9 +158,16 @@ class Session:
 
         The first step begins when the session is opened, or with a mark before any attention. What comes after the last
         mark is no step with a time of its own.
+
+        Ranks that are threads mark for themselves: those that have called attention in this thread. The thread that
+        opened the session marks for all where it has called none itself.
         """
         self._since = time.perf_counter_ns()
-        for recorder in list(self._recorders.values()):
+        here = current_thread()
+        with self._lock:
+            everybody = self._recorders if here is self._opener else ()
+            recorders = [self._recorders[who] for who in self._by_thread.get(here, everybody)]
+        for recorder in recorders:
             recorder.next_iteration()
 
     def ablate(
@@ -206,8 +230,8 @@ class Session:
         that of the recorded calls.
 
         Raises `InputError` where nothing says which mesh: calls of several were recorded, or none of several ranks;
-        and where calls were recorded, but none of the mesh that was passed. A `CommunicationError` where a rank does
-        not take part.
+        and where calls were recorded, but none of the mesh that was passed; on rank 0, where a rank recorded nothing or
+        marked other steps than the others. A `CommunicationError` where a rank does not take part.
         """
         known = self._known_mesh(mesh)
         mesh = known or as_mesh(None)
@@ -225,7 +249,7 @@ class Session:
             mine = [RankRecords(mesh.rank, host_name(), "host clock", {})]
         device = torch.device(mine[0].facts.get("device", "cpu"))
         parts = _collected(mesh, pack(mine[0]), device)
-        return None if parts is None else [unpack(part) for part in parts]
+        return None if parts is None else _same_calls([unpack(part) for part in parts])
 
     def report(self, mesh: MeshLike = None, *, skip: int = 0) -> Report | None:
         """Where the time went, on rank 0; None on the others. All ranks of the mesh must call it.
@@ -254,8 +278,8 @@ def profile(level: Literal["session", "light", "deep"] = "session", *, mesh: Mes
 
     Raises `InputError` for another level.
     """
-    if level not in LEVELS:
-        raise InputError(explain("unknown level of profiling", got=repr(level), allowed=", ".join(LEVELS)))
+    if not isinstance(level, str) or level not in LEVELS:
+        raise InputError(explain("unknown level of profiling", got=shown(level), allowed=", ".join(LEVELS)))
     return Session(level, mesh)
 
 
@@ -269,6 +293,27 @@ def host_name() -> str:
     """Names this machine's monotonic clock: its boot where the system tells, else its name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text(encoding="ascii").strip() if boot.is_file() else platform.node()
+
+
+def _same_calls(ranks: list[RankRecords]) -> list[RankRecords]:
+    """These records. Ranks call attention together: where one has seen less, what is made of them would blame somebody.
+
+    Raises `InputError` where a rank recorded nothing and others did, or other training steps.
+    """
+    steps = {
+        one.rank: max((int(t["iteration"].max()) + 1 for t in one.tables.values() if len(t)), default=0)
+        for one in ranks
+    }
+    if len(set(steps.values())) > 1:
+        counts = ", ".join(f"{steps[rank]} on rank {rank}" for rank in sorted(steps)[:_NAMED])
+        raise InputError(
+            explain(
+                "ranks have recorded different training steps",
+                got=f"{counts}{', ...' if len(steps) > _NAMED else ''}",
+                next_step="open the session on every rank of the mesh before its first call, and mark() on every rank",
+            )
+        )
+    return ranks
 
 
 def _collected(mesh: Mesh, data: bytes, device: torch.device) -> Sequence[bytes] | None:

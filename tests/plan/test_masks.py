@@ -69,6 +69,8 @@ def test_blind_rows_are_counted(many, length):
         ("window", r"window:LEFT"),
         ("window:-1", "out of range"),
         ("window:x", "cannot be read"),
+        ("window:1_0:0", "cannot be read"),
+        ("window:\u0661:0", "cannot be read"),
         ("documents:0,5,3", "strictly rising"),
         ("documents:1,5", "0 first"),
         ("prefix:0", "out of range"),

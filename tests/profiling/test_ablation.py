@@ -161,7 +161,7 @@ def test_what_was_taken_away_is_given_back_after_an_error():
 
 
 def test_it_must_run():
-    with pytest.raises(bp.BurstError, match="at least once"):
+    with pytest.raises(bp.BurstError, match="repeat is no number"):
         ablate(lambda: None, repeat=0)
 
 

@@ -1,0 +1,103 @@
+"""Sessions inside one another, closed in another order, marked by ranks that are threads, and by some ranks alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.errors import InputError
+from burst_portable.profiling.ablation import ablate
+from burst_portable.runtime import installed
+
+
+def attend(mesh=None):
+    q, k, v = (torch.randn(1, 32, 2, 16, requires_grad=True) for _ in range(3))
+    return bp.attention(q, k, v, mesh=mesh) if mesh is not None else bp.attention(q, k, v)
+
+
+def calls(session):
+    (records,) = session.records()
+    return len(records.tables["compute"])
+
+
+def test_ranks_that_are_threads_mark_for_themselves():
+    def work(mesh):
+        for _ in range(5):
+            session.mark()
+            attend(mesh).sum().backward()
+
+    with bp.profile() as session:
+        bp.run_local(3, work)
+        session.mark()  # the thread that opened it: for all
+        bp.run_local(3, attend)
+    for one in session.records():
+        steps = one.tables["compute"]["iteration"]
+        assert sorted(set(steps.tolist())) == [0, 1, 2, 3, 4, 5]
+        assert (steps[steps < 5] == sorted(steps[steps < 5])).all()
+
+
+def test_a_session_inside_another_is_recorded_by_both():
+    with bp.profile() as outer:
+        attend()
+        with bp.profile("light") as inner:
+            for _ in range(3):
+                attend()
+        attend()
+    assert (calls(outer), calls(inner)) == (5, 3)
+    assert installed.get() is None
+
+
+def test_closing_in_another_order_is_refused():
+    outer, inner = bp.profile(), bp.profile()
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(InputError, match="not the one that was opened last"):
+        outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
+    assert installed.get() is None
+    with pytest.raises(InputError, match="not open"):
+        outer.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("which", ["one rank's calls", "one rank's marks"])
+def test_ranks_that_saw_other_steps(which):
+    def work(mesh):
+        seen = bp.profile(mesh=mesh)
+        alone = mesh.rank == 0 or which == "one rank's marks"
+        if alone:
+            seen.__enter__()
+        attend(mesh)
+        if mesh.rank == 0:
+            seen.mark()
+        attend(mesh)
+        if alone:
+            seen.__exit__(None, None, None)
+        return seen.report()
+
+    with pytest.raises(InputError, match="different training steps") as refused:
+        bp.run_local(2, work)
+    assert "2 on rank 0" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"repeat": 1.5}, "repeat is no number"),
+        ({"repeat": True}, "repeat is no number"),
+        ({"repeat": 0}, "repeat is no number"),
+        ({"step": None}, "a step is a function"),
+        ({"model": "x"}, "no torch.nn.Module"),
+    ],
+)
+def test_what_ablate_refuses(changes, told):
+    with pytest.raises(InputError, match=told):
+        ablate(**{"step": attend, "mesh": bp.Mesh.single(), **changes})
+
+
+def test_a_level_that_is_none():
+    for level in ("x" * 100_000, ["deep"], None):
+        with pytest.raises(InputError, match="unknown level") as refused:
+            bp.profile(level)
+        assert len(str(refused.value)) < 500
