@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from burst_portable.backends.registry import for_device
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.wrapped import WrappedTransport
-from burst_portable.errors import InputError, explain
+from burst_portable.errors import InputError, explain, shown
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.moves import Move
 from burst_portable.numerics import State, empty_state
 from burst_portable.plans import Compute, Plan
 from burst_portable.runtime import Queries, Runtime, installed
-from burst_portable.values import as_int, shown
+from burst_portable.values import as_int
 
 REPEAT = 3
 _KINDS = ((), ("communication",), ("computing",), ("communication", "computing"))

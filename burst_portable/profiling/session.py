@@ -27,14 +27,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from burst_portable.errors import InputError, explain
+from burst_portable.errors import InputError, explain, shown
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.plans import Plan
 from burst_portable.profiling.record import RankRecords, pack, unpack
 from burst_portable.profiling.recorder import Recorder
 from burst_portable.profiling.recording import RecordingRuntime
 from burst_portable.runtime import Runtime, installed
-from burst_portable.values import shown
 
 if TYPE_CHECKING:
     from burst_portable.profiling.ablation import Ablation
@@ -95,7 +94,7 @@ class Session:
         if installed.get() != self._wrap:
             raise InputError(
                 explain(
-                    "this profiling session cannot be closed here: it is not the one that was opened last in this thread",
+                    "this profiling session is not the one that was opened last in this thread",
                     next_step="close those first that were opened after it, in the thread that opened them",
                 )
             )
