@@ -11,10 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from burst_portable.errors import InputError, explain
+from burst_portable.errors import InputError, explain, shown
 
 _GZIP = b"\x1f\x8b"
 ParseFloat = Callable[[str], Any]
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Raises `InputError` for a file that cannot be written."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, TypeError, ValueError) as error:  # what is no path raises one of the two others
+        raise InputError(
+            explain("this file cannot be written", got=f"{shown(path)}: {_told(error)}", allowed="a path to a file")
+        ) from error
 
 
 def read_json(path: Path, what: str, largest: int, *, parse_float: ParseFloat | None = None) -> Any:

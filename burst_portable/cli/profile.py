@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from burst_portable.cli.output import PRINT_JSON_HELP, JsonOption, check_files, console, table
+from burst_portable.errors import InputError, explain
+from burst_portable.files import write_text
 
 COMPARE_SCHEMA = "burst_portable.compare/1"
 
@@ -16,7 +18,12 @@ def profile(
     report: Annotated[Path, typer.Argument(help="A report: profile.json of `run --profile`, or Report.write_json's.")],
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page to this file.")] = None,
     chrome: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write Markdown for a pull request to this file.")] = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write Markdown for a pull request to this file; -: to standard output, and nothing else there."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help=PRINT_JSON_HELP)] = False,
 ) -> None:
     """Say where the time of a profiled run went: verdict, ranks, steps; other forms of the report with options.
@@ -28,14 +35,20 @@ def profile(
     """
     from burst_portable.profiling.report import Report
 
-    check_files({"--html": html, "--chrome": chrome, "--markdown": markdown}, sources=(report,))
+    to_stdout = str(markdown) == "-"
+    if to_stdout and as_json:
+        raise InputError(explain("--json and --markdown - both want standard output", next_step="name a file for one"))
+    check_files({"--html": html, "--chrome": chrome, "--markdown": None if to_stdout else markdown}, sources=(report,))
     read = Report.load(report)
     if html is not None:
         read.write_html(html)
     if chrome is not None:
         read.write_chrome(chrome)
+    if to_stdout:
+        typer.echo(read.markdown(), nl=False)
+        return
     if markdown is not None:
-        markdown.write_text(read.markdown(), encoding="utf-8")
+        write_text(markdown, read.markdown())
     if as_json:
         told = ("schema", "verdict", "losses", "ranks", "ablation")
         JsonOption("-").write({name: read.data[name] for name in told if name in read.data})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable.cli import main
 from burst_portable.errors import InputError
 from burst_portable.profiling.ablation import ablate
 from burst_portable.runtime import installed
@@ -94,6 +97,39 @@ def test_ranks_that_saw_other_steps(which):
 def test_what_ablate_refuses(changes, told):
     with pytest.raises(InputError, match=told):
         ablate(**{"step": attend, "mesh": bp.Mesh.single(), **changes})
+
+
+@pytest.fixture(scope="module")
+def report():
+    with bp.profile() as session:
+        attend().sum().backward()
+    return session.report(skip=torch.tensor(0))
+
+
+@pytest.mark.parametrize("path", ["/", "/no/such/folder/x", "/dev/full", "a" * 300, None, 3.5, b"x", "a\0b"])
+def test_files_that_cannot_be_written(report, path):
+    for write in (report.write_json, report.write_html, report.write_chrome):
+        with pytest.raises(InputError, match="this file cannot be written; got "):
+            write(path)
+
+
+def test_markup_in_a_report_that_was_edited(report, tmp_path, capsys):
+    for rows in ("achieved", "steps"):
+        for row in report.data[rows]:
+            row["pass"] = "[/]"
+    (tmp_path / "edited.json").write_text(json.dumps(report.data))
+    assert main(["profile", str(tmp_path / "edited.json")]) == 0
+    assert "rank 0 [/]" in capsys.readouterr().out
+
+
+def test_markdown_to_standard_output(report, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report.write_json("one.json")
+    assert main(["profile", "one.json", "--markdown", "-"]) == 0
+    assert capsys.readouterr().out == report.markdown()
+    assert main(["profile", "one.json", "--markdown", "-", "--json"]) == 2
+    assert "both want standard output" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["one.json"]
 
 
 def test_a_level_that_is_none():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from burst_portable.errors import InputError, explain, shown
-from burst_portable.files import read_json
+from burst_portable.files import read_json, write_text
 from burst_portable.profiling.analyze import SCHEMA, analyze
 from burst_portable.profiling.record import RankRecords
 from burst_portable.profiling.report.shape import what_is_wrong
@@ -63,7 +63,7 @@ class Report:
         last = max((int(t["iteration"].max()) for r in records for t in r.tables.values() if len(t)), default=-1)
         if last < number:
             raise _nothing_left(last + 1, number)
-        return cls(analyze(records, skip=skip))
+        return cls(analyze(records, skip=number))
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -93,19 +93,19 @@ class Report:
 
     def write_json(self, path: str | Path) -> None:
         """The data, for CI and for `burst-portable profile`."""
-        Path(path).write_text(json.dumps(self.data, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(self.data, separators=(",", ":"), allow_nan=False) + "\n")
 
     def write_html(self, path: str | Path) -> None:
         """One file that needs nothing else: timeline, partition, steps, prediction."""
         from burst_portable.profiling.report.html import page
 
-        Path(path).write_text(page(self.data), encoding="utf-8")
+        write_text(path, page(self.data))
 
     def write_chrome(self, path: str | Path) -> None:
         """A trace for ui.perfetto.dev or chrome://tracing: a process a rank, tracks for computing and communication."""
         from burst_portable.profiling.report.chrome import trace
 
-        Path(path).write_text(json.dumps(trace(self.data), separators=(",", ":")) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(trace(self.data), separators=(",", ":")) + "\n")
 
     def markdown(self) -> str:
         """For a pull request."""

@@ -148,7 +148,7 @@ def _achieved(rows: list[dict[str, Any]]) -> Table:
         rates = (scaled(r[key], "FLOP/s") if r[key] else "-" for key in ("flop_rate", "planned_flop_rate"))
         sent = "-" if r["sent"] is None else bytes_text(r["sent"])
         share = "unknown" if r["of_ceiling"] is None else f"{percent(r['of_ceiling'])}, {r['bound']}"
-        table.add_row(f"rank {r['rank']} {r['pass']}", *rates, sent, bytes_text(r["planned_sent"]), share)
+        table.add_row(escape(f"rank {r['rank']} {r['pass']}"), *rates, sent, bytes_text(r["planned_sent"]), share)
     return table
 
 
@@ -156,7 +156,7 @@ def _steps(rows: list[dict[str, Any]]) -> Table:
     table = _table("ring step", "n", "window", "computing", "blocking", "slowest", "it computes", "received")
     for r in rows:
         table.add_row(
-            f"{r['pass']} {r['step']}",
+            escape(f"{r['pass']} {r['step']}"),
             str(r["times"]),
             time_text(r["span"]),
             time_text(r["compute"]),
@@ -173,5 +173,5 @@ def _traced(rows: list[dict[str, Any]]) -> Table:
     for r in rows:
         name = r["name"] if len(r["name"]) <= _NAME else r["name"][: _NAME - 1] + "…"
         where = f"step {r['most']['step']}"
-        table.add_row(escape(name), r["pass"], str(r["times"]), time_text(r["time"]), where)
+        table.add_row(escape(name), escape(r["pass"]), str(r["times"]), time_text(r["time"]), where)
     return table
