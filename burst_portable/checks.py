@@ -117,6 +117,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) ->
     if max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
         raise ShapeError(explain("unsupported head size", got=shapes, allowed=f"1 to {LARGEST_HEAD}"))
     check_heads(q.shape[2], k.shape[2])
+    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if wanted and (made := [name for name, x in (("q", q), ("k", k), ("v", v)) if x.is_inference()]):
+        raise InputError(
+            explain(
+                "autograd cannot keep tensors that were made under torch.inference_mode",
+                got=", ".join(made),
+                next_step="clone them outside of it, or call under torch.no_grad",
+            )
+        )
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:

@@ -117,6 +117,10 @@ def _serve(pipe: Connection, subject: Subject, only: Sequence[str], cases: Seque
         while True:
             try:
                 number = pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 return
-            pipe.send(maker.make(trials[number]))
+            made = maker.make(trials[number])
+            try:
+                pipe.send(made)
+            except (BrokenPipeError, ConnectionResetError):  # the first process is gone
+                return

@@ -159,6 +159,17 @@ def test_numbers_in_tensors_are_read_and_not_remembered_by_identity():
     torch.testing.assert_close(same, bp.attention(q, k, v, scale=0.75))
 
 
+def test_tensors_of_inference_mode():
+    with torch.inference_mode():
+        k, v = (torch.randn(1, 8, 2, 4) for _ in range(2))
+    q = torch.randn(1, 8, 2, 4, requires_grad=True)
+    with pytest.raises(InputError, match=r"torch\.inference_mode; got k, v; clone"):
+        bp.attention(q, k, v)
+    with torch.no_grad():
+        assert bp.attention(q, k, v).shape == q.shape
+    assert bp.attention(q, k.clone(), v.clone()).requires_grad
+
+
 def test_dtypes_that_disagree():
     q, k, v = qkv()
     with pytest.raises(DtypeError, match="different dtypes"):
