@@ -21,6 +21,8 @@ Column = NDArray[np.int64]
 
 CLEARLY = 10
 """A wait that lasted so many times what asking costs its rank had to wait. A shorter one may be the cost of asking."""
+MOST = 1_000_000
+"""Nanoseconds: asking for what is there takes no longer, whatever a few waits say that were all for what was not."""
 SHARE = 10
 """One part in so many of the time since both ends had posted: a shorter wait was more likely a host held up."""
 
@@ -102,10 +104,11 @@ def _asking(table: Table) -> int:
     """What a rank's shorter waits take, in nanoseconds: the lower quartile of those that its host timed.
 
     Half of all waits are for what the rank itself sent, which has mostly left: so the quartile is one that found
-    everything done, also where every message that comes is waited for.
+    everything done, also where every message that comes is waited for. Of very few it may not be: so `MOST`.
     """
     timed = table.where((table["arrived"] == NEVER) & (table["posted"] != NEVER))
-    return int(np.quantile(timed["end"] - timed["start"], 0.25, method="lower")) if len(timed) else 0
+    usual = np.quantile(timed["end"] - timed["start"], 0.25, method="lower") if len(timed) else 0
+    return min(int(usual), MOST)
 
 
 def _keys(table: Table, rank: int) -> list[tuple[int, ...]]:
