@@ -136,7 +136,8 @@ class Kernel:
     def __init__(self):
         self.ran = []
 
-    def warmup(self, *arguments, grid, num_warps):
+    def warmup(self, *arguments, grid, num_warps, enable_fp_fusion):
+        assert enable_fp_fusion
         return {(grid[0], 1, 1): lambda *given: self.ran.append((num_warps, given))} | {"num_warps": num_warps}
 
 

@@ -126,7 +126,7 @@ def run_rank(rank: int, scenario: Scenario) -> None:
     os.dup2(log, 2)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
     event = Countdown(scenario) if rank == 1 and scenario.fault in FAULTS else lambda: None
-    installed.set(lambda runtime, plan: StrikingRuntime(runtime, event))
+    installed.set(lambda runtime, plan, mesh: StrikingRuntime(runtime, event))
     config = Config(deadline=scenario.deadline)
 
     def mesh(group: dist.ProcessGroup | None) -> bp.Mesh:
