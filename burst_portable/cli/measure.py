@@ -105,9 +105,10 @@ def _job(
     from burst_portable.backends.registry import choose_kernel
     from burst_portable.cli.backends import choose_backend
     from burst_portable.cli.measuring import MeasureJob
-    from burst_portable.cli.training.limits import check_processes, check_tensors, cores
+    from burst_portable.cli.training.limits import check_processes, check_room, cores
     from burst_portable.config import from_environment
     from burst_portable.kernels.contract import KernelProblem
+    from burst_portable.measuring.rates import HOST
     from burst_portable.planning import LARGEST_HEAD, check_heads
     from burst_portable.strategies.base import check_divides
 
@@ -131,8 +132,8 @@ def _job(
         check_processes(count)
     made = getattr(torch, dtype) if dtype else torch.bfloat16 if capabilities.streams else torch.float32
     if not capabilities.streams:
-        numbers = (seq_len or 1) * head_dim * (2 * heads + 2 * kv_heads)  # q, k, v and dO
-        check_tensors(numbers * made.itemsize, 1 if place else count)
+        numbers = (seq_len or HOST.length) * head_dim * (2 * heads + 2 * kv_heads)  # q, k, v and dO
+        check_room(numbers * made.itemsize, 1 if place else count)
     problem = KernelProblem(made, capabilities.device_type, heads, kv_heads, head_dim, head_dim, deterministic=False)
     choose_kernel(chosen, problem, from_environment().kernel if kernel == "auto" else kernel)
     return MeasureJob(

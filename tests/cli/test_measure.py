@@ -79,6 +79,12 @@ def test_what_is_refused_before_a_process_starts(capsys, monkeypatch, arguments,
     assert told in capsys.readouterr().err
 
 
+def test_the_usual_length_counts_too(capsys, monkeypatch):
+    monkeypatch.setattr("burst_portable.cli.measuring.run_processes", lambda *_: pytest.fail("a process started"))
+    assert main(["measure", "--ranks", "1", "--heads", "16384", "--kv-heads", "16384", "--head-dim", "1024"]) == 2
+    assert "got 128 GiB of q, k, v and gradients a rank, 1 rank;" in capsys.readouterr().err
+
+
 def test_a_machine_that_was_busy_is_told_of(capsys):
     """More than 1.3 times the shortest round; the rates that were steady are not named."""
     about = dict.fromkeys(("device", "backend", "kernel", "dtype"), "x")

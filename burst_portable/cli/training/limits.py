@@ -67,7 +67,7 @@ def check_memory(parameters: int, vocabulary: int, *, tokens: int, copies: int, 
         )
 
 
-def check_tensors(size: int, copies: int) -> None:
+def check_room(size: int, copies: int) -> None:
     """Refuse tensors of so many bytes in each of so many processes that this machine's memory cannot hold."""
     if size * copies > (there := _memory()):
         raise InputError(
