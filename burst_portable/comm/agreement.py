@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from burst_portable.comm.base import Transport
-from burst_portable.errors import BurstError, CommunicationError, MismatchError, explain
+from burst_portable.errors import BurstError, CommunicationError, DeadlineError, MismatchError, PeerLostError, explain
 
 _FACTS_SIZE = 4096
 _SHOWN = 300
@@ -84,12 +84,36 @@ def agree(transport: Transport, mine: Statement, *, forward: int = 0, deadline: 
     transport.passes += 1
     if mine.digest in transport.agreed:
         return
-    counts = transport.passes.to_bytes(8, "little") + forward.to_bytes(8, "little")
     label = f"asking whether ranks agree on pass {transport.passes} ({mine.title})"
+    _ask(transport, mine, label, forward=forward, deadline=deadline)
+    if not transport.host:
+        _remember(transport, mine.digest)
+
+
+def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -> None:
+    """Return when all ranks of the transport make this call, which is no pass of an attention: asked every time.
+
+    Args:
+        transport: of the ranks that make the call together.
+        call: how users write it, "session.report()".
+        facts: what ranks must say alike of it.
+
+    Raises `MismatchError` on every rank where they differ, or where some make another call; `DeadlineError` or
+    `PeerLostError` where a rank does not come, with the call that is missing there.
+    """
+    if transport.size == 1:
+        return
+    try:
+        _ask(transport, state({"pass": call, **(facts or {})}), f"asking whether all ranks call {call}")
+    except (DeadlineError, PeerLostError) as error:
+        raise type(error)(f"{error}; every rank of the mesh must call {call}") from error
+
+
+def _ask(transport: Transport, mine: Statement, label: str, *, forward: int = 0, deadline: float | None = None) -> None:
+    """Raise `MismatchError` on every rank where they do not state the same."""
+    counts = transport.passes.to_bytes(8, "little") + forward.to_bytes(8, "little")
     stated = transport.share(mine.digest + counts, label, deadline)
     if all(other == stated[0] for other in stated):
-        if not transport.host:
-            _remember(transport, mine.digest)
         return
     packed = json.dumps(mine.facts).encode()[:_FACTS_SIZE].ljust(_FACTS_SIZE)
     texts = [facts.decode(errors="ignore").strip() for facts in transport.share(packed, "telling each other", deadline)]

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from burst_portable.backends.registry import for_device
+from burst_portable.checks import tell_the_others
+from burst_portable.comm.agreement import agree_on_call
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.wrapped import WrappedTransport
 from burst_portable.errors import InputError, explain, shown
@@ -97,8 +99,27 @@ def ablate(
         repeat: how often each is run, in turns; the shortest counts.
         device: the type of the step's tensors; unless given, that of the model's parameters.
 
-    Raises `InputError` for fewer than one repetition, and where nothing says on which device the step runs.
+    Raises `InputError` for fewer than one repetition, and where nothing says on which device the step runs;
+    `MismatchError` on every rank where one of them refuses, or where they repeat other numbers of times.
     """
+    mesh = as_mesh(mesh)
+    try:
+        repeat = _checked(step, model, repeat)
+        device = device or _device_of(model)
+    except InputError as refusal:
+        tell_the_others(mesh, refusal)
+        raise
+    agree_on_call(mesh.transport(device), "ablate()", {"repeat": str(repeat)})
+    with _put_back(model, device):
+        _timed(step, mesh, device, ())  # warm; ranks meet there, so all have kept their random numbers by then
+        runs = [[_timed(step, mesh, device, off) for off in _KINDS] for _ in range(repeat)]
+    _meet(mesh, device)
+    whole, silent, idle, both = (min(times) for times in zip(*runs, strict=True))
+    return Ablation(whole, silent, idle, both, repeat)
+
+
+def _checked(step: object, model: object, repeat: object) -> int:
+    """The number of times to repeat; raises `InputError` for what cannot be run."""
     times = as_int(repeat)
     if times is None or times < 1:
         raise InputError(
@@ -108,14 +129,7 @@ def ablate(
         raise InputError(explain("a step is a function that takes nothing", got=shown(step)))
     if model is not None and not isinstance(model, nn.Module):
         raise InputError(explain("model is no torch.nn.Module", got=shown(model)))
-    repeat = times
-    mesh, device = as_mesh(mesh), device or _device_of(model)
-    with _put_back(model, device):
-        _timed(step, mesh, device, ())  # warm; ranks meet there, so all have kept their random numbers by then
-        runs = [[_timed(step, mesh, device, off) for off in _KINDS] for _ in range(repeat)]
-    _meet(mesh, device)
-    whole, silent, idle, both = (min(times) for times in zip(*runs, strict=True))
-    return Ablation(whole, silent, idle, both, repeat)
+    return times
 
 
 def _device_of(model: nn.Module | None) -> str:

@@ -230,7 +230,8 @@ class Session:
 
         Raises `InputError` where nothing says which mesh: calls of several were recorded, or none of several ranks;
         and where calls were recorded, but none of the mesh that was passed; on rank 0, where a rank recorded nothing or
-        marked other steps than the others. A `CommunicationError` where a rank does not take part.
+        marked other steps than the others. `DeadlineError` or `PeerLostError`, naming the rank, where one does not take
+        part; `MismatchError` on every rank where some call attention instead, if the transport can tell.
         """
         known = self._known_mesh(mesh)
         mesh = known or as_mesh(None)
@@ -317,9 +318,11 @@ def _same_calls(ranks: list[RankRecords]) -> list[RankRecords]:
 
 def _collected(mesh: Mesh, data: bytes, device: torch.device) -> Sequence[bytes] | None:
     """Everybody's bytes on rank 0, over the mesh's transport."""
+    from burst_portable.comm.agreement import agree_on_call
     from burst_portable.comm.base import Message
 
     transport = mesh.transport(device.type)
+    agree_on_call(transport, "session.report() or gather()")
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     sizes = [torch.empty(8, dtype=torch.uint8, device=device) for _ in range(mesh.size)]
     transport.all_gather(torch.tensor([len(data)], device=device).view(torch.uint8), sizes, "profile sizes")

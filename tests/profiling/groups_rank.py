@@ -19,10 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import burst_portable as bp
 from burst_portable.backends.cpu.attention import CpuFlashKernel
-from burst_portable.errors import InputError
+from burst_portable.config import Config
+from burst_portable.errors import BurstError
 from tests.forked import run_forked
 
 RANKS, SLOW_RANK, DELAY = 4, 3, 0.05
+MISSED = 2.0  # seconds that a rank waits for one that never comes
 
 
 def slow_kernel() -> None:
@@ -42,7 +44,7 @@ def call(mesh: bp.Mesh) -> None:
 def refusal(work: Callable[[], object]) -> str:
     try:
         work()
-    except InputError as error:
+    except BurstError as error:
         return str(error)
     return ""
 
@@ -67,6 +69,18 @@ def told(mesh: bp.Mesh) -> dict[str, object]:
     return found
 
 
+def missing(mesh: bp.Mesh) -> str:
+    """What a rank is told whose neighbour does not call report: rank 1 of the first group, rank 0 of the second.
+
+    The last thing on its group, whose messages are out of step then.
+    """
+    with bp.profile() as session:
+        call(mesh)
+    if mesh.rank == 1 - mesh.members[0] // 2:
+        return ""
+    return refusal(session.report)
+
+
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), RANKS)
@@ -75,6 +89,7 @@ def main(rank: int, folder: Path) -> None:
     if rank == SLOW_RANK:
         slow_kernel()
     found = told(bp.Mesh.from_device_mesh(grid, "sequence"))
+    found["missing"] = missing(bp.Mesh.from_device_mesh(grid, "sequence", config=Config(deadline=MISSED)))
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
 

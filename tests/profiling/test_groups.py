@@ -55,6 +55,16 @@ def test_with_a_mesh_only_its_calls_are_reported(told):
         assert [(plan["ranks"], plan["calls"]) for plan in one["plans"]] == [(2, 1)]
 
 
+def test_a_rank_that_does_not_call_report_is_named_with_what_it_did_not_call(told):
+    assert [bool(one["missing"]) for one in told] == [True, False, False, True]
+    for one, absent in ((told[0], 1), (told[3], 0)):
+        assert (
+            f"whether all ranks call session.report() or gather(): receiving from rank {absent} took too long"
+            in one["missing"]
+        )
+        assert one["missing"].endswith("; every rank of the mesh must call session.report() or gather()")
+
+
 def test_ranks_that_are_threads_take_the_mesh_of_their_calls_too():
     def work(mesh):
         with bp.profile() as session:

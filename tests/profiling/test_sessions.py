@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
 
 import burst_portable as bp
 from burst_portable.cli import main
-from burst_portable.errors import InputError
+from burst_portable.errors import BurstError, DeadlineError, InputError, MismatchError
 from burst_portable.profiling.ablation import ablate
 from burst_portable.runtime import installed
 
@@ -97,6 +98,69 @@ def test_ranks_that_saw_other_steps(which):
 def test_what_ablate_refuses(changes, told):
     with pytest.raises(InputError, match=told):
         ablate(**{"step": attend, "mesh": bp.Mesh.single(), **changes})
+
+
+def quickly(work, deadline=30.0):
+    """What each of three ranks was told, with its class; no rank waits for the deadline."""
+
+    def told(mesh):
+        with pytest.raises(BurstError) as refused:
+            work(mesh)
+        return type(refused.value), str(refused.value)
+
+    began = time.monotonic()
+    found = bp.run_local(3, told, deadline=deadline)
+    assert time.monotonic() - began < deadline / 2
+    return found
+
+
+def test_ranks_that_ablate_other_numbers_of_times_are_told_at_once():
+    def work(mesh):
+        bp.profile(mesh=mesh).ablate(lambda: attend(mesh), repeat=1 + mesh.rank % 2)
+
+    for kind, message in quickly(work):
+        assert kind is MismatchError
+        assert "got repeat: 1 on rank 0, 2 but 2 on rank 1; " in message
+
+
+def test_what_one_rank_alone_refuses_to_ablate_is_told_to_all():
+    def work(mesh):
+        attend(mesh)
+        ablate(lambda: attend(mesh), mesh=mesh, repeat=0 if mesh.rank == 1 else 1)
+
+    first, second, third = quickly(work)
+    assert second == (InputError, "repeat is no number of times to run a step; got 0; allowed: an int >= 1")
+    for kind, message in (first, third):
+        assert kind is MismatchError
+        assert f"rank 1 refused: {second[1]}" in message
+
+
+def test_a_report_where_others_attend_is_told_at_once():
+    def work(mesh):
+        with bp.profile() as session:
+            attend(mesh)
+        session.report() if mesh.rank == 1 else attend(mesh)
+
+    for kind, message in quickly(work):
+        assert kind is MismatchError
+        assert "pass: forward on rank 0, 2 but session.report() or gather() on rank 1" in message
+
+
+def test_a_report_of_some_ranks_alone_names_the_others():
+    def work(mesh):
+        with bp.profile() as session:
+            attend(mesh)
+        if mesh.rank == 2:
+            with pytest.raises(DeadlineError) as late:
+                session.report()
+            return str(late.value)
+        return ""
+
+    assert bp.run_local(3, work, deadline=0.5)[2] == (
+        "rank 2, asking whether all ranks call session.report() or gather(): nothing came from rank 0, 1 in 0.5 s; "
+        "find out what that rank is doing, or raise the deadline; "
+        "every rank of the mesh must call session.report() or gather()"
+    )
 
 
 @pytest.fixture(scope="module")
