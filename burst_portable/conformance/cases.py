@@ -90,8 +90,9 @@ HEADS = {
 VALUES = ("usual", "large", "small", "high", "low")
 """How scores lie: a few; spread so far that one key takes all; near 0; shifted far up; shifted far down."""
 
-MEMORY = ("rows", "heads", "padded", "sliced")
-"""How inputs lie in memory: [B, S, H, D]; heads outermost; padding after every row; every second row of a tensor."""
+MEMORY = ("rows", "heads", "padded", "sliced", "odd")
+"""How inputs lie in memory: [B, S, H, D]; heads outermost; padding after every row; every second row of a tensor; rows
+that begin anywhere, not at multiples of 16 bytes."""
 
 
 @dataclass(frozen=True)

@@ -72,4 +72,8 @@ def in_memory(x: Tensor, how: str, device: torch.device) -> Tensor:
         wide = x.new_full((batch, 2 * rows, heads, dim), float("nan"))
         wide[:, ::2] = x
         return wide[:, ::2]
+    if how == "odd":
+        wide = x.new_full((batch, rows, heads, dim + 1), float("nan"))
+        wide[..., 1:] = x
+        return wide[..., 1:]
     return x.contiguous()

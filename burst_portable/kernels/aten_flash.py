@@ -10,6 +10,7 @@ from torch import Tensor
 
 from burst_portable.kernels.contract import Gradients
 from burst_portable.kernels.pieces import TriangleKernel
+from burst_portable.kernels.steps import in_steps
 from burst_portable.numerics import State
 
 
@@ -17,6 +18,10 @@ class AtenFlashKernel(TriangleKernel):
     """See `kernels.contract.Kernel`; `supports` is the vendor's."""
 
     name = "flash"
+
+    def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """It loads 16 bytes at once, at whatever strides it is given."""
+        return in_steps(super().ready(x, dtype))
 
     def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
         operator = torch.ops.aten._flash_attention_forward

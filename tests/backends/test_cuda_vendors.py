@@ -102,6 +102,7 @@ class Subject(CpuBackend):
 CASES = [
     *(f"mask={mask},heads=gqa,memory=padded" for mask in ("full", "causal", "window", "documents", "prefix")),
     "layout=contiguous,mask=causal,memory=heads",
+    "layout=zigzag,mask=causal,memory=odd",
     "layout=striped,mask=window,ranks=3,heads=mqa,dtype=float16",
     "layout=contiguous,mask=causal,ranks=1,length=129,heads=6x2x64x64",
 ]

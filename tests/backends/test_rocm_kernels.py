@@ -113,6 +113,7 @@ CASES = [
     *(f"mask={mask},heads=gqa,memory=padded" for mask in MASKS),
     "layout=striped,mask=window,ranks=3,heads=mqa,dtype=float16",
     "layout=striped,mask=sink_window,ranks=3,memory=heads",
+    "layout=zigzag,mask=causal,memory=odd",
     "layout=contiguous,mask=causal,ranks=1,length=129,heads=6x2x64x64",
 ]
 

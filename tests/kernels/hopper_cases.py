@@ -94,6 +94,29 @@ def compare_forward(q, k, v, tiles):
         assert (lse[~seen] == -torch.inf).all()
 
 
+def compare_as_they_come(q, k, v, dout, tiles):
+    """Inputs as TMA cannot address them: odd steps between rows, an odd beginning, one batch for all."""
+
+    def odd_steps(x):
+        wide = torch.full((*x.shape[:3], x.shape[3] + 1), torch.nan, device=x.device, dtype=x.dtype)
+        wide[..., :-1] = x
+        return wide[..., :-1]
+
+    def odd_beginning(x):
+        flat = torch.full((x.numel() + 1,), torch.nan, device=x.device, dtype=x.dtype)
+        flat[1:] = x.flatten()
+        return flat[1:].view(x.shape)
+
+    def one_for_all(x):
+        return x[:1].expand_as(x)
+
+    ways = (odd_steps, odd_beginning, one_for_all)
+    for turn in range(len(ways)):
+        *inputs, gradient = (ways[(i + turn) % len(ways)](x) for i, x in enumerate((q, k, v, dout)))
+        compare_forward(*inputs, tiles)
+        compare_backward(*inputs, tiles, dout=gradient)
+
+
 def gap(x, exact):
     """Relative Frobenius error; where the exact result is as good as 0 (one key a row), an absolute one."""
     assert not torch.isnan(x).any()
@@ -120,12 +143,13 @@ def compare(q, k, v, tiles, *, seed=0):
     compare_backward(q, k, v, tiles, seed=seed)
 
 
-def compare_backward(q, k, v, tiles, *, seed=0):
+def compare_backward(q, k, v, tiles, *, seed=0, dout=None):
     """With delta, with out, and of the whole."""
     tolerance = TOLERANCE[q.dtype][2]
     options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
     exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, options)
-    dout = randn(*exact_out.shape, device=q.device, dtype=q.dtype, seed=seed + 7)
+    if dout is None:
+        dout = randn(*exact_out.shape, device=q.device, dtype=q.dtype, seed=seed + 7)
     delta = row_delta(dout.double(), exact_out)
     exact = tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
     ORACLE.attend_backward(*wide(dout, q, k, v), exact_lse, tiles, options, delta=delta, into=exact)

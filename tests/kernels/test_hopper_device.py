@@ -22,6 +22,7 @@ from tests.kernels.hopper_cases import (
     ORACLE,
     TOLERANCE,
     compare,
+    compare_as_they_come,
     compare_backward,
     compare_forward,
     fresh_state,
@@ -182,6 +183,12 @@ def test_strided_inputs_and_state():
     assert (whole[1][:, :, :100] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_inputs_that_tma_cannot_address(dim):
+    q, k, v, dout = (randn(2, 300, h, dim, seed=i) for i, h in enumerate((4, 2, 2, 4)))
+    compare_as_they_come(q, k, v, dout, tiles_of("causal", 300))
+
+
 def test_state_of_another_kernel_is_brought_to_float32():
     q, tiles, options = randn(1, 100, 2, 64), tiles_of("causal", 100), Options(scale=0.1)
     out, lse = KERNEL.attend(q, q, q, tiles, options, state=empty_state(q, 64))
@@ -227,9 +234,9 @@ def test_refusals():
     tiles = tiles_of("full", 64)
     with pytest.raises(UnsupportedError, match="deterministic"):
         KERNEL.attend_backward(q, q, q, q, q, tiles, Options(scale=0.1), out=q, into=(q, q, q))
-    odd = randn(1, 64, 2, 129)[..., :128]
-    with pytest.raises(UnsupportedError, match="cannot address q"):
-        KERNEL.attend(odd, q, q, tiles, Options(scale=0.1))
+    odd = randn(1, 64, 2, 129, dtype=torch.float32)[..., :128]
+    with pytest.raises(UnsupportedError, match="cannot address out"):
+        KERNEL.attend(q, q, q, tiles, Options(scale=0.1), state=(odd, fresh_state(q)[1]))
 
 
 def test_launches_go_straight_to_the_driver():

@@ -26,6 +26,7 @@ from tests.kernels.hopper_cases import (
     ORACLE,
     TOLERANCE,
     compare,
+    compare_as_they_come,
     compare_backward,
     compare_forward,
     fresh_state,
@@ -109,6 +110,11 @@ def test_long_boxes_are_walked_from_other_blocks_on(dim, machine, monkeypatch):
     q, k, v = (randn(1, n, h, dim, seed=i) for i, (n, h) in enumerate(((300, 2), (901, 1), (901, 1))))
     compare_forward(q, k, v, Tiles([Tile(0, 300, 0, 901, -901, 300)]))
     compare_forward(q, k, v, Tiles([Tile(0, 200, 0, 768, -901, 300), Tile(200, 300, 100, 901, -800, 100)]))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_inputs_that_tma_cannot_address(dim, machine):
+    compare_as_they_come(*inputs(2, 129, 2, 1, dim), randn(2, 129, 2, dim, seed=7), tiles_of("causal", 129))
 
 
 @pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)

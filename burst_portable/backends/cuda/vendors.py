@@ -21,11 +21,11 @@ from torch import Tensor
 from burst_portable.kernels.aten_flash import AtenFlashKernel
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.pieces import TriangleKernel, causal_window
+from burst_portable.kernels.steps import in_steps
 from burst_portable.numerics import State, accumulation_dtype
 from burst_portable.tiles import Tiles
 
 _CUDNN_FROM = 90000
-_PLAIN = torch.contiguous_format
 _FLASH_4 = ((9, 0), (10, 0), (10, 3), (11, 0))
 """Where flash-attn-4 has a forward and a backward with heads of 128."""
 _OBEYS_FROM = "4.0.0b36"
@@ -138,11 +138,7 @@ class Flash4Kernel(TriangleKernel):
         return Support(not reason, reason)
 
     def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """In steps of 16 bytes: the package takes that for granted and would read elsewhere."""
-        x = super().ready(x, dtype)
-        each = 16 // x.element_size()
-        uneven = x.data_ptr() % 16 or any(step <= 0 or step % each for step in x.stride()[:3])
-        return x.clone(memory_format=_PLAIN) if uneven else x
+        return in_steps(super().ready(x, dtype))
 
     def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, **window: int) -> State:
         forward = self._interface._flash_attn_fwd

@@ -81,7 +81,9 @@ def cases(effort: str, axes: Axes) -> Iterator[Case]:
     """Every pair of choices; head sizes; large and small scores. For a quick look a handful."""
     if effort == "quick":
         masks = ("causal", "window", "documents", "rows_see_nothing", "custom")
-        yield from (Case(mask, layout="contiguous", ranks=2, memory=MEMORY[i % 4]) for i, mask in enumerate(masks))
+        yield from (
+            Case(mask, layout="contiguous", ranks=2, memory=MEMORY[i % len(MEMORY)]) for i, mask in enumerate(masks)
+        )
         yield Case("full", "striped", ranks=3, heads="wide_values", softcap=5.0)
         yield Case("causal", "contiguous", ranks=3, length=48)  # blocks of one shape: what is kept of one fits the next
         yield Case("causal", "zigzag", ranks=2, heads="mha", dtype=torch.bfloat16, deterministic=False)

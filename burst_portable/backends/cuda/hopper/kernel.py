@@ -22,6 +22,7 @@ from burst_portable.backends.cuda.hopper.launch import compiled_kernels, current
 from burst_portable.backends.cuda.hopper.launch_tables import LaunchTables, OnDevice
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
+from burst_portable.kernels.steps import in_steps
 from burst_portable.kernels.whole import added_up
 from burst_portable.numerics import State, empty_state, finished, row_delta
 from burst_portable.tiles import Tiles
@@ -38,7 +39,10 @@ _PLAIN = torch.contiguous_format
 
 
 class HopperKernel:
-    """See `kernels.contract.Kernel`. Merges into a state and adds into gradients in its own epilogues."""
+    """See `kernels.contract.Kernel`. Merges into a state and adds into gradients in its own epilogues.
+
+    Inputs whose strides or address TMA does not take are copied first; what it writes to must be as TMA takes it.
+    """
 
     name = "hopper"
 
@@ -87,6 +91,7 @@ class HopperKernel:
             state = finished(state, q.dtype)  # float32 for both; nothing is copied if they are so already
         if not tiles or q.numel() == 0:
             return _nothing_seen(q, out_dtype) if state is None else state
+        q, k, v = in_steps(q), in_steps(k), in_steps(v)
         batch, rows, heads, dim = q.shape
         fresh = state is None
         if state is None:
@@ -149,6 +154,7 @@ class HopperKernel:
             )
         if not tiles or q.numel() == 0:
             return
+        dout, q, k, v = in_steps(dout), in_steps(q), in_steps(k), in_steps(v)
         table = self._tables.adding(q, k, tiles)
         with on(q.device):
             terms = _row_terms(table.cut.config, dout, lse, delta, out, options.scale)
@@ -169,6 +175,7 @@ class HopperKernel:
         if options.deterministic or not tiles or q.numel() == 0 or k.numel() == 0:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
         _check_options(options)
+        dout, q, k, v = in_steps(dout), in_steps(q), in_steps(k), in_steps(v)
         tables = self._tables.writing(q, k, tiles)
         if not tables:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
@@ -261,7 +268,7 @@ def _row_terms(
         _check_last_stride("delta", delta)
         source, terms = dout, delta.float()
     else:
-        source, terms = out, lse
+        source, terms = in_steps(out), lse
     out_strides, dout_strides = compiled.strides("out", source, 4), compiled.strides("dout", dout, 8)
     clear = cleared is not None
     compiled.prepare(
