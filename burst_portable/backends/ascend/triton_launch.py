@@ -23,6 +23,7 @@ from burst_portable.backends.ascend import triton_kernels
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.triton.blocks import block_table, transposed
+from burst_portable.kernels.triton.failures import told_where
 from burst_portable.numerics import Compensated, State, row_delta
 from burst_portable.tiles import Tile, Tiles
 
@@ -224,7 +225,9 @@ class AscendTritonKernel:
             "PRECISION": "ieee",
             **flags,
         }
-        kernel[(min(work, self._programs),)](*arguments, blocks, heads, q.shape[2] // k.shape[2], work, **constants)
+        sizes = blocks, heads, q.shape[2] // k.shape[2], work
+        with told_where(kernel, f"npu, {q.dtype}", constants, "pass other cuts to AscendTritonKernel"):
+            kernel[(min(work, self._programs),)](*arguments, *sizes, **constants)
 
 
 def _numbers(options: Options) -> tuple[float, float, float]:

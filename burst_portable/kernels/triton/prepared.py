@@ -13,12 +13,11 @@ from typing import Any
 
 import triton
 from torch import Tensor
-from triton.errors import TritonError
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.triton import forward, matrix_descriptors
+from burst_portable.kernels.triton.failures import told_where
 from burst_portable.kernels.triton.options import ALWAYS
 
 TMA_BYTES = 16
@@ -65,22 +64,14 @@ class Launch:
             self._compiled = self._first(arguments)
 
     def _first(self, arguments: tuple[object, ...]) -> Callable[..., object]:
-        try:
+        configuration = f"{self._tail}, {self._options}"
+        step = "pass another tuning to TritonKernel, or name another kernel"
+        with told_where(self._kernel, self._what, configuration, step):
             compiled = self._compile(arguments, self._options)
             if matrix_descriptors.faults(compiled):  # two warps multiply by mma.sync, which knows no descriptors
                 compiled = self._compile(arguments, {**self._options, "num_warps": 2})
             ready: Callable[..., object] = compiled[(self.programs, 1, 1)]
             ready(*arguments, *self._tail)
-        except (TritonError, RuntimeError) as error:
-            if not isinstance(error, TritonError) and "PassManager" not in str(error):
-                raise  # no matter of compiling
-            raise UnsupportedError(
-                explain(
-                    f"the Triton kernel {self._kernel.__name__} does not compile for {self._what}",
-                    got=f"{self._tail}, {self._options}: {error}",
-                    next_step="pass another tuning to TritonKernel, or name another kernel",
-                )
-            ) from error
         return ready
 
     def _compile(self, arguments: tuple[object, ...], options: dict[str, Any]) -> Any:

@@ -46,14 +46,23 @@ class Launcher:
         """
         launch = self._launches.get(key)
         if launch is None:
-            self._launches[key] = self._first(grid, args, constants, options)
+            self._launches[key] = self._first(key, grid, args, constants, options)
         else:
             launch(grid, args, stream)
 
     def _first(
-        self, grid: tuple[int, int, int], args: Sequence[Any], constants: Sequence[Any], options: dict[str, int]
+        self,
+        key: Hashable,
+        grid: tuple[int, int, int],
+        args: Sequence[Any],
+        constants: Sequence[Any],
+        options: dict[str, int],
     ) -> Callable[[tuple[int, int, int], Sequence[Any], int], None]:
-        compiled = self._kernel[grid](*_for_triton(args), *constants, **options, **ALWAYS)
+        from burst_portable.kernels.triton.failures import told_where
+
+        configuration = f"{key}, {tuple(constants)}, {options}"
+        with told_where(self._kernel, "sm_90", configuration, "name another kernel, such as 'triton'"):
+            compiled = self._kernel[grid](*_for_triton(args), *constants, **options, **ALWAYS)
 
         def by_triton(grid: tuple[int, int, int], args: Sequence[Any], stream: int) -> None:
             compiled[grid](*_for_triton(args), *constants, stream=stream)

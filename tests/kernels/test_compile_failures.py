@@ -1,0 +1,73 @@
+"""A kernel that does not compile names its target and its configuration; other errors are passed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from subprocess import CalledProcessError
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from triton.runtime.errors import OutOfResources
+
+from burst_portable.backends.cuda.hopper.launch import Launcher
+from burst_portable.errors import UnsupportedError
+from burst_portable.kernels.triton.prepared import Launch
+
+FAILURES = [
+    OutOfResources(300000, 232448, "shared memory"),
+    RuntimeError("PassManager::run failed"),
+    CalledProcessError(1, ["bishengir-compile"]),
+]
+
+
+class Refusing:
+    """Stands for a jitted function: whoever compiles it is told this."""
+
+    __name__ = "attend_kernel"
+    arg_names = ("R",)
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def warmup(self, *arguments: object, **options: object) -> None:
+        raise self._error
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.warmup
+
+
+def portable(error: Exception) -> None:
+    Launch(Refusing(error), 1, None, (64,), {"R": 96, "num_warps": 8}, "sm_90, torch.bfloat16")()
+
+
+def hopper(error: Exception) -> None:
+    Launcher(Refusing(error))((0, torch.bfloat16, 128), (1, 1, 1), (), (96,), {"num_warps": 8}, 0)
+
+
+def ascend(error: Exception) -> None:
+    from burst_portable.backends.ascend.triton_launch import AscendTritonKernel, Cut
+    from burst_portable.kernels.contract import Options
+
+    q = torch.zeros(1, 8, 1, 16, dtype=torch.bfloat16)
+    AscendTritonKernel()._run(Refusing(error), (), 1, 1, q, q, q, Cut(96, 64), Options(1.0))
+
+
+CALLS = {"sm_90, torch.bfloat16": portable, "sm_90": hopper, "npu, torch.bfloat16": ascend}
+
+
+@pytest.mark.parametrize("target", CALLS)
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_target_and_configuration_are_named(target: str, error: Exception) -> None:
+    with pytest.raises(UnsupportedError, match="the Triton kernel attend_kernel does not compile for") as caught:
+        CALLS[target](error)
+    for part in (f"for {target};", "96", str(error), "; "):
+        assert part in str(caught.value)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("call", CALLS.values())
+def test_an_error_of_the_device_is_no_matter_of_compiling(call: Callable[[Exception], None]) -> None:
+    with pytest.raises(RuntimeError, match="illegal address"):
+        call(RuntimeError("CUDA error: an illegal address was met"))
