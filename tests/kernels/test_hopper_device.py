@@ -36,6 +36,7 @@ from tests.kernels.hopper_cases import (
     tiles_of,
     wide,
 )
+from tests.kernels.triton_cases import check_far
 
 pytestmark = pytest.mark.device
 
@@ -222,6 +223,11 @@ def test_many_items_a_program_and_a_graph():
         out.fill_(torch.nan)
         graph.replay()
         assert gap(out, ORACLE.attend(*wide(q, k, v), tiles, options)[0]) < 6e-3
+
+
+def test_past_two_to_the_31():
+    """LSE alone lies near: its rows are one after the other."""
+    check_far(KERNEL, DEVICE, far_lse=False)
 
 
 def test_large_scores():

@@ -10,7 +10,6 @@ import torch
 
 from burst_portable.kernels.contract import KernelProblem, Options
 from burst_portable.layout import Segment
-from burst_portable.mask import Mask
 from burst_portable.tiles import find_tiles
 from tests.kernels.triton_cases import CHECKS, SHAPES, Case, cases, check, inputs, layouts, masks
 
@@ -83,33 +82,6 @@ def test_same_twice(kernel, device: str) -> None:
         kernel.attend_backward(dout, q, k, v, lse, tiles, Options(0.2), out=out, into=into)
         results.append((out, lse, *into))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("stride", [1 << 16, 1 << 24], ids=["long tensor", "long rows"])
-def test_past_two_to_the_31(kernel, device: str, stride: int) -> None:
-    """Keys, values and gradients that lie further from their tensor's start than 32 bits can count."""
-    rows, length = (1 << 31) // stride + 128, 128
-    case = Case("causal", length, heads=1, head_dim=64, value_dim=64, dtype=torch.bfloat16, scale=0.125)
-    small = inputs(case, device)
-    q_start = rows - length
-    far = []
-    for x in small:
-        room = torch.empty(rows * stride, dtype=x.dtype, device=device).as_strided(
-            (1, rows, 1, 64), (stride, stride, 64, 1)
-        )
-        room[:, q_start:] = x
-        far.append(room)
-    dout, q, k, v = far
-    near, tiles = (find_tiles(Mask.causal(), (Segment(0, n),), (Segment(0, n),)) for n in (length, rows))
-    tiles = type(tiles)(tile.shifted(q_start, q_start) for tile in near)
-    expected = [*kernel.attend(*small[1:], near, Options(0.125))]
-    got = [*kernel.attend(q, k, v, tiles, Options(0.125))]
-    for results, (g, a, b, c), which in ((expected, small, near), (got, (dout, q, k, v), tiles)):
-        into = tuple(torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (a, b, c))
-        kernel.attend_backward(g, a, b, c, results[1], which, Options(0.125), out=results[0], into=into)
-        results += into
-    for index, (a, b) in enumerate(zip(expected, got, strict=True)):
-        assert torch.equal(a, b[..., q_start:] if index == 1 else b[:, q_start:])
 
 
 def test_reasons(kernel, device: str) -> None:

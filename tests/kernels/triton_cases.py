@@ -7,6 +7,7 @@ dense attention in float64, whose mask comes straight from the regions and knows
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from burst_portable.kernels.contract import Kernel, Options
-from burst_portable.layout import Layout
+from burst_portable.layout import Layout, Segment
 from burst_portable.layouts import make_layout
 from burst_portable.mask import Mask
-from burst_portable.numerics import finished, per_row, row_delta
+from burst_portable.numerics import State, finished, per_row, row_delta
 from burst_portable.tiles import Tile, Tiles, find_tiles
 
 # Relative error (Frobenius) against float64 on the same inputs. Plain attention with products in that dtype loses
@@ -257,4 +258,54 @@ def check_flat(kernel: Kernel, device: str) -> None:
     assert all(b < 1.25 * a for a, b in zip(few, many, strict=True)), f"2 blocks: {few}; 32 blocks: {many}"
 
 
-CHECKS = {"untouched": check_untouched, "delta": check_delta, "flat": check_flat}
+def check_far(kernel: Kernel, device: str, *, far_lse: bool = True) -> None:
+    """Whatever a kernel reads or writes may lie further from its tensor's start than 32 bits can count."""
+    # A long tensor; and rows so long that those of one block of 128 (in the interpreter 32) span as much.
+    for stride in (1 << 16, 1 << 27 if device == "cpu" else 1 << 25):
+        _check_far(kernel, device, stride, far_lse)
+
+
+def _room(size: int, dtype: torch.dtype, device: str) -> Tensor:
+    """So many numbers. On a CPU, memory that is only there once it is written: there are few such numbers."""
+    if device != "cpu":
+        return torch.empty(size, dtype=dtype, device=device)
+    without_reserve = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | without_reserve
+    return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize, flags=flags), dtype=dtype)
+
+
+def _check_far(kernel: Kernel, device: str, stride: int, far_lse: bool) -> None:
+    length, first, d = 64, (1 << 31) // stride, 64
+    case = Case("causal", length, heads=1, head_dim=d, value_dim=d, dtype=torch.float16, scale=0.125)
+    options = Options(case.scale, deterministic=False)
+    rows = first + length
+    rooms = {kind: _room(rows * stride, kind, device) for kind in (torch.float16, torch.float32)}
+
+    def far(x: Tensor, at: int) -> Tensor:
+        """The same numbers in the last rows of a tensor; `at` places share a row's memory."""
+        shape, steps = ((1, rows, 1, d), (stride, stride, d, 1)) if x.dim() == 4 else ((1, 1, rows), (1, 1, stride))
+        made = rooms[x.dtype].as_strided(shape, steps, 2 * at * d)
+        made[(slice(None), slice(first, None)) if x.dim() == 4 else (..., slice(first, None))] = x
+        return made
+
+    def run(given: list[Tensor], tiles: Tiles, state: State, into: list[Tensor]) -> tuple[Tensor, ...]:
+        dout, q, k, v = given
+        out, lse = kernel.attend(q, k, v, tiles, options, state=state)
+        kernel.attend_backward(dout, q, k, v, lse, tiles, options, out=out, into=tuple(into))
+        return out, lse, *into
+
+    near = find_tiles(case.parsed, (Segment(0, length),), (Segment(0, length),))
+    given = inputs(case, device)
+    zeros = [torch.zeros(1, length, 1, d, device=device) for _ in range(4)]
+    lse = torch.full((1, 1, length), -torch.inf, device=device)
+    there = [far(x, i) for i, x in enumerate(given)], [far(x, i) for i, x in enumerate(zeros)]
+    behind = far(lse, 4) if far_lse else torch.cat([lse.new_zeros(1, 1, first), lse], 2)
+    shifted = Tiles(tile.shifted(first, first) for tile in near)
+    got = run(there[0], shifted, (there[1][0], behind), there[1][1:])
+    expected = run(given, near, (zeros[0], lse), zeros[1:])
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a[:, first:] if a.dim() == 4 else a[..., first:], b, rtol=1e-5, atol=1e-5)
+        assert b.abs().sum() > 0
+
+
+CHECKS = {"untouched": check_untouched, "delta": check_delta, "flat": check_flat, "far": check_far}

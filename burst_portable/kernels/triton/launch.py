@@ -105,6 +105,8 @@ class TritonKernel:
             delta = self.row_delta(dout, out)
         if lse.dtype != torch.float32 or delta.dtype != torch.float32:
             lse, delta = lse.float(), delta.float()
+        if max(lse.stride(-1), delta.stride(-1)) >= _LONG_STRIDE:  # the kernels count these steps in 32 bits
+            lse, delta = lse.contiguous(), delta.contiguous()
         with _on(q):
             self.only_keys(dout, q, k, v, lse, delta, tiles, options, into)
             self.only_queries(dout, q, k, v, lse, delta, tiles, options, into)
