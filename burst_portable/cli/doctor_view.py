@@ -20,7 +20,10 @@ def show(facts: Facts) -> None:
     say.print(f"[bold]burst_portable {facts['version']}[/] on Python {facts['python']}, {escape(facts['platform'])}")
     found = [f"{name} {version or 'is not installed'}" for name, version in facts["packages"].items()]
     say.print(", ".join(found), markup=False)
-    say.print("hop deadline {deadline:g} s, local kernel {kernel}".format(**facts["settings"]), markup=False)
+    say.print(
+        "hop deadline {deadline:g} s, local kernel {kernel}, transport {transport}".format(**facts["settings"]),
+        markup=False,
+    )
     say.print(_rates(facts["rates"]), markup=False)
     say.print("", _backends(facts["backends"]), "")
     for name, backend in facts["backends"].items():

@@ -58,9 +58,11 @@ def test_every_known_backend_has_a_row(capsys):
     assert set(examined(capsys)["backends"]) == set(registry.known())
 
 
-def test_the_tables_tell_the_same(capsys):
+def test_the_tables_tell_the_same(capsys, monkeypatch):
+    monkeypatch.setenv("BURST_TRANSPORT", "gloo")
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
+    assert "local kernel auto, transport gloo" in out
     assert torch.__version__ in out
     assert "kernels of cpu, the preferred first" in out
     assert "cpu_flash, softcap: it has no softcap" in out

@@ -38,15 +38,35 @@ def play(folder: Path, what: str, transport: str, ranks: int) -> dict[int, dict]
     return told
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_meshes_on_two_streams_under_delays(tmp_path, transport):
+def check_right(folder: Path, what: str, transport: str) -> None:
+    """On all devices; nothing is wrong on any rank."""
     ranks = torch.accelerator.device_count()
-    said = play(tmp_path, "stress", transport, ranks)
+    said = play(folder, what, transport, ranks)
     if any("absent" in one for one in said.values()):
         pytest.skip(next(one["absent"] for one in said.values() if "absent" in one))
     assert len(said) == ranks
     assert all(one["wrong"] == [] for one in said.values()), said
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("what", ["stress", "stress_groups"])
+def test_two_meshes_on_two_streams_under_delays(tmp_path, what, transport):
+    """Of one process group, and of two."""
+    check_right(tmp_path, what, transport)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+def test_calls_that_were_made_before_ask_for_no_memory(tmp_path, transport):
+    check_right(tmp_path, "allocations", transport)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's and HIP's")
+def test_a_captured_graph_of_all_ranks_replays(tmp_path):
+    """Over NCCL or RCCL: peer copies refuse to be captured."""
+    check_right(tmp_path, "graph", "nccl")
 
 
 @pytest.mark.timeout(300)

@@ -74,9 +74,10 @@ def busy(device: torch.device, chance: random.Random) -> None:
     time.sleep(chance.random() * 2e-3)
 
 
-def stress(rank: int, device: torch.device, config: Config) -> dict[str, object]:
-    """Two meshes of one group, each with memory of its own, on two streams; bits against a calm run."""
-    meshes = [bp.Mesh.from_group(config=config) for _ in range(2)]
+def stress(rank: int, device: torch.device, config: Config, *, groups: bool = False) -> dict[str, object]:
+    """Two meshes, of one group or of two, each with memory of its own, on two streams; bits against a calm run."""
+    other = dist.new_group() if groups else None
+    meshes = [bp.Mesh.from_group(group, config=config) for group in (None, other)]
     jobs = [
         (index % 2, (256, 1024, 4096)[index % 3], index, ("ring", "burst", "ulysses")[index % 3]) for index in range(12)
     ]
@@ -96,6 +97,55 @@ def stress(rank: int, device: torch.device, config: Config) -> dict[str, object]
                 wrong.append(f"turn {turn}: {job}")
     names = sorted({call.runtime.transport.name for mesh in meshes for call in mesh._calls.values()})
     return {"wrong": wrong, "transports": names}
+
+
+def allocations(rank: int, device: torch.device, config: Config) -> dict[str, object]:
+    """How often the device was asked for memory by calls that were made before."""
+    mesh = bp.Mesh.from_group(config=config)
+    asked = []
+    for turn in range(4):
+        for seed, strategy in enumerate(("ring", "burst", "ulysses")):
+            train(mesh, device, 4096, seed, strategy)
+        torch.accelerator.synchronize()
+        if turn > 0:  # plans, tables and buffers are there
+            asked.append(torch.get_device_module(device).memory_stats()["num_device_alloc"])
+    return {"wrong": [] if len(set(asked[1:])) == 1 else [f"asked for memory so often: {asked}"]}
+
+
+def graph(rank: int, device: torch.device, config: Config) -> dict[str, object]:
+    """Forward and backward of all ranks in a graph: replayed, it computes what is in its tensors then."""
+    wrong = []
+    for strategy in ("ring", "burst", "ulysses"):
+        mesh, stream = bp.Mesh.from_group(config=config), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            mine = [x.requires_grad_() for x in shards(mesh, device, 1024, 0, KV_HEADS)]
+
+            def step(
+                mesh: bp.Mesh = mesh, mine: list[torch.Tensor] = mine, strategy: str = strategy
+            ) -> list[torch.Tensor]:
+                out = bp.attention(*mine[:3], mesh=mesh, strategy=strategy, deterministic=True)
+                return [out.detach(), *torch.autograd.grad(out, mine[:3], mine[3].detach())]
+
+            for _ in range(3):  # plans, agreement, tables and compiled kernels are made before anything is captured
+                step()
+        stream.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        # Other threads (torch's own watchdog) look at events meanwhile.
+        with torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
+            held = step()
+        for seed in (1, 2):
+            with torch.cuda.stream(stream), torch.no_grad():
+                for x, new in zip(mine, shards(mesh, device, 1024, seed, KV_HEADS), strict=True):
+                    x.copy_(new)
+                captured.replay()
+                stream.synchronize()
+                found = [x.clone() for x in held]
+            with torch.cuda.stream(stream):
+                expected = step()
+            stream.synchronize()
+            if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
+                wrong.append(f"{strategy}, inputs {seed}")
+    return {"wrong": wrong}
 
 
 def fault(rank: int, device: torch.device, config: Config, what: str, folder: Path) -> dict[str, object]:
@@ -156,8 +206,12 @@ def raised(work: Callable[[], None]) -> dict[str, object]:
     return {"error": "", "message": "nothing was noticed", "seconds": time.monotonic() - started}
 
 
+FAULTS = ("late", "killed", "shapes", "memory")
 PLAYS: dict[str, Callable[[int, torch.device, Config, Path], dict[str, object]]] = {
     "stress": lambda rank, device, config, _: stress(rank, device, config),
+    "stress_groups": lambda rank, device, config, _: stress(rank, device, config, groups=True),
+    "allocations": lambda rank, device, config, _: allocations(rank, device, config),
+    "graph": lambda rank, device, config, _: graph(rank, device, config),
     "late": lambda rank, device, config, folder: fault(rank, device, config, "late", folder),
     "killed": lambda rank, device, config, folder: fault(rank, device, config, "killed", folder),
     "shapes": lambda rank, device, config, _: raised(lambda: disagree(rank, device, config)),
@@ -167,7 +221,7 @@ PLAYS: dict[str, Callable[[int, torch.device, Config, Path], dict[str, object]]]
 
 def main(ranks: int, folder: Path, rank: int, what: str, transport: str) -> None:
     device = join(ranks, folder, rank)
-    config = Config(deadline=60.0 if what == "stress" else DEADLINE, transport=transport, kernel="triton")
+    config = Config(deadline=DEADLINE if what in FAULTS else 60.0, transport=transport, kernel="triton")
     try:
         found = PLAYS[what](rank, device, config, folder)
     except UnsupportedError as error:  # this machine has no such transport
