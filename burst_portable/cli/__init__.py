@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from time import monotonic
 from typing import Any
 
 from burst_portable.errors import BurstError, CommunicationError, shown
@@ -23,6 +24,8 @@ EXIT_CODES = (
     "Exit codes: 0 all is well, 1 a check failed or ranks lost each other, 2 something that was typed cannot be used "
     "(one line says what)."
 )
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PATIENCE = 1.0  # seconds in which signals that end a process are one; a later one ends what it still does too
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -30,19 +33,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line, `sys.argv` unless given; returns the exit code."""
     if missing := [name for name in ("typer", "rich") if find_spec(name) is None]:
         return _fail(f"the command line needs {' and '.join(missing)}; in the clone, run: pip install '.[cli]'", 2)
+    try:
+        with _ended_by_signals(last=arguments is None):
+            return _told(list(sys.argv[1:] if arguments is None else arguments))
+    except _Ended as ended:
+        return 128 + ended.number
+    except KeyboardInterrupt:  # elsewhere than in the main thread of a process
+        return 130
+
+
+def _told(arguments: list[str]) -> int:
+    """Runs it with an output that may take few characters, be closed, or full."""
     from burst_portable.cli.output import silence, tolerate_encodings
 
     tolerate_encodings()
     try:
-        with _ended_by_signals():
-            code = _run(list(sys.argv[1:] if arguments is None else arguments))
-            if sys.stdout is not None:
-                sys.stdout.flush()  # while what goes wrong can still be told
-            return code
-    except _Ended as ended:
-        return 128 + ended.number
-    except KeyboardInterrupt:
-        return 130
+        code = _run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # while what goes wrong can still be told
+        return code
     except BrokenPipeError:
         silence(sys.stdout)
         return 128 + signal.SIGPIPE
@@ -97,19 +106,32 @@ class _Ended(BaseException):
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """What batch systems and closed terminals send ends as Ctrl-C does: ranks are ended, temporary folders removed."""
+def _ended_by_signals(*, last: bool) -> Iterator[None]:
+    """What batch systems and closed terminals send ends as Ctrl-C does: ranks are ended, temporary folders removed.
+
+    Signals that this process was started deaf to, as by nohup, are left alone. Where this command is the `last` thing
+    that the process does, Ctrl-C is not heard after a signal that ended it.
+    """
     if threading.current_thread() is not threading.main_thread():  # the only one that may ask for signals
         yield
         return
 
-    def end(number: int, frame: Any) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise _Ended(number)
+    asked = -_PATIENCE
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    def end(number: int, frame: Any) -> None:
+        nonlocal asked
+        if monotonic() - asked >= _PATIENCE:  # else it is the same wish again, and what is taken back goes on
+            asked = monotonic()
+            raise _Ended(number)
+
+    heard = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before: dict[int, Any] = {number: signal.signal(number, end) for number in heard}
     try:
         yield
+    except _Ended:
+        if last:
+            before[signal.SIGINT] = signal.SIG_IGN
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -21,6 +21,7 @@ from burst_portable.errors import CommunicationError, DeadlineError, InputError,
 
 T = TypeVar("T")
 _POLL = 0.05  # seconds between looks at whether a peer has failed
+_LAST_WORDS = 3.0  # seconds that ranks have to end when nobody waits for them any more
 
 
 class Transfer:
@@ -163,6 +164,7 @@ def run_threads(ranks: int, work: Callable[[LocalTransport], T], *, deadline: fl
     fabric = Fabric(ranks, deadline)
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
+    over: list[threading.Event] = []  # of the ranks that were started
 
     def body(rank: int) -> None:
         try:
@@ -170,15 +172,25 @@ def run_threads(ranks: int, work: Callable[[LocalTransport], T], *, deadline: fl
         except BaseException as error:  # noqa: BLE001  (handed to the caller below)
             errors.append((rank, error))
             fabric.fail(rank)
+        finally:
+            over[rank].set()
 
     threads = []
     for rank in range(ranks):
         context = contextvars.copy_context()
         threads.append(threading.Thread(target=context.run, args=(body, rank), name=f"rank {rank}", daemon=True))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            over.append(threading.Event())
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C: nobody waits for them now, and a rank that is at work when Python ends aborts it
+        fabric.fail(0)
+        until = time.monotonic() + _LAST_WORDS
+        for event in over:  # a thread that is just being started does not call itself alive
+            event.wait(max(0.0, until - time.monotonic()))
+        raise
     if errors:
         # What a rank raised of its own explains more than what others raised because of it.
         raise min(errors, key=lambda error: isinstance(error[1], CommunicationError))[1]

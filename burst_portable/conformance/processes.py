@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import signal
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,17 @@ def unpacked(subject: Subject) -> Subject:
     return replace(subject, backend=load(subject.backend)) if isinstance(subject.backend, str) else subject
 
 
+@contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """What starts inside does not hear Ctrl-C, which reaches all processes of a terminal: the first ends the others."""
+    resource_tracker.ensure_running()  # multiprocessing's own process: starting it would end what is asked for here
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _spawn(subject: Subject, ranks: int, work: Work) -> list[Any]:
     """Start, wait, collect. Raises `RuntimeError` with what the first failing rank said."""
     context = multiprocessing.get_context("spawn")
@@ -73,7 +87,8 @@ def _spawn(subject: Subject, ranks: int, work: Work) -> list[Any]:
             mine, theirs = context.Pipe(duplex=False)
             arguments = (theirs, lean, rank, ranks, str(Path(folder, "store")), work)
             process = context.Process(target=_rank, args=arguments, daemon=True)
-            process.start()
+            with deaf_to_interrupts():
+                process.start()
             theirs.close()
             pipes.append(mine)
             processes.append(process)

@@ -7,7 +7,6 @@ takes its place; so does one whose trial failed, for what a device keeps of an e
 from __future__ import annotations
 
 import multiprocessing
-import signal
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -15,7 +14,7 @@ from queue import SimpleQueue
 
 from burst_portable.conformance.making import Maker, listed, result_of
 from burst_portable.conformance.poison import examining
-from burst_portable.conformance.processes import carried, unpacked
+from burst_portable.conformance.processes import carried, deaf_to_interrupts, unpacked
 from burst_portable.conformance.report import Result
 from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Outcome, Trial
@@ -97,7 +96,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, *self._arguments))
-        self._process.start()
+        with deaf_to_interrupts():
+            self._process.start()
         theirs.close()
 
     def _died(self, trial: Trial) -> Made:
@@ -109,8 +109,6 @@ class _Worker:
 
 def _serve(pipe: Connection, subject: Subject, only: Sequence[str], cases: Sequence[str], shrink: bool) -> None:
     """One process: numbers in, what came of those trials out, until nobody asks any more."""
-    # Ctrl-C reaches all processes of a terminal; the first one ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     subject = unpacked(subject)
     with examining():
         trials, maker = listed(subject, only, cases), Maker(subject, shrink)

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -124,22 +123,6 @@ def test_a_closed_standard_output(monkeypatch, capsys):
     assert main(PLAN) == 0
     assert main([*PLAN, "--json"]) == 2
     assert "closed standard output" in capsys.readouterr().err
-
-
-def test_terminated_cleans_up(monkeypatch, capsys, tmp_path):
-    def work() -> None:
-        with tempfile.TemporaryDirectory(dir=tmp_path):
-            os.kill(os.getpid(), signal.SIGTERM)
-            signal.pause()
-
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setitem(app.COMMANDS, "work", "nowhere:work")
-    monkeypatch.setattr(app, "_load", lambda target: work)
-    assert main(["work"]) == 128 + signal.SIGTERM
-    assert list(tmp_path.iterdir()) == []
-    assert signal.getsignal(signal.SIGTERM) is before
-    captured = capsys.readouterr()
-    assert captured.out + captured.err == ""
 
 
 @pytest.mark.parametrize(

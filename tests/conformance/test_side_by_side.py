@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -81,3 +86,47 @@ def test_the_first_failure_ends_it():
 def test_what_is_no_number_of_processes_is_refused(processes):
     with pytest.raises(InputError, match="processes must be"):
         check_backend("cpu", processes=processes)
+
+
+LISTENING = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs deaf to Ctrl-C
+from burst_portable.cli import main
+sys.argv = ["burst-portable", "conform", "--backend", "cpu", "--processes", "2"]
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_in_a_terminal_while_processes_start():
+    """It reaches all of them, which import torch by then; the first one ends the others, and none says a word."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", LISTENING], start_new_session=True, **pipes)
+    try:
+        while len(found := _started_by(process.pid)) < 3:  # with multiprocessing's own
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        time.sleep(0.3)
+        for _ in range(2):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.05)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, out, err) == (128 + signal.SIGINT, "", "")
+    until = time.monotonic() + 5
+    while any(map(_runs, found)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _started_by(pid: int) -> list[str]:
+    """Processes that any thread of a process has started."""
+    return [child for tasks in Path(f"/proc/{pid}/task").glob("*/children") for child in tasks.read_text().split()]
+
+
+def _runs(pid: str) -> bool:
+    """Whether there is such a process, and not only the rest of one that nobody has asked for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

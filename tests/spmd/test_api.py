@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -290,6 +294,28 @@ def test_a_late_rank_is_named():
 
     with pytest.raises(DeadlineError, match="rank 0, step 3: nothing came from rank 1"):
         run_threads(2, work, deadline=0.2)
+
+
+def test_no_rank_goes_on_when_the_caller_is_interrupted():
+    """A daemon thread that is inside of torch when the interpreter ends would abort the process."""
+    begun, all_there = [], threading.Barrier(3)
+
+    def work(mesh):
+        begun.append(threading.current_thread())
+        all_there.wait()
+        if mesh.rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        mesh.transport("cpu").share(b"never said by rank 2") if mesh.rank < 2 else time.sleep(0.5)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests may be deaf to it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            bp.run_local(3, work, deadline=30)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    for thread in begun:
+        thread.join(1.0)  # what they did is over; the thread itself takes a moment more
+        assert not thread.is_alive()
 
 
 def test_a_call_is_prepared_once():

@@ -1,0 +1,126 @@
+"""Ctrl-C, SIGTERM and SIGHUP, once and again: what was begun is taken back in silence, the exit code says which."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import pytest
+
+from burst_portable import cli
+from burst_portable.cli import app, main
+
+ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.fixture(autouse=True)
+def heard():
+    """What starts the tests may be deaf to these signals."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in ENDING}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Makes a function the command `work`."""
+
+    def made(work) -> None:
+        monkeypatch.setitem(app.COMMANDS, "work", "nowhere:work")
+        monkeypatch.setattr(app, "_load", lambda target: work)
+
+    return made
+
+
+@pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
+def test_what_was_begun_is_taken_back_whatever_comes_meanwhile(command, capsys, tmp_path, number):
+    before, gone_on = [signal.getsignal(each) for each in ENDING], []
+
+    def work() -> None:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            try:
+                os.kill(os.getpid(), number)
+                signal.pause()
+            finally:
+                for each in ENDING:
+                    os.kill(os.getpid(), each)
+                gone_on.append(number)
+
+    command(work)
+    assert main(["work"]) == 128 + number
+    assert gone_on == [number]
+    assert list(tmp_path.iterdir()) == []
+    assert [signal.getsignal(each) for each in ENDING] == before
+    captured = capsys.readouterr()
+    assert captured.out + captured.err == ""
+
+
+def test_a_signal_that_comes_later_ends_what_hangs_in_taking_back(command, monkeypatch):
+    monkeypatch.setattr(cli, "_PATIENCE", 0.0)
+    gone_on = []
+
+    def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            gone_on.append(True)
+
+    command(work)
+    assert main(["work"]) == 128 + signal.SIGTERM
+    assert not gone_on
+
+
+def test_what_nohup_keeps_away_stays_away(command):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    command(lambda: os.kill(os.getpid(), signal.SIGHUP))
+    assert main(["work"]) == 0
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+SLOW_TO_END = """
+import atexit, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs deaf to Ctrl-C
+from burst_portable.cli import app, main
+
+def work():
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    finally:
+        time.sleep(0.3)
+        print("taken back", flush=True)
+
+atexit.register(time.sleep, 0.3)
+app.COMMANDS["work"], app._load = "nowhere:work", lambda target: work
+sys.argv = ["burst-portable", "work"]
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_again_and_again_to_the_end_of_the_process():
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", SLOW_TO_END], **pipes)
+    try:
+        assert process.stdout.readline() == "begun\n"
+        asking = threading.Thread(target=_ask, args=(process,))
+        asking.start()
+        out, err = process.communicate(timeout=60)
+        asking.join()
+    finally:
+        process.kill()
+    assert (process.returncode, out, err) == (128 + signal.SIGINT, "taken back\n", "")
+
+
+def _ask(process: subprocess.Popen[str]) -> None:
+    """Ctrl-C every hundredth of a second."""
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.01)
