@@ -148,6 +148,11 @@ def test_a_report_with_something_else_in_one_place(tmp_path):
     assert not is_refused(data, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["ceiling", "bound"])
+def test_a_share_of_no_ceiling_is_refused(tmp_path, name):
+    assert is_refused(planted(small(), ("achieved", 0, name), None), tmp_path)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_report_with_this_in_one_place(tmp_path, value):

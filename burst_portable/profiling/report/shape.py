@@ -25,6 +25,9 @@ def what_is_wrong(data: dict[str, Any]) -> str:
             _check(data["training"], _TRAINING, "report.training")
         for name, shape in _LATER.items():
             _check(data.get(name, []), [shape], f"report.{name}")
+        for index, one in enumerate(data.get("achieved", [])):
+            if one["of_ceiling"] is not None and None in (one["ceiling"], one["bound"]):
+                raise _Wrong(f"report.achieved[{index}] is a share of no ceiling")
         for index, one in enumerate(data.get("sensors", [])):
             for name in (name for name in SENSORS if name in one):
                 if not _curve(one[name]) or len(one[name]) != len(one["time"]):
