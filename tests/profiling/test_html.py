@@ -119,6 +119,13 @@ def test_the_sample_is_what_the_page_is_today():
     assert there == page(Report.load(SAMPLE).data), "run PYTHONPATH=. python ci/make_images.py"
 
 
+def test_the_sample_has_all_that_a_report_has_today():
+    sample, today = Report.load(SAMPLE).data, Report.of(ring(4, 3)).data
+    assert sample.keys() == today.keys(), "record it again, see profiling/README.md"
+    assert sample["events"]["kinds"] == today["events"]["kinds"]
+    assert sample["training"], "its steps are marked"
+
+
 @needs_chromium
 def test_colours_follow_the_reader_and_paper_is_light(browser):
     paper = "getComputedStyle(document.querySelector('section')).backgroundColor"
