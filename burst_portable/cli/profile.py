@@ -64,7 +64,8 @@ def compare(
 ) -> int:
     """Compare two reports of `run --profile`: which part of a training step became slower.
 
-    Exit code 1 where one did by more than the threshold. Times are of the slowest rank. Reports of other work, by
+    Exit code 1 where one did by more than the threshold, or the median step, where both reports have marked steps.
+    Times are of the slowest rank. Reports of other work, by
     attention's FLOPs a step, are refused; what else differs (strategy, layout, level, device) is told.
 
     Examples:

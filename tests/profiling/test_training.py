@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,13 +22,13 @@ from tests.profiling.test_recording import one_step
 SLEPT = 0.2  # seconds
 
 
-def marked() -> list[RankRecords]:
+def marked(usual: float = 1000, longest: float = 2600) -> list[RankRecords]:
     """Five steps of 1000 microseconds, 400 of them attention in two passes; but step 2 takes 2500, on rank 1 2600."""
     makers = Maker(0), Maker(1)
     for one in makers:
         at = 50.0
         for step in range(5):
-            took = 1000 if step != 2 else 2500 + 100 * one.rank
+            took = usual if step != 2 else longest - 100 + 100 * one.rank
             one.compute(0, at + 100, at + 350)
             one.compute(0, at + 500, at + 600, backward=1)
             one.compute(1, at + 620, at + 650, backward=1)  # 20 between kernels are attention's too
@@ -90,6 +92,31 @@ def test_every_form_tells_it(tmp_path, capsys):
     assert text in " ".join(capsys.readouterr().out.split())
     assert text in (tmp_path / "r.md").read_text(encoding="utf-8")
     assert text in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_comparing_shows_whole_steps_side_by_side(tmp_path, capsys):
+    """The median alone counts: what is loaded or saved beside one step is no slower code."""
+    files = {name: str(tmp_path / f"{name}.json") for name in ("before", "rest", "once", "bare")}
+    for name, durations in (("before", (1000, 2600)), ("rest", (1300, 2600)), ("once", (1000, 2900))):
+        Report.of(marked(*durations)).write_json(files[name])
+    bare = Report.of(marked()).data
+    Path(files["bare"]).write_text(json.dumps({**bare, "training": None}))
+
+    assert main(["compare", files["before"], files["rest"]]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "median whole step: by more than 10 %" in said
+    for name in ("shortest", "median"):
+        assert f"{name} whole step 1.00 ms 1.30 ms 1.3" in said
+    assert said.endswith("longest whole step 2.60 ms 2.60 ms 1")
+    assert main(["compare", files["before"], files["rest"], "--threshold", "0.4"]) == 0
+    capsys.readouterr()
+    assert main(["compare", files["before"], files["once"], "--json"]) == 0
+    parts = {one["name"]: one for one in json.loads(capsys.readouterr().out)["parts"]}
+    longest = parts["longest_step"]
+    assert (longest["before_ns"], longest["after_ns"], longest["worse"]) == (2_600_000, 2_900_000, False)
+    for pair in (("before", "bare"), ("bare", "before")):
+        assert main(["compare", *map(files.get, pair)]) == 0
+        assert "whole step" not in capsys.readouterr().out
 
 
 def test_files_without_it_are_read_and_broken_ones_refused():

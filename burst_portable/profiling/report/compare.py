@@ -8,6 +8,7 @@ from burst_portable.errors import InputError, explain
 from burst_portable.units import scaled
 
 WATCHED = ("span", "compute", "exposed_comm", "exposed_copy", "blocking", "idle")
+_STEPS = ("shortest", "median", "longest")  # training steps, from mark to mark
 _FLOOR = 0.01  # of the whole: a part that is smaller than this in both is noise
 
 _SAME_WORK = 0.01  # of the FLOPs: the light level keeps the latest kernels only, which may begin within a step
@@ -37,7 +38,7 @@ class Difference(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A part of the time a training step, in nanoseconds of the slowest rank, before and after."""
+    """A part of the time a training step, or all of one, in nanoseconds of the slowest rank, before and after."""
 
     name: str
     before: float
@@ -53,8 +54,11 @@ class Change(NamedTuple):
 def compare(before: dict[str, Any], after: dict[str, Any], threshold: float) -> list[Change]:
     """Each part of a training step, and whether it grew by more than the threshold (0.1: a tenth).
 
+    Where both reports have steps that were marked, the shortest, the median and the longest follow, attention or not.
+
     A part counts as worse only where it grew by that share of the whole step too: a tenth more of nothing is nothing.
-    Idle counts as nobody's and is shown alone; computing less is never worse.
+    Idle counts as nobody's and is shown alone, as are the shortest and the longest step, which are one step each;
+    computing less is never worse.
 
     Raises `InputError` for reports of different numbers of ranks or of other work, or a threshold that is no finite
     number of 0 or more.
@@ -72,6 +76,19 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float) -> 
         grew = new - old > threshold * (whole if name != "span" and old < _FLOOR * whole else old)
         matters = new - old > _FLOOR * whole
         changes.append(Change(name, old, new, name != "idle" and grew and matters))
+    return changes + _marked_steps(before, after, threshold)
+
+
+def _marked_steps(before: dict[str, Any], after: dict[str, Any], threshold: float) -> list[Change]:
+    """Empty where either report has none."""
+    told = before.get("training"), after.get("training")
+    if not told[0] or not told[1]:
+        return []
+    changes = []
+    for name in _STEPS:
+        old, new = told[0][name], told[1][name]
+        grew = new - old > max(threshold, _FLOOR) * old
+        changes.append(Change(f"{name}_step", old, new, name == "median" and grew))
     return changes
 
 

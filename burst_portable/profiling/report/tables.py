@@ -13,6 +13,9 @@ NAMES = {
     "idle": "idle",
     "overlap": "overlap",
     "blocking": "blocking",
+    "shortest_step": "shortest whole step",
+    "median_step": "median whole step",
+    "longest_step": "longest whole step",
 }
 PASSES = ("forward", "backward")
 LIGHT = "a light report: copies, hidden communication and bytes sent are not recorded"
