@@ -8,7 +8,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from burst_portable.cli.drawing import LABELS, SEVERAL, Cell, owners, score_matrix, several
+from burst_portable.cli.drawing import (
+    LABELS,
+    SEVERAL,
+    SHADES,
+    Cell,
+    crowded,
+    holders,
+    owners,
+    ranks_text,
+    score_matrix,
+    several,
+)
 from burst_portable.cli.output import labelled, table
 from burst_portable.cli.plan_facts import Facts
 from burst_portable.cost import OUTER_GBPS
@@ -18,6 +29,7 @@ from burst_portable.units import bytes_text, percent, scaled, seconds_text
 # Of middling lightness: to be read on a light and on a dark ground, and with white digits on them.
 _COLOURS = ("#2f6fde", "#c8690f", "#17855c", "#b5469e", "#0d8499", "#d2453f", "#8f7500", "#7a5fd0")
 _PASSES = ("forward", "backward")
+_SHARES = ("all pairs of the cell", "from 2/3", "from 1/3", "fewer")  # by shade
 
 
 def show(console: Console, plan: Plan, facts: Facts, *, steps: int) -> None:
@@ -75,12 +87,23 @@ def _drawing(console: Console, plan: Plan) -> None:
     matrix = score_matrix(problem.mask, problem.q_layout)
     console.print()
     console.print("score matrix", style="bold")
+    if crowded(matrix):
+        for row, ranks in zip(matrix, holders(problem.q_layout), strict=True):
+            console.print(Text.assemble("       ", *(_shade_text(cell) for cell in row), f"  {ranks_text(ranks)}"))
+        console.print("       queries down, keys to the right; behind a row, the ranks of its queries")
+        shades = ", ".join(f"{shade * 2}: {part}" for shade, part in zip(SHADES[::-1], _SHARES, strict=True))
+        console.print(f"       {shades}, ·: none\n")
+        return
     console.print(Text.assemble("  keys ", *(_owner_text(rank) for rank in owners(problem.k_layout))))
     for row in matrix:
         console.print(Text.assemble("       ", *(_cell_text(cell) for cell in row)))
     unsure = f"; {SEVERAL}: of several ranks" if several(matrix) else ""
     console.print("       queries go down, keys to the right; digit and colour are their ranks")
     console.print(f"       00: all pairs of the cell, 0: some, ·: none{unsure}\n")
+
+
+def _shade_text(cell: Cell) -> Text:
+    return Text(cell.shade, style="" if cell.seen else "dim")
 
 
 def _label(rank: int | None) -> str:

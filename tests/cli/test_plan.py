@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from burst_portable.cli import main
-from burst_portable.cli.drawing import score_matrix
+from burst_portable.cli.drawing import Cell, ranks_text, score_matrix
 from burst_portable.cli.plan_facts import checked_ranks
 from burst_portable.layouts import make_layout
 from burst_portable.mask import Mask
@@ -206,9 +206,50 @@ def test_the_picture():
 
 
 def test_the_picture_says_where_a_cell_is_of_several_ranks(capsys):
-    out = text(capsys, "--seq-len", "96", "--ranks", "2", "--layout", "striped", "--heads", "2")
-    assert "##" in out
+    """Documents of 29 and 67 tokens, a zigzag each: ranks meet at 22 and at 46, inside of cells of 4 tokens."""
+    options = ("--seq-len", "96", "--ranks", "2", "--mask", "documents:0,29,96", "--layout", "document_zigzag")
+    out = text(capsys, *options)
+    keys, *rows = picture(out)
+    assert [i for i, key in enumerate(keys.split()) if key == "#"] == [5, 11]
+    assert [i for i, row in enumerate(rows) if "#" in row] == [5, 11]
     assert "#: of several ranks" in out
+
+
+def picture(out: str) -> list[str]:
+    """The rows of the score matrix, without what indents them."""
+    rows = out.partition("score matrix\n")[2].partition("       queries ")[0].splitlines()
+    return [row.removeprefix("  keys ").removeprefix(" " * 7).rstrip() for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("zigzag", [f"{4 * i}-{4 * i + 3}" for i in (*range(8), *range(7, -1, -1))]),
+        ("contiguous", [f"{2 * i}-{2 * i + 1}" for i in range(16)]),
+        ("striped", ["0-31"] * 16),
+    ],
+)
+def test_the_picture_of_many_ranks_has_shades_and_names_the_ranks_of_a_row(capsys, layout, ranks):
+    out = text(capsys, "--seq-len", "4096", "--ranks", "32", "--layout", layout, "--mask", "window:1024")
+    # 16 cells of 256 tokens: a causal window of four of them. On its edges half of the pairs are seen.
+    band = [["██" if 0 < i - j < 4 else "▒▒" if i - j in (0, 4) else "· " for j in range(16)] for i in range(16)]
+    assert picture(out) == [f"{''.join(row)}  {who}" for row, who in zip(band, ranks, strict=True)]
+    legend = "       ██: all pairs of the cell, ▓▓: from 2/3, ▒▒: from 1/3, ░░: fewer, ·: none"
+    assert legend in out.splitlines()
+    assert "#" not in out.partition("forward on rank")[0]
+
+
+def test_a_shade_says_how_much_is_seen():
+    seen = (0.0, 0.01, 0.33, 0.34, 0.66, 0.67, 0.99, 1.0)
+    assert [Cell(None, share).shade for share in seen] == ["· ", "░░", "░░", "▒▒", "▒▒", "▓▓", "▓▓", "██"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [([3], "3"), ([0, 1, 2, 7], "0-2, 7"), ([0, 2, 4, 5, 9, 10], "0, 2, ...")],
+)
+def test_ranks_in_a_few_characters(ranks, told):
+    assert ranks_text(ranks) == told
 
 
 def test_planning_needs_no_torch():
