@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from burst_portable.kernels.contract import Gradients
-from burst_portable.kernels.pieces import TriangleKernel
+from burst_portable.kernels.merged_once import MergedOnceKernel
 from burst_portable.kernels.steps import in_steps
 from burst_portable.numerics import State
 
 
-class AtenFlashKernel(TriangleKernel):
+class AtenFlashKernel(MergedOnceKernel):
     """See `kernels.contract.Kernel`; `supports` is the vendor's."""
 
     name = "flash"

@@ -93,6 +93,10 @@ class PiecewiseKernel(ABC, Generic[P]):
         """A whole tensor as the operator wants it; `dtype` is that of q. Done once a call, not once a piece."""
         return x.to(dtype)
 
+    def merge(self, state: State, out: Tensor, lse: Tensor) -> None:
+        """`numerics.merge_into`, in place; where a device can do it in fewer passes over memory, that."""
+        merge_into(state, out, lse)
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
     ) -> State:
@@ -105,7 +109,7 @@ class PiecewiseKernel(ABC, Generic[P]):
                 state = (out, lse.contiguous())  # perhaps the only piece: kept as it is
                 continue
             state = empty_state(q, v.shape[-1]) if state is None else widened(state, q.dtype)
-            merge_into((state[0][:, rows], state[1][:, :, rows]), out, lse)
+            self.merge((state[0][:, rows], state[1][:, :, rows]), out, lse)
         return empty_state(q, v.shape[-1]) if state is None else state
 
     def attend_backward(

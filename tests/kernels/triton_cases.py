@@ -18,7 +18,7 @@ from burst_portable.kernels.contract import Kernel, Options
 from burst_portable.layout import Layout, Segment
 from burst_portable.layouts import make_layout
 from burst_portable.mask import Mask
-from burst_portable.numerics import State, finished, per_row, row_delta
+from burst_portable.numerics import State, finished, merge_into, per_row, row_delta
 from burst_portable.tiles import Tile, Tiles, find_tiles
 
 # Relative error (Frobenius) against float64 on the same inputs. Plain attention with products in that dtype loses
@@ -308,4 +308,44 @@ def _check_far(kernel: Kernel, device: str, stride: int, far_lse: bool) -> None:
         assert b.abs().sum() > 0
 
 
-CHECKS = {"untouched": check_untouched, "delta": check_delta, "flat": check_flat, "far": check_far}
+def check_merging(kernel: Kernel, device: str) -> None:
+    """The merge in one pass is that of numerics in float64, and touches only the rows of its state."""
+    from burst_portable.kernels.triton.merging import OnePass
+
+    merge, (batch, rows, heads, size) = OnePass(), (2, 70, 3, 40)
+    memory = torch.full((batch, rows + 20, heads, size + 8), torch.nan, device=device)
+    numbers = torch.full((batch, heads, rows + 20), torch.nan, dtype=torch.float64, device=device)
+    total, total_lse = memory[:, 7 : 7 + rows, :, :size], numbers[:, :, 7 : 7 + rows]
+    total.zero_(), total_lse.fill_(-torch.inf)
+    exact = total.double(), total_lse.clone()
+    for seed, height in enumerate((1.0, 30.0, 1e4)):
+        generator = torch.Generator().manual_seed(seed)
+        heads_first = torch.randn(batch, heads, rows, size, generator=generator).half().to(device)
+        lse = (torch.randn(batch, heads, rows, generator=generator) * height).to(device)
+        lse[:, 1, seed::4] = lse[:, 1, 3::4] = -torch.inf  # rows that some parts saw, and rows that none did
+        out = heads_first.transpose(1, 2).masked_fill(per_row(lse == -torch.inf), 0.0)
+        merge((total, total_lse), out, lse)
+        merge_into(exact, out.double(), lse.double())
+        torch.testing.assert_close(total.double(), exact[0], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(total_lse, exact[1], rtol=1e-12, atol=1e-12)
+    assert (total_lse[:, 1, 3::4] == -torch.inf).all()
+    assert not total[:, 3::4, 1].any()
+    lse[0, 0, 5] = torch.nan
+    merge((total, total_lse), out, lse)
+    assert total_lse[0, 0, 5].isnan()
+    assert total[0, 5, 0].isnan().all()
+    assert int(total.isnan().sum()) == size, "a NaN stays in its row"
+    assert memory[:, :7].isnan().all()
+    assert memory[:, 7 + rows :].isnan().all()
+    assert memory[..., size:].isnan().all()
+    assert numbers[:, :, 7 + rows :].isnan().all()
+    merge((total[:, :0], total_lse[:, :, :0]), out[:, :0], lse[:, :, :0])  # of no rows, nothing is launched
+
+
+CHECKS = {
+    "untouched": check_untouched,
+    "delta": check_delta,
+    "flat": check_flat,
+    "far": check_far,
+    "merging": check_merging,
+}

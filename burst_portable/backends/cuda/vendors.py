@@ -20,7 +20,8 @@ from torch import Tensor
 
 from burst_portable.kernels.aten_flash import AtenFlashKernel
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
-from burst_portable.kernels.pieces import TriangleKernel, causal_window
+from burst_portable.kernels.merged_once import MergedOnceKernel
+from burst_portable.kernels.pieces import causal_window
 from burst_portable.kernels.steps import in_steps
 from burst_portable.numerics import State, accumulation_dtype
 from burst_portable.tiles import Tiles
@@ -118,7 +119,7 @@ def _one_row(q: Tensor, k: Tensor) -> bool:
     return q.shape[1] == 1 or k.shape[1] == 1
 
 
-class Flash4Kernel(TriangleKernel):
+class Flash4Kernel(MergedOnceKernel):
     """flash-attn-4 (CuTe). Made through `kernels.lazy`: the package is imported when it is first asked."""
 
     name = "flash-attn-4"

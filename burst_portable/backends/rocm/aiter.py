@@ -17,7 +17,7 @@ from torch import Tensor
 
 from burst_portable.backends.rocm.flash import declined
 from burst_portable.kernels.contract import Gradients, KernelProblem, Support
-from burst_portable.kernels.pieces import TriangleKernel
+from burst_portable.kernels.merged_once import MergedOnceKernel
 from burst_portable.kernels.steps import in_steps
 from burst_portable.numerics import State
 
@@ -38,7 +38,7 @@ _NEEDED = {
 }
 
 
-class AiterKernel(TriangleKernel):
+class AiterKernel(MergedOnceKernel):
     """See `kernels.contract.Kernel`."""
 
     name = "aiter"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import log2
 from typing import Any
@@ -21,7 +20,17 @@ from burst_portable.errors import DtypeError, ShapeError, UnsupportedError, expl
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.triton import backward, forward
 from burst_portable.kernels.triton.blocks import BlockTable, block_table, transposed
-from burst_portable.kernels.triton.prepared import TMA_BYTES, Launch, architecture, describable, interpreted, padded
+from burst_portable.kernels.triton.prepared import (
+    Launch,
+    architecture,
+    describable,
+    interpreted,
+    layout_of,
+    number_strides,
+    on_device_of,
+    padded,
+    strides,
+)
 from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, Table, Tuning, choose
 from burst_portable.numerics import State, running_dtype
 from burst_portable.tiles import Tile, Tiles
@@ -74,10 +83,10 @@ class TritonKernel:
         merge = state is not None
         out, lse = _new_state(q, v.shape[-1]) if state is None else state
         tensors = (q, k, v, out, lse)
-        key = (tiles, merge, options.softcap is None, options.scale > 0, *map(_layout, tensors))
+        key = (tiles, merge, options.softcap is None, options.scale > 0, *map(layout_of, tensors))
         launch = self._launches.get(key) or self._keep(key, self._forward(tiles, options, merge, tensors))
         if launch.programs:
-            with _on(q):
+            with on_device_of(q):
                 if launch.tma:
                     k, v = launch.described("k", k), launch.described("v", v)
                 launch(q, k, v, out, lse, launch.table, *_numbers(options))
@@ -107,7 +116,7 @@ class TritonKernel:
             lse, delta = lse.float(), delta.float()
         if max(lse.stride(-1), delta.stride(-1)) >= _LONG_STRIDE:  # the kernels count these steps in 32 bits
             lse, delta = lse.contiguous(), delta.contiguous()
-        with _on(q):
+        with on_device_of(q):
             self.only_keys(dout, q, k, v, lse, delta, tiles, options, into)
             self.only_queries(dout, q, k, v, lse, delta, tiles, options, into)
 
@@ -126,7 +135,7 @@ class TritonKernel:
         """The half of the backward pass that adds to dk and dv."""
         _, dk, dv = into
         tensors = (q, k, v, dout, lse, delta, dk, dv)
-        key = ("keys", tiles, options.softcap is None, *map(_layout, tensors))
+        key = ("keys", tiles, options.softcap is None, *map(layout_of, tensors))
         launch = self._launches.get(key) or self._keep(key, self._keys(tiles, options, tensors))
         if not launch.programs:
             return
@@ -151,7 +160,7 @@ class TritonKernel:
         """The half that adds to dq."""
         dq, _, _ = into
         tensors = (q, k, v, dout, lse, delta, dq)
-        key = ("queries", tiles, options.softcap is None, *map(_layout, tensors))
+        key = ("queries", tiles, options.softcap is None, *map(layout_of, tensors))
         launch = self._launches.get(key) or self._keep(key, self._queries(tiles, options, tensors))
         if not launch.programs:
             return
@@ -165,16 +174,16 @@ class TritonKernel:
             out = out.contiguous()
         batch, rows, heads, size = dout.shape
         delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=dout.device)
-        key = ("delta", _layout(dout), _layout(out))
+        key = ("delta", layout_of(dout), layout_of(out))
         launch = self._launches.get(key)
         if launch is None:
             blocks = triton.cdiv(rows, _DELTA_ROWS)
             constants = {"R": _DELTA_ROWS, "DV": size, "PADDED_DV": padded(size), "num_warps": 4}
-            sizes = (*_strides(dout, out), rows, heads, blocks)
+            sizes = (*strides(dout, out), rows, heads, blocks)
             launch = Launch(backward.delta_kernel, blocks * batch * heads, None, sizes, constants, architecture())
             self._keep(key, launch)
         if launch.programs:
-            with _on(dout):
+            with on_device_of(dout):
                 launch(dout, out, delta)
         return delta
 
@@ -202,7 +211,7 @@ class TritonKernel:
             "MERGE": merge,
             "DOUBLE": out.dtype == torch.float64,
         }
-        sizes = (*_strides(q, k, v, out), *_number_strides(lse), q.shape[1])
+        sizes = (*strides(q, k, v, out), *number_strides(lse), q.shape[1])
         return self._launch(forward.attend_kernel, blocks, table, options, (q, k, v, out), q.shape[2], sizes, **flags)
 
     def _keys(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...]) -> Launch:
@@ -214,7 +223,7 @@ class TritonKernel:
         blocks, table = _table(turned, k.shape[1], q.shape[1], choices, False)
         # Descriptors of single numbers start at multiples of 16 bytes.
         flags = {"TMA_NUMBERS": blocks.tma and table.aligned and describable(lse) and describable(delta)}
-        sizes = (*_strides(q, k, v, dout), *_number_strides(lse, delta), *_strides(dk, dv), k.shape[1])
+        sizes = (*strides(q, k, v, dout), *number_strides(lse, delta), *strides(dk, dv), k.shape[1])
         wide = (q, k, v, dout)
         return self._launch(backward.keys_kernel, blocks, table, options, wide, k.shape[2], sizes, **flags)
 
@@ -224,7 +233,7 @@ class TritonKernel:
         _check_sums(dq)
         choices = _first(self._tuning(q, v).queries, k, v)
         blocks, table = _table(tiles, q.shape[1], k.shape[1], choices, False)
-        sizes = (*_strides(q, k, v, dout), *_number_strides(lse, delta), *_strides(dq), q.shape[1])
+        sizes = (*strides(q, k, v, dout), *number_strides(lse, delta), *strides(dq), q.shape[1])
         wide = (q, k, v, dout)
         return self._launch(backward.queries_kernel, blocks, table, options, wide, q.shape[2], sizes)
 
@@ -280,26 +289,11 @@ def _new_state(q: Tensor, value_dim: int) -> State:
     return out, torch.empty(batch, heads, rows, dtype=out.dtype, device=q.device)
 
 
-def _layout(x: Tensor) -> tuple[object, ...]:
-    """What of a tensor a launch depends on."""
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TMA_BYTES
-
-
 def _numbers(options: Options) -> tuple[float, float, float]:
     """scale, inner, outer of the kernels: everything in base 2."""
     if options.softcap is None:
         return options.scale * _LOG2_E, 0.0, 0.0
     return 1.0, 2.0 * options.scale / options.softcap * _LOG2_E, options.softcap * _LOG2_E
-
-
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """batch, row and head stride of each [B, S, H, D]."""
-    return tuple(s for x in tensors for s in x.stride()[:3])
-
-
-def _number_strides(*tensors: Tensor) -> tuple[int, ...]:
-    """batch, head and row stride of each [B, H, S]."""
-    return tuple(s for x in tensors for s in x.stride())
 
 
 def _table(
@@ -318,13 +312,6 @@ def _first(choices: tuple[Blocks, ...], *tensors: Tensor) -> tuple[Blocks, ...]:
     if all(map(describable, tensors)):
         return choices
     return tuple(c for c in choices if not c.tma) or (replace(choices[-1], tma=False),)
-
-
-def _on(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device; make it the tensor's."""
-    if x.device.index is None or x.device.index == torch.accelerator.current_device_index():
-        return nullcontext()
-    return torch.accelerator.device_index(x.device.index)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> None:

@@ -8,9 +8,11 @@ strides, and whether addresses are multiples of 16.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
@@ -114,6 +116,28 @@ def describable(x: Tensor) -> bool:
     strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
     aligned = all(s > 0 and s * x.itemsize % TMA_BYTES == 0 for s in strides)
     return aligned and x.data_ptr() % TMA_BYTES == 0 and x.stride(-1) == 1 and x.numel() > 0
+
+
+def layout_of(x: Tensor) -> tuple[object, ...]:
+    """What of a tensor a launch depends on."""
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TMA_BYTES
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """batch, row and head stride of each [B, S, H, D]."""
+    return tuple(s for x in tensors for s in x.stride()[:3])
+
+
+def number_strides(*tensors: Tensor) -> tuple[int, ...]:
+    """batch, head and row stride of each [B, H, S]."""
+    return tuple(s for x in tensors for s in x.stride())
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device; make it the tensor's."""
+    if x.device.index is None or x.device.index == torch.accelerator.current_device_index():
+        return nullcontext()
+    return torch.accelerator.device_index(x.device.index)
 
 
 @lru_cache

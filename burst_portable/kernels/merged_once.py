@@ -1,0 +1,28 @@
+"""Operators on pieces whose results are merged in one pass over memory, where Triton makes code for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from burst_portable.kernels.pieces import TriangleKernel
+from burst_portable.numerics import State, merge_into
+
+
+class MergedOnceKernel(TriangleKernel):
+    """A `TriangleKernel` of an accelerator; torch's operators merge where Triton is missing."""
+
+    def merge(self, state: State, out: Tensor, lse: Tensor) -> None:
+        self._merge(state, out, lse)
+
+    @cached_property
+    def _merge(self) -> Callable[[State, Tensor, Tensor], None]:
+        if find_spec("triton") is None or not torch.accelerator.is_available():
+            return merge_into
+        from burst_portable.kernels.triton.merging import OnePass
+
+        return OnePass()
