@@ -21,7 +21,7 @@ from burst_portable.heads import HeadGroup, Span, heads_of
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.numerics import State, accumulation_dtype
 from burst_portable.plans import Compute, PassPlan, Plan
-from burst_portable.reshard import Reshard, ToSequence
+from burst_portable.reshard import Reshard, ToHeads, ToSequence
 from burst_portable.runtime import Runtime
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -68,8 +68,8 @@ def run_forward(
         arriving.left()
         if keep:
             saved.append((queries, keys, values, part, part_lse))
-    if not reshard.lasting:  # copied while the last part of out is on its way
-        saved = _copied(saved)
+    if keep and not reshard.lasting:  # copied while the last part of out is on its way
+        saved = _copied(saved, coming)
     for part_home in leaving:
         part_home.wait()
     return out, None if lse is None else lse.squeeze(-1).transpose(1, 2), saved
@@ -154,11 +154,14 @@ def _own(sinks: Tensor | None, plan: Plan, group: HeadGroup, runtime: Runtime) -
     return None if sinks is None else sinks[_own_heads(plan, group, runtime)]
 
 
-def _copied(saved: Sequence[Saved]) -> list[Saved]:
-    """q, k and v of each group in memory that stays; K and V that several groups share are copied once."""
-    copies: dict[int, Tensor] = {}
-    for group in saved:
-        for x in group[:3]:
-            if id(x) not in copies:
-                copies[id(x)] = x.clone()
-    return [(copies[id(q)], copies[id(k)], copies[id(v)], out, lse) for q, k, v, out, lse in saved]
+def _copied(saved: Sequence[Saved], came: Sequence[ToHeads]) -> list[Saved]:
+    """The same, with q, k and v in memory that stays; K and V that several groups share are copied once."""
+    kept: list[Saved] = []
+    keys = values = None
+    for (_, _, _, out, lse), arrived in zip(saved, came, strict=True):
+        queries, *pair = arrived.copied()
+        keys, values = pair or (keys, values)
+        assert keys is not None, "K and V come with the first group that reads them"
+        assert values is not None, "K and V come with the first group that reads them"
+        kept.append((queries, keys, values, out, lse))
+    return kept

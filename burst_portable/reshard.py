@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from burst_portable.comm.base import Exchange, Message
+from burst_portable.comm.base import Exchange, Part, Parts
 from burst_portable.heads import Span
 from burst_portable.layout import Layout
 from burst_portable.messages import Field, head_room
@@ -40,8 +40,9 @@ class Reshard:
         self.problem, self.transport, self.device = plan.problem, runtime.transport, device
         self._runtime, self._backward = runtime, backward
         layout = plan.problem.q_layout
-        self.rows = [layout.count(rank) for rank in range(layout.ranks)]
-        self.starts = list(accumulate(self.rows, initial=0))
+        self.rows = tuple(layout.count(rank) for rank in range(layout.ranks))
+        self.starts = _starts(self.rows)
+        self._order = (*self.transport.others, self.transport.rank)
         self.to_ranks, self.to_plan = _orders(layout, plan.forward.problem.q_layout, device)
         self._place = 0  # in every rank's inbox
 
@@ -56,22 +57,24 @@ class Reshard:
 
     def to_heads(self, parts: Sequence[tuple[Tensor, Span]]) -> ToHeads:
         """Start bringing here all rows of some heads of this rank, of tensors ``[B, S_rank, H, D]`` of one dtype."""
-        rank, like = self.transport.rank, parts[0][0]
+        like = parts[0][0]
         fields = [Field(past - first, x.shape[3], x.itemsize) for x, (first, past) in parts]
         row = sum(field.size(like.shape[0]) for field in fields)
         packed = like.new_empty(self.transport.size, like.shape[1], row // like.itemsize)
         with self.copies():
             for (x, heads), into in zip(parts, _fields(packed, fields, like.shape[0]), strict=True):
-                owned = _by_owner(x, min(len(packed), x.shape[2]))[:, :, :, slice(*heads)].permute(2, 1, 0, 3, 4)
-                into.view(len(owned), -1, *into.shape[1:]).copy_(owned.unsqueeze(1))  # ranks may share an owner's heads
+                owned = _of_owners(x, min(len(packed), x.shape[2]), heads)
+                if len(owned) == len(packed):
+                    into.copy_(owned)
+                else:  # several ranks share an owner's heads
+                    into.view(len(owned), -1, *into.shape[1:]).copy_(owned.unsqueeze(1))
         inbox, place = self._inbox(self.starts[-1] * row, row, back=False)
         whole = inbox.view(like.dtype).view(self.starts[-1], -1)
-        pieces = torch.split(whole, self.rows)
-        at = place + self.starts[rank] * row
-        sends = [Message(_bytes(packed[r]), r, at) for r in self.transport.others]
-        receives = [Message(_bytes(pieces[r]), r, place + self.starts[r] * row) for r in self.transport.others]
-        exchange = self._exchange(sends, receives, [(pieces[rank], packed[rank])], "to heads")
-        return ToHeads(self, exchange, whole, fields, like.shape[0], sends)
+        there, here = _to_heads(self._order, self.rows, row, place)
+        leaving = Parts(packed, there)
+        with self.copies():
+            exchange = self.transport.exchange([leaving], [Parts(inbox, here)], "to heads")
+        return ToHeads(self, exchange, whole, fields, like.shape[0], [leaving])
 
     def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, Span]]) -> ToSequence:
         """Start bringing home what was made of some heads.
@@ -81,30 +84,19 @@ class Reshard:
                 which of this rank's heads it holds. What ranks hold of a shared head is added up.
         """
         rank, ranks = self.transport.rank, self.transport.size
-        sends, receives, came, own = [], [], [], []
+        leaving, arriving, came = [], [], []
         for x, result, heads in parts:
             with self.copies():
                 made = self._rows_first(x, accumulation_dtype(x.dtype) if result.shape[2] < ranks else result.dtype)
             row = made[0].numel() * made.itemsize
-            mine = self.rows[rank] * row
-            inbox, place = self._inbox(ranks * mine, row, back=True)
-            pieces = inbox.view(made.dtype).view(ranks, self.rows[rank], *made.shape[1:])
-            leaving = torch.split(made, self.rows)
-            own.append((pieces[rank], leaving[rank]))
-            sends += [Message(_bytes(leaving[r]), r, place + rank * self.rows[r] * row) for r in self.transport.others]
-            receives += [Message(_bytes(pieces[r]), r, place + r * mine) for r in self.transport.others]
-            came.append((pieces, result, heads))
-        return ToSequence(self, self._exchange(sends, receives, own, "to sequence"), came, sends)
-
-    def _exchange(
-        self, sends: list[Message], receives: list[Message], own: list[tuple[Tensor, Tensor]], label: str
-    ) -> Exchange:
-        """Messages, and what stays here: put beside what comes while that is on its way."""
-        exchange = self.transport.exchange(sends, receives, label)
+            inbox, place = self._inbox(ranks * self.rows[rank] * row, row, back=True)
+            there, here = _to_sequence(self._order, self.rows, row, place)
+            leaving.append(Parts(made, there))
+            arriving.append(Parts(inbox, here))
+            came.append((inbox.view(made.dtype).view(ranks, self.rows[rank], *made.shape[1:]), result, heads))
         with self.copies():
-            for place, piece in own:
-                place.copy_(piece)
-        return exchange
+            exchange = self.transport.exchange(leaving, arriving, "to sequence")
+        return ToSequence(self, exchange, came, leaving)
 
     def _inbox(self, size: int, row: int, *, back: bool) -> tuple[Tensor, int]:
         """So many bytes to receive into, and the place where they begin, which other ranks count as well."""
@@ -128,7 +120,7 @@ class ToHeads:
         came: Tensor,
         fields: Sequence[Field],
         batch: int,
-        sends: list[Message],
+        sends: list[Parts],
     ) -> None:
         self._reshard, self._exchange, self._sends = reshard, exchange, sends
         self._came, self._fields, self._batch = came, fields, batch
@@ -136,8 +128,15 @@ class ToHeads:
     def wait(self) -> list[Tensor]:
         """``[B, S_all, h, D]`` each, rows in the plan's order; where that is the order of ranks, in the inbox."""
         self._exchange.wait()
-        ready = _fields(self._in_order(), self._fields, self._batch)
-        return [x.squeeze(1).unsqueeze(0) if x.shape[1] == 1 else x.transpose(0, 1) for x in ready]
+        return self._tensors(self._in_order())
+
+    def copied(self) -> list[Tensor]:
+        """What has come, in the order of ranks, in memory that stays when the pass is over: one copy of all."""
+        with self._reshard.copies():
+            return self._tensors(self._came.clone())
+
+    def _tensors(self, rows: Tensor) -> list[Tensor]:
+        return [x[0].transpose(0, 1) for x in _fields(rows[None], self._fields, self._batch)]
 
     def _in_order(self) -> Tensor:
         put = self._reshard.to_plan
@@ -156,7 +155,7 @@ class ToSequence:
     """Parts of results on their way home."""
 
     def __init__(
-        self, reshard: Reshard, exchange: Exchange, came: list[tuple[Tensor, Tensor, Span]], sends: list[Message]
+        self, reshard: Reshard, exchange: Exchange, came: list[tuple[Tensor, Tensor, Span]], sends: list[Parts]
     ) -> None:
         self._reshard, self._exchange, self._came, self._sends = reshard, exchange, came, sends
 
@@ -164,29 +163,64 @@ class ToSequence:
         """Write what came into the results."""
         self._exchange.wait()
         with self._reshard.copies():
-            for pieces, result, (first, past) in self._came:
+            for pieces, result, heads in self._came:
                 owners = min(len(pieces), result.shape[2])
                 if owners < len(pieces):  # [ranks, S, B, h, D] -> [heads, S, B, 1, D]
                     pieces = pieces.view(owners, -1, *pieces.shape[1:]).sum(1)
-                _by_owner(result, owners)[:, :, :, first:past].copy_(pieces.permute(2, 1, 0, 3, 4))
+                _of_owners(result, owners, heads).copy_(pieces)
         self._exchange.left()
         self._came.clear()
         self._sends.clear()
 
 
+Both = tuple[tuple[Part, ...], tuple[Part, ...]]
+"""What leaves, and what comes."""
+
+
+@lru_cache(maxsize=512)
+def _to_heads(order: tuple[int, ...], rows: tuple[int, ...], row: int, place: int) -> Both:
+    """The messages of `order`'s last rank: its rows for each rank, packed; all rows of its heads, rank after rank."""
+    rank, starts = order[-1], _starts(rows)
+    each, at = rows[rank] * row, place + starts[rank] * row
+    there = tuple(Part(r, r * each, (r + 1) * each, at) for r in order)
+    return there, tuple(Part(r, starts[r] * row, starts[r + 1] * row, place + starts[r] * row) for r in order)
+
+
+@lru_cache(maxsize=512)
+def _to_sequence(order: tuple[int, ...], rows: tuple[int, ...], row: int, place: int) -> Both:
+    """Of all rows those of each rank, which come to lie by the rank that made them."""
+    rank, starts = order[-1], _starts(rows)
+    mine = rows[rank] * row
+    there = tuple(Part(r, starts[r] * row, starts[r + 1] * row, place + rank * rows[r] * row) for r in order)
+    return there, tuple(Part(r, r * mine, (r + 1) * mine, place + r * mine) for r in order)
+
+
+def _starts(rows: Sequence[int]) -> tuple[int, ...]:
+    """Where each rank's rows begin, and where all end."""
+    return tuple(accumulate(rows, initial=0))
+
+
 def _fields(rows: Tensor, fields: Sequence[Field], batch: int) -> list[Tensor]:
-    """``[..., row]`` -> of each field a view ``[..., B, h, D]``."""
-    found, at = [], 0
+    """``[ranks, S, row]``, contiguous -> of each field a view ``[ranks, S, B, h, D]``."""
+    ranks, count, row = rows.shape
+    found, at = [], rows.storage_offset()
     for field in fields:
-        numbers = rows[..., at : at + field.bytes(batch) // rows.itemsize]
-        found.append(numbers.view(*rows.shape[:-1], batch, field.heads, -1))
+        dim = field.dim or 1
+        sizes = (ranks, count, batch, field.heads, dim)
+        found.append(rows.as_strided(sizes, (count * row, row, field.heads * dim, dim, 1), at))
         at += field.size(batch) // rows.itemsize
     return found
 
 
-def _by_owner(x: Tensor, owners: int) -> Tensor:
-    """``[B, S, H, D]`` as ``[B, S, owners, H / owners, D]``."""
-    return x.view(*x.shape[:2], owners, -1, x.shape[3])
+def _of_owners(x: Tensor, owners: int, heads: Span) -> Tensor:
+    """``[B, S, H, D]`` -> ``[owners, S, B, h, D]``: some of the heads that each of so many owners has."""
+    batch, rows, count, dim = x.shape
+    step_batch, step_row, step_head, step = x.stride()
+    return x.as_strided(
+        (owners, rows, batch, heads[1] - heads[0], dim),
+        (count // owners * step_head, step_row, step_batch, step_head, step),
+        x.storage_offset() + heads[0] * step_head,
+    )
 
 
 class _Order:
@@ -219,7 +253,3 @@ def _runs(index: Tensor) -> list[tuple[int, int]]:
         return []
     edges = [0, *breaks.tolist(), len(index)]
     return [(int(index[start]), int(index[stop - 1]) + 1) for start, stop in pairwise(edges)]
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)

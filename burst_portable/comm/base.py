@@ -32,6 +32,30 @@ class Message(NamedTuple):
     place: int | None = None
 
 
+class Part(NamedTuple):
+    """Bytes [start, stop) of a buffer, the rank that they go to or come from, and their place there: see `inbox`.
+
+    A rank may be its own peer: then they are copied to that place.
+    """
+
+    peer: int
+    start: int
+    stop: int
+    place: int | None = None
+
+
+class Parts(NamedTuple):
+    """One contiguous buffer of any dtype, and what of its bytes goes to or comes from ranks."""
+
+    buffer: Tensor
+    parts: tuple[Part, ...]
+
+    def messages(self) -> list[Message]:
+        """A message each."""
+        flat = self.buffer.reshape(-1).view(torch.uint8)
+        return [Message(flat[p.start : p.stop], p.peer, p.place) for p in self.parts]
+
+
 class Exchange:
     """Messages between all ranks that are under way."""
 
@@ -117,19 +141,27 @@ class Transport(ABC):
         """
         return self.buffer(size, device)
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], label: str) -> Exchange:
-        """Start messages between all ranks, some for each pair; every rank does, with the same label."""
-        return Exchange(*self.post(sends, receives, label))
+    def exchange(self, leaving: Sequence[Parts], arriving: Sequence[Parts], label: str) -> Exchange:
+        """Start messages between all ranks, some for each pair; every rank does, with the same label.
+
+        All that leaves goes to the same ranks, and all that comes, comes from the same; this rank may be among them:
+        what it sends itself is put where it comes from itself, the first to the first.
+        """
+        sends, receives = ([m for parts in side for m in parts.messages()] for side in (leaving, arriving))
+        out, back = ([m for m in side if m.peer != self.rank] for side in (sends, receives))
+        exchange = Exchange(*self.post(out, back, label))
+        own = ([m.buffer for m in side if m.peer == self.rank] for side in (sends, receives))
+        for source, target in zip(*own, strict=True):
+            target.copy_(source)
+        return exchange
 
     def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
         """sends[r] goes to rank r, receives[r] comes from it; uint8, any sizes; returns when all have arrived."""
         if receives[self.rank].data_ptr() != sends[self.rank].data_ptr():
             receives[self.rank].copy_(sends[self.rank])
-        exchange = self.exchange(
-            [Message(sends[r], r) for r in self.others if sends[r].numel()],
-            [Message(receives[r], r) for r in reversed(self.others) if receives[r].numel()],
-            label,
-        )
+        out = [Message(sends[r], r) for r in self.others if sends[r].numel()]
+        back = [Message(receives[r], r) for r in reversed(self.others) if receives[r].numel()]
+        exchange = Exchange(*self.post(out, back, label))
         exchange.wait()
         exchange.left()
 

@@ -8,11 +8,12 @@
     copy the message into its place
     "it has come"                        ->  compute stream: wait; use it where it lies
 
-Copy engines do the work, and no multiprocessor. Both ends know from the plan where in the inbox a message comes to
-lie; messages that are in no plan have a region for each peer, where they lie one after the other. A flag holds the
-mark of its pass, a number that grows and a piece of the call's fingerprint: what is left of an earlier pass, or comes
-from another call, is never taken for a message of this one. When numbers begin again, the pieces are others. Each rank
-sends to the one after it first, so no link is asked twice at once.
+Copy engines do the work, and no multiprocessor. What all ranks exchange at once, and all of it is waited for together,
+has one flag a pair of ranks, and goes as the device does that fastest. Both ends know from the plan where in the inbox
+a message comes to lie; messages that are in no plan have a region for each peer, where they lie one after the other. A
+flag holds the mark of its pass, a number that grows and a piece of the call's fingerprint: what is left of an earlier
+pass, or comes from another call, is never taken for a message of this one. When numbers begin again, the pieces are
+others. Each rank sends to the one after it first, so no link is asked twice at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.comm.base import Exchange, Handle, Message, Part, Parts, Transport
 from burst_portable.errors import CommunicationError, UnsupportedError, explain
 
 ALIGNMENT = 256
@@ -36,9 +37,9 @@ _MARKS = 1 << 15  # passes that are told apart
 
 
 class Watched(Protocol):
-    """A wait that a peer may never end: says what it is, should its deadline pass."""
+    """A wait that a peer may never end: says what it is, by its flag, should its deadline pass."""
 
-    def __call__(self) -> str: ...
+    def __call__(self, flag: int) -> str: ...
 
 
 class PeerMemory(Protocol):
@@ -65,17 +66,17 @@ class PeerMemory(Protocol):
     def fork(self) -> None:
         """The copy stream goes on after what the current stream has done so far."""
 
-    def copy(self, source: Tensor, peer: int, offset: int) -> None:
-        """Copy a message into the inbox of a peer, on the copy stream."""
+    def copy(self, leaving: Sequence[Parts]) -> None:
+        """Copy parts of buffers to their places in inboxes, on the copy stream; of several, perhaps all at once."""
 
     def sent(self) -> Handle:
         """A handle of what the copy stream has been given so far."""
 
-    def signal(self, peer: int, flag: int, mark: int, *, copying: bool) -> None:
-        """Set a flag of a peer once what the stream was given before is done."""
+    def signal(self, flags: Sequence[tuple[int, int]], mark: int, *, copying: bool) -> None:
+        """Set flags, (peer, flag) each, once what the stream was given before is done."""
 
-    def wait(self, flag: int, mark: int, what: Watched, *, copying: bool) -> None:
-        """The stream goes on when this rank's flag shows the mark."""
+    def wait(self, flags: Sequence[int], mark: int, what: Watched, *, copying: bool) -> None:
+        """The stream goes on when these flags of this rank all show the mark."""
 
     def check(self) -> None:
         """Raise what went wrong since, if anything did."""
@@ -129,8 +130,8 @@ class PeerCopyTransport(Transport):
         self._waited.clear()
         self._handed.clear()
         memory.enter()
-        for peer in self.others:
-            memory.signal(peer, self._free_flag(self.rank), self._mark, copying=False)
+        free = self._free_flag(self.rank)
+        memory.signal([(peer, free) for peer in self.others], self._mark, copying=False)
 
     def end(self) -> None:
         self.memory.leave()
@@ -160,9 +161,23 @@ class PeerCopyTransport(Transport):
         if not sends:
             return [], incoming
         self.memory.fork()
-        for message in sorted(sends, key=lambda m: (m.peer - self.rank) % self.size):
+        for message in sorted(sends, key=lambda m: self._distance(m.peer)):
             self._send(message, label)
         return [self.memory.sent()] * len(sends), incoming
+
+    def exchange(self, leaving: Sequence[Parts], arriving: Sequence[Parts], label: str) -> Exchange:
+        """All that goes to other ranks, then one flag for each of them: who takes part in it waits for all of it."""
+        if not self._open or not leaving or leaving[0].parts[0].place is None:
+            return super().exchange(leaving, arriving, label)
+        memory, sources, targets = self.memory, _peers(arriving), _peers(leaving)
+        memory.check()
+        came = [self._came_flag(peer, self._take(self._coming, peer, 0)[0]) for peer in sources]
+        told = [(peer, self._came_flag(self.rank, self._take(self._sent_to, peer, 0)[0])) for peer in targets]
+        memory.fork()
+        self._wait_for_room(targets, label)
+        memory.copy(leaving)
+        memory.signal(told, self._mark, copying=True)
+        return Exchange([memory.sent()], [_Arrivals(memory, came, self._mark, self._missing(label))])
 
     def all_gather(self, send: Tensor, receives: Sequence[Tensor], label: str = "all_gather") -> None:
         if self._open:
@@ -192,12 +207,18 @@ class PeerCopyTransport(Transport):
         else:
             index, offset = self._take(self._sent_to, peer, message.buffer.numel())
             place = self.rank * self._region + offset
-        if peer not in self._waited:
-            self._waited.add(peer)
-            what = _Wait(self.rank, label, peer, "has not made room for the message from here")
-            memory.wait(self._free_flag(peer), self._mark, what, copying=True)
-        memory.copy(message.buffer, peer, place)
-        memory.signal(peer, self._came_flag(self.rank, index), self._mark, copying=True)
+        self._wait_for_room([peer], label)
+        memory.copy([Parts(message.buffer, (Part(peer, 0, message.buffer.numel(), place),))])
+        memory.signal([(peer, self._came_flag(self.rank, index))], self._mark, copying=True)
+
+    def _wait_for_room(self, peers: Sequence[int], label: str) -> None:
+        """The copy stream goes on when the inboxes of these peers are free; each is waited for once a pass."""
+        new = [peer for peer in peers if peer not in self._waited and peer != self.rank]
+        if not new:
+            return
+        self._waited.update(new)
+        what = _Wait(self.rank, label, "has not made room for the message from here", self.size * MESSAGES)
+        self.memory.wait([self._free_flag(peer) for peer in new], self._mark, what, copying=True)
 
     def _expect(self, message: Message, label: str) -> Handle:
         peer = message.peer
@@ -208,8 +229,15 @@ class PeerCopyTransport(Transport):
                 self.inbox(message.buffer.numel(), message.buffer.device, peer)
             index, place = self._handed[peer].pop(0)
         assert place.numel() == message.buffer.numel(), "buffers from `inbox` are posted in their order"
-        what = _Wait(self.rank, label, peer, "has not sent its message")
-        return _Arrival(self.memory, self._came_flag(peer, index), self._mark, what, place, message.buffer)
+        flag = self._came_flag(peer, index)
+        return _Arrival(self.memory, flag, self._mark, self._missing(label), place, message.buffer)
+
+    def _missing(self, label: str) -> _Wait:
+        return _Wait(self.rank, label, "has not sent its message")
+
+    def _distance(self, peer: int) -> int:
+        """How many ranks further on."""
+        return (peer - self.rank) % self.size
 
     def _take(self, places: _Places, peer: int, size: int) -> tuple[int, int]:
         """(index, offset) of the next message from or to a peer."""
@@ -239,6 +267,13 @@ def flags(size: int) -> int:
     return size * (MESSAGES + 1)
 
 
+def _peers(side: Sequence[Parts]) -> list[int]:
+    """The ranks that one side of an exchange names."""
+    peers = [part.peer for part in side[0].parts]
+    assert all(len(one.parts) == len(peers) for one in side), "all buffers have parts for the same ranks"
+    return peers
+
+
 class _Places:
     """Where messages of a pass lie in a region: one after the other."""
 
@@ -258,28 +293,41 @@ class _Places:
 
 
 class _Wait:
-    """What is being waited for; put into words only if it does not come."""
+    """What is being waited for; put into words only if it does not come. `free`: where flags of free inboxes begin."""
 
-    __slots__ = ("label", "missing", "peer", "rank")
+    __slots__ = ("free", "label", "missing", "rank")
 
-    def __init__(self, rank: int, label: str, peer: int, missing: str) -> None:
-        self.rank, self.label, self.peer, self.missing = rank, label, peer, missing
+    def __init__(self, rank: int, label: str, missing: str, free: int = 0) -> None:
+        self.rank, self.label, self.missing, self.free = rank, label, missing, free
 
-    def __call__(self) -> str:
-        return f"rank {self.rank}, {self.label}: rank {self.peer} {self.missing}"
+    def __call__(self, flag: int) -> str:
+        peer = flag - self.free if self.free else flag // MESSAGES
+        return f"rank {self.rank}, {self.label}: rank {peer} {self.missing}"
 
 
-class _Arrival:
-    """A message on its way into this rank's inbox."""
+class _Arrivals:
+    """What all ranks send at once, on its way into this rank's inbox."""
 
-    __slots__ = ("_buffer", "_flag", "_mark", "_place", "_what", "memory")
+    __slots__ = ("_flags", "_mark", "_what", "memory")
 
-    def __init__(self, memory: PeerMemory, flag: int, mark: int, what: _Wait, place: Tensor, buffer: Tensor) -> None:
-        self.memory, self._flag, self._mark, self._what = memory, flag, mark, what
-        self._place, self._buffer = place, buffer
+    def __init__(self, memory: PeerMemory, flags: Sequence[int], mark: int, what: _Wait) -> None:
+        self.memory, self._flags, self._mark, self._what = memory, flags, mark, what
 
     def wait(self) -> None:
         self.memory.check()
-        self.memory.wait(self._flag, self._mark, self._what, copying=False)
+        self.memory.wait(self._flags, self._mark, self._what, copying=False)
+
+
+class _Arrival(_Arrivals):
+    """One message, which is wanted in a buffer that may lie elsewhere."""
+
+    __slots__ = ("_buffer", "_place")
+
+    def __init__(self, memory: PeerMemory, flag: int, mark: int, what: _Wait, place: Tensor, buffer: Tensor) -> None:
+        super().__init__(memory, [flag], mark, what)
+        self._place, self._buffer = place, buffer
+
+    def wait(self) -> None:
+        super().wait()
         if self._buffer.data_ptr() != self._place.data_ptr():
             self._buffer.copy_(self._place)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from burst_portable.comm.base import Exchange, Handle, Message, Transport
+from burst_portable.comm.base import Exchange, Handle, Parts, Transport
 from burst_portable.comm.wrapped import WrappedTransport
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.moves import Move
@@ -204,8 +204,9 @@ class RecordingTransport(WrappedTransport):
         self._runtime.recorder.rejoin()
         self._inner.end()
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], label: str) -> Exchange:
-        inner, size = self._inner.exchange(sends, receives, label), sum(m.buffer.numel() for m in sends)
+    def exchange(self, leaving: Sequence[Parts], arriving: Sequence[Parts], label: str) -> Exchange:
+        inner = self._inner.exchange(leaving, arriving, label)
+        size = sum(p.stop - p.start for one in leaving for p in one.parts if p.peer != self.rank)
 
         def waited(wait: Callable[[], None]) -> None:
             clock = self._runtime.recorder.clock(device)
@@ -214,9 +215,9 @@ class RecordingTransport(WrappedTransport):
                 wait()
                 self._collected(0, size, start, clock.mark())
 
-        if not sends:
+        if not leaving:
             return inner
-        device = sends[0].buffer.device
+        device = leaving[0].buffer.device
         return RecordingExchange(inner, waited)
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:

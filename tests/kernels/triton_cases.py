@@ -342,6 +342,25 @@ def check_merging(kernel: Kernel, device: str) -> None:
     merge((total[:, :0], total_lse[:, :, :0]), out[:, :0], lse[:, :, :0])  # of no rows, nothing is launched
 
 
+def check_push(kernel: Kernel, device: str) -> None:
+    """Every message of a launch lands where it belongs, to its last 16 bytes, and nothing beside it."""
+    from burst_portable.backends.cuda.peers.push_kernel import AT_ONCE, push_kernel
+
+    generator = torch.Generator().manual_seed(3)
+    sizes = [0, 1, 1023, 1024, 1025, 5000, *range(2, AT_ONCE - 5)]  # a block is 1024 times 16 bytes
+    assert len(sizes) == AT_ONCE + 1
+    for some in (sizes[:AT_ONCE], sizes[2:6]):
+        spare = AT_ONCE - len(some)
+        sources = [torch.randint(1, 1 << 30, (4 * n + 8,), dtype=torch.int32, generator=generator) for n in some]
+        sources = [x.to(device) for x in sources]
+        targets = [torch.zeros_like(x) for x in sources]
+        filled = [*sources, *sources[:1] * spare], [*targets, *targets[:1] * spare]
+        push_kernel[(3, len(some))](*filled[0], *filled[1], *some, *[0] * spare)
+        for source, target, n in zip(sources, targets, some, strict=True):
+            assert torch.equal(target[: 4 * n], source[: 4 * n])
+            assert not target[4 * n :].any()
+
+
 CHECKS = {
     "untouched": check_untouched,
     "delta": check_delta,

@@ -102,9 +102,9 @@ def test_an_inbox_is_not_overwritten_while_it_is_read():
 class Eager(ThreadPeers):
     """A planted bug: senders do not wait until the inbox is free."""
 
-    def wait(self, flag, mark, what, *, copying):
+    def wait(self, flags, mark, what, *, copying):
         if not copying:
-            super().wait(flag, mark, what, copying=False)
+            super().wait(flags, mark, what, copying=False)
 
 
 def test_without_waiting_for_room_it_would_be():

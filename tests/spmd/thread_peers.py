@@ -9,12 +9,14 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import burst_portable as bp
+from burst_portable.comm.base import Part, Parts
 from burst_portable.comm.local import run_threads
 from burst_portable.comm.peer_copy import PeerCopyTransport, flags
 from burst_portable.config import Config
@@ -73,33 +75,38 @@ class ThreadPeers:
     def fork(self) -> None:
         """What the thread has done so far is done."""
 
-    def copy(self, source: Tensor, peer: int, offset: int) -> None:
-        def work() -> None:
-            self.world.inboxes[peer][offset : offset + source.numel()] = source
-            self.world.copied[self.rank] += source.numel()
+    def copy(self, leaving: Sequence[Parts]) -> None:
+        def work(source: Tensor, part: Part) -> None:
+            piece = source[part.start : part.stop]
+            self.world.inboxes[part.peer][part.place : part.place + len(piece)] = piece
+            self.world.copied[self.rank] += len(piece) * (part.peer != self.rank)
 
-        self._do(work, True)
+        for one in leaving:
+            for part in one.parts:
+                self._do(partial(work, one.buffer.reshape(-1).view(torch.uint8), part), True)
 
     def sent(self) -> Done:
         done = Done(self)
         self._do(done.event.set, True)
         return done
 
-    def signal(self, peer: int, flag: int, mark: int, *, copying: bool) -> None:
+    def signal(self, flags: Sequence[tuple[int, int]], mark: int, *, copying: bool) -> None:
         def work() -> None:
             with self.world.changed:
-                self.world.flags[peer][flag] = mark
+                for peer, flag in flags:
+                    self.world.flags[peer][flag] = mark
                 self.world.changed.notify_all()
 
         self._do(work, copying)
 
-    def wait(self, flag: int, mark: int, what: Callable[[], str], *, copying: bool) -> None:
+    def wait(self, flags: Sequence[int], mark: int, what: Callable[[int], str], *, copying: bool) -> None:
         def work() -> None:
+            mine = self.world.flags[self.rank]
             with self.world.changed:
                 if not self.world.changed.wait_for(
-                    lambda: self.world.flags[self.rank][flag] == mark, self.world.deadline
+                    lambda: all(mine[flag] == mark for flag in flags), self.world.deadline
                 ):
-                    raise DeadlineError(what())
+                    raise DeadlineError(what(next(flag for flag in flags if mine[flag] != mark)))
 
         self._do(work, copying)
 

@@ -6,7 +6,11 @@ Addresses and streams are plain ints, so that a call costs the host a microsecon
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Sequence
 from functools import cache
+
+import torch
 
 from burst_portable.errors import CommunicationError, UnsupportedError, explain
 
@@ -14,6 +18,8 @@ _WAIT_EQUAL = 0x1
 _WAIT_FLUSH = 1 << 30
 _CAN_FLUSH = 98  # CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+_OPERATION = struct.Struct("=I4xQI4xI20x")  # CUstreamBatchMemOpParams: what, address, value, flags; 48 bytes
 
 
 class Driver:
@@ -27,6 +33,7 @@ class Driver:
         try:
             self._library = library = ctypes.CDLL("libcuda.so.1")
             self._set, self._wait = library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
+            self._operate = library.cuStreamBatchMemOp_v2
             self._copy = library.cuMemcpyDtoDAsync_v2
             self._exchange = library.cuThreadExchangeStreamCaptureMode
         except (OSError, AttributeError) as error:
@@ -34,18 +41,32 @@ class Driver:
                 explain("the driver has no stream flags", got=error, next_step="update the driver")
             ) from error
         self._set.argtypes = self._wait.argtypes = (stream, address, number, ctypes.c_uint)
+        self._operate.argtypes = (stream, ctypes.c_uint, ctypes.c_char_p, ctypes.c_uint)
         self._copy.argtypes = (address, address, ctypes.c_size_t, stream)
         can = ctypes.c_int(0)
         self._checked(library.cuDeviceGetAttribute(ctypes.byref(can), _CAN_FLUSH, device))
         self._how = _WAIT_EQUAL | (_WAIT_FLUSH if can.value else 0)
 
-    def set_flag(self, stream: int, address: int, value: int) -> None:
-        """Write 32 bits once all before it on the stream is done and seen by every device."""
-        self._checked(self._set(stream, address, value, 0))
+    def set_flags(self, stream: int, addresses: Sequence[int], value: int) -> None:
+        """Write 32 bits at each address once all before it on the stream is done and seen by every device."""
+        if len(addresses) == 1:
+            self._checked(self._set(stream, addresses[0], value, 0))
+        else:
+            self._batch(stream, _WRITE, addresses, value, 0)
 
-    def wait_flag(self, stream: int, address: int, value: int) -> None:
-        """The stream goes on when these 32 bits have the value."""
-        self._checked(self._wait(stream, address, value, self._how))
+    def wait_flags(self, stream: int, addresses: Sequence[int], value: int) -> None:
+        """The stream goes on when these 32 bits all have the value."""
+        if len(addresses) == 1:
+            self._checked(self._wait(stream, addresses[0], value, self._how))
+        else:
+            self._batch(stream, _WAIT, addresses, value, self._how)
+
+    def _batch(self, stream: int, operation: int, addresses: Sequence[int], value: int, how: int) -> None:
+        """One call for all of them."""
+        if not addresses:
+            return
+        packed = b"".join([_OPERATION.pack(operation, address, value, how) for address in addresses])
+        self._checked(self._operate(stream, len(addresses), packed, 0))
 
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
         """Bytes between devices, by a copy engine."""
@@ -72,6 +93,12 @@ def error_text(library: ctypes.CDLL, code: int) -> str:
 def driver(device: int) -> Driver:
     """The driver of a device; made once."""
     return Driver(device)
+
+
+def current_stream(device: torch.device) -> int:
+    """torch's, by its handle: a `torch.cuda.Stream` made for it alone costs more than a launch."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream
 
 
 def leave_captures_alone() -> None:

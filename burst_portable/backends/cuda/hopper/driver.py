@@ -91,13 +91,14 @@ class KernelDriver:
         self, function: int, grid: tuple[int, int, int], threads: int, shared: int, stream: int, packed: bytes
     ) -> None:
         """On torch's current device, with its parameters as they lie in memory."""
-        count = ctypes.c_size_t(len(packed))
-        extra = _Extra(_BUFFER, packed, _SIZE, ctypes.addressof(count), None)
-        what = (function, *grid, threads, 1, 1, shared, stream, None, ctypes.byref(extra))
-        code = self._launch(*what)
+        Bound(self, function, grid, threads, shared, packed)(stream)
+
+    def start(self, what: tuple[Any, ...], stream: int, extra: Any) -> None:
+        """A kernel, whose function, grid, threads and shared memory `what` says."""
+        code = self._launch(*what, stream, None, extra)
         if code == _NO_CONTEXT:  # a thread that has asked nothing of the device yet
             self._enter(torch.cuda.current_device())
-            code = self._launch(*what)
+            code = self._launch(*what, stream, None, extra)
         if code:
             self._checked(code)
 
@@ -151,6 +152,23 @@ def kernel_driver() -> KernelDriver | None:
         return None
 
 
+class Bound:
+    """A launch whose parameters stay as they are."""
+
+    __slots__ = ("_count", "_driver", "_extra", "_packed", "_pointer", "_what")
+
+    def __init__(
+        self, driver: KernelDriver, function: int, grid: tuple[int, int, int], threads: int, shared: int, packed: bytes
+    ) -> None:
+        self._driver, self._packed, self._count = driver, packed, ctypes.c_size_t(len(packed))
+        self._extra = _Extra(_BUFFER, packed, _SIZE, ctypes.addressof(self._count), None)
+        self._pointer = ctypes.byref(self._extra)
+        self._what = (function, *grid, threads, 1, 1, shared)
+
+    def __call__(self, stream: int) -> None:
+        self._driver.start(self._what, stream, self._pointer)
+
+
 class Ready:
     """A compiled kernel whose parameters are packed here."""
 
@@ -162,6 +180,11 @@ class Ready:
         self._shared: int = kernel.metadata.shared
         self._described = [i for i, a in enumerate(args) if isinstance(a, Described)]
         self._tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+
+    def bound(self, grid: tuple[int, int, int], args: Sequence[int]) -> Bound:
+        """A launch of it with these numbers and addresses."""
+        packed = self._form.pack(*args, 0, 0)
+        return Bound(self._driver, self._function, grid, self._threads, self._shared, packed)
 
     def __call__(self, grid: tuple[int, int, int], args: Sequence[Any], stream: int) -> None:
         """Its parameters but the constants, of the types that it was compiled for."""

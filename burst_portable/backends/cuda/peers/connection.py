@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from burst_portable.backends.cuda.driver import driver
-from burst_portable.comm.base import Message, Transport
+from burst_portable.comm.base import Message, Part, Parts, Transport
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.errors import BurstError, CommunicationError, MismatchError, UnsupportedError, explain
 
@@ -107,17 +107,30 @@ def _proof(transport: PeerCopyTransport, device: torch.device) -> str:
 
 
 def _exchange(transport: PeerCopyTransport, device: torch.device, turn: int) -> str:
+    """First as messages, then all at once."""
     rank, others = transport.rank, transport.others
     transport.begin(b"proof", _PROOF)
     mine = torch.full((_PROOF,), 16 * turn + rank % 16, dtype=torch.uint8, device=device)
-    places = [transport.inbox(_PROOF, device, peer) for peer in others]
-    sent, received = transport.post(
-        [Message(mine, peer) for peer in others],
-        [Message(place, peer) for place, peer in zip(places, others, strict=True)],
-        "trying peer copies",
-    )
-    for handle in (*received, *sent):
-        handle.wait()
+    if turn == 1:
+        places = [transport.inbox(_PROOF, device, peer) for peer in others]
+        sent, received = transport.post(
+            [Message(mine, peer) for peer in others],
+            [Message(place, peer) for place, peer in zip(places, others, strict=True)],
+            "trying peer copies",
+        )
+        for handle in (*received, *sent):
+            handle.wait()
+    else:
+        inbox = transport.inbox(transport.size * _PROOF, device, rank, 0)
+        others = [*others, rank]
+        places = [inbox[r * _PROOF : (r + 1) * _PROOF] for r in others]
+        exchange = transport.exchange(
+            [Parts(mine, tuple(Part(peer, 0, _PROOF, rank * _PROOF) for peer in others))],
+            [Parts(inbox, tuple(Part(r, r * _PROOF, (r + 1) * _PROOF, r * _PROOF) for r in others))],
+            "trying peer copies",
+        )
+        exchange.wait()
+        exchange.left()
     found = torch.stack([place.min() for place in places] + [place.max() for place in places])
     transport.end()
     done = torch.cuda.Event()

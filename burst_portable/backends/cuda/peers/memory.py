@@ -7,7 +7,7 @@ them all. Streams cannot give up; a thread watches over the deadline instead (se
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from burst_portable.backends.cuda.driver import driver
+from burst_portable.backends.cuda.driver import current_stream, driver
+from burst_portable.backends.cuda.peers.push import pusher
 from burst_portable.backends.cuda.peers.watch import Watch
+from burst_portable.comm.base import Part, Parts
 from burst_portable.comm.peer_copy import Watched, flags
 from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError, explain
 
@@ -56,12 +58,14 @@ class CudaPeerMemory:
         self._forked, self._left = torch.cuda.Event(), torch.cuda.Event()
         self._waiting = torch.cuda.Stream(device) if by_copies else None
         self._marks = torch.zeros(2, dtype=torch.int32, device=device) if by_copies else None  # one a stream
+        self._push = pusher()
         self.watch = Watch(device, deadline, self._read_flags, self._release)
 
     def reserve(self, inbox: int) -> None:
         torch.cuda.synchronize(self._device)  # nothing that uses the old memory is under way, on any rank:
         self._agree({"inbox": inbox}, "giving up memory")
         self._views.clear()
+        self._push = pusher()
         self._heap = self._handle = None
         failed = ""
         try:
@@ -96,11 +100,16 @@ class CudaPeerMemory:
                     next_step="name the transport 'nccl' where graphs are captured (BURST_TRANSPORT)",
                 )
             )
-        self._current = torch.cuda.current_stream(self._device)
+        self._current = self.now()
         self._compute = self._current.cuda_stream
         if self._compute != self._last:
             self._current.wait_event(self._left)
         self.watch.begin(self._current)
+
+    def now(self) -> torch.cuda.Stream:
+        """The current stream. torch makes an object of it each time it is asked, which costs more than a launch."""
+        same = current_stream(self._device) == self._compute
+        return self._current if same else torch.cuda.current_stream(self._device)
 
     def leave(self) -> None:
         self._left = self.watch.end(self._current)
@@ -110,34 +119,47 @@ class CudaPeerMemory:
         self._forked.record(self._current)
         self._stream.wait_event(self._forked)
 
-    def copy(self, source: Tensor, peer: int, offset: int) -> None:
-        target = self._starts[peer] + self._base + offset
-        self._driver.copy(self._copying, target, source.data_ptr(), source.numel())
+    def copy(self, leaving: Sequence[Parts]) -> None:
+        if self._push is not None and self._push(self._copying, leaving, self._address):
+            return
+        for one in leaving:
+            source = one.buffer.data_ptr()
+            for part in one.parts:
+                self._driver.copy(self._copying, self._address(part), source + part.start, part.stop - part.start)
+
+    def _address(self, part: Part) -> int:
+        """Where it goes, in the memory of a rank."""
+        assert part.place is not None, "parts that are copied have places"
+        return self._starts[part.peer] + self._base + part.place
 
     def sent(self) -> _Sent:
-        return _Sent(self._device, self._stream)
+        return _Sent(self, self._stream)
 
-    def signal(self, peer: int, flag: int, mark: int, *, copying: bool) -> None:
-        stream, address = self._copying if copying else self._compute, self._starts[peer] + 4 * flag
+    def signal(self, flags: Sequence[tuple[int, int]], mark: int, *, copying: bool) -> None:
+        stream = self._copying if copying else self._compute
+        addresses = [self._starts[peer] + 4 * flag for peer, flag in flags]
         if self._marks is None:
-            self._driver.set_flag(stream, address, mark)
-        else:
-            own = self._marks.data_ptr() + 4 * copying
-            self._driver.set_flag(stream, own, mark)
+            self._driver.set_flags(stream, addresses, mark)
+            return
+        own = self._marks.data_ptr() + 4 * copying
+        self._driver.set_flags(stream, [own], mark)
+        for address in addresses:
             self._driver.copy(stream, address, own, 4)
 
-    def wait(self, flag: int, mark: int, what: Watched, *, copying: bool) -> None:
-        self.watch.expect(flag, mark, what)
-        address = self._starts[self.rank] + 4 * flag
+    def wait(self, flags: Sequence[int], mark: int, what: Watched, *, copying: bool) -> None:
+        self.watch.expect(flags, mark, what)
+        start = self._starts[self.rank]
+        addresses = [start + 4 * flag for flag in flags]
         if copying:
-            self._driver.wait_flag(self._copying, address, mark)
+            self._driver.wait_flags(self._copying, addresses, mark)
             return
-        current = torch.cuda.current_stream(self._device)
-        if self._waiting is None or current.cuda_stream != self._compute:  # another stream waits as those of copies do
-            self._driver.wait_flag(current.cuda_stream, address, mark)
+        stream = current_stream(self._device)
+        if self._waiting is None or stream != self._compute:  # another stream waits as those of copies do
+            self._driver.wait_flags(stream, addresses, mark)
             return
+        current = self._current
         self._waiting.wait_event(_recorded(current))
-        self._driver.wait_flag(self._waiting.cuda_stream, address, mark)
+        self._driver.wait_flags(self._waiting.cuda_stream, addresses, mark)
         current.wait_event(_recorded(self._waiting))
 
     def check(self) -> None:
@@ -196,7 +218,7 @@ class CudaPeerMemory:
         self._heap[self._base :].fill_(255)
         stream = torch.cuda.current_stream(self._device).cuda_stream
         for flag, mark in missing:
-            self._driver.set_flag(stream, self._starts[self.rank] + 4 * flag, mark)
+            self._driver.set_flags(stream, [self._starts[self.rank] + 4 * flag], mark)
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -209,10 +231,10 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
 class _Sent:
     """What the copy stream had been given when this was made."""
 
-    __slots__ = ("_device", "_event")
+    __slots__ = ("_event", "_memory")
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self._device, self._event = device, _recorded(stream)
+    def __init__(self, memory: CudaPeerMemory, stream: torch.cuda.Stream) -> None:
+        self._memory, self._event = memory, _recorded(stream)
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._memory.now().wait_event(self._event)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,9 +74,9 @@ class Watch:
         if len(self._passes) == 1:
             self._thread.wake(self)
 
-    def expect(self, flag: int, mark: int, what: Watched) -> None:
-        """The pass waits for a flag."""
-        self._passes[-1].expected.append((flag, mark, what))
+    def expect(self, flags: Sequence[int], mark: int, what: Watched) -> None:
+        """The pass waits for flags."""
+        self._passes[-1].expected += [(flag, mark, what) for flag in flags]
 
     def end(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """All of the pass has been put on a stream; the event of its end."""
@@ -124,15 +124,16 @@ class Watch:
                 since = time.monotonic()
             seen = now
             missing = [(flag, mark, what) for flag, mark, what in tuple(one.expected) if now[flag] != mark]
-            other = [what for flag, mark, what in missing if now[flag] >> _NUMBER == mark >> _NUMBER]
+            other = [one for one in missing if now[one[0]] >> _NUMBER == one[1] >> _NUMBER]
             if other or (missing and time.monotonic() - since >= self.deadline):
-                self._fail(_mismatch(other[0]) if other else self._late(missing[0][2]))
+                flag, _, what = (other or missing)[0]
+                self._fail((_mismatch if other else self._late)(what(flag)))
                 return
 
-    def _late(self, what: Watched) -> DeadlineError:
+    def _late(self, what: str) -> DeadlineError:
         return DeadlineError(
             explain(
-                f"{what()} in {self.deadline:g} s",
+                f"{what} in {self.deadline:g} s",
                 next_step="find out what that rank is doing, or raise the deadline",
             )
         )
@@ -149,10 +150,10 @@ class Watch:
                 self._release([(flag, mark) for flag, mark, _ in one.expected])  # the host may still be adding to it
 
 
-def _mismatch(what: Watched) -> MismatchError:
+def _mismatch(what: str) -> MismatchError:
     return MismatchError(
         explain(
-            f"{what()}: what came instead is of another call",
+            f"{what}: what came instead is of another call",
             next_step="all ranks of a mesh must make the same calls in the same order",
         )
     )
