@@ -44,7 +44,9 @@ class Rates:
         backward_in_turn: the same where a pass is several launches, block after block.
         far: (rows, of either rate), the same for both passes where a rank holds so many rows or more: what each launch
             reads again and again is then larger than a cache.
-        in_pieces: whether the kernel is an operator called on pieces, whose results are merged and added up so.
+        in_pieces: whether the kernel is an operator called on pieces, whose results are merged and added up so;
+        merged_once: and whether merged in one pass over memory.
+        group_latency: seconds that each group of heads after the first adds to a pass, besides what else is told here.
         block: rows and columns that a kernel computes at once, whatever a mask hides of them; 1: exact pairs count.
         source: where the numbers come from, for people, behind the word "rates": "of an H100", "measured on ...".
         node: ranks a node, where there are several nodes; 0: all ranks are equally near.
@@ -63,6 +65,8 @@ class Rates:
     holds_up: tuple[float, float] = (0.0, 0.0)
     memory: float = 0.0
     in_pieces: bool = False
+    merged_once: bool = False
+    group_latency: float = 0.0
     backward_together: float = 1.0
     backward_in_turn: float = 1.0
     far: tuple[int, float] = (0, 1.0)
@@ -319,9 +323,7 @@ def _by_blocks(part: PassPlan, pass_name: PassName, rank: int, rates: Rates, dir
         line.read_and_write(memory_traffic.made(step.result_sends, size, narrow=narrow))
         if step.compute:
             line.launch(_work(part.problem, pass_name, step.compute, rates) / kept)
-            line.read_and_write(
-                memory_traffic.merged(part, pass_name, step.compute, first=not launched, in_pieces=rates.in_pieces)
-            )
+            line.read_and_write(memory_traffic.merged(part, pass_name, step.compute, rates, first=not launched))
             launched = True
         line.wait(step.result_arrivals)
         line.read_and_write(memory_traffic.added(step.result_arrivals, size, narrow=narrow))
@@ -348,7 +350,7 @@ def _by_groups(plan: Plan, part: PassPlan, pass_name: PassName, rank: int, rates
     for at, traffic in zip(homes, passes, strict=True):
         line.wait_until(at)
         line.read_and_write(traffic.home)
-    return line.end
+    return line.end + (len(passes) - 1) * rates.group_latency
 
 
 def _most_held(steps: Sequence[Step], size: Callable[[Move], int]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from burst_portable.layout import Layout
 from burst_portable.messages import head_fields
@@ -29,10 +29,10 @@ _COPIED = 2  # read and written once
 _SEGMENTS = 2  # of a rank, at most, for rows of head shards to stay as they come
 _GRADIENT = 5  # a gradient of 16 bits that was zeros in float32, and is rounded: `kernels.whole.added_up`
 # Bytes a number of 16 bits in float32: a kernel that merges in its epilogue reads and writes its running out, one that
-# is called on pieces takes `numerics.merge_into` and, backward, a sum of each gradient; where queries travel, it is
-# made an out by `numerics.surrogate_out`.
+# is called on pieces takes `numerics.merge_into`, or one pass that does the same, and, backward, a sum of each
+# gradient; where queries travel, it is made an out by `numerics.surrogate_out`.
 _RUNNING = 8
-_PIECE_MERGED, _PIECE_STARTED, _PIECE_ADDED = 26, 52, 10
+_PIECE_MERGED, _PIECE_MERGED_ONCE, _PIECE_STARTED, _PIECE_ADDED = 26, 10, 52, 10
 
 
 def packed(sends: Iterable[Move], size: Size, rank: int, done: set[tuple[int, int]]) -> int:
@@ -52,16 +52,27 @@ def made(result_sends: Iterable[Move], size: Size, *, narrow: bool) -> int:
     return (_NARROW_MADE if narrow else _MADE) * sum([size(m) for m in result_sends])
 
 
-def merged(part: PassPlan, pass_name: PassName, compute: Compute, *, first: bool, in_pieces: bool) -> int:
+class Merging(Protocol):
+    """Of `cost.Rates`, how what the kernel makes is put together."""
+
+    @property
+    def in_pieces(self) -> bool: ...
+
+    @property
+    def merged_once(self) -> bool: ...
+
+
+def merged(part: PassPlan, pass_name: PassName, compute: Compute, how: Merging, *, first: bool) -> int:
     """For putting what a launch makes to what launches before it have made; `first`: there was none."""
     problem = part.problem
     rows, tallest = compute.rows
     d, dv, batch = problem.head_dim, problem.value_dim, problem.batch
     if pass_name == "forward":
-        if in_pieces:  # each piece is merged; the first, where it has all rows, is kept as it is
-            return _PIECE_MERGED * (rows - first * tallest) * problem.heads * dv * batch
+        if how.in_pieces:  # each piece is merged; the first, where it has all rows, is kept as it is
+            bytes_each = _PIECE_MERGED_ONCE if how.merged_once else _PIECE_MERGED
+            return bytes_each * (rows - first * tallest) * problem.heads * dv * batch
         return 0 if first else _RUNNING * tallest * problem.heads * dv * batch
-    if not in_pieces:
+    if not how.in_pieces:
         return 0
     started = _PIECE_STARTED * tallest if part.side == "q" else 0  # else out is at hand
     queries = started * dv + _PIECE_ADDED * rows * d

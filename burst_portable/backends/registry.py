@@ -149,14 +149,15 @@ def rates_of(
 
     Raises `InputError` for a file that is none.
     """
-    from burst_portable.kernels.contract import takes_pieces
+    from burst_portable.kernels.contract import how_it_merges
 
+    how = how_it_merges(kernel)
     if file:
         found = read_rates(file).rates_for(ranks, kernel.name if kernel else "", dtype, head_dim)
-        return replace(found, in_pieces=takes_pieces(kernel)) if kernel else found
+        return replace(found, **how) if kernel else found
     measured = getattr(backend, "measured_rates", None)
     rates: Rates | None = measured(ranks, kernel.name if kernel else "") if measured else None
-    return replace(rates or backend.capabilities.rates, in_pieces=takes_pieces(kernel))
+    return replace(rates or backend.capabilities.rates, **how)
 
 
 def peaks_of(backend: Backend, dtype: str) -> Peaks:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -91,6 +91,7 @@ class Kernel(Protocol):
     - `attend_whole` and `gradients`: `kernels.whole`;
     - `in_pieces`, true where it calls an operator on pieces and merges what those give in passes of their own: `auto`
       prices that, and rows of several ranks are put in order for it, so that there are few pieces; `takes_pieces`;
+    - `merged_once`, true where it makes one pass of each merge; `merges_once`;
     - `obeys_windows`, true where its operator computes a causal window over a whole square in one call, uncut, and is
       known to: `takes_windows`.
     """
@@ -142,6 +143,16 @@ class Kernel(Protocol):
 def takes_pieces(kernel: Kernel | None) -> bool:
     """Whether it calls an operator on pieces: `in_pieces`, which few kernels have."""
     return bool(getattr(kernel, "in_pieces", False))
+
+
+def merges_once(kernel: Kernel | None) -> bool:
+    """Whether what it gives in pieces is merged in one pass over memory: `merged_once`, which few kernels have."""
+    return bool(getattr(kernel, "merged_once", False))
+
+
+def how_it_merges(kernel: Kernel | None) -> dict[str, Any]:
+    """Both, under their names in `cost.Rates`."""
+    return {"in_pieces": takes_pieces(kernel), "merged_once": merges_once(kernel)}
 
 
 def takes_windows(kernel: Kernel) -> bool:

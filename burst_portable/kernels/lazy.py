@@ -19,6 +19,7 @@ from burst_portable.kernels.contract import (
     KernelProblem,
     Options,
     Support,
+    merges_once,
     row_delta_of,
     takes_pieces,
     takes_windows,
@@ -62,6 +63,11 @@ class LazyKernel:
     def in_pieces(self) -> bool:
         """See `kernels.contract.Kernel`; asked of a kernel that serves."""
         return takes_pieces(self._real())
+
+    @property
+    def merged_once(self) -> bool:
+        """See `kernels.contract.Kernel`; asked of a kernel that serves."""
+        return merges_once(self._real())
 
     @property
     def obeys_windows(self) -> bool:

@@ -16,6 +16,11 @@ from burst_portable.numerics import State, merge_into
 class MergedOnceKernel(TriangleKernel):
     """A `TriangleKernel` of an accelerator; torch's operators merge where Triton is missing."""
 
+    @property
+    def merged_once(self) -> bool:
+        """See `kernels.contract.Kernel`."""
+        return self._merge is not merge_into
+
     def merge(self, state: State, out: Tensor, lse: Tensor) -> None:
         self._merge(state, out, lse)
 
