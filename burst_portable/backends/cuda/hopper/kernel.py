@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from burst_portable.backends.cuda.driver import current_stream, on
 from burst_portable.backends.cuda.hopper.configs import (
     FORWARD,
     BackwardConfig,
     BackwardCut,
 )
-from burst_portable.backends.cuda.hopper.launch import compiled_kernels, current_stream, on, processors
+from burst_portable.backends.cuda.hopper.launch import compiled_kernels, processors
 from burst_portable.backends.cuda.hopper.launch_tables import LaunchTables, OnDevice
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support

@@ -8,7 +8,6 @@ Triton where the driver can be asked (`driver`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -91,25 +90,6 @@ class Counters:
             pool = self._pools[key] = iter(torch.zeros(_COUNTERS, dtype=torch.int32, device=device).unbind())
             found = next(pool)
         return found
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """The device made the current one; where it is already, without what torch's own way of it costs."""
-    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
-
-
-def current_stream(device: torch.device) -> int:
-    """Its handle: a torch.cuda.Stream made for it alone would cost more than a descriptor."""
-    stream: int = _asked()(device.index)
-    return stream
-
-
-@cache
-def _asked() -> Callable[[int], int]:
-    from triton.runtime import driver
-
-    ask: Callable[[int], int] = driver.active.get_current_stream
-    return ask
 
 
 @cache

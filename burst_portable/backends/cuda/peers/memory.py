@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from burst_portable.backends.cuda.driver import current_stream, driver
+from burst_portable.backends.cuda.driver import current_stream, driver, on
 from burst_portable.backends.cuda.peers.push import pusher
 from burst_portable.backends.cuda.peers.watch import Watch
 from burst_portable.comm.base import Part, Parts
@@ -120,8 +120,10 @@ class CudaPeerMemory:
         self._stream.wait_event(self._forked)
 
     def copy(self, leaving: Sequence[Parts]) -> None:
-        if self._push is not None and self._push(self._copying, leaving, self._address):
-            return
+        if self._push is not None:
+            with on(self._device):  # a kernel starts in the current device's context
+                if self._push(self._copying, leaving, self._address):
+                    return
         for one in leaving:
             source = one.buffer.data_ptr()
             for part in one.parts:

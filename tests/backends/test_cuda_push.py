@@ -1,0 +1,171 @@
+"""What ranks exchange over peer copies: in one launch of a kernel, and flags in one call of the driver.
+
+The kernel is stood in for, and so is the machine: see `peer_machine`. The kernel itself runs in Triton's interpreter,
+in `tests/kernels/triton_cases.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from burst_portable.backends.cuda import driver as driver_module
+from burst_portable.backends.cuda.peers import memory as peer_memory
+from burst_portable.backends.cuda.peers import push
+from burst_portable.comm.base import Part, Parts
+from tests.backends.peer_machine import DEVICE, Driver, attention_is_right, on_two, two_gpus
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return two_gpus(monkeypatch)
+
+
+class Pushes:
+    """Stands in for the compiled kernel of `push`: does what its parameters say, and counts the messages."""
+
+    def __init__(self):
+        self.launches = []
+
+    def bound(self, grid, numbers):
+        def launch(stream):
+            sources, targets, sizes = (numbers[i : i + push._AT_ONCE] for i in range(0, len(numbers), push._AT_ONCE))
+            self.launches.append(grid[1])
+            for source, target, size in list(zip(sources, targets, sizes, strict=True))[: grid[1]]:
+                ctypes.memmove(target, source, 16 * size)
+
+        return launch
+
+
+@pytest.fixture
+def pushes(monkeypatch):
+    made = Pushes()
+    monkeypatch.setattr(push, "_compiled", lambda: made)
+    monkeypatch.setattr(peer_memory, "pusher", push.Pusher)
+    return made
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ulysses+groups"])
+def test_what_is_exchanged_is_pushed(machine, pushes, monkeypatch, strategy):
+    """All messages of an exchange in one launch, what stays among them; engines have nothing left to do."""
+    real, copied = Driver.copy, []
+
+    def counted(self, stream, target, source, size):
+        copied.append(size)
+        real(self, stream, target, source, size)
+
+    monkeypatch.setattr(Driver, "copy", counted)
+    attention_is_right(machine, strategy)
+    groups = 2 if strategy.endswith("groups") else 1
+    assert set(copied) == {1 << 20}, "the trial's, one by one"
+    # Two ranks: the trial's exchange; forward there, out and LSE back; backward there, and dq, dk and dv back.
+    assert sorted(pushes.launches) == sorted(2 * ([2] + groups * [2, 4, 2, 6]))
+
+
+def test_a_kernel_starts_on_the_device_of_the_memory(machine, pushes, monkeypatch):
+    """Whichever device the caller has made the current one."""
+    now = [0]
+
+    class Device:
+        def __init__(self, device):
+            self.device, self.before = device, now[0]
+
+        def __enter__(self):
+            now[0] = self.device.index
+
+        def __exit__(self, *_):
+            now[0] = self.before
+
+    started = []
+
+    def bound(grid, numbers):
+        return lambda stream: started.append(now[0])
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(pushes, "bound", bound)
+    machine.here.rank = 0
+    memory = peer_memory.CudaPeerMemory(None, torch.device("cpu", 3), lambda data, what: [data], 5.0)
+    memory._starts = [0, 1 << 20]
+    memory.copy([Parts(torch.zeros(64, dtype=torch.uint8), (Part(1, 0, 32, 0), Part(0, 32, 64, 0)))])
+    assert (started, now) == ([3], [0])
+
+
+@pytest.mark.parametrize("longest", [0, 1 << 30])
+@pytest.mark.parametrize("size", [4096, 4104])
+def test_who_moves_what(machine, pushes, monkeypatch, longest, size):
+    """Long messages, single ones and such as do not end at 16 bytes are the engines'."""
+    monkeypatch.setattr(push, "LONGEST", longest)
+    pushed = longest > 0 and size % 16 == 0
+
+    def work(rank, other, connect):
+        transport = connect()
+        before = len(pushes.launches)
+        for alone in (False, True):
+            transport.begin(b"call", 2 * size)
+            ranks = (rank,) if alone else (1 - rank, rank)
+            inbox = transport.inbox(2 * size, DEVICE, rank, 0)
+            block = torch.full((size,), 7 + rank, dtype=torch.uint8)
+            exchange = transport.exchange(
+                [Parts(block, tuple(Part(r, 0, size, rank * size) for r in ranks))],
+                [Parts(inbox, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))],
+                "call",
+            )
+            exchange.wait()
+            exchange.left()
+            assert [int(inbox[r * size : (r + 1) * size].unique()) for r in ranks] == [7 + r for r in ranks]
+            transport.end()
+        return before
+
+    on_two(machine, work)
+    assert pushes.launches.count(2) == (2 if longest else 0) + 2 * pushed  # the trial's, and these
+    assert pushes.launches.count(1) == 0
+
+
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a flag, as cuda.h has it."""
+
+    _fields_ = (
+        ("operation", ctypes.c_int),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64),
+    )
+
+
+def test_several_flags_are_one_call(monkeypatch):
+    """One flag is a call of its own kind, several are packed as the driver reads them."""
+    calls = []
+
+    class Library:
+        def __getattr__(self, name):
+            def call(*arguments):
+                calls.append((name, arguments))
+                return 0
+
+            return call
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    driver = driver_module.Driver(0)
+    calls.clear()
+    for method, single, kind in (
+        (driver.set_flags, "cuStreamWriteValue32_v2", 2),
+        (driver.wait_flags, "cuStreamWaitValue32_v2", 1),
+    ):
+        method(9, [64], 5)
+        assert calls.pop()[:1] == (single,)
+        method(9, [64, 1 << 40, 72], 5)
+        ((name, (stream, count, packed, flags)),) = calls
+        assert (name, stream, count, flags) == ("cuStreamBatchMemOp_v2", 9, 3, 0)
+        assert len(packed) == 3 * 48 == 3 * ctypes.sizeof(_Operation)
+        read = (_Operation * 3).from_buffer_copy(packed)
+        assert [(o.operation, o.address, o.value, o.flags & 1) for o in read] == [
+            (kind, address, 5, kind & 1) for address in (64, 1 << 40, 72)
+        ]
+        calls.clear()
+        method(9, [], 5)
+        assert not calls
