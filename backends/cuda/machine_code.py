@@ -18,7 +18,7 @@ from pathlib import Path
 from backends.evidence import fingerprint, finish, machine_code
 from burst_portable.backends.cuda.hopper import aot
 from burst_portable.conformance.report import Report, Result
-from burst_portable.kernels.triton.compile import JUSTIFIED, TARGETS, kernel_table, problems
+from burst_portable.kernels.triton.compile import TARGETS, allowed_scratch, kernel_table, problems
 
 CHIPS = ("sm_80", "sm_90", "sm_100")
 HEADS = (64, 128)
@@ -33,9 +33,8 @@ def compiled(chips: list[str]) -> Iterator[Result]:
     """A result for each chip, head size and portable kernel."""
     for record in kernel_table(chips, HEADS):
         name = f"{record.target} D={record.head_dim} {record.kernel}, {record.blocks}"
-        justified = (record.target, record.kernel, record.head_dim) in JUSTIFIED
         takes = {"shared memory": (record.shared, TARGETS[record.target].shared)}
-        takes |= {} if justified else {"scratch": (record.scratch, 0)}
+        takes |= {"scratch": (record.scratch, allowed_scratch(record))}
         takes |= {DOUBTFUL: (len(record.descriptors), 0)} if record.target == "sm_90" else {}
         wrong = problems(record)
         yield Result("compile", name, not wrong, record.seconds, {} if record.error else takes, "; ".join(wrong))

@@ -12,7 +12,7 @@ from burst_portable.errors import BackendUnavailableError, InputError, explain
 from burst_portable.units import bytes_text
 
 if TYPE_CHECKING:
-    from burst_portable.kernels.triton.compile import Record
+    from burst_portable.kernels.triton.compile import Allowed, Record
 
 SCHEMA = "burst_portable.kernels/1"
 _BLOCKS = 14  # characters: half of what is told of them, on two lines in a narrow terminal
@@ -77,7 +77,7 @@ def _compiled(table: Any, total: int, *, quiet: bool) -> list[Record]:
     return list(track(table, "compiling", total=total, **on_stderr(quiet=quiet)))
 
 
-def _show(records: list[Record], wrong: dict[int, list[str]], justified: dict[tuple[str, str, int], str]) -> None:
+def _show(records: list[Record], wrong: dict[int, list[str]], justified: dict[tuple[str, str, int], Allowed]) -> None:
     columns = ("chip", "kernel", "D", "blocks", "registers", "scratch", "shared", "occupancy", "")
     title = f"portable kernels, bf16, triton {_triton_version()}"
     rows = table(*columns, left=("kernel", "blocks"), title=title)
@@ -95,8 +95,9 @@ def _show(records: list[Record], wrong: dict[int, list[str]], justified: dict[tu
     for target, instruction in dict.fromkeys((r.target, r.instruction) for r in records if r.instruction):
         say.print(f"{target} multiplies with {instruction}", markup=False)
     for r in records:
-        if r.scratch and (why := justified.get((r.target, r.kernel, r.head_dim))):
-            say.print(f"{r.target} {r.kernel} D={r.head_dim}: {r.scratch} bytes of scratch, {why}", markup=False)
+        if r.scratch and (allowed := justified.get((r.target, r.kernel, r.head_dim))):
+            why = f"{r.scratch} bytes of scratch of {allowed.scratch} allowed, {allowed.why}"
+            say.print(f"{r.target} {r.kernel} D={r.head_dim}: {why}", markup=False)
     for index, found in wrong.items():
         r = records[index]
         say.print(f"{r.target} {r.kernel} D={r.head_dim}: {'; '.join(found)}", style="red", markup=False)

@@ -44,7 +44,9 @@ GOOD = Record("sm_90", "forward", 128, "128x64", 1.0, registers=200, shared=1024
     [
         (Record("sm_90", "forward", 128, "", error="no"), "does not compile"),
         (Record("sm_90", "forward", 128, "", shared=1), "no matrix instruction"),
-        (Record("sm_90", "forward", 128, "", scratch=8, instruction="x"), "8 bytes of scratch"),
+        (Record("sm_90", "forward", 128, "", scratch=8, instruction="x"), "8 bytes of scratch memory, 0 allowed"),
+        (Record("sm_90", "keys", 128, "", scratch=132, instruction="x"), "132 bytes of scratch memory, 128 allowed"),
+        (Record("sm_90", "queries", 64, "", scratch=32, instruction="x"), "32 bytes of scratch memory, 24 allowed"),
         (Record("gfx90a", "forward", 128, "", shared=65 * 1024, instruction="x"), "shared memory"),
         (Record("sm_90", "keys", 64, "", warnings=("C7510 serialized",), instruction="x"), "C7510"),
         (Record("sm_90", "keys", 64, "", descriptors=("UR4 comes from",), instruction="x"), "UR4 comes from"),
