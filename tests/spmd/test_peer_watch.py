@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -94,3 +95,57 @@ def test_slow_is_not_late_while_messages_come(left_over, monkeypatch):
     assert device.released == []
     assert now > 0.4, "longer than the deadline in all"
     assert len(device.flags) == 4
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_flags_of_a_pass_that_is_over_are_another_s(forgotten, monkeypatch):
+    """A pass takes long and ends while nobody looks; then memory grows, and numbers begin anew with another call's."""
+    device = Device([0])
+    watch, one = watched(device, 600.0, [(0, PASS | CALL)])
+    monkeypatch.setattr(peer_watch, "_QUIET", 0.0)
+    reads = []
+
+    def sleep(seconds):
+        device.flags[0] = PASS | CALL
+        assert one.over()
+        one.left = Event(lambda: True)  # as events are, for good
+        if forgotten:
+            watch.forget()
+        device.flags[0] = PASS | 0xCD
+
+    def read():
+        reads.append(True)
+        return list(device.flags)
+
+    watch._read = read
+    pause(watch, sleep)
+    watch._stay_with(one)
+    assert watch.failed is None
+    assert not reads, "its memory may be gone"
+
+
+def test_what_ends_while_flags_are_read_waits_for_that(monkeypatch):
+    """Memory is given up only when the watch has let go of it."""
+    device = Device([0])
+    watch, one = watched(device, 600.0, [(0, PASS | CALL)])
+    monkeypatch.setattr(peer_watch, "_QUIET", 0.0)
+    order = []
+
+    def give_up():
+        watch.forget()
+        order.append("given up")
+
+    giving = threading.Thread(target=give_up)
+
+    def read():
+        giving.start()
+        time.sleep(0.05)
+        order.append("read")
+        return list(device.flags)
+
+    watch._read = read
+    watch._stay_with(one)
+    giving.join(5)
+    assert order == ["read", "given up"]
+    assert watch.failed is None
+    assert not watch._passes

@@ -62,7 +62,9 @@ class CudaPeerMemory:
         self.watch = Watch(device, deadline, self._read_flags, self._release)
 
     def reserve(self, inbox: int) -> None:
-        torch.cuda.synchronize(self._device)  # nothing that uses the old memory is under way, on any rank:
+        torch.cuda.synchronize(self._device)
+        self.check()
+        self.watch.forget()  # nothing that uses the old memory is under way, on any rank:
         self._agree({"inbox": inbox}, "giving up memory")
         self._views.clear()
         self._push = pusher()

@@ -8,6 +8,7 @@ nothing looks right, and the next thing that this rank asks of the transport rai
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ Missing = list[tuple[int, int]]
 """(flag, mark) of messages that have not come."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pass:
     """What one pass waits for."""
 
@@ -61,6 +62,7 @@ class Watch:
         self.failed: CommunicationError | None = None
         self._device, self.deadline, self._read, self._release = device, deadline, read, release
         self._passes: deque[_Pass] = deque()
+        self._looking = threading.Lock()  # held while flags are read, and while passes are dropped
         self._thread: Background[Watch] | None = None
         self._ready = False
 
@@ -85,6 +87,11 @@ class Watch:
         self._passes[-1].left = left
         return left
 
+    def forget(self) -> None:
+        """All passes are over, and their flags are about to go: from then on marks begin anew."""
+        with self._looking:
+            self._passes.clear()
+
     def stop(self) -> None:
         """The memory goes away."""
         if self._thread is not None:
@@ -98,10 +105,20 @@ class Watch:
             self._prepare()
             self._ready = True
         while self._passes and self.failed is None and self._pause(_EVERY):
+            if (one := self._oldest()) is not None and one.entered.query():
+                self._stay_with(one)
+
+    def _oldest(self) -> _Pass | None:
+        """The first pass that is not over."""
+        with self._looking:
             while self._passes and self._passes[0].over():
                 self._passes.popleft()
-            if self._passes and self._passes[0].entered.query():
-                self._stay_with(self._passes[0])
+            return self._passes[0] if self._passes else None
+
+    def _next(self) -> _Pass | None:
+        """The first pass, which is watched no longer."""
+        with self._looking:
+            return self._passes.popleft() if self._passes else None
 
     def _prepare(self) -> None:
         """What the thread needs: a stream of its own, and no harm to graphs that others capture."""
@@ -119,7 +136,9 @@ class Watch:
         while not one.over() and self._pause(min(_EVERY, self.deadline / 4)):
             if time.monotonic() - since < min(_QUIET, self.deadline / 2):
                 continue
-            now = self._read()
+            now = self._flags_of(one)
+            if now is None:
+                return
             if seen is not None and now != seen:
                 since = time.monotonic()
             seen = now
@@ -129,6 +148,11 @@ class Watch:
                 flag, _, what = (other or missing)[0]
                 self._fail((_mismatch if other else self._late)(what(flag)))
                 return
+
+    def _flags_of(self, one: _Pass) -> list[int] | None:
+        """This rank's flags while a pass is under way; None if it is over: they may be another pass's by now."""
+        with self._looking:
+            return self._read() if one in self._passes and not one.over() else None
 
     def _late(self, what: str) -> DeadlineError:
         return DeadlineError(
@@ -142,8 +166,7 @@ class Watch:
         """Say so, and let the streams run out: of this pass, and of those that were put behind it."""
         self.failed = error
         print(f"burst_portable: {error}", file=sys.stderr, flush=True)
-        while self._passes:
-            one = self._passes.popleft()
+        while (one := self._next()) is not None:
             self._release([(flag, mark) for flag, mark, _ in one.expected])
             until = time.monotonic() + _RUNNING_OUT
             while not one.over() and time.monotonic() < until and self._pause(_EVERY / 10):
