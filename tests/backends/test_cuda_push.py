@@ -64,6 +64,23 @@ def test_what_is_exchanged_is_pushed(machine, pushes, monkeypatch, strategy):
     assert sorted(pushes.launches) == sorted(2 * ([2] + groups * [2, 4, 2, 6]))
 
 
+@pytest.mark.parametrize("broken", [{0, 1}, {1}])
+def test_a_kernel_that_no_compiler_makes(machine, monkeypatch, broken):
+    """Whatever it raises, and on one rank alone: the ranks hear of it in the trial, and engines move all messages."""
+    made = Pushes()
+
+    def compiled():
+        if machine.here.rank in broken:
+            raise FileNotFoundError("no such file: ptxas")
+        return made
+
+    monkeypatch.setattr(push, "_compiled", compiled)
+    monkeypatch.setattr(peer_memory, "pusher", push.Pusher)
+    attention_is_right(machine, "ulysses")
+    assert made.launches == [2] * (2 - len(broken)), "the first trial's"
+    assert len(machine.allocated) == 4, "two trials"
+
+
 def test_a_kernel_starts_on_the_device_of_the_memory(machine, pushes, monkeypatch):
     """Whichever device the caller has made the current one."""
     now = [0]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from burst_portable.backends.cuda.driver import current_stream, driver, on
-from burst_portable.backends.cuda.peers.push import pusher
+from burst_portable.backends.cuda.peers.push import Pusher, pusher
 from burst_portable.backends.cuda.peers.watch import Watch
 from burst_portable.comm.base import Part, Parts
 from burst_portable.comm.peer_copy import Watched, flags
@@ -36,8 +36,8 @@ class CudaPeerMemory:
         group: the process group of the ranks.
         share: how they tell each other a few bytes.
         deadline: seconds that no message may come while a pass waits for one.
-        by_copies: set flags of peers by copies too, and wait for flags on a stream of their own: what a driver must
-            be able to do, at two calls more a message.
+        by_copies: set flags of peers by copies too, wait for flags on a stream of their own, and push nothing by a
+            kernel: what every driver is able to do, at two calls more a message.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CudaPeerMemory:
         self._forked, self._left = torch.cuda.Event(), torch.cuda.Event()
         self._waiting = torch.cuda.Stream(device) if by_copies else None
         self._marks = torch.zeros(2, dtype=torch.int32, device=device) if by_copies else None  # one a stream
-        self._push = pusher()
+        self._push = self._pusher()
         self.watch = Watch(device, deadline, self._read_flags, self._release)
 
     def reserve(self, inbox: int) -> None:
@@ -67,7 +67,7 @@ class CudaPeerMemory:
         self.watch.forget()  # nothing that uses the old memory is under way, on any rank:
         self._agree({"inbox": inbox}, "giving up memory")
         self._views.clear()
-        self._push = pusher()
+        self._push = self._pusher()
         self._heap = self._handle = None
         failed = ""
         try:
@@ -180,6 +180,10 @@ class CudaPeerMemory:
         self._heap = self._handle = None
 
     # ------------------------------------------------------------------------------- memory, and the watch
+
+    def _pusher(self) -> Pusher | None:
+        """For one set of addresses: a new one when memory is."""
+        return pusher() if self._waiting is None else None
 
     def _allocate(self, size: int) -> Tensor:
         # Not `symmetric_memory.empty`: that one keeps freed memory in a pool, and an inbox that grew never comes back.
