@@ -81,9 +81,10 @@ def test_a_kernel_that_no_compiler_makes(machine, monkeypatch, broken):
     assert len(machine.allocated) == 4, "two trials"
 
 
-def test_a_kernel_starts_on_the_device_of_the_memory(machine, pushes, monkeypatch):
-    """Whichever device the caller has made the current one."""
-    now = [0]
+def test_all_is_asked_of_the_device_of_the_memory(machine, pushes, monkeypatch):
+    """Whichever device the caller has made the current one: a kernel starts there, and flags are a stream's there,
+    whose handle may be 0 on both."""
+    now, started = [0], []
 
     class Device:
         def __init__(self, device):
@@ -95,19 +96,28 @@ def test_a_kernel_starts_on_the_device_of_the_memory(machine, pushes, monkeypatc
         def __exit__(self, *_):
             now[0] = self.before
 
-    started = []
+    class Noting(Driver):
+        def set_flags(self, stream, addresses, value):
+            started.append(("set", now[0]))
+
+        def wait_flags(self, stream, addresses, value):
+            started.append(("wait", now[0]))
 
     def bound(grid, numbers):
-        return lambda stream: started.append(now[0])
+        return lambda stream: started.append(("push", now[0]))
 
+    monkeypatch.setattr(peer_memory, "driver", lambda index: Noting())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(pushes, "bound", bound)
     machine.here.rank = 0
     memory = peer_memory.CudaPeerMemory(None, torch.device("cpu", 3), lambda data, what: [data], 5.0)
     memory._starts = [0, 1 << 20]
+    memory.enter()
+    memory.signal([(1, 0)], 1, copying=False)
     memory.copy([Parts(torch.zeros(64, dtype=torch.uint8), (Part(1, 0, 32, 0), Part(0, 32, 64, 0)))])
-    assert (started, now) == ([3], [0])
+    memory.wait([0], 1, None, copying=False)
+    assert (started, now) == ([("set", 3), ("push", 3), ("wait", 3)], [0])
 
 
 @pytest.mark.parametrize("longest", [0, 1 << 30])

@@ -142,24 +142,23 @@ class CudaPeerMemory:
     def signal(self, flags: Sequence[tuple[int, int]], mark: int, *, copying: bool) -> None:
         stream = self._copying if copying else self._compute
         addresses = [self._starts[peer] + 4 * flag for peer, flag in flags]
-        if self._marks is None:
-            self._driver.set_flags(stream, addresses, mark)
-            return
-        own = self._marks.data_ptr() + 4 * copying
-        self._driver.set_flags(stream, [own], mark)
-        for address in addresses:
-            self._driver.copy(stream, address, own, 4)
+        with on(self._device):  # a default stream's handle is 0 on every device: the current one's is meant
+            if self._marks is None:
+                self._driver.set_flags(stream, addresses, mark)
+                return
+            own = self._marks.data_ptr() + 4 * copying
+            self._driver.set_flags(stream, [own], mark)
+            for address in addresses:
+                self._driver.copy(stream, address, own, 4)
 
     def wait(self, flags: Sequence[int], mark: int, what: Watched, *, copying: bool) -> None:
         self.watch.expect(flags, mark, what)
         start = self._starts[self.rank]
         addresses = [start + 4 * flag for flag in flags]
-        if copying:
-            self._driver.wait_flags(self._copying, addresses, mark)
-            return
-        stream = current_stream(self._device)
-        if self._waiting is None or stream != self._compute:  # another stream waits as those of copies do
-            self._driver.wait_flags(stream, addresses, mark)
+        stream = self._copying if copying else current_stream(self._device)
+        if copying or self._waiting is None or stream != self._compute:  # another stream waits as those of copies do
+            with on(self._device):  # as in `signal`
+                self._driver.wait_flags(stream, addresses, mark)
             return
         current = self._current
         self._waiting.wait_event(_recorded(current))
