@@ -14,7 +14,7 @@ copy. Everything is under way until it is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -128,15 +128,12 @@ class ToHeads:
     def wait(self) -> list[Tensor]:
         """``[B, S_all, h, D]`` each, rows in the plan's order; where that is the order of ranks, in the inbox."""
         self._exchange.wait()
-        return self._tensors(self._in_order())
+        return _tensors(self._in_order(), self._fields, self._batch)
 
     def copied(self) -> list[Tensor]:
         """What has come, in the order of ranks, in memory that stays when the pass is over: one copy of all."""
         with self._reshard.copies():
-            return self._tensors(self._came.clone())
-
-    def _tensors(self, rows: Tensor) -> list[Tensor]:
-        return [x[0].transpose(0, 1) for x in _fields(rows[None], self._fields, self._batch)]
+            return _tensors(self._came.clone(), self._fields, self._batch)
 
     def _in_order(self) -> Tensor:
         put = self._reshard.to_plan
@@ -203,13 +200,27 @@ def _starts(rows: Sequence[int]) -> tuple[int, ...]:
 def _fields(rows: Tensor, fields: Sequence[Field], batch: int) -> list[Tensor]:
     """``[ranks, S, row]``, contiguous -> of each field a view ``[ranks, S, B, h, D]``."""
     ranks, count, row = rows.shape
-    found, at = [], rows.storage_offset()
+    return [
+        rows.as_strided((ranks, count, batch, heads, dim), (count * row, row, heads * dim, dim, 1), at)
+        for heads, dim, at in _places(rows, fields, batch)
+    ]
+
+
+def _tensors(rows: Tensor, fields: Sequence[Field], batch: int) -> list[Tensor]:
+    """``[S, row]``, contiguous -> of each field a view ``[B, S, h, D]``."""
+    count, row = rows.shape
+    return [
+        rows.as_strided((batch, count, heads, dim), (heads * dim, row, dim, 1), at)
+        for heads, dim, at in _places(rows, fields, batch)
+    ]
+
+
+def _places(rows: Tensor, fields: Sequence[Field], batch: int) -> Iterator[tuple[int, int, int]]:
+    """Of each field its heads, its head size, and the element where its first row begins."""
+    at = int(rows.storage_offset())
     for field in fields:
-        dim = field.dim or 1
-        sizes = (ranks, count, batch, field.heads, dim)
-        found.append(rows.as_strided(sizes, (count * row, row, field.heads * dim, dim, 1), at))
+        yield field.heads, field.dim or 1, at
         at += field.size(batch) // rows.itemsize
-    return found
 
 
 def _of_owners(x: Tensor, owners: int, heads: Span) -> Tensor:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 from zlib import crc32
 
@@ -27,12 +28,19 @@ import torch
 from torch import Tensor
 
 from burst_portable.comm.base import Exchange, Handle, Message, Part, Parts, Transport
+from burst_portable.comm.peer_flags import (
+    EXCHANGES,
+    MESSAGES,
+    came_flag,
+    exchange_flag,
+    exchange_flags,
+    free_flag,
+    peer_of,
+)
 from burst_portable.errors import CommunicationError, UnsupportedError, explain
 
 ALIGNMENT = 256
 """Messages begin at multiples of it."""
-MESSAGES = 64
-"""From one rank to another in one pass, at most."""
 _MARKS = 1 << 15  # passes that are told apart
 
 
@@ -100,7 +108,7 @@ class PeerCopyTransport(Transport):
     def __init__(self, memory: PeerMemory, other: Transport) -> None:
         self.memory, self._other = memory, other
         self.rank, self.size = memory.rank, memory.size
-        self._region = self._number = self._mark = self._turn = 0
+        self._region = self._number = self._mark = self._turn = self._exchanges = 0
         self._open = False
         self._waited: set[int] = set()
         self._sent_to = _Places(self.size)
@@ -127,10 +135,11 @@ class PeerCopyTransport(Transport):
         self._mark = self._number << 16 | crc32(digest, self._turn) & 0xFFFF
         for places in (self._sent_to, self._coming):
             places.clear()
+        self._exchanges = 0
         self._waited.clear()
         self._handed.clear()
         memory.enter()
-        free = self._free_flag(self.rank)
+        free = free_flag(self.size, self.rank)
         memory.signal([(peer, free) for peer in self.others], self._mark, copying=False)
 
     def end(self) -> None:
@@ -169,14 +178,18 @@ class PeerCopyTransport(Transport):
         """All that goes to other ranks, then one flag for each of them: who takes part in it waits for all of it."""
         if not self._open or not leaving or leaving[0].parts[0].place is None:
             return super().exchange(leaving, arriving, label)
-        memory, sources, targets = self.memory, _peers(arriving), _peers(leaving)
+        memory, index = self.memory, self._exchanges
         memory.check()
-        came = [self._came_flag(peer, self._take(self._coming, peer, 0)[0]) for peer in sources]
-        told = [(peer, self._came_flag(self.rank, self._take(self._sent_to, peer, 0)[0])) for peer in targets]
+        if index >= EXCHANGES:
+            raise self._no_room(f"exchange {index + 1}", f"{EXCHANGES} exchanges")
+        self._exchanges += 1
+        targets = _peers(leaving)
+        mine = exchange_flag(self.size, index, self.rank)
         memory.fork()
         self._wait_for_room(targets, label)
         memory.copy(leaving)
-        memory.signal(told, self._mark, copying=True)
+        memory.signal([(peer, mine) for peer in targets], self._mark, copying=True)
+        came = exchange_flags(self.size, index, _peers(arriving))
         return Exchange([memory.sent()], [_Arrivals(memory, came, self._mark, self._missing(label))])
 
     def all_gather(self, send: Tensor, receives: Sequence[Tensor], label: str = "all_gather") -> None:
@@ -209,7 +222,7 @@ class PeerCopyTransport(Transport):
             place = self.rank * self._region + offset
         self._wait_for_room([peer], label)
         memory.copy([Parts(message.buffer, (Part(peer, 0, message.buffer.numel(), place),))])
-        memory.signal([(peer, self._came_flag(self.rank, index))], self._mark, copying=True)
+        memory.signal([(peer, came_flag(self.rank, index))], self._mark, copying=True)
 
     def _wait_for_room(self, peers: Sequence[int], label: str) -> None:
         """The copy stream goes on when the inboxes of these peers are free; each is waited for once a pass."""
@@ -217,8 +230,8 @@ class PeerCopyTransport(Transport):
         if not new:
             return
         self._waited.update(new)
-        what = _Wait(self.rank, label, "has not made room for the message from here", self.size * MESSAGES)
-        self.memory.wait([self._free_flag(peer) for peer in new], self._mark, what, copying=True)
+        what = _Wait(self.rank, self.size, label, "has not made room for the message from here")
+        self.memory.wait([free_flag(self.size, peer) for peer in new], self._mark, what, copying=True)
 
     def _expect(self, message: Message, label: str) -> Handle:
         peer = message.peer
@@ -229,11 +242,11 @@ class PeerCopyTransport(Transport):
                 self.inbox(message.buffer.numel(), message.buffer.device, peer)
             index, place = self._handed[peer].pop(0)
         assert place.numel() == message.buffer.numel(), "buffers from `inbox` are posted in their order"
-        flag = self._came_flag(peer, index)
+        flag = came_flag(peer, index)
         return _Arrival(self.memory, flag, self._mark, self._missing(label), place, message.buffer)
 
     def _missing(self, label: str) -> _Wait:
-        return _Wait(self.rank, label, "has not sent its message")
+        return _Wait(self.rank, self.size, label, "has not sent its message")
 
     def _distance(self, peer: int) -> int:
         """How many ranks further on."""
@@ -243,35 +256,31 @@ class PeerCopyTransport(Transport):
         """(index, offset) of the next message from or to a peer."""
         index, offset = places.next(peer, size)
         if index >= MESSAGES or offset + size > self._region:
-            raise UnsupportedError(
-                explain(
-                    f"peer copies: rank {self.rank} has no room for another message of rank {peer} in this pass",
-                    got=f"message {index + 1}, {offset + size} bytes in all",
-                    allowed=f"{MESSAGES} messages, {self._region} bytes",
-                    next_step="tell `begin` how many bytes come, or take another transport",
-                )
-            )
+            got = f"message {index + 1} of rank {peer}, {offset + size} bytes in all"
+            raise self._no_room(got, f"{MESSAGES} messages, {self._region} bytes")
         return index, offset
 
-    def _free_flag(self, peer: int) -> int:
-        """Where a peer says that its inbox is free."""
-        return self.size * MESSAGES + peer
-
-    def _came_flag(self, peer: int, index: int) -> int:
-        """Where a peer says that its message of that index has come."""
-        return peer * MESSAGES + index
-
-
-def flags(size: int) -> int:
-    """How many flags each of so many ranks has."""
-    return size * (MESSAGES + 1)
+    def _no_room(self, got: str, allowed: str) -> UnsupportedError:
+        return UnsupportedError(
+            explain(
+                f"peer copies: rank {self.rank} has no room for another message in this pass",
+                got=got,
+                allowed=allowed,
+                next_step="tell `begin` how many bytes come, or take another transport",
+            )
+        )
 
 
-def _peers(side: Sequence[Parts]) -> list[int]:
+def _peers(side: Sequence[Parts]) -> tuple[int, ...]:
     """The ranks that one side of an exchange names."""
-    peers = [part.peer for part in side[0].parts]
-    assert all(len(one.parts) == len(peers) for one in side), "all buffers have parts for the same ranks"
+    peers = _ranks(side[0].parts)
+    assert all(_ranks(one.parts) == peers for one in side[1:]), "all buffers have parts for the same ranks"
     return peers
+
+
+@lru_cache(maxsize=1024)
+def _ranks(parts: tuple[Part, ...]) -> tuple[int, ...]:
+    return tuple(part.peer for part in parts)
 
 
 class _Places:
@@ -293,16 +302,15 @@ class _Places:
 
 
 class _Wait:
-    """What is being waited for; put into words only if it does not come. `free`: where flags of free inboxes begin."""
+    """What is being waited for; put into words only if it does not come."""
 
-    __slots__ = ("free", "label", "missing", "rank")
+    __slots__ = ("label", "missing", "rank", "size")
 
-    def __init__(self, rank: int, label: str, missing: str, free: int = 0) -> None:
-        self.rank, self.label, self.missing, self.free = rank, label, missing, free
+    def __init__(self, rank: int, size: int, label: str, missing: str) -> None:
+        self.rank, self.size, self.label, self.missing = rank, size, label, missing
 
     def __call__(self, flag: int) -> str:
-        peer = flag - self.free if self.free else flag // MESSAGES
-        return f"rank {self.rank}, {self.label}: rank {peer} {self.missing}"
+        return f"rank {self.rank}, {self.label}: rank {peer_of(flag, self.size)} {self.missing}"
 
 
 class _Arrivals:

@@ -9,8 +9,9 @@ import torch
 
 import burst_portable as bp
 from burst_portable.comm import peer_copy
-from burst_portable.comm.base import Message
-from burst_portable.comm.peer_copy import MESSAGES, PeerCopyTransport
+from burst_portable.comm.base import Message, Part, Parts
+from burst_portable.comm.peer_copy import PeerCopyTransport
+from burst_portable.comm.peer_flags import EXCHANGES, MESSAGES, came_flag, exchange_flags, flags, free_flag, peer_of
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.exchanges import JOBS
 from burst_portable.conformance.tolerances import judge
@@ -190,6 +191,38 @@ def test_more_than_was_announced_is_refused():
             transport.inbox(8, torch.device("cpu"), 1 - mesh.rank)
 
     run_peers(World(2), work)
+
+
+def test_more_exchanges_than_there_are_flags_for():
+    def work(mesh):
+        transport = mesh.transport("cpu")
+        transport.begin(b"call", 64)
+        mine = torch.zeros(8, dtype=torch.uint8)
+        for number in range(EXCHANGES + 1):
+            inbox = transport.inbox(8 * mesh.size, torch.device("cpu"), mesh.rank, 0)
+            there = Parts(mine, tuple(Part(r, 0, 8, 8 * mesh.rank) for r in range(mesh.size)))
+            here = Parts(inbox, tuple(Part(r, 8 * r, 8 * r + 8, 8 * r) for r in range(mesh.size)))
+            if number == EXCHANGES:
+                with pytest.raises(UnsupportedError, match=f"exchange {number + 1}; allowed: {EXCHANGES} exchanges"):
+                    transport.exchange([there], [here], "one too many")
+            else:
+                transport.exchange([there], [here], "call").wait()
+
+    run_peers(World(2), work)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 70])
+def test_flags_are_told_apart(size):
+    """None is used twice, and each says whose it is."""
+    peers = range(size)
+    found = [(came_flag(peer, index), peer) for peer in peers for index in range(MESSAGES)]
+    found += [(free_flag(size, peer), peer) for peer in peers]
+    found += [
+        (flag, p) for e in range(EXCHANGES) for flag, p in zip(exchange_flags(size, e, peers), peers, strict=True)
+    ]
+    assert {flag for flag, _ in found} == set(range(flags(size)))
+    assert len(found) == flags(size)
+    assert all(peer_of(flag, size) == peer for flag, peer in found)
 
 
 @pytest.mark.parametrize("strategy", ["ring+fetch", "burst+fetch"])

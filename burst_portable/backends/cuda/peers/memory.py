@@ -19,7 +19,8 @@ from burst_portable.backends.cuda.driver import current_stream, driver, on
 from burst_portable.backends.cuda.peers.push import Pusher, pusher
 from burst_portable.backends.cuda.peers.watch import Watch
 from burst_portable.comm.base import Part, Parts
-from burst_portable.comm.peer_copy import Watched, flags
+from burst_portable.comm.peer_copy import Watched
+from burst_portable.comm.peer_flags import flags
 from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError, explain
 
 _PAGE = 4096
