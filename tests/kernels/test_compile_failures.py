@@ -19,6 +19,8 @@ FAILURES = [
     OutOfResources(300000, 232448, "shared memory"),
     RuntimeError("PassManager::run failed"),
     CalledProcessError(1, ["bishengir-compile"]),
+    RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+    FileNotFoundError(2, "No such file or directory", "ptxas"),
 ]
 
 

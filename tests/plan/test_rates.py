@@ -173,6 +173,15 @@ LONG = ("128k", "128k-gqa", "128k-few", "512k-gqa")
 LATER = ("hopper", "cudnn", "hopper-later", "cudnn-later")
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_each_group_of_heads_after_the_first_costs(groups):
+    made = plan(make_strategy("ulysses", groups=groups), ranks=2)
+    rates = Rates(100.0, 100.0)
+    for name in ("forward", "backward"):
+        without, with_it = (rank_cost(made, name, 1, replace(rates, group_latency=s)).seconds for s in (0.0, 1.0))
+        assert with_it - without == pytest.approx(groups - 1)
+
+
 def as_auto_says(one):
     """A contestant's strategy in the words of `auto`, and its transport."""
     name, _, transport = one["contestant"].rpartition(" ")

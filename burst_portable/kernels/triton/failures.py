@@ -10,6 +10,9 @@ from triton.errors import TritonError
 
 from burst_portable.errors import UnsupportedError, explain
 
+_OF_COMPILING = ("PassManager", "C compiler")
+"""What Triton says in a bare RuntimeError: of its own compiler, and where the one that builds launchers is missing."""
+
 
 @contextmanager
 def told_where(kernel: object, target: str, configuration: object, next_step: str) -> Iterator[None]:
@@ -22,8 +25,9 @@ def told_where(kernel: object, target: str, configuration: object, next_step: st
     """
     try:
         yield
-    except (TritonError, RuntimeError, CalledProcessError) as error:
-        if isinstance(error, RuntimeError) and not isinstance(error, TritonError) and "PassManager" not in str(error):
+    except (TritonError, RuntimeError, CalledProcessError, OSError) as error:  # of the system: no such compiler
+        bare = isinstance(error, RuntimeError) and not isinstance(error, TritonError)
+        if bare and not any(word in str(error) for word in _OF_COMPILING):
             raise  # no matter of compiling
         name = getattr(kernel, "__name__", repr(kernel))
         raise UnsupportedError(
