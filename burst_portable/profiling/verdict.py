@@ -34,6 +34,7 @@ def losses_of(report: dict[str, Any]) -> list[Loss]:
         *_agreement(report),
         *_late(report),
         *_host_gaps(report),
+        *_late_launches(report),
         *_contention(report),
     ]
     if report["light"] or not report["causes"]:
@@ -83,7 +84,7 @@ def _loss(kind: str, lost: float, text: str, advice: str, evidence: str, rank: i
 def _slow_ranks(report: dict[str, Any]) -> list[Loss]:
     """Ranks whose kernels take longer than the same FLOPs take on the others."""
     found = []
-    waited = _waited(report, "compute")
+    waited, late = _waited(report, "compute"), _launched_late(report)
     for rank in report["ranks"]:
         excess = took = 0.0
         for name in PASSES:
@@ -93,6 +94,7 @@ def _slow_ranks(report: dict[str, Any]) -> list[Loss]:
                 excess += mine["compute"] - mine["flops"] * median(rates)
                 took += mine["compute"]
         number = rank["rank"]
+        excess -= max(0, late.get(number, 0))  # its device stood, and did not compute
         if excess <= 0.05 * took:
             continue
         times = took / (took - excess) if took > excess else 0.0
@@ -227,6 +229,27 @@ def _host_gaps(report: dict[str, Any]) -> list[Loss]:
     text = "time between kernels: ranks are in attention, and neither compute nor wait"
     advice = "launching, packing and merging cost more than they should: give each rank more tokens, or fewer steps"
     return [_loss("host", sum(gaps) / max(1, len(gaps)), text, advice, "events: what nothing else took")]
+
+
+def _late_launches(report: dict[str, Any]) -> list[Loss]:
+    """A device that stands at a kernel's mark until the host has launched the kernel: marks call that computing."""
+    late = _launched_late(report)
+    if not late:
+        return []
+    rank = max(late, key=lambda one: late[one])
+    text = f"the host of rank {rank} is late: its device stands at the marks of kernels that are not launched yet"
+    advice = (
+        "tracing slows hosts: see whether level='session' takes as long; if it does, give each rank more tokens, or "
+        "fewer steps"
+    )
+    return [_loss("late launches", late[rank], text, advice, "events: kernels' marks; trace: kernels", rank)]
+
+
+def _launched_late(report: dict[str, Any]) -> dict[int, int]:
+    """By rank, how much longer marks say that it computes than its tracer saw kernels run; {} where no device was."""
+    marked = {rank["rank"]: rank["compute"] for rank in report["ranks"]}
+    traced = {one["rank"]: one["partition"]["compute"] for one in report["traced"] if one["partition"]}
+    return {rank: marked[rank] - took for rank, took in traced.items()}
 
 
 def _contention(report: dict[str, Any]) -> list[Loss]:

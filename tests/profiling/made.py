@@ -10,6 +10,7 @@ from burst_portable.plans import Plan
 from burst_portable.profiling.ablation import Ablation
 from burst_portable.profiling.record import COLUMNS, NEVER, RankRecords, Table
 from burst_portable.profiling.recorder import PlanFacts
+from burst_portable.profiling.traced import Traced
 
 
 class Maker:
@@ -20,6 +21,7 @@ class Maker:
         self._rows: dict[str, list[tuple[int, ...]]] = {kind: [] for kind in COLUMNS}
         self.iteration = self.call = 0
         self.marked: list[tuple[int, int, int]] = []
+        self._kernels: list[tuple[int, ...]] = []
 
     def compute(self, step: int, start: float, end: float, flops: int = 1000, backward: int = 0) -> None:
         place = self.iteration, self.call, backward, step
@@ -45,6 +47,10 @@ class Maker:
     def copy(self, step: int, start: float, end: float, backward: int = 0) -> None:
         self._rows["copy"].append((self.iteration, self.call, backward, step, _ns(start), _ns(end)))
 
+    def traced(self, step: int, start: float, end: float, backward: int = 0) -> None:
+        """What a tracer saw of the kernel of a step."""
+        self._kernels.append((self.iteration, self.call, backward, step, 0, 0, _ns(start), _ns(end)))
+
     def mark(self, start: float, end: float) -> None:
         """A training step is over, and the next one begins."""
         self.marked.append((self.iteration, _ns(start), _ns(end)))
@@ -54,8 +60,17 @@ class Maker:
         tables = {kind: Table.of(kind, rows) for kind, rows in self._rows.items()}
         plans = [PlanFacts(plan, self.rank).described("cpu")] if plan else []
         calls = [(0, 0, 0)] if plan else []
+        traced = Traced.of([("q0 x kv0", "_forward")], self._kernels, on_device=True) if self._kernels else None
         return RankRecords(
-            self.rank, self.host, "host clock", tables, plans, calls, {"device": "cpu"}, marked=self.marked
+            self.rank,
+            self.host,
+            "host clock",
+            tables,
+            plans,
+            calls,
+            {"device": "cpu"},
+            marked=self.marked,
+            traced=traced,
         )
 
 

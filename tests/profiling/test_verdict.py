@@ -48,6 +48,18 @@ def test_a_slow_rank():
     assert "look at rank 1: other processes on its device or cores, clocks" in advice
 
 
+@pytest.mark.parametrize(("ran", "kind", "lost"), [(100, "late launches", 300), (380, "slow rank", 280)])
+def test_a_host_that_launches_late_is_no_slow_device(ran, kind, lost):
+    """Rank 1's marks are 400 us apart. Between them its tracer saw a kernel of 100, as long as the others'; or 380."""
+    makers = [Maker(rank) for rank in range(3)]
+    for one, took, kernel in zip(makers, (100, 400, 100), (100, ran, 100), strict=True):
+        one.compute(0, 0, took)
+        one.collective(0, took, 401, backward=1)
+        one.traced(0, took - kernel, took)
+    advice = verdict([one.records() for one in makers], kind, lost, 1)
+    assert ("tracing slows hosts" in advice) == (kind == "late launches")
+
+
 @pytest.mark.parametrize(("mask", "best"), [("causal", "zigzag"), ("documents", "document_zigzag")])
 def test_an_uneven_plan_and_the_layout_that_is_not(mask, best):
     """Causal, contiguous: pairs of two ranks are as 1 to 3 (give or take the diagonal)."""
