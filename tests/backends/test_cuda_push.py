@@ -7,11 +7,13 @@ in `tests/kernels/triton_cases.py`.
 from __future__ import annotations
 
 import ctypes
+import re
 
 import pytest
 import torch
 
 from burst_portable.backends.cuda import driver as driver_module
+from burst_portable.backends.cuda.hopper.driver import packing
 from burst_portable.backends.cuda.peers import memory as peer_memory
 from burst_portable.backends.cuda.peers import push
 from burst_portable.comm.base import Part, Parts
@@ -149,6 +151,33 @@ def test_who_moves_what(machine, pushes, monkeypatch, longest, size):
     on_two(machine, work)
     assert pushes.launches.count(2) == (2 if longest else 0) + 2 * pushed  # the trial's, and these
     assert pushes.launches.count(1) == 0
+
+
+def test_a_launch_is_packed_as_the_kernel_reads_it():
+    """Sources, targets and sizes lie where the compiled kernel's own PTX says."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from burst_portable.backends.cuda.peers.push_kernel import AT_ONCE, push_kernel
+
+    assert push._AT_ONCE == AT_ONCE
+    types = ["*i32"] * (2 * AT_ONCE) + ["i32"] * AT_ONCE + ["constexpr"]
+    names = push_kernel.arg_names
+    even = {(i,): [["tt.divisibility", 16]] for i in range(2 * AT_ONCE)}
+    source = ASTSource(push_kernel, dict(zip(names, types, strict=True)), {"BLOCK": 4096}, even)
+    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+    wide = re.findall(r"\.param \.[ub](32|64)", ptx.split(".entry", 1)[1].split(")", 1)[0])
+    places = [(0, 0)]
+    for size in (int(bits) // 8 for bits in wide):  # a parameter is aligned to its size
+        places.append((-(-sum(places[-1]) // size) * size, size))
+    messages = [(1 << 40 | i << 4, 1 << 41 | i << 4, 16 * i) for i in range(AT_ONCE - 1)]
+    grid, numbers = push._launch(messages)
+    packed = packing(numbers, places[1:]).pack(*numbers, 0, 0)
+    read = [int.from_bytes(packed[start : start + size], "little") for start, size in places[1:]]
+    sources, targets, sizes = zip(*messages, (0, 0, 0), strict=True)
+    assert read == [*sources, *targets, *[size // 16 for size in sizes], 0, 0]
+    assert grid[1:] == (AT_ONCE - 1, 1)
 
 
 class _Operation(ctypes.Structure):
