@@ -11,6 +11,7 @@ import burst_portable as bp
 from burst_portable.profiling.alternatives import layouts
 from burst_portable.profiling.analyze import analyze
 from burst_portable.profiling.record import RankRecords
+from burst_portable.profiling.report.tables import loss_name
 from burst_portable.profiling.verdict import _speeds, losses_of
 from burst_portable.strategies.ring import RingStrategy
 from tests.profiling.made import Maker
@@ -58,6 +59,7 @@ def test_a_host_that_launches_late_is_no_slow_device(ran, kind, lost):
         one.traced(0, took - kernel, took)
     advice = verdict([one.records() for one in makers], kind, lost, 1)
     assert ("tracing slows hosts" in advice) == (kind == "late launches")
+    assert loss_name("late launches") == "kernels launched late"
 
 
 @pytest.mark.parametrize(("mask", "best"), [("causal", "zigzag"), ("documents", "document_zigzag")])

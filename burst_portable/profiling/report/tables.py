@@ -29,6 +29,7 @@ _LOSSES = {
     "late rank": "late rank",
     "late ranks": "ranks late in turn",
     "host": "gaps between kernels",
+    "late launches": "kernels launched late",
     "contention": "kernels slowed by communication",
     "waiting": "waiting",
     "none": "no large loss",
