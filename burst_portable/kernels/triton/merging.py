@@ -43,6 +43,7 @@ def merge_kernel(
     came = head_of(part_lse, batch, head, part_lse_batch, part_lse_head, False) + wide * part_lse_row
     before = tl.load(kept, mask=inside, other=float("-inf"))
     new = tl.load(came, mask=inside, other=float("-inf")).to(before.dtype)
+    tl.debug_barrier()  # several warps read each LSE, and one of them writes it anew below
     top = tl.maximum(before, new, propagate_nan=tl.PropagateNan.ALL)
     anchor = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
     stays, comes = tl.exp(before - anchor), tl.exp(new - anchor)

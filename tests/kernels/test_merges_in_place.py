@@ -1,0 +1,46 @@
+"""What is merged in place is read by all warps before one of them writes it, as machine code shows.
+
+A row's LSE is one number, and there are fewer rows than threads: every warp that has the row reads it by itself.
+Without a barrier a warp that is late finds what another has written, and weighs its share of the row by that.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+import triton
+from triton.compiler import ASTSource
+
+from burst_portable.kernels.triton.compile import TARGETS, compiled_kernel, tuned
+from burst_portable.kernels.triton.merging import merge_kernel
+
+_MEANS = {"ld.global": "read", "st.global": "written", "bar.sync": "barrier"}
+
+
+def merge(target: str) -> str:
+    """The machine code of merges of 16-bit parts, all of whose tensors are dense."""
+    constants = {"R": 32, "DV": 128, "PADDED_DV": 128, "lse_row": 1, "part_lse_row": 1}
+    types = {"total": "*fp32", "total_lse": "*fp64", "part": "*bf16", "part_lse": "*fp32"}
+    names = merge_kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    uneven = {*constants, "rows", "heads", "blocks"}
+    even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in uneven}
+    source = ASTSource(merge_kernel, signature, constants, even)
+    return triton.compile(source, target=TARGETS[target].target, options={"num_warps": 4}).asm["ptx"]
+
+
+def resumed(target: str) -> str:
+    """That of a forward pass into a running state."""
+    return compiled_kernel(target, "resumed", 128, tuned(target, "resumed", 128)).asm["ptx"]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("code", [merge, resumed])
+def test_all_warps_read_before_one_writes(code, target: str) -> None:
+    steps = [_MEANS[found] for found in re.findall("|".join(map(re.escape, _MEANS)), code(target))]
+    before = steps[: steps.index("written")]
+    last_read = len(before) - before[::-1].index("read")
+    assert "barrier" in before[last_read:], before[-8:]
