@@ -8,12 +8,13 @@
     copy the message into its place
     "it has come"                        ->  compute stream: wait; use it where it lies
 
-Copy engines do the work, and no multiprocessor. What all ranks exchange at once, and all of it is waited for together,
-has one flag a pair of ranks, and goes as the device does that fastest. Both ends know from the plan where in the inbox
-a message comes to lie; messages that are in no plan have a region for each peer, where they lie one after the other. A
-flag holds the mark of its pass, a number that grows and a piece of the call's fingerprint: what is left of an earlier
-pass, or comes from another call, is never taken for a message of this one. When numbers begin again, the pieces are
-others. Each rank sends to the one after it first, so no link is asked twice at once.
+Copy engines do the work, and no multiprocessor, where blocks are on their way beside a kernel. What all ranks exchange
+at once has one flag a pair of ranks, since all of it is waited for together, and a device may move it in another way.
+Both ends know from the plan where in the inbox a message comes to lie; messages that are in no plan have a region for
+each peer, where they lie one after the other. A flag holds the mark of its pass, a number that grows and a piece of the
+call's fingerprint: what is left of an earlier pass, or comes from another call, is never taken for a message of this
+one. When numbers begin again, the pieces are others. Each rank sends to the one after it first, so no link is asked
+twice at once.
 """
 
 from __future__ import annotations

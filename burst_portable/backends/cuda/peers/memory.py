@@ -1,7 +1,8 @@
 """Peer memory on NVIDIA GPUs of one host: torch's symmetric memory, copy engines, flags of the driver.
 
-A flag is waited for by the stream itself, with no kernel, so a message needs no multiprocessor while attention fills
-them all. Streams cannot give up; a thread watches over the deadline instead (see `watch`).
+A flag is waited for by the stream itself, with no kernel, so a message that a copy engine moves needs no multiprocessor
+while attention fills them all; `push` says which do. Streams cannot give up; a thread watches over the deadline instead
+(see `watch`).
 """
 
 from __future__ import annotations
