@@ -22,7 +22,7 @@ def test_the_doctor_shows_brackets(capsys):
         "facts": {"note": NAMED},
         "kernels": [{"name": NAMED, "supports": {NAMED: {"ok": False, "reason": f"no {NAMED}"}}}],
     }
-    settings = {"deadline": 1.0, "kernel": NAMED}
+    settings = {"deadline": 1.0, "kernel": NAMED, "transport": NAMED}
     doctor_view.show(
         {"version": "1", "python": "3", "platform": NAMED, "packages": {"p": NAMED}, "settings": settings,
          "rates": {"file": NAMED, "ok": False, "reason": NAMED}, "backends": {NAMED: backend}}
