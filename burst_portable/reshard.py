@@ -72,8 +72,9 @@ class Reshard:
         whole = inbox.view(like.dtype).view(self.starts[-1], -1)
         there, here = _to_heads(self._order, self.rows, row, place)
         leaving = Parts(packed, there)
+        exchange = self.transport.exchange([leaving], [Parts(inbox, here)], "to heads")
         with self.copies():
-            exchange = self.transport.exchange([leaving], [Parts(inbox, here)], "to heads")
+            exchange.keep()
         return ToHeads(self, exchange, whole, fields, like.shape[0], [leaving])
 
     def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, Span]]) -> ToSequence:
@@ -94,8 +95,9 @@ class Reshard:
             leaving.append(Parts(made, there))
             arriving.append(Parts(inbox, here))
             came.append((inbox.view(made.dtype).view(ranks, self.rows[rank], *made.shape[1:]), result, heads))
+        exchange = self.transport.exchange(leaving, arriving, "to sequence")
         with self.copies():
-            exchange = self.transport.exchange(leaving, arriving, "to sequence")
+            exchange.keep()
         return ToSequence(self, exchange, came, leaving)
 
     def _inbox(self, size: int, row: int, *, back: bool) -> tuple[Tensor, int]:

@@ -57,10 +57,20 @@ class Parts(NamedTuple):
 
 
 class Exchange:
-    """Messages between all ranks that are under way."""
+    """Messages between all ranks that are under way.
 
-    def __init__(self, leaving: Sequence[Handle], arriving: Sequence[Handle]) -> None:
-        self._leaving, self._arriving = leaving, arriving
+    `own`: (source, target) of what a rank sends itself, where nothing is on its way that brings it.
+    """
+
+    def __init__(
+        self, leaving: Sequence[Handle], arriving: Sequence[Handle], own: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
+        self._leaving, self._arriving, self._own = leaving, arriving, own
+
+    def keep(self) -> None:
+        """Put what stays here beside what comes, while that is on its way."""
+        for source, target in self._own:
+            target.copy_(source)
 
     def wait(self) -> None:
         """Return when all that comes to this rank may be used."""
@@ -145,15 +155,12 @@ class Transport(ABC):
         """Start messages between all ranks, some for each pair; every rank does, with the same label.
 
         All that leaves goes to the same ranks, and all that comes, comes from the same; this rank may be among them:
-        what it sends itself is put where it comes from itself, the first to the first.
+        what it sends itself is put where it comes from itself, the first to the first, by `Exchange.keep`.
         """
         sends, receives = ([m for parts in side for m in parts.messages()] for side in (leaving, arriving))
         out, back = ([m for m in side if m.peer != self.rank] for side in (sends, receives))
-        exchange = Exchange(*self.post(out, back, label))
         own = ([m.buffer for m in side if m.peer == self.rank] for side in (sends, receives))
-        for source, target in zip(*own, strict=True):
-            target.copy_(source)
-        return exchange
+        return Exchange(*self.post(out, back, label), list(zip(*own, strict=True)))
 
     def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
         """sends[r] goes to rank r, receives[r] comes from it; uint8, any sizes; returns when all have arrived."""

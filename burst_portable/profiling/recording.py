@@ -175,6 +175,9 @@ class RecordingExchange(Exchange):
     def __init__(self, inner: Exchange, waited: Callable[[Callable[[], None]], None]) -> None:
         self._inner, self._waited = inner, waited
 
+    def keep(self) -> None:
+        self._inner.keep()
+
     def wait(self) -> None:
         self._waited(self._inner.wait)
 

@@ -142,6 +142,7 @@ def test_who_moves_what(machine, pushes, monkeypatch, longest, size):
                 [Parts(inbox, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))],
                 "call",
             )
+            exchange.keep()
             exchange.wait()
             exchange.left()
             assert [int(inbox[r * size : (r + 1) * size].unique()) for r in ranks] == [7 + r for r in ranks]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable.comm.local import LocalTransport
 from burst_portable.cost import Rates, rank_cost
 from burst_portable.profiling import recorder as module
 from burst_portable.profiling.record import NEVER, pack, unpack
@@ -55,6 +58,29 @@ def test_results_are_the_same_bits_on_and_off(strategy, level):
     on, _ = recorded(strategy, level)
     for mine, theirs in zip(off, on, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_posting_an_exchange_is_no_copying(monkeypatch):
+    """Marks of copies lie around what a rank copies, not around what it gives to the transport."""
+    inside, posted = threading.local(), []
+    copies, post = RecordingRuntime.copies, LocalTransport.post
+
+    @contextmanager
+    def marked(self, *arguments, **options):
+        inside.now = True
+        with copies(self, *arguments, **options):
+            yield
+        inside.now = False
+
+    def watched(self, sends, receives, label=""):
+        posted.append(label)
+        assert not getattr(inside, "now", False), label
+        return post(self, sends, receives, label)
+
+    monkeypatch.setattr(RecordingRuntime, "copies", marked)
+    monkeypatch.setattr(LocalTransport, "post", watched)
+    recorded("ulysses")
+    assert {"to heads", "to sequence"} <= set(posted)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "burst"])

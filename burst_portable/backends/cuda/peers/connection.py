@@ -129,6 +129,7 @@ def _exchange(transport: PeerCopyTransport, device: torch.device, turn: int) -> 
             [Parts(inbox, tuple(Part(r, r * _PROOF, (r + 1) * _PROOF, r * _PROOF) for r in others))],
             "trying peer copies",
         )
+        exchange.keep()
         exchange.wait()
         exchange.left()
     found = torch.stack([place.min() for place in places] + [place.max() for place in places])
