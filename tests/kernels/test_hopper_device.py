@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from burst_portable.backends.cuda.hopper import configs
-from burst_portable.backends.cuda.hopper.driver import Ready
 from burst_portable.backends.cuda.hopper.launch import compiled_kernels
+from burst_portable.backends.cuda.kernel_driver import Ready
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.contract import KernelProblem, Options
 from burst_portable.numerics import empty_state

@@ -10,7 +10,7 @@
 `tables`                 which blocks each block visits, from a list of tiles
 `configs`                the sizes of blocks, by head size; which cut, or cuts, a pass gets
 `launch_tables`          those tables on their device, kept
-`launch`, `driver`       launches that cost the host little
+`launch`                 launches that cost the host little, by `backends.cuda.kernel_driver`
 `aot`                    compiling ahead of time, on any machine, and what the compiler says of it
 =======================  ======================================================================================
 

@@ -2,7 +2,7 @@
 
 Triton binds, specialises and looks up each launch anew, which costs more than a short kernel takes. Our kernels
 specialise on nothing but what stands in the key given here, so that the compiled kernel may be called directly, past
-Triton where the driver can be asked (`driver`).
+Triton where the driver can be asked (`backends.cuda.kernel_driver`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.backends.cuda.hopper.driver import Described, kernel_driver, pack_described, ready
+from burst_portable.backends.cuda.kernel_driver import Described, kernel_driver, pack_described, ready
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.triton.options import ALWAYS
 

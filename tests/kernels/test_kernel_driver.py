@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from burst_portable.backends.cuda.hopper.driver import Described, KernelDriver, pack_described, packing, ready
 from burst_portable.backends.cuda.hopper.kernel import _triton_reason
+from burst_portable.backends.cuda.kernel_driver import Described, KernelDriver, pack_described, packing, ready
 from burst_portable.errors import DeviceError
 
 if _triton_reason():
