@@ -11,7 +11,7 @@ While the kernel works on a group, what the next ones need arrives, and what was
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -51,12 +51,8 @@ def run_forward(
     lse = q.new_empty((*q.shape[:3], 1), dtype=accumulation_dtype(q.dtype)) if with_lse else None
     saved: list[Saved] = []
     leaving: list[ToSequence] = []
-    keys = values = None
-    for group, arriving in zip(plan.head_groups, coming, strict=True):
-        queries, *pair = arriving.wait()
-        keys, values = pair or (keys, values)
-        assert keys is not None, "K and V come with the first group that reads them"
-        assert values is not None, "K and V come with the first group that reads them"
+    arrived = _with_shared(arriving.wait() for arriving in coming)
+    for group, arriving, (queries, keys, values) in zip(plan.head_groups, coming, arrived, strict=True):
         part, part_lse = attend(
             plan.forward, runtime, options, queries, keys, values, _own(sinks, plan, group, runtime)
         )
@@ -156,12 +152,15 @@ def _own(sinks: Tensor | None, plan: Plan, group: HeadGroup, runtime: Runtime) -
 
 def _copied(saved: Sequence[Saved], came: Sequence[ToHeads]) -> list[Saved]:
     """The same, with q, k and v in memory that stays; K and V that several groups share are copied once."""
-    kept: list[Saved] = []
-    keys = values = None
-    for (_, _, _, out, lse), arrived in zip(saved, came, strict=True):
-        queries, *pair = arrived.copied()
-        keys, values = pair or (keys, values)
-        assert keys is not None, "K and V come with the first group that reads them"
-        assert values is not None, "K and V come with the first group that reads them"
-        kept.append((queries, keys, values, out, lse))
-    return kept
+    stays = _with_shared(arrived.copied() for arrived in came)
+    return [(q, k, v, out, lse) for (q, k, v), (_, _, _, out, lse) in zip(stays, saved, strict=True)]
+
+
+def _with_shared(arrived: Iterable[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(q, k, v) of each group, as they come. K and V that several groups share come with the first one."""
+    pair: list[Tensor] = []
+    for queries, *own in arrived:
+        pair = own or pair
+        assert pair, "K and V come with the first group that reads them"
+        keys, values = pair
+        yield queries, keys, values
