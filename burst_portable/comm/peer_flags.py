@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 MESSAGES = 64
@@ -39,7 +38,7 @@ def exchange_flag(size: int, index: int, peer: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def exchange_flags(size: int, index: int, peers: Sequence[int]) -> tuple[int, ...]:
+def exchange_flags(size: int, index: int, peers: tuple[int, ...]) -> tuple[int, ...]:
     """The same of several peers."""
     return tuple(exchange_flag(size, index, peer) for peer in peers)
 

@@ -214,7 +214,7 @@ def test_more_exchanges_than_there_are_flags_for():
 @pytest.mark.parametrize("size", [1, 2, 8, 70])
 def test_flags_are_told_apart(size):
     """None is used twice, and each says whose it is."""
-    peers = range(size)
+    peers = tuple(range(size))
     found = [(came_flag(peer, index), peer) for peer in peers for index in range(MESSAGES)]
     found += [(free_flag(size, peer), peer) for peer in peers]
     found += [
