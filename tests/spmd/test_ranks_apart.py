@@ -1,0 +1,77 @@
+"""Ranks that differ, fail, are late, or whose caller goes away: an error on each, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.comm.local import run_threads
+from burst_portable.errors import DeadlineError, LayoutError, MismatchError, PeerLostError
+
+
+def test_ranks_with_other_lengths_than_the_layout_says():
+    def work(mesh):
+        rows = 9 if mesh.rank else 8
+        return bp.attention(*(torch.randn(1, rows, 2, 4) for _ in range(3)), mesh=mesh, seq_len=16)
+
+    with pytest.raises(LayoutError, match="rank 1 holds another number of rows"):
+        bp.run_local(2, work)
+
+
+def test_ranks_whose_messages_differ_do_not_compute_in_silence():
+    def work(mesh):
+        heads = 4 if mesh.rank else 2
+        return bp.attention(*(torch.randn(1, 8, heads, 4) for _ in range(3)), mesh=mesh, strategy="ring", mask="full")
+
+    with pytest.raises((MismatchError, PeerLostError), match="rank"):
+        bp.run_local(2, work)
+
+
+def test_a_rank_that_fails_ends_the_others():
+    def work(mesh):
+        if mesh.rank == 1:
+            raise ZeroDivisionError("rank 1 fell over")
+        return bp.attention(*(torch.randn(1, 8, 2, 4) for _ in range(3)), mesh=mesh, strategy="ring", mask="full")
+
+    with pytest.raises(ZeroDivisionError, match="fell over"):
+        bp.run_local(3, work)
+
+
+def test_a_late_rank_is_named():
+    def work(transport):
+        if transport.rank == 0:
+            from burst_portable.comm.base import Message
+
+            _, (handle,) = transport.post([], [Message(torch.empty(8, dtype=torch.uint8), 1)], "step 3")
+            handle.wait()
+
+    with pytest.raises(DeadlineError, match="rank 0, step 3: nothing came from rank 1"):
+        run_threads(2, work, deadline=0.2)
+
+
+def test_no_rank_goes_on_when_the_caller_is_interrupted():
+    """A daemon thread that is inside of torch when the interpreter ends would abort the process."""
+    begun, all_there = [], threading.Barrier(3)
+
+    def work(mesh):
+        begun.append(threading.current_thread())
+        all_there.wait()
+        if mesh.rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        mesh.transport("cpu").share(b"never said by rank 2") if mesh.rank < 2 else time.sleep(0.5)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests may be deaf to it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            bp.run_local(3, work, deadline=30)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    for thread in begun:
+        thread.join(1.0)  # what they did is over; the thread itself takes a moment more
+        assert not thread.is_alive()
