@@ -7,9 +7,9 @@
           B          BaBb
 
 All that a rank gets of another for a group of heads is one message, tensors side by side in every row, each packed in
-one copy. What came lies rank after rank: that is tensors as they are, if the plan takes rows in that order
-(`strategies.ulysses.in_rank_order`). What was made of them is sent as it is, and its pieces are put together in one
-copy. Everything is under way until it is waited for.
+one copy, or picked up where it is by a transport that can. What came lies rank after rank: that is tensors as they are,
+if the plan takes rows in that order (`strategies.ulysses.in_rank_order`). What was made of them is sent as it is, and
+its pieces are put together in one copy. Everything is under way until it is waited for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from burst_portable.comm.base import Exchange, Part, Parts
+from burst_portable.comm.base import Exchange, Part, Parts, Strip, Strips
 from burst_portable.heads import Span
 from burst_portable.layout import Layout
 from burst_portable.messages import Field, head_room
@@ -31,6 +31,7 @@ from burst_portable.plans import Plan
 from burst_portable.runtime import Runtime
 
 _RUNS = 64  # that are put together one by one
+_BATCHES = 4  # whose lines are picked up one by one
 
 
 class Reshard:
@@ -45,6 +46,7 @@ class Reshard:
         self._order = (*self.transport.others, self.transport.rank)
         self.to_ranks, self.to_plan = _orders(layout, plan.forward.problem.q_layout, device)
         self._place = 0  # in every rank's inbox
+        self._begun = False
 
     @property
     def lasting(self) -> bool:
@@ -60,6 +62,26 @@ class Reshard:
         like = parts[0][0]
         fields = [Field(past - first, x.shape[3], x.itemsize) for x, (first, past) in parts]
         row = sum(field.size(like.shape[0]) for field in fields)
+        inbox, place = self._inbox(self.starts[-1] * row, row, back=False)
+        whole = inbox.view(like.dtype).view(self.starts[-1], -1)
+        there, here = _to_heads(self._order, self.rows, row, place)
+        leaving: list[Parts | Strips] = []
+        if self.transport.picks and all(_can_be_picked(x) for x, _ in parts):
+            at = there[0].place or 0
+            for (x, heads), field in zip(parts, fields, strict=True):
+                leaving.append(Strips(x, _strips(self._order, x.shape, x.stride(), x.itemsize, heads, at, row)))
+                at += field.size(like.shape[0])
+        else:
+            leaving.append(Parts(self._packed(parts, fields, row), there))
+        alone, self._begun = not self._begun, True
+        exchange = self.transport.exchange(leaving, [Parts(inbox, here)], "to heads", alone=alone)
+        with self.copies():
+            exchange.keep()
+        return ToHeads(self, exchange, whole, fields, like.shape[0], leaving)
+
+    def _packed(self, parts: Sequence[tuple[Tensor, Span]], fields: Sequence[Field], row: int) -> Tensor:
+        """``[ranks, S_rank, row]``: for each rank its heads, in rows of so many bytes."""
+        like = parts[0][0]
         packed = like.new_empty(self.transport.size, like.shape[1], row // like.itemsize)
         with self.copies():
             for (x, heads), into in zip(parts, _fields(packed, fields, like.shape[0]), strict=True):
@@ -68,14 +90,7 @@ class Reshard:
                     into.copy_(owned)
                 else:  # several ranks share an owner's heads
                     into.view(len(owned), -1, *into.shape[1:]).copy_(owned.unsqueeze(1))
-        inbox, place = self._inbox(self.starts[-1] * row, row, back=False)
-        whole = inbox.view(like.dtype).view(self.starts[-1], -1)
-        there, here = _to_heads(self._order, self.rows, row, place)
-        leaving = Parts(packed, there)
-        exchange = self.transport.exchange([leaving], [Parts(inbox, here)], "to heads")
-        with self.copies():
-            exchange.keep()
-        return ToHeads(self, exchange, whole, fields, like.shape[0], [leaving])
+        return packed
 
     def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, Span]]) -> ToSequence:
         """Start bringing home what was made of some heads.
@@ -122,7 +137,7 @@ class ToHeads:
         came: Tensor,
         fields: Sequence[Field],
         batch: int,
-        sends: list[Parts],
+        sends: list[Parts | Strips],
     ) -> None:
         self._reshard, self._exchange, self._sends = reshard, exchange, sends
         self._came, self._fields, self._batch = came, fields, batch
@@ -183,6 +198,33 @@ def _to_heads(order: tuple[int, ...], rows: tuple[int, ...], row: int, place: in
     each, at = rows[rank] * row, place + starts[rank] * row
     there = tuple(Part(r, r * each, (r + 1) * each, at) for r in order)
     return there, tuple(Part(r, starts[r] * row, starts[r + 1] * row, place + starts[r] * row) for r in order)
+
+
+def _can_be_picked(x: Tensor) -> bool:
+    """Whether some heads of a row are one line, and lines are few."""
+    return x.stride(3) == 1 and (x.stride(2) == x.shape[3] or x.shape[2] == 1) and x.shape[0] <= _BATCHES
+
+
+@lru_cache(maxsize=512)
+def _strips(
+    order: tuple[int, ...],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    itemsize: int,
+    heads: Span,
+    place: int,
+    row: int,
+) -> tuple[Strip, ...]:
+    """Of ``[B, S_rank, H, D]``, each rank's heads go into its rows of `row` bytes, in the first one to `place`."""
+    batch, rows, count, dim = shape
+    owners = min(len(order), count)
+    width, strips = (heads[1] - heads[0]) * dim * itemsize, []
+    for rank in order:
+        first = rank * owners // len(order) * (count // owners) + heads[0]
+        for b in range(batch):
+            start = (b * strides[0] + first * strides[2]) * itemsize
+            strips.append(Strip(rank, start, place + b * width, rows, width, strides[1] * itemsize, row))
+    return tuple(strips)
 
 
 @lru_cache(maxsize=512)

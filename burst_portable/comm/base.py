@@ -43,6 +43,34 @@ class Part(NamedTuple):
     stop: int
     place: int | None = None
 
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.stop - self.start
+
+
+class Strip(NamedTuple):
+    """Lines of bytes that lie apart, the rank that they go to, and their place there: see `inbox`.
+
+    ::
+
+        here, from byte `start` on      ####......####......####        `lines` of `width` bytes, `step` from one to the
+        there, from `place` on          ####..####..####                next; there it is `jump`
+    """
+
+    peer: int
+    start: int
+    place: int
+    lines: int
+    width: int
+    step: int
+    jump: int
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.lines * self.width
+
 
 class Parts(NamedTuple):
     """One contiguous buffer of any dtype, and what of its bytes goes to or comes from ranks."""
@@ -54,6 +82,13 @@ class Parts(NamedTuple):
         """A message each."""
         flat = self.buffer.reshape(-1).view(torch.uint8)
         return [Message(flat[p.start : p.stop], p.peer, p.place) for p in self.parts]
+
+
+class Strips(NamedTuple):
+    """A tensor of any strides, and what of its memory goes to ranks."""
+
+    buffer: Tensor
+    parts: tuple[Strip, ...]
 
 
 class Exchange:
@@ -94,6 +129,7 @@ class Transport(ABC):
         agreed: digests of the calls that its ranks need not compare again; see `comm.agreement`.
         direct: whether it serves only passes whose messages go straight to where they are used.
         lasting: whether what an inbox holds stays there when the pass is over.
+        picks: whether `exchange` sends `Strips` too: nobody need pack what it sends.
         node: ranks a node, if messages between nodes have connections of their own; else 0.
     """
 
@@ -104,6 +140,7 @@ class Transport(ABC):
     passes: int = 0
     direct: bool = False
     lasting: bool = False
+    picks: bool = False
     node: int = 0
 
     @property
@@ -151,13 +188,21 @@ class Transport(ABC):
         """
         return self.buffer(size, device)
 
-    def exchange(self, leaving: Sequence[Parts], arriving: Sequence[Parts], label: str) -> Exchange:
+    def exchange(
+        self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
+    ) -> Exchange:
         """Start messages between all ranks, some for each pair; every rank does, with the same label.
 
         All that leaves goes to the same ranks, and all that comes, comes from the same; this rank may be among them:
         what it sends itself is put where it comes from itself, the first to the first, by `Exchange.keep`.
+
+        Args:
+            leaving: strips where this transport `picks` them.
+            alone: nothing is computed until it has come, so that what else would compute may move it.
         """
-        sends, receives = ([m for parts in side for m in parts.messages()] for side in (leaving, arriving))
+        packed = [one for one in leaving if isinstance(one, Parts)]
+        assert len(packed) == len(leaving), "this transport picks nothing"
+        sends, receives = ([m for parts in side for m in parts.messages()] for side in (packed, arriving))
         out, back = ([m for m in side if m.peer != self.rank] for side in (sends, receives))
         own = ([m.buffer for m in side if m.peer == self.rank] for side in (sends, receives))
         return Exchange(*self.post(out, back, label), list(zip(*own, strict=True)))

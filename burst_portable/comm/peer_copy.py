@@ -28,7 +28,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from burst_portable.comm.base import Exchange, Handle, Message, Part, Parts, Transport
+from burst_portable.comm.base import Exchange, Handle, Message, Part, Parts, Strip, Strips, Transport
 from burst_portable.comm.peer_flags import (
     EXCHANGES,
     MESSAGES,
@@ -75,8 +75,11 @@ class PeerMemory(Protocol):
     def fork(self) -> None:
         """The copy stream goes on after what the current stream has done so far."""
 
-    def copy(self, leaving: Sequence[Parts]) -> None:
-        """Copy parts of buffers to their places in inboxes, on the copy stream; of several, perhaps all at once."""
+    def copy(self, leaving: Sequence[Parts | Strips], *, alone: bool) -> None:
+        """Copy parts of buffers to their places in inboxes, on the copy stream; of several, perhaps all at once.
+
+        alone: no kernel runs beside it.
+        """
 
     def sent(self) -> Handle:
         """A handle of what the copy stream has been given so far."""
@@ -105,6 +108,7 @@ class PeerCopyTransport(Transport):
     name = "peer_copy"
     host = False
     direct = True
+    picks = True
 
     def __init__(self, memory: PeerMemory, other: Transport) -> None:
         self.memory, self._other = memory, other
@@ -175,7 +179,9 @@ class PeerCopyTransport(Transport):
             self._send(message, label)
         return [self.memory.sent()] * len(sends), incoming
 
-    def exchange(self, leaving: Sequence[Parts], arriving: Sequence[Parts], label: str) -> Exchange:
+    def exchange(
+        self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
+    ) -> Exchange:
         """All that goes to other ranks, then one flag for each of them: who takes part in it waits for all of it."""
         if not self._open or not leaving or leaving[0].parts[0].place is None:
             return super().exchange(leaving, arriving, label)
@@ -188,7 +194,7 @@ class PeerCopyTransport(Transport):
         mine = exchange_flag(self.size, index, self.rank)
         memory.fork()
         self._wait_for_room(targets, label)
-        memory.copy(leaving)
+        memory.copy(leaving, alone=alone)
         memory.signal([(peer, mine) for peer in targets], self._mark, copying=True)
         came = exchange_flags(self.size, index, _peers(arriving))
         return Exchange([memory.sent()], [_Arrivals(memory, came, self._mark, self._missing(label))])
@@ -222,7 +228,7 @@ class PeerCopyTransport(Transport):
             index, offset = self._take(self._sent_to, peer, message.buffer.numel())
             place = self.rank * self._region + offset
         self._wait_for_room([peer], label)
-        memory.copy([Parts(message.buffer, (Part(peer, 0, message.buffer.numel(), place),))])
+        memory.copy([Parts(message.buffer, (Part(peer, 0, message.buffer.numel(), place),))], alone=False)
         memory.signal([(peer, came_flag(self.rank, index))], self._mark, copying=True)
 
     def _wait_for_room(self, peers: Sequence[int], label: str) -> None:
@@ -272,7 +278,7 @@ class PeerCopyTransport(Transport):
         )
 
 
-def _peers(side: Sequence[Parts]) -> tuple[int, ...]:
+def _peers(side: Sequence[Parts | Strips]) -> tuple[int, ...]:
     """The ranks that one side of an exchange names."""
     peers = _ranks(side[0].parts)
     assert all(_ranks(one.parts) == peers for one in side[1:]), "all buffers have parts for the same ranks"
@@ -280,8 +286,8 @@ def _peers(side: Sequence[Parts]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _ranks(parts: tuple[Part, ...]) -> tuple[int, ...]:
-    return tuple(part.peer for part in parts)
+def _ranks(parts: tuple[Part, ...] | tuple[Strip, ...]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(part.peer for part in parts))
 
 
 class _Places:

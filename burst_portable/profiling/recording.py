@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from burst_portable.comm.base import Exchange, Handle, Parts, Transport
+from burst_portable.comm.base import Exchange, Handle, Parts, Strips, Transport
 from burst_portable.comm.wrapped import WrappedTransport
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.moves import Move
@@ -193,6 +193,7 @@ class RecordingTransport(WrappedTransport):
 
     def __init__(self, inner: Transport, runtime: RecordingRuntime) -> None:
         super().__init__(inner)
+        self.picks = inner.picks
         self._runtime = runtime
         self._backward = False
         self._shared = self._begun = self._ordinal = 0
@@ -207,9 +208,11 @@ class RecordingTransport(WrappedTransport):
         self._runtime.recorder.rejoin()
         self._inner.end()
 
-    def exchange(self, leaving: Sequence[Parts], arriving: Sequence[Parts], label: str) -> Exchange:
-        inner = self._inner.exchange(leaving, arriving, label)
-        size = sum(p.stop - p.start for one in leaving for p in one.parts if p.peer != self.rank)
+    def exchange(
+        self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
+    ) -> Exchange:
+        inner = self._inner.exchange(leaving, arriving, label, alone=alone)
+        size = sum(part.size for one in leaving for part in one.parts if part.peer != self.rank)
 
         def waited(wait: Callable[[], None]) -> None:
             clock = self._runtime.recorder.clock(device)

@@ -60,6 +60,10 @@ class Driver:
     def copy(self, stream, target, source, size):
         ctypes.memmove(target, source, size)
 
+    def copy_lines(self, stream, target, source, strip):
+        for line in range(strip.lines):
+            ctypes.memmove(target + line * strip.jump, source + line * strip.step, strip.width)
+
 
 def two_gpus(monkeypatch):
     """One host whose GPUs are threads; `machine.memory` is what a rank may allocate."""

@@ -16,7 +16,7 @@ from burst_portable.backends.cuda import driver as driver_module
 from burst_portable.backends.cuda.kernel_driver import packing
 from burst_portable.backends.cuda.peers import memory as peer_memory
 from burst_portable.backends.cuda.peers import push
-from burst_portable.comm.base import Part, Parts
+from burst_portable.comm.base import Part, Parts, Strip
 from tests.backends.peer_machine import DEVICE, Driver, attention_is_right, on_two, two_gpus
 
 
@@ -33,10 +33,11 @@ class Pushes:
 
     def bound(self, grid, numbers):
         def launch(stream):
-            sources, targets, sizes = (numbers[i : i + push._AT_ONCE] for i in range(0, len(numbers), push._AT_ONCE))
+            lists = (numbers[i : i + push._AT_ONCE] for i in range(0, len(numbers), push._AT_ONCE))
             self.launches.append(grid[1])
-            for source, target, size in list(zip(sources, targets, sizes, strict=True))[: grid[1]]:
-                ctypes.memmove(target, source, 16 * size)
+            for source, target, size, width, step, jump in list(zip(*lists, strict=True))[: grid[1]]:
+                for line in range(size // width):
+                    ctypes.memmove(target + 16 * line * jump, source + 16 * line * step, 16 * width)
 
         return launch
 
@@ -62,8 +63,8 @@ def test_what_is_exchanged_is_pushed(machine, pushes, monkeypatch, strategy):
     attention_is_right(machine, strategy)
     groups = 2 if strategy.endswith("groups") else 1
     assert set(copied) == {1 << 20}, "the trial's, one by one"
-    # Two ranks: the trial's exchange; forward there, out and LSE back; backward there, and dq, dk and dv back.
-    assert sorted(pushes.launches) == sorted(2 * ([2] + groups * [2, 4, 2, 6]))
+    # Two ranks: the trial's exchange; q, k and v there, out and LSE back; dO there, and dq, dk and dv back.
+    assert sorted(pushes.launches) == sorted(2 * ([2] + groups * [6, 4, 2, 6]))
 
 
 @pytest.mark.parametrize("broken", [{0, 1}, {1}])
@@ -117,30 +118,32 @@ def test_all_is_asked_of_the_device_of_the_memory(machine, pushes, monkeypatch):
     memory._starts = [0, 1 << 20]
     memory.enter()
     memory.signal([(1, 0)], 1, copying=False)
-    memory.copy([Parts(torch.zeros(64, dtype=torch.uint8), (Part(1, 0, 32, 0), Part(0, 32, 64, 0)))])
+    memory.copy([Parts(torch.zeros(64, dtype=torch.uint8), (Part(1, 0, 32, 0), Part(0, 32, 64, 0)))], alone=True)
     memory.wait([0], 1, None, copying=False)
     assert (started, now) == ([("set", 3), ("push", 3), ("wait", 3)], [0])
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("longest", [0, 1 << 30])
 @pytest.mark.parametrize("size", [4096, 4104])
-def test_who_moves_what(machine, pushes, monkeypatch, longest, size):
-    """Long messages, single ones and such as do not end at 16 bytes are the engines'."""
+def test_who_moves_what(machine, pushes, monkeypatch, longest, size, alone):
+    """Long messages beside kernels, single ones and such as do not end at 16 bytes are the engines'."""
     monkeypatch.setattr(push, "LONGEST", longest)
-    pushed = longest > 0 and size % 16 == 0
+    pushed = (alone or longest > 0) and size % 16 == 0
 
     def work(rank, other, connect):
         transport = connect()
         before = len(pushes.launches)
-        for alone in (False, True):
+        for single in (False, True):
             transport.begin(b"call", 2 * size)
-            ranks = (rank,) if alone else (1 - rank, rank)
+            ranks = (rank,) if single else (1 - rank, rank)
             inbox = transport.inbox(2 * size, DEVICE, rank, 0)
             block = torch.full((size,), 7 + rank, dtype=torch.uint8)
             exchange = transport.exchange(
                 [Parts(block, tuple(Part(r, 0, size, rank * size) for r in ranks))],
                 [Parts(inbox, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))],
                 "call",
+                alone=alone,
             )
             exchange.keep()
             exchange.wait()
@@ -163,21 +166,21 @@ def test_a_launch_is_packed_as_the_kernel_reads_it():
     from burst_portable.backends.cuda.peers.push_kernel import AT_ONCE, push_kernel
 
     assert push._AT_ONCE == AT_ONCE
-    types = ["*i32"] * (2 * AT_ONCE) + ["i32"] * AT_ONCE + ["constexpr"]
+    types = ["*i32"] * (2 * AT_ONCE) + ["i32"] * (4 * AT_ONCE) + ["constexpr"]
     names = push_kernel.arg_names
     even = {(i,): [["tt.divisibility", 16]] for i in range(2 * AT_ONCE)}
-    source = ASTSource(push_kernel, dict(zip(names, types, strict=True)), {"BLOCK": 4096}, even)
+    source = ASTSource(push_kernel, dict(zip(names, types, strict=True)), {"BLOCK": 1024}, even)
     ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
     wide = re.findall(r"\.param \.[ub](32|64)", ptx.split(".entry", 1)[1].split(")", 1)[0])
     places = [(0, 0)]
     for size in (int(bits) // 8 for bits in wide):  # a parameter is aligned to its size
         places.append((-(-sum(places[-1]) // size) * size, size))
-    messages = [(1 << 40 | i << 4, 1 << 41 | i << 4, 16 * i) for i in range(AT_ONCE - 1)]
+    messages = [(1 << 40 | i << 4, 1 << 41 | i << 4, *(16 * (8 * i + n) for n in range(4))) for i in range(AT_ONCE - 1)]
     grid, numbers = push._launch(messages)
     packed = packing(numbers, places[1:]).pack(*numbers, 0, 0)
     read = [int.from_bytes(packed[start : start + size], "little") for start, size in places[1:]]
-    sources, targets, sizes = zip(*messages, (0, 0, 0), strict=True)
-    assert read == [*sources, *targets, *[size // 16 for size in sizes], 0, 0]
+    sources, targets, *counts = zip(*messages, (0,) * 6, strict=True)
+    assert read == [*sources, *targets, *(n // 16 for some in counts for n in some), 0, 0]
     assert grid[1:] == (AT_ONCE - 1, 1)
 
 
@@ -226,3 +229,47 @@ def test_several_flags_are_one_call(monkeypatch):
         calls.clear()
         method(9, [], 5)
         assert not calls
+
+
+class _Copy(ctypes.Structure):
+    """CUDA_MEMCPY2D, as cuda.h has it."""
+
+    _side = (
+        ("x", ctypes.c_size_t),
+        ("y", ctypes.c_size_t),
+        ("kind", ctypes.c_uint),
+        ("host", ctypes.c_void_p),
+        ("address", ctypes.c_uint64),
+        ("array", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+    )
+    _fields_ = (
+        *((f"source_{name}", kind) for name, kind in _side),
+        *((f"target_{name}", kind) for name, kind in _side),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+def test_lines_are_packed_as_the_driver_reads_them(monkeypatch):
+    calls = []
+
+    class Library:
+        def __getattr__(self, name):
+            def call(*arguments):
+                calls.append((name, arguments))
+                return 0
+
+            return call
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    driver = driver_module.Driver(0)
+    calls.clear()
+    driver.copy_lines(9, 1 << 41, 1 << 40, Strip(1, 0, 0, lines=7, width=64, step=4096, jump=192))
+    ((name, (packed, stream)),) = calls
+    assert (name, stream, len(packed)) == ("cuMemcpy2DAsync_v2", 9, ctypes.sizeof(_Copy))
+    read = _Copy.from_buffer_copy(packed)
+    told = {name: getattr(read, name) for name, _ in _Copy._fields_ if getattr(read, name)}
+    both = {"source_kind": 2, "source_address": 1 << 40, "source_pitch": 4096}
+    both |= {"target_kind": 2, "target_address": 1 << 41, "target_pitch": 192}
+    assert told == both | {"width": 64, "height": 7}

@@ -266,9 +266,9 @@ def check_far(kernel: Kernel, device: str, *, far_lse: bool = True) -> None:
 
 
 def _room(size: int, dtype: torch.dtype, device: str) -> Tensor:
-    """So many numbers. On a CPU, memory that is only there once it is written: there are few such numbers."""
+    """So many zeros. On a CPU, memory that is only there once it is written: there are few other numbers."""
     if device != "cpu":
-        return torch.empty(size, dtype=dtype, device=device)
+        return torch.zeros(size, dtype=dtype, device=device)
     without_reserve = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | without_reserve
     return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize, flags=flags), dtype=dtype)
@@ -343,21 +343,31 @@ def check_merging(kernel: Kernel, device: str) -> None:
 
 
 def check_push(kernel: Kernel, device: str) -> None:
-    """Every message of a launch lands where it belongs, to its last 16 bytes, and nothing beside it."""
+    """Every line of every message of a launch lands where it belongs, and nothing beside it."""
     from burst_portable.backends.cuda.peers.push_kernel import AT_ONCE, push_kernel
 
     generator = torch.Generator().manual_seed(3)
-    sizes = [0, 1, 1023, 1024, 1025, 5000, *range(2, AT_ONCE - 4)]  # a block is 1024 times 16 bytes
-    for some in (sizes, sizes[2:6]):
+    # Lines, their width, and from one to the next here and there, in 16 bytes; a program takes 1024 of these at once.
+    whole = [(1, width, 0, 0) for width in (0, 1, 1023, 1024, 1025, 5000)]
+    apart = [(7, 1, 3, 2), (5, 3, 3, 9), (200, 16, 64, 48), (33, 200, 200, 201), (1, 40, 7, 7), (9, 5, 0, 5)]
+    shapes = whole + apart + [(n, n + 1, 2 * n + 1, n + 2) for n in range(1, AT_ONCE - len(whole) - len(apart))]
+    for some in (shapes, shapes[3:9]):
         spare = AT_ONCE - len(some)
-        sources = [torch.randint(1, 1 << 30, (4 * n + 8,), dtype=torch.int32, generator=generator) for n in some]
-        sources = [x.to(device) for x in sources]
+        rooms = [4 * (lines * (width + max(step, jump)) + 2) for lines, width, step, jump in some]
+        sources = [torch.randint(1, 1 << 30, (n,), dtype=torch.int32, generator=generator).to(device) for n in rooms]
         targets = [torch.zeros_like(x) for x in sources]
         filled = [*sources, *sources[:1] * spare], [*targets, *targets[:1] * spare]
-        push_kernel[(3, len(some))](*filled[0], *filled[1], *some, *[0] * spare)
-        for source, target, n in zip(sources, targets, some, strict=True):
-            assert torch.equal(target[: 4 * n], source[: 4 * n])
-            assert not target[4 * n :].any()
+        sizes, widths = [lines * width for lines, width, _, _ in some], [max(1, width) for _, width, _, _ in some]
+        counts = [*sizes, *[0] * spare, *widths, *[1] * spare]
+        for i in (2, 3):
+            counts += [*(shape[i] for shape in some), *[0] * spare]
+        push_kernel[(3, len(some))](*filled[0], *filled[1], *counts)
+        for source, target, (lines, width, step, jump) in zip(sources, targets, some, strict=True):
+            right = torch.zeros_like(target)
+            right.as_strided((lines, 4 * width), (4 * jump, 1)).copy_(
+                source.as_strided((lines, 4 * width), (4 * step, 1))
+            )
+            assert torch.equal(target, right)
 
 
 CHECKS = {

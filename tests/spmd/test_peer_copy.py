@@ -9,7 +9,7 @@ import torch
 
 import burst_portable as bp
 from burst_portable.comm import peer_copy
-from burst_portable.comm.base import Message, Part, Parts
+from burst_portable.comm.base import Message, Part, Parts, Strips
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.comm.peer_flags import EXCHANGES, MESSAGES, came_flag, exchange_flags, flags, free_flag, peer_of
 from burst_portable.conformance.cases import Case
@@ -249,3 +249,41 @@ def test_the_transport_can_be_named():
             mesh.transport_for("cpu", direct=True)
 
     run_peers(World(2), work)
+
+
+def _laid(x: torch.Tensor, how: str) -> torch.Tensor:
+    """The same numbers, NaN around them."""
+    batch, rows, heads, dim = x.shape
+    if how == "heads first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    room = torch.full((batch, rows, heads + 3, dim), torch.nan, dtype=x.dtype)
+    room[:, :, 2:-1] = x
+    return room[:, :, 2:-1]
+
+
+@pytest.mark.parametrize("heads", ["8x4x16x8", "8x2x16x16"])
+@pytest.mark.parametrize(("how", "batch"), [("fused", 2), ("heads first", 2), ("fused", 5)])
+def test_rows_are_sent_from_where_they_lie(how, batch, heads):
+    """The bits of tensors in one piece; nothing is packed but what is one line a head, or of many batches."""
+    case = Case(mask="causal", layout="contiguous", strategy="ulysses", ranks=4, heads=heads, batch=batch, length=70)
+    inputs = make_inputs(case)
+    sent = set()
+
+    class Noting(ThreadPeers):
+        def copy(self, leaving, *, alone):
+            sent.update((type(one), alone) for one in leaving)
+            super().copy(leaving, alone=alone)
+
+    def work(mesh, laid):
+        leaves = [bp.shard(x, mesh, layout="contiguous").detach() for x in (inputs.q, inputs.k, inputs.v)]
+        leaves = [(_laid(x, how) if laid else x).requires_grad_() for x in leaves]
+        out = bp.attention(*leaves, mask="causal", mesh=mesh, strategy="ulysses", layout="contiguous", seq_len=70)
+        dout = bp.shard(inputs.dout, mesh, layout="contiguous")
+        return out.detach(), *torch.autograd.grad(out, leaves, _laid(dout, how) if laid else dout)
+
+    plain = run_peers(World(4), lambda mesh: work(mesh, False))
+    answers = run_peers(World(4), lambda mesh: work(mesh, True), Noting)
+    for one, other in zip(answers, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    packed = how == "heads first" or batch > 4
+    assert sent == {(Parts if packed else Strips, True), (Parts, False)}, "there and back"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import burst_portable as bp
-from burst_portable.comm.base import Part, Parts
+from burst_portable.comm.base import Part, Parts, Strip, Strips
 from burst_portable.comm.local import run_threads
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.comm.peer_flags import flags
@@ -76,15 +76,18 @@ class ThreadPeers:
     def fork(self) -> None:
         """What the thread has done so far is done."""
 
-    def copy(self, leaving: Sequence[Parts]) -> None:
-        def work(source: Tensor, part: Part) -> None:
-            piece = source[part.start : part.stop]
-            self.world.inboxes[part.peer][part.place : part.place + len(piece)] = piece
-            self.world.copied[self.rank] += len(piece) * (part.peer != self.rank)
+    def copy(self, leaving: Sequence[Parts | Strips], *, alone: bool) -> None:
+        def work(buffer: Tensor, part: Part | Strip) -> None:
+            shape, step, jump = (part[3:5], *part[5:]) if isinstance(part, Strip) else ((1, part.size), 1, 1)
+            memory = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
+            at = buffer.storage_offset() * buffer.itemsize + part.start
+            inbox = self.world.inboxes[part.peer]
+            inbox.as_strided(shape, (jump, 1), part.place).copy_(memory.as_strided(shape, (step, 1), at))
+            self.world.copied[self.rank] += part.size * (part.peer != self.rank)
 
         for one in leaving:
             for part in one.parts:
-                self._do(partial(work, one.buffer.reshape(-1).view(torch.uint8), part), True)
+                self._do(partial(work, one.buffer, part), True)
 
     def sent(self) -> Done:
         done = Done(self)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from burst_portable.comm.base import Strip
 from burst_portable.errors import CommunicationError, UnsupportedError, explain
 
 _WAIT_EQUAL = 0x1
@@ -21,7 +22,10 @@ _WAIT_FLUSH = 1 << 30
 _CAN_FLUSH = 98  # CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+_ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _OPERATION = struct.Struct("=I4xQI4xI20x")  # CUstreamBatchMemOpParams: what, address, value, flags; 48 bytes
+# CUDA_MEMCPY2D, of the source and of the target: x, y, kind, host, address, array, pitch; then width and height.
+_LINES = struct.Struct("=16xI12xQ8xQ16xI12xQ8xQQQ")
 
 
 class Driver:
@@ -36,7 +40,7 @@ class Driver:
             self._library = library = ctypes.CDLL("libcuda.so.1")
             self._set, self._wait = library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
             self._operate = library.cuStreamBatchMemOp_v2
-            self._copy = library.cuMemcpyDtoDAsync_v2
+            self._copy, self._copy_lines = library.cuMemcpyDtoDAsync_v2, library.cuMemcpy2DAsync_v2
             self._exchange = library.cuThreadExchangeStreamCaptureMode
         except (OSError, AttributeError) as error:
             raise UnsupportedError(
@@ -45,6 +49,7 @@ class Driver:
         self._set.argtypes = self._wait.argtypes = (stream, address, number, ctypes.c_uint)
         self._operate.argtypes = (stream, ctypes.c_uint, ctypes.c_char_p, ctypes.c_uint)
         self._copy.argtypes = (address, address, ctypes.c_size_t, stream)
+        self._copy_lines.argtypes = (ctypes.c_char_p, stream)
         can = ctypes.c_int(0)
         self._checked(library.cuDeviceGetAttribute(ctypes.byref(can), _CAN_FLUSH, device))
         self._how = _WAIT_EQUAL | (_WAIT_FLUSH if can.value else 0)
@@ -73,6 +78,12 @@ class Driver:
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
         """Bytes between devices, by a copy engine."""
         self._checked(self._copy(target, source, size, stream))
+
+    def copy_lines(self, stream: int, target: int, source: int, strip: Strip) -> None:
+        """The same of lines that lie apart."""
+        _, _, _, lines, width, step, jump = strip
+        packed = _LINES.pack(_ON_DEVICE, source, step, _ON_DEVICE, target, jump, width, lines)
+        self._checked(self._copy_lines(packed, stream))
 
     def leave_captures_alone(self) -> None:
         """What the calling thread does no longer breaks a graph that another thread captures."""

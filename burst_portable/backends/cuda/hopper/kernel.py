@@ -43,6 +43,9 @@ class HopperKernel:
     """See `kernels.contract.Kernel`. Merges into a state and adds into gradients in its own epilogues.
 
     Inputs whose strides or address TMA does not take are copied first; what it writes to must be as TMA takes it.
+
+    Rows that no tile names may be read, where they share a block with rows that one names, and are multiplied by 0: in
+    k, v, dout and q they must hold finite numbers there. The portable kernels read no such row.
     """
 
     name = "hopper"

@@ -19,7 +19,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from burst_portable.backends.cuda.driver import current_stream, driver, on
 from burst_portable.backends.cuda.peers.push import Pusher, pusher
 from burst_portable.backends.cuda.peers.watch import Watch
-from burst_portable.comm.base import Part, Parts
+from burst_portable.comm.base import Part, Parts, Strip, Strips
 from burst_portable.comm.peer_copy import Watched
 from burst_portable.comm.peer_flags import flags
 from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError, explain
@@ -123,17 +123,24 @@ class CudaPeerMemory:
         self._forked.record(self._current)
         self._stream.wait_event(self._forked)
 
-    def copy(self, leaving: Sequence[Parts]) -> None:
+    def copy(self, leaving: Sequence[Parts | Strips], *, alone: bool) -> None:
         if self._push is not None:
             with on(self._device):  # a kernel starts in the current device's context
-                if self._push(self._copying, leaving, self._address):
+                if self._push(self._copying, leaving, self._address, alone=alone):
                     return
         for one in leaving:
             source = one.buffer.data_ptr()
             for part in one.parts:
-                self._driver.copy(self._copying, self._address(part), source + part.start, part.stop - part.start)
+                self._by_engine(part, source + part.start)
 
-    def _address(self, part: Part) -> int:
+    def _by_engine(self, part: Part | Strip, source: int) -> None:
+        target = self._address(part)
+        if isinstance(part, Part):
+            self._driver.copy(self._copying, target, source, part.size)
+        elif part.size:
+            self._driver.copy_lines(self._copying, target, source, part)
+
+    def _address(self, part: Part | Strip) -> int:
         """Where it goes, in the memory of a rank."""
         assert part.place is not None, "parts that are copied have places"
         return self._starts[part.peer] + self._base + part.place
