@@ -79,6 +79,18 @@ class Meter(Protocol):
         """It is read no more."""
 
 
+class LinkCounters(Protocol):
+    """What has crossed the links from one device to others of its kind, whoever sent it: the device counts it."""
+
+    def read(self) -> tuple[int, int]:
+        """Bytes that it has sent, and received, since some moment in the past: those of messages, and of all else that
+        is written or read over a link, without what the links' own protocol adds. Of work that is under way, some.
+        Raises `BackendUnavailableError` where it cannot be read any more."""
+
+    def close(self) -> None:
+        """It is read no more."""
+
+
 class Tracer(Protocol):
     """A vendor's own tracer of all that this process runs, with `torch.profiler.record_function` as annotations."""
 
@@ -123,6 +135,10 @@ class Extras(Protocol):
     def meter(self, index: int) -> Meter:
         """The sensors of a device, by torch's index. Raises `BackendUnavailableError` with the reason where they cannot
         be read."""
+
+    def link_counters(self, index: int) -> LinkCounters:
+        """What crossed the links of a device, by torch's index. Raises `BackendUnavailableError` with the reason where
+        that cannot be read."""
 
     def tracer(self) -> Tracer:
         """For the deep level of profiles: the vendor's own, where torch.profiler does not see its devices."""

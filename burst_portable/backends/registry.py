@@ -17,7 +17,7 @@ from burst_portable.errors import BackendUnavailableError, UnsupportedError, exp
 from burst_portable.measured_rates import read_rates
 
 if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
-    from burst_portable.backends.base import Backend, Meter, Peaks, Rates, Tracer
+    from burst_portable.backends.base import Backend, LinkCounters, Meter, Peaks, Rates, Tracer
     from burst_portable.kernels.contract import Kernel, KernelProblem
 
 GROUP = "burst_portable.backends"
@@ -175,6 +175,17 @@ def meter_of(backend: Backend, index: int) -> Meter | str:
         return f"the backend {backend.name!r} reads no sensors"
     try:
         return cast("Meter", make(index))
+    except BackendUnavailableError as error:
+        return str(error)
+
+
+def link_counters_of(backend: Backend, index: int) -> LinkCounters | str:
+    """What crossed the links of a device; or the reason why that cannot be read."""
+    make = getattr(backend, "link_counters", None)
+    if make is None:
+        return f"the backend {backend.name!r} does not count what crosses links between devices"
+    try:
+        return cast("LinkCounters", make(index))
     except BackendUnavailableError as error:
         return str(error)
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from burst_portable.backends.accelerator import AcceleratorBackend, Facts
-from burst_portable.backends.base import Capabilities, Meter, Peaks, Rates
+from burst_portable.backends.base import Capabilities, LinkCounters, Meter, Peaks, Rates
 from burst_portable.backends.cuda.driver import leave_captures_alone
 from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
+from burst_portable.backends.cuda.link_counters import NvlinkCounters
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.cuda.meter import NvmlMeter
 from burst_portable.backends.cuda.peaks import peaks
@@ -85,7 +86,10 @@ class CudaBackend(AcceleratorBackend):
         return rates_of_machine(torch.cuda.get_device_name(), ranks, kernel) if not self.missing() else None
 
     def meter(self, index: int) -> Meter:
-        return NvmlMeter(str(torch.cuda.get_device_properties(index).uuid))
+        return NvmlMeter(_uuid(index))
+
+    def link_counters(self, index: int) -> LinkCounters:
+        return NvlinkCounters(_uuid(index))
 
     def peaks(self, dtype: str) -> Peaks:
         return peaks(torch.cuda.get_device_name(), dtype)
@@ -98,3 +102,8 @@ class CudaBackend(AcceleratorBackend):
         from burst_portable.backends.cuda.peers.connection import connect
 
         return connect(other, group, deadline)
+
+
+def _uuid(index: int) -> str:
+    """What a GPU is called in every library, by torch's index."""
+    return str(torch.cuda.get_device_properties(index).uuid)

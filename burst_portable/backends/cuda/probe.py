@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from burst_portable.backends.base import wrong_with
+from burst_portable.backends.cuda.nvml import active_links
 from burst_portable.backends.cuda.peers.connection import unavailable
 
 
@@ -35,18 +36,7 @@ def _nvml_facts() -> dict[str, Any]:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         return {
             "driver": nvml.nvmlSystemGetDriverVersion(),
-            "nvlinks": [_active_links(nvml, handle) for handle in handles],
+            "nvlinks": [len(active_links(nvml, handle)) for handle in handles],
         }
     finally:
         nvml.nvmlShutdown()
-
-
-def _active_links(nvml: Any, handle: Any) -> int:
-    """NVLinks that are up on one device; 0 where it has none."""
-    active = 0
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            active += nvml.nvmlDeviceGetNvLinkState(handle, link)
-        except nvml.NVMLError:
-            break  # the first link that the device does not have
-    return active

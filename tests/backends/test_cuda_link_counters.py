@@ -1,0 +1,121 @@
+"""What crossed a GPU's NVLinks, told by an NVML that is made up here."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from burst_portable.backends import registry
+from burst_portable.backends.cuda.link_counters import NvlinkCounters
+from burst_portable.errors import BackendUnavailableError
+
+TX, RX = 138, 139
+NOT_SUPPORTED = 3
+
+
+class Nvml(ModuleType):
+    """One device, whose links 0 and 2 are up, 1 is down, and 3 is none of its. Counts KiB by way and link."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVML_NVLINK_MAX_LINKS = 18
+    NVML_SUCCESS = 0
+    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = TX, RX
+
+    def __init__(self):
+        super().__init__("pynvml")
+        self.up = [1, 0, 1]
+        self.kib = {(TX, 0): 5, (TX, 2): 1 << 40, (RX, 0): 7, (RX, 2): 11}
+        self.refused = None
+        self.open = 0
+
+    def nvmlInit(self):
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return {"GPU-1234": "device"}[uuid]
+
+    def nvmlDeviceGetNvLinkState(self, device, link):
+        if link >= len(self.up):
+            raise self.NVMLError("Invalid Argument")
+        return self.up[link]
+
+    def nvmlDeviceGetFieldValues(self, device, asked):
+        """As the real one: an entry that is a field alone has scope 0, which is link 0."""
+        if self.refused == "all":
+            raise self.NVMLError("GPU is lost")
+        pairs = [(one, 0) if isinstance(one, int) else one for one in asked]
+        return [
+            SimpleNamespace(nvmlReturn=NOT_SUPPORTED, value=None)
+            if pair == self.refused
+            else SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(ullVal=self.kib[pair]))
+            for pair in pairs
+        ]
+
+    def nvmlErrorString(self, code):
+        return {NOT_SUPPORTED: "Not Supported"}[code]
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    made = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    return made
+
+
+def test_bytes_of_all_links_that_are_up(nvml):
+    counters = NvlinkCounters("1234")
+    assert counters.read() == (((1 << 40) + 5) * 1024, 18 * 1024)
+    nvml.kib[TX, 2] += 3
+    assert counters.read() == (((1 << 40) + 8) * 1024, 18 * 1024)
+    counters.close()
+    assert nvml.open == 0
+
+
+@pytest.mark.parametrize(
+    ("refused", "told"),
+    [
+        ((RX, 2), "NVML tells no bytes of this GPU's NVLink 2: Not Supported"),
+        ("all", "NVML tells no bytes of this GPU's NVLinks: GPU is lost"),
+    ],
+)
+def test_counters_that_cannot_be_read(nvml, refused, told):
+    """Not when they are made, nor later; never a number that leaves a link out."""
+    counters = NvlinkCounters("1234")
+    nvml.refused = refused
+    with pytest.raises(BackendUnavailableError, match=told):
+        counters.read()
+    with pytest.raises(BackendUnavailableError, match=told):
+        NvlinkCounters("1234")
+    counters.close()
+    assert nvml.open == 0
+
+
+@pytest.mark.parametrize("up", [[], [0, 0]])
+def test_a_gpu_without_links(nvml, up):
+    nvml.up = up
+    with pytest.raises(BackendUnavailableError, match="no NVLink that is up"):
+        NvlinkCounters("1234")
+    assert nvml.open == 0
+
+
+def test_the_backend_offers_them(nvml, monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=["none", "1234"][index])
+    )
+    cuda = registry.load("cuda")
+    found = registry.link_counters_of(cuda, 1)
+    assert found.read()[1] == 18 * 1024
+    found.close()
+    nvml.up = []
+    assert "no NVLink that is up" in registry.link_counters_of(cuda, 1)
+
+
+def test_a_backend_that_counts_nothing():
+    told = registry.link_counters_of(registry.load("cpu"), 0)
+    assert told == "the backend 'cpu' does not count what crosses links between devices"
