@@ -159,20 +159,18 @@ def pass_memory(problem: Problem, pass_name: PassName, compute: Compute) -> int:
     return problem.batch * (data * (q + k + v + out) + wide * (2 * lse + q + k + v))  # LSE and delta; dQ, dK, dV
 
 
-def reshard_bytes(plan: Plan, pass_name: PassName, rank: int) -> list[tuple[int, int]]:
+def reshard_bytes(plan: Plan, pass_name: PassName, rank: int, *, received: bool = False) -> list[tuple[int, int]]:
     """Bytes that a rank sends to change from sequence shards to head shards, and back (Ulysses), by group of heads.
 
-    LSE is not in it: it comes home only where it is asked for.
+    Or those that it receives. LSE is not in it: it comes home only where it is asked for.
     """
     p = plan.problem
     rows = p.q_layout.count(rank)
-    others = p.q_layout.length - rows
-    # There: my rows, for every other rank's heads. Back: everybody else's rows, of my heads.
+    # There: my rows, for every other rank's heads. Back: everybody else's rows, of my heads. What comes, the other way.
+    mine, theirs = rows * (p.ranks - 1), p.q_layout.length - rows
+    out, home = (theirs, mine) if received else (mine, theirs)
     return [
-        (
-            rows * (p.ranks - 1) * sum(field.size(p.batch) for field in there),
-            others * sum(field.bytes(p.batch) for field in back),
-        )
+        (out * sum(field.size(p.batch) for field in there), home * sum(field.bytes(p.batch) for field in back))
         for there, back in head_fields(plan, pass_name)
     ]
 
@@ -182,20 +180,21 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
     part = plan.forward if pass_name == "forward" else plan.backward
     steps = plan.steps(pass_name, rank)
     computes = [s.compute for s in steps if s.compute]
-    received = [m for s in steps for m in (*s.receives, *s.result_receives)]
+    coming = [m for s in steps for m in (*s.receives, *s.result_receives)]
     size = _sizes(part)
-    sent = sum(size(m) for s in steps for m in (*s.sends, *s.result_sends))
-    link = sum(_transfer(m, size(m), plan.direct, rates) for m in received)
+    received, sent = sum(map(size, coming)), sum(size(m) for s in steps for m in (*s.sends, *s.result_sends))
+    link = sum(_transfer(m, size(m), plan.direct, rates) for m in coming)
     groups = reshard_bytes(plan, pass_name, rank) if plan.reshard else []
     if groups:
-        sent = sum(there + back for there, back in groups)
+        sent = sum(map(sum, groups))
+        received = sum(map(sum, reshard_bytes(plan, pass_name, rank, received=True)))
         link = sum(map(sum, _exchanges(groups, plan, rates)))
     return PassCost(
         flops=plan.groups * pass_flops(part.problem, pass_name, sum(c.area for c in computes)),
         memory=plan.groups * sum(pass_memory(part.problem, pass_name, c) for c in computes),
         sent=sent,
-        received=sent if groups else sum(map(size, received)),
-        hops=2 * len(groups) or len(received),
+        received=received,
+        hops=2 * len(groups) or len(coming),
         launches=plan.groups * len(computes),
         tiles=plan.groups * sum(c.count for c in computes),
         blocks_held=_most_held(steps, size),

@@ -200,6 +200,17 @@ def test_bytes_by_hand():
     assert sent == [3 * (kv + kv), 3 * (q + dq // 2)]
 
 
+def test_bytes_of_uneven_heads_by_hand():
+    """Rows 18, 18 and 17, two of six heads of 64 a rank: Q, K and V go there, out comes back, in 16 bits."""
+    costs = [
+        rank_cost(make_plan(None, "contiguous", "ulysses", 3, 53, 6, 6), "forward", r, Rates(1, 1)) for r in range(3)
+    ]
+    row = 2 * 64 * 2  # bytes of one tensor
+    assert [cost.sent for cost in costs] == [row * (3 * 2 * rows + 53 - rows) for rows in (18, 18, 17)]
+    assert [cost.received for cost in costs] == [row * (3 * (53 - rows) + 2 * rows) for rows in (18, 18, 17)]
+    assert sum(cost.sent for cost in costs) == sum(cost.received for cost in costs)
+
+
 def test_fields_of_a_message_are_aligned():
     """LSE and delta of three heads are 12 bytes a row, and take 16."""
     plan = make_plan(Mask.full(), "contiguous", "burst", length=53, heads=3, kv_heads=3)
