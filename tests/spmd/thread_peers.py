@@ -33,7 +33,12 @@ class World:
         self.inboxes: list[Tensor] = [torch.empty(0)] * size
         self.flags = [[0] * flags(size) for _ in range(size)]
         self.met = threading.Barrier(size)
-        self.copied = [0] * size
+        self.moved = [[0] * size for _ in range(size)]  # bytes, from a rank to another
+
+    @property
+    def copied(self) -> list[int]:
+        """Bytes that each rank has sent to others."""
+        return [sum(to) for to in self.moved]
 
 
 class ThreadPeers:
@@ -83,7 +88,7 @@ class ThreadPeers:
             at = buffer.storage_offset() * buffer.itemsize + part.start
             inbox = self.world.inboxes[part.peer]
             inbox.as_strided(shape, (jump, 1), part.place).copy_(memory.as_strided(shape, (step, 1), at))
-            self.world.copied[self.rank] += part.size * (part.peer != self.rank)
+            self.world.moved[self.rank][part.peer] += part.size * (part.peer != self.rank)
 
         for one in leaving:
             for part in one.parts:

@@ -1,0 +1,121 @@
+"""What crossed links beside what plans say, rank by rank: what of the difference is explained, and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from burst_portable.cost import Rates, rank_cost
+from burst_portable.messages import head_fields
+from burst_portable.plans import PassName, Plan
+
+SHARE = 0.01
+"""What counters may differ from a plan by."""
+A_MESSAGE = 4096
+"""And bytes for each message: its flag, the word that its receiver has room, a last packet that is not full."""
+ONCE = 64 << 10
+"""And bytes however many calls there are: each of some twenty links counts whole KiB, at both readings."""
+
+Ways = tuple[int, int]
+"""Bytes that one rank's device sent, and received."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Bytes of a rank in one call of a pass; and its messages, words to and from all others about room among them."""
+
+    sent: int
+    received: int
+    messages: int
+
+
+def planned(plan: Plan, pass_name: PassName, rank: int) -> Planned:
+    """What a plan says of one rank."""
+    cost = rank_cost(plan, pass_name, rank, Rates(1.0, 1.0))
+    if plan.reshard:  # one message there, one a tensor back, to and from every other rank
+        messages = sum(2 * (plan.problem.ranks - 1) * (1 + len(back)) for _, back in head_fields(plan, pass_name))
+    else:
+        steps = plan.steps(pass_name, rank)
+        messages = sum(len((*s.sends, *s.receives, *s.result_sends, *s.result_receives)) for s in steps)
+    return Planned(cost.sent, cost.received, messages + 2 * (plan.problem.ranks - 1))
+
+
+def unexplained(counted: int, plan: int, messages: int, calls: int) -> int:
+    """Bytes by which a counter is further from the plan than flags and rounding make it; 0 where they explain all.
+
+    Args:
+        counted: of all calls, one way.
+        plan: of one call, the same way.
+        messages: of one call.
+    """
+    allowed = calls * (SHARE * plan + A_MESSAGE * messages) + ONCE
+    return max(0, round(abs(counted - calls * plan) - allowed))
+
+
+@dataclass
+class Measured:
+    """One strategy over one transport, in one pass: what was counted in all calls, and the plan of one, by rank."""
+
+    row: str
+    strategy: str
+    transport: str
+    which: str = ""
+    calls: int = 0
+    counted: list[Ways] = field(default_factory=list)
+    plan: list[Planned] = field(default_factory=list)
+    reason: str = ""  # why there is nothing
+
+    def ways(self) -> Iterable[tuple[int, str, int, int, int]]:
+        """(rank, way, counted in all calls, planned for one, messages)."""
+        for rank, ((sent, received), one) in enumerate(zip(self.counted, self.plan, strict=True)):
+            yield rank, "sent", sent, one.sent, one.messages
+            yield rank, "received", received, one.received, one.messages
+
+    def unexplained(self) -> dict[str, int]:
+        """Bytes of all calls that nothing explains, by "rank 0, sent"; without those that are 0."""
+        found = {f"rank {r}, {way}": unexplained(*numbers, self.calls) for r, way, *numbers in self.ways()}
+        return {where: over for where, over in found.items() if over}
+
+
+def table(results: Sequence[Measured]) -> list[str]:
+    """A line for each rank: bytes a call, by its counters and by the plan."""
+    lines = []
+    for one in results:
+        title = f"-- {one.row}, {one.strategy} over {one.transport}"
+        if one.reason:
+            lines.append(f"{title}: {one.reason[:120]}")
+            continue
+        lines.append(f"{title}, {one.which}: bytes a call, of {one.calls}")
+        way = f"{{:>13}} {'by the plan':>13} {'ratio':>7}"
+        lines.append(f"rank {way.format('sent')} {way.format('received')}")
+        both = [
+            f"{counted / one.calls:13,.0f} {plan:13,} {_ratio(counted, one.calls * plan):>7}"
+            for _, _, counted, plan, _ in one.ways()
+        ]
+        lines += [f"{rank:4} {both[2 * rank]} {both[2 * rank + 1]}" for rank in range(len(one.counted))]
+    return lines
+
+
+def summary(results: Sequence[Measured], idle: Sequence[Ways], idle_seconds: float) -> list[str]:
+    """By transport and pass the range of ratios, and what crossed where nothing was planned; what nothing explains."""
+    most = max((bytes_ for ways in idle for bytes_ in ways), default=0)
+    lines = [f"idle for {idle_seconds:g} s: at most {most:,} bytes of a rank, one way"]
+    for transport, which in dict.fromkeys((r.transport, r.which) for r in results if not r.reason):
+        here = [one for one in results if (one.transport, one.which) == (transport, which) and not one.reason]
+        ratios = [c / (one.calls * p) for one in here for _, _, c, p, _ in one.ways() if p]
+        beside = [c / one.calls for one in here for _, _, c, p, _ in one.ways() if not p]
+        line = f"{transport}, {which}:"
+        if ratios:
+            line += f" counted over planned {min(ratios):.4f} to {max(ratios):.4f}"
+        if beside:
+            line += f"; where nothing is planned, at most {max(beside):,.0f} bytes a call"
+        lines.append(line)
+    for one in results:
+        for where, over in one.unexplained().items():
+            name = f"{one.row}, {one.strategy} over {one.transport}, {one.which}"
+            lines.append(f"not explained by flags and rounding: {name}, {where}: {over / one.calls:,.0f} bytes a call")
+    return lines
+
+
+def _ratio(counted: int, plan: int) -> str:
+    return f"{counted / plan:.4f}" if plan else "-"

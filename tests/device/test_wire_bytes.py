@@ -1,0 +1,94 @@
+"""Over several devices: the bytes that their own counters tell of are the plans', to 1 % and a few KiB a message.
+
+python -m pytest -m device tests/device/test_wire_bytes.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.wire_report import Measured, Planned
+from burst_portable.backends.registry import for_device, link_counters_of
+from tests.device.wire import ROWS, STRATEGIES
+
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators or more"),
+]
+ROOT = Path(__file__).parents[2]
+
+
+def read(one: dict) -> Measured:
+    """As a rank wrote it."""
+    return Measured(**{**one, "plan": [Planned(**plan) for plan in one["plan"]]})
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What all ranks say alike, one a device."""
+    kind = torch.accelerator.current_accelerator()
+    counters = link_counters_of(for_device(kind.type), 0)
+    if isinstance(counters, str):
+        pytest.skip(counters)
+    counters.close()
+    ranks, folder = torch.accelerator.device_count(), tmp_path_factory.mktemp("wire")
+    command = [sys.executable, "-m", "tests.device.wire", str(ranks), str(folder)]
+    processes = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(ranks)]
+    try:
+        assert [process.wait(timeout=240) for process in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+    every = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    if absent := [one["absent"] for one in every if "absent" in one]:
+        pytest.skip(absent[0])
+    assert all(one == every[0] for one in every)
+    found = {(one.row, one.strategy, one.which): one for one in map(read, every[0]["cases"])}
+    return {"idle": every[0]["idle"], "cases": found, "twice": [read(one) for one in every[0]["twice"]]}
+
+
+def test_nothing_else_uses_the_links(told):
+    """Else what follows would tell of others."""
+    assert max(bytes_ for ways in told["idle"] for bytes_ in ways) < 64 << 10, told["idle"]
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("row", ROWS)
+def test_bytes_are_those_of_the_plan(told, row, strategy, which):
+    one = told["cases"][row, strategy, which]
+    assert max(plan.sent for plan in one.plan) > 4 << 20, "flags are nothing beside the messages"
+    assert one.unexplained() == {}, (one.counted, one.plan)
+
+
+def test_hops_that_are_skipped_are_not_on_the_wire(told):
+    """Under a window rank 0 needs no block of others, and none needs the last rank's: nothing comes, nothing goes."""
+    window = told["cases"]["window", "ring+fetch", "forward"]
+    assert window.plan[0].received == window.plan[-1].sent == 0
+    full = told["cases"]["full", "ring+fetch", "forward"]
+    assert all(one.sent > 2 * less.sent for one, less in zip(full.plan, window.plan, strict=True))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_hops_that_are_sent_twice_are_found(told, which):
+    """A bug that is planted: every rank's counters tell of it, both ways."""
+    one = told["twice"][which]
+    assert one.unexplained().keys() == {
+        f"rank {r}, {way}" for r in range(len(one.plan)) for way in ("sent", "received")
+    }
+    for (sent, received), plan in zip(one.counted, one.plan, strict=True):
+        assert sent == pytest.approx(2 * one.calls * plan.sent, rel=0.01)
+        assert received == pytest.approx(2 * one.calls * plan.received, rel=0.01)
+
+
+@pytest.mark.parametrize(("row", "other"), [("full", "window"), ("window", "documents"), ("documents", "full")])
+def test_the_plan_of_another_mask_is_found(told, row, other):
+    one, wrong = (told["cases"][name, "ring+fetch", "forward"] for name in (row, other))
+    assert Measured(**{**vars(one), "plan": wrong.plan}).unexplained() != {}
