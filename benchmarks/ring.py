@@ -244,8 +244,12 @@ class Run:
         return [Entry(calls, result)]
 
     def measure(self, entries: list[Entry], area: int, row: Row) -> None:
-        """All in random order, round after round."""
-        chance, started, rounds = random.Random(0), time.monotonic(), 0
+        """All in random order, round after round; in another one for every row and kernel.
+
+        What runs before a call leaves the device warm or cool: where rows had one order, that favoured the same ones.
+        """
+        chance = random.Random(f"{row}, {entries[0].result.kernel if entries else ''}")
+        started, rounds = time.monotonic(), 0
         while rounds < 2 or self.clock.slowest(time.monotonic() - started) < self.arguments.seconds:
             passes = [(entry, which) for entry in entries for which in ("forward", "backward")]
             order = [(entry, which, calls) for entry, which in passes for calls in entry.due(which, rounds)]

@@ -44,6 +44,7 @@ class Rates:
         backward_in_turn: the same where a pass is several launches, block after block.
         far: (rows, of either rate), the same for both passes where a rank holds so many rows or more: what each launch
             reads again and again is then larger than a cache.
+        long: (rows, of the rate forward), what is left where a block holds so many keys or more.
         in_pieces: whether the kernel is an operator called on pieces, whose results are merged and added up so;
         merged_once: and whether merged in one pass over memory.
         group_latency: seconds that each group of heads after the first adds to a pass, besides what else is told here.
@@ -70,6 +71,7 @@ class Rates:
     backward_together: float = 1.0
     backward_in_turn: float = 1.0
     far: tuple[int, float] = (0, 1.0)
+    long: tuple[int, float] = (0, 1.0)
     block: int = 1
     source: str = ""
     node: int = 0
@@ -218,7 +220,9 @@ def _work(problem: Problem, pass_name: PassName, compute: Compute, rates: Rates)
     """Seconds of its kernel; operators on pieces are called for every tile at least."""
     calls = compute.count if rates.in_pieces else 1
     flops = pass_flops(problem, pass_name, compute.visited(rates.block))
-    return rates.compute(flops, pass_name, len(compute.blocks), calls)
+    rows, share = rates.long
+    slow = pass_name == "forward" and problem.k_layout.length >= rows * problem.ranks
+    return rates.compute(flops, pass_name, len(compute.blocks), calls) / (share if slow else 1.0)
 
 
 def _transfer(move: Move, size: int, direct: bool, rates: Rates) -> float:

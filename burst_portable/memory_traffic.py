@@ -114,5 +114,6 @@ def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, le
         kept = _COPIED * everyone * coming if pass_name == "forward" and as_it_comes and lent else 0
         if pass_name == "backward" and not in_pieces:
             computed += _GRADIENT * everyone * leaving
-        groups.append(Resharded(_COPIED * mine * coming, computed, kept, _COPIED * mine * leaving))
+        packed = 0 if lent else _COPIED * mine * coming  # such transports pick rows up where they are
+        groups.append(Resharded(packed, computed, kept, _COPIED * mine * leaving))
     return groups

@@ -103,13 +103,13 @@ def allocations(rank: int, device: torch.device, config: Config) -> dict[str, ob
     """How often the device was asked for memory by calls that were made before."""
     mesh = bp.Mesh.from_group(config=config)
     asked = []
-    for turn in range(4):
+    for _ in range(10):
         for seed, strategy in enumerate(("ring", "burst", "ulysses")):
             train(mesh, device, 4096, seed, strategy)
         torch.accelerator.synchronize()
-        if turn > 0:  # plans, tables and buffers are there
-            asked.append(torch.get_device_module(device).memory_stats()["num_device_alloc"])
-    return {"wrong": [] if len(set(asked[1:])) == 1 else [f"asked for memory so often: {asked}"]}
+        asked.append(torch.get_device_module(device).memory_stats()["num_device_alloc"])
+    # How far the host runs ahead differs at first, and with it how much is in use at once.
+    return {"wrong": [] if len(set(asked[-5:])) == 1 else [f"asked for memory so often: {asked}"]}
 
 
 def graph(rank: int, device: torch.device, config: Config) -> dict[str, object]:

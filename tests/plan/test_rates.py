@@ -154,13 +154,14 @@ def test_passes_over_memory_by_hand():
     assert seconds("ring", "backward", memory=0.0) == pytest.approx(0.0, abs=1e-3)
     # Q, K and V there and out back; then dO there, and three gradients back, which were float32.
     assert seconds("ulysses", "forward") == 2 * row * (2 * 3 + 2)
-    assert seconds("ulysses", "forward", direct=((1, 1e9),)) == 2 * row * (2 * 3 + 2 * 3 + 2)
+    # Straight from where they lie, but what came does not stay there.
+    assert seconds("ulysses", "forward", direct=((1, 1e9),)) == 2 * row * (2 * 3 + 2)
     assert seconds("ulysses", "backward") == 2 * row * (2 + (5 + 2) * 3)
     # Operators on pieces want natural order, and give gradients that are handed through.
     assert seconds("ulysses", "forward", in_pieces=True) == 2 * row * (2 * 3 + 2)
     assert seconds("ulysses", "backward", in_pieces=True) == 2 * row * (2 + 2 * 3)
     assert seconds("ulysses", "forward", "zigzag", in_pieces=True) == 2 * row * (4 * 3 + 4)
-    assert seconds("ulysses", "forward", "zigzag", in_pieces=True, direct=((1, 1e9),)) == 2 * row * (4 * 3 + 4)
+    assert seconds("ulysses", "forward", "zigzag", in_pieces=True, direct=((1, 1e9),)) == 2 * row * (2 * 3 + 4)
     assert seconds("ulysses", "backward", "zigzag", in_pieces=True) == 2 * row * (4 + 4 * 3)
     assert seconds("ulysses", "forward", "zigzag") == 2 * row * (2 * 3 + 2)
 
@@ -171,6 +172,7 @@ FIRST = ("first", "gqa", "window")  # runs on four H200
 OUTLIER = ("fa4-merged", "32k", "ulysses, 4 groups")  # forward 18.4 ms; 7.2 ms for the two groups of 32k-gqa
 LONG = ("128k", "128k-gqa", "128k-few", "512k-gqa")
 LATER = ("hopper", "cudnn", "hopper-later", "cudnn-later")
+LINES = ("lines", "lines-cudnn", "lines-fa4")  # since nothing is packed for Ulysses over peer copies
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -210,6 +212,7 @@ def measured(ranks, runs):
             old |= run == "before" and label.startswith("ulysses") and one["row"] not in LONG
             priced = transport == "nccl" or (transport == "peer_copy" and label not in ("ring", "burst"))
             old |= (run, one["row"], label) == OUTLIER
+            old |= run not in LINES and label.startswith("ulysses") and transport == "peer_copy" and ranks == 4
             if priced and one["milliseconds"] and not old:
                 total = one["milliseconds"]["forward"] + one["milliseconds"]["backward"]
                 layout = one.get("layout") or ROWS[one["row"]].layout  # of its own where `auto` chose it
@@ -221,6 +224,7 @@ def measured(ranks, runs):
 MEASURED = {
     "four": measured(4, (*FIRST, *LATER)),
     "four, later": measured(4, ("noon", "long", "512k", "fa4", "fa4-long")),
+    "four, merged once": measured(4, LINES),
     "two": measured(2, ("night-first", "night", "128k", "fa4")),
     "two, merged once": measured(2, ("cudnn", "fa4-merged")),
     "eight": measured(8, ("before", "exchange")),
@@ -228,9 +232,6 @@ MEASURED = {
 TOO_SHORT = {("eight", "32k", "zigzag"), ("eight", "128k-documents", "document_zigzag")}
 """There a ring that computes all foreign blocks in one launch is predicted to take 0.76 and 0.83 of what it took, for
 reasons that are not understood. It is the fastest neither way."""
-WRONG = {("two, merged once", "128k-gqa", "cudnn")}
-"""`auto` takes Ulysses there, 3.2 % slower than the ring: cuDNN's forward reaches 540 TFLOP/s on 131,072 rows and 578
-in a ring's steps, and rates know no such thing."""
 OF_FOUR = 540.0  # TFLOP/s of the Hopper backward when the first on four were measured
 
 
@@ -259,7 +260,7 @@ def test_what_is_predicted_to_be_fastest_was_fastest(runs, case):
     assert len(predicted) >= 2
     chosen = min(predicted, key=predicted.__getitem__)
     close = times[chosen] <= 1.03 * min(times[one] for one in predicted)
-    assert close != ((runs, name, kernel) in WRONG), (chosen, predicted, times)
+    assert close, (chosen, predicted, times)
     for one, seconds in predicted.items():
         if (runs, name, one[1]) in TOO_SHORT and "all together" in one[0]:
             assert one != chosen

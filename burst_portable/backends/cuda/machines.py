@@ -28,7 +28,9 @@ _H200 = {
     "hopper": Rates(
         640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, backward_together=0.96, backward_in_turn=0.96, far=(1 << 17, 0.98)
     ),
-    "cudnn": Rates(575.0, 150.0, 20e-6, 80e-6, 515.0, 180e-6, backward_in_turn=0.95),
+    # Over 131,072 keys it reached 510 to 550 forward, in a ring's steps over 32,768 each 540 to 600, on four GPUs and two
+    # (ring-h200x4-lines-cudnn-2026-11-22.json, ring-h200x2-cudnn-2026-11-22.json).
+    "cudnn": Rates(585.0, 150.0, 20e-6, 80e-6, 515.0, 180e-6, long=(1 << 17, 0.9)),
 }
 _IN_TURN_OF_TWO = 1.0  # on two GPUs not: ring-h200x2-{night-2026-11-21,cudnn-2026-11-22,fa4-merged-2026-11-22}.json
 # From each rank to the next, by the number of ranks. Four: ring-h200x4-{gqa,window}-2026-11-21.json, their mean.
@@ -46,8 +48,8 @@ _NCCL_SPREAD: Curve = ((8 * MIB, 122.0), (64 * MIB, 262.0), (256 * MIB, 305.0))
 # Where NCCL moves a ring's blocks on four H200, a pass takes so much of its transfers longer than with nothing sent:
 # the forward kernel fills all multiprocessors until it ends; the backward one lets go of them block by block.
 _NCCL_HOLDS_UP = (0.9, 0.3)
-# On eight, where calls are half as long, two groups of heads took 0.15 ms longer in each pass, beside one, than is
-# predicted else: 32,768 tokens, ring-h200x8-exchange-2026-11-22.json.
+# On eight, two groups of heads took 0.15 ms longer in each pass, beside one, than is predicted else: 32,768 tokens,
+# ring-h200x8-exchange-2026-11-22.json; on four they do since nothing is packed: ring-h200x4-lines-2026-11-22.json.
 _GROUP = 0.15e-3
 _BLOCK = 128  # rows and columns that our kernels, cuDNN's and flash attention's compute at once, or nearly
 _MEMORY = 3500.0  # of 4800 GB/s, in torch's elementwise operators
@@ -70,7 +72,7 @@ def rates_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Rates | N
         spread=_NCCL_SPREAD if ranks > 2 else (),
         direct=_by_ranks(_PEER_COPY, ranks),
         holds_up=_NCCL_HOLDS_UP,
-        group_latency=_GROUP if ranks > 4 else 0.0,
+        group_latency=_GROUP if ranks > 2 else 0.0,
         memory=_MEMORY,
         source=f"{source} H200 and their links",
     )
