@@ -191,6 +191,7 @@ _CHECKS: dict[str, _Check] = {
     "backward_together": _KEPT,
     "backward_in_turn": _KEPT,
     "far": _pair(_whole(0), _KEPT),
+    "long": _pair(_whole(0), _KEPT),
     "block": _whole(1),
     "node": _whole(0),
 }

@@ -63,20 +63,26 @@ class HopWatch:
         self.failed: DeadlineError | None = None
         self._deadline, self._settle, self._prepare = deadline, settle, prepare
         self._hops: deque[_Hop] = deque()
+        self._awake = False  # the thread, which sees to whatever is added then
         self._lock = threading.Lock()
         self._thread: Background[HopWatch] | None = None
 
     def starting(self, what: str, incoming: Sequence[Tensor]) -> _Hop:
-        """The host is about to start transfers: that may block as well, where a peer is gone."""
+        """The host is about to start transfers: that may block as well, where a peer is gone.
+
+        What is over by now is let go: buffers that were held until the thread looks again would be missing here, and
+        calls that were made before would ask for more memory.
+        """
         if self.failed is not None:
             raise self.failed
         hop = _Hop(what, None, incoming=incoming)
         if self._thread is None:
             self._thread = Background(self, HopWatch._watch, "burst_portable hop watch")
         with self._lock:
+            self._let_go()
             self._hops.append(hop)
-            first = len(self._hops) == 1
-        if first:
+            asleep, self._awake = not self._awake, True
+        if asleep:
             self._thread.wake(self)
         return hop
 
@@ -93,16 +99,25 @@ class HopWatch:
             self._prepare()
             self._prepare = None
         assert self._thread is not None, "this is the thread"
-        while self._hops and self.failed is None and self._thread.pause(min(_EVERY, self._deadline / 4)):
+        while self._goes_on() and self._thread.pause(min(_EVERY, self._deadline / 4)):
             late = self._look()
             if late is not None:
                 self._fail(late.what)
 
+    def _goes_on(self) -> bool:
+        """Whether there is something to look at; else the next transfer wakes the thread."""
+        with self._lock:
+            self._awake = bool(self._hops) and self.failed is None
+            return self._awake
+
+    def _let_go(self) -> None:
+        while self._hops and self._hops[0].over():
+            self._hops.popleft()
+
     def _look(self) -> _Hop | None:
         """Let go of what is over; the first transfer if it has been under way for too long."""
         with self._lock:
-            while self._hops and self._hops[0].over():
-                self._hops.popleft()
+            self._let_go()
             if not self._hops or not (self._hops[0].ready is None or self._hops[0].ready.query()):
                 return None
             first = self._hops[0]

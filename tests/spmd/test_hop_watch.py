@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 
+from burst_portable.background import Background
 from burst_portable.comm.hop_watch import HopWatch
 from burst_portable.errors import DeadlineError
 
@@ -75,3 +77,33 @@ def test_what_failed_at_once_is_forgotten():
     watch.forget(watch.starting("rank 0, forward step 0", []))
     time.sleep(0.4)
     assert watch.failed is None
+
+
+def test_what_is_over_is_let_go_when_the_next_one_starts():
+    """Not only when the thread looks: it would hold buffers that are needed again."""
+    watch = HopWatch(60.0, print)
+    freed = []
+    for number in range(20):
+        buffer = torch.zeros(1)
+        weakref.finalize(buffer, freed.append, number)
+        hop = watch.starting(f"rank 0, forward step {number}", [buffer])
+        hop.works, hop.ready = [Switch()], Switch()
+        del buffer, hop
+        assert freed == list(range(number))
+
+
+def test_it_sleeps_and_wakes(monkeypatch):
+    """Whatever is started while it looks or sleeps is watched, and wakes it no more often than it sleeps."""
+    settled, wake = Settled(), Background.wake
+    watch = HopWatch(0.2, settled)
+    woken = []
+    monkeypatch.setattr(Background, "wake", lambda self, owner: (woken.append(1), wake(self, owner)))
+    for _ in range(3):
+        for number in range(30):
+            hop = watch.starting(f"rank 0, forward step {number}", [])
+            hop.works, hop.ready = [Switch()], Switch()
+        time.sleep(0.3)
+    assert len(woken) == 3
+    late = watch.starting("rank 0, forward step 30", [])
+    late.works, late.ready = [Switch(False)], Switch()
+    assert settled.happened.wait(5)

@@ -28,7 +28,7 @@ _H200 = {
     "hopper": Rates(
         640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, backward_together=0.96, backward_in_turn=0.96, far=(1 << 17, 0.98)
     ),
-    # Over 131,072 keys it reached 510 to 550 forward, in a ring's steps over 32,768 each 540 to 600, on four GPUs and two
+    # Over 131,072 keys it reached 510 to 550 forward, in a ring's steps over 32,768 each 500 to 600, on two and on four
     # (ring-h200x4-lines-cudnn-2026-11-22.json, ring-h200x2-cudnn-2026-11-22.json).
     "cudnn": Rates(585.0, 150.0, 20e-6, 80e-6, 515.0, 180e-6, long=(1 << 17, 0.9)),
 }
