@@ -18,7 +18,7 @@ import burst_portable as bp
 from benchmarks.providers import Absent
 from benchmarks.ranks import Links
 from benchmarks.ring_rows import Row
-from burst_portable.comm.base import Transport
+from burst_portable.comm.base import Exchange, Transport
 from burst_portable.errors import BurstError
 from burst_portable.layout import Layout
 from burst_portable.strategies.registry import make_strategy
@@ -128,7 +128,7 @@ class Still(Transport):
     def __init__(self, inner: Transport) -> None:
         self._inner, self.moving = inner, True
         self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
-        self.direct = inner.direct
+        self.direct, self.picks = inner.direct, inner.picks
         self._kept: dict[bytes, list[Tensor]] = {}
         self._pass: list[Tensor] = []
 
@@ -158,6 +158,11 @@ class Still(Transport):
         if self.moving:
             return self._inner.post(sends, receives, label)
         return [self] * len(sends), [self] * len(receives)
+
+    def exchange(self, leaving: Any, arriving: Any, label: str, *, alone: bool = False) -> Exchange:
+        if self.moving:
+            return self._inner.exchange(leaving, arriving, label, alone=alone)
+        return Exchange([self], [self])
 
     def wait(self) -> None:
         """As a handle: it is there."""

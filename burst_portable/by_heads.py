@@ -45,14 +45,14 @@ def run_forward(
     q, k and v hold all heads of this rank's rows, ``[B, S_rank, H, D]``, as out does; LSE is ``[B, H, S_rank]``. What
     is kept holds all rows of this rank's heads.
     """
-    reshard = Reshard(plan, runtime, q.device, backward=False)
-    coming = [reshard.to_heads([(q, g.queries), *((x, g.keys) for x in (k, v) if g.first)]) for g in plan.head_groups]
+    reshard, groups = Reshard(plan, runtime, q.device, backward=False), plan.head_groups
+    coming = [reshard.to_heads([(q, g.queries), *((x, g.keys) for x in (k, v) if g.first)]) for g in groups]
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     lse = q.new_empty((*q.shape[:3], 1), dtype=accumulation_dtype(q.dtype)) if with_lse else None
     saved: list[Saved] = []
     leaving: list[ToSequence] = []
     arrived = _with_shared(arriving.wait() for arriving in coming)
-    for group, arriving, (queries, keys, values) in zip(plan.head_groups, coming, arrived, strict=True):
+    for group, arriving, (queries, keys, values) in zip(groups, coming, arrived, strict=True):
         part, part_lse = attend(
             plan.forward, runtime, options, queries, keys, values, _own(sinks, plan, group, runtime)
         )
@@ -60,7 +60,7 @@ def run_forward(
         home: list[tuple[Tensor, Tensor, Span]] = [(part, out, group.queries)]
         if lse is not None:
             home.append((part_lse.transpose(1, 2).unsqueeze(-1), lse, group.queries))
-        leaving.append(reshard.to_sequence(home))
+        leaving.append(reshard.to_sequence(home, alone=group is groups[-1]))
         arriving.left()
         if keep:
             saved.append((queries, keys, values, part, part_lse))
@@ -80,9 +80,9 @@ def run_backward(
     sinks: Tensor | None,
 ) -> tuple[Gradients, Tensor | None]:
     """((dq, dk, dv) of this rank's rows in dout's dtype, and this rank's share of the gradient of sinks)."""
-    problem = plan.problem
+    problem, groups = plan.problem, plan.head_groups
     reshard = Reshard(plan, runtime, dout.device, backward=True)
-    coming = [reshard.to_heads([(dout, group.queries)]) for group in plan.head_groups]
+    coming = [reshard.to_heads([(dout, group.queries)]) for group in groups]
     sizes = (
         (problem.heads, problem.head_dim),
         (problem.kv_heads, problem.head_dim),
@@ -92,14 +92,14 @@ def run_backward(
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     leaving: list[ToSequence] = []
     shared: tuple[Tensor, ...] = ()  # gradients of K and V that several groups add to
-    for group, arriving, kept in zip(plan.head_groups, coming, saved, strict=True):
+    for group, arriving, kept in zip(groups, coming, saved, strict=True):
         (part_dout,) = arriving.wait()
         part_dq, *pair = gradients(plan.backward, runtime, options, part_dout, kept)
         shared = tuple(pair) if group.first else _sum(shared, pair)
         home: list[tuple[Tensor, Tensor, Span]] = [(part_dq, dq, group.queries)]
         if group.last:
             home += [(shared[0], dk, group.keys), (shared[1], dv, group.keys)]
-        leaving.append(reshard.to_sequence(home))
+        leaving.append(reshard.to_sequence(home, alone=group is groups[-1]))
         arriving.left()
         if sinks is not None and dsinks is not None:
             mine, (*_, out, lse) = _own_heads(plan, group, runtime), kept

@@ -92,12 +92,13 @@ class Reshard:
                     into.view(len(owned), -1, *into.shape[1:]).copy_(owned.unsqueeze(1))
         return packed
 
-    def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, Span]]) -> ToSequence:
+    def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, Span]], *, alone: bool) -> ToSequence:
         """Start bringing home what was made of some heads.
 
         Args:
             parts: of each tensor ``[B, S_all, h, D]``, its result ``[B, S_rank, H, D]`` that it becomes a part of, and
                 which of this rank's heads it holds. What ranks hold of a shared head is added up.
+            alone: nothing is computed after it.
         """
         rank, ranks = self.transport.rank, self.transport.size
         leaving, arriving, came = [], [], []
@@ -110,7 +111,7 @@ class Reshard:
             leaving.append(Parts(made, there))
             arriving.append(Parts(inbox, here))
             came.append((inbox.view(made.dtype).view(ranks, self.rows[rank], *made.shape[1:]), result, heads))
-        exchange = self.transport.exchange(leaving, arriving, "to sequence")
+        exchange = self.transport.exchange(leaving, arriving, "to sequence", alone=alone)
         with self.copies():
             exchange.keep()
         return ToSequence(self, exchange, came, leaving)
