@@ -164,6 +164,9 @@ class Still(Transport):
             return self._inner.exchange(leaving, arriving, label, alone=alone)
         return Exchange([self], [self])
 
+    def duplicate(self, came: Tensor) -> tuple[Tensor, Any]:
+        return came, self
+
     def wait(self) -> None:
         """As a handle: it is there."""
 

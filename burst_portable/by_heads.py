@@ -52,7 +52,10 @@ def run_forward(
     saved: list[Saved] = []
     leaving: list[ToSequence] = []
     arrived = _with_shared(arriving.wait() for arriving in coming)
+    copies = keep and not reshard.lasting
     for group, arriving, (queries, keys, values) in zip(groups, coming, arrived, strict=True):
+        if copies:  # beside the kernel
+            arriving.keep()
         part, part_lse = attend(
             plan.forward, runtime, options, queries, keys, values, _own(sinks, plan, group, runtime)
         )
@@ -64,7 +67,7 @@ def run_forward(
         arriving.left()
         if keep:
             saved.append((queries, keys, values, part, part_lse))
-    if keep and not reshard.lasting:  # copied while the last part of out is on its way
+    if copies:
         saved = _copied(saved, coming)
     for part_home in leaving:
         part_home.wait()
@@ -152,7 +155,7 @@ def _own(sinks: Tensor | None, plan: Plan, group: HeadGroup, runtime: Runtime) -
 
 def _copied(saved: Sequence[Saved], came: Sequence[ToHeads]) -> list[Saved]:
     """The same, with q, k and v in memory that stays; K and V that several groups share are copied once."""
-    stays = _with_shared(arrived.copied() for arrived in came)
+    stays = _with_shared(arrived.kept() for arrived in came)
     return [(q, k, v, out, lse) for (q, k, v), (_, _, _, out, lse) in zip(stays, saved, strict=True)]
 
 

@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from burst_portable.comm.base import Exchange, Part, Parts, Strip, Strips
+from burst_portable.comm.base import Exchange, Handle, Part, Parts, Strip, Strips
 from burst_portable.heads import Span
 from burst_portable.layout import Layout
 from burst_portable.messages import Field, head_room
@@ -142,16 +142,24 @@ class ToHeads:
     ) -> None:
         self._reshard, self._exchange, self._sends = reshard, exchange, sends
         self._came, self._fields, self._batch = came, fields, batch
+        self._kept: tuple[Tensor, Handle] | None = None
 
     def wait(self) -> list[Tensor]:
         """``[B, S_all, h, D]`` each, rows in the plan's order; where that is the order of ranks, in the inbox."""
         self._exchange.wait()
         return _tensors(self._in_order(), self._fields, self._batch)
 
-    def copied(self) -> list[Tensor]:
-        """What has come, in the order of ranks, in memory that stays when the pass is over: one copy of all."""
+    def keep(self) -> None:
+        """Begin to copy what has come to memory that stays when the pass is over: one copy of all."""
         with self._reshard.copies():
-            return _tensors(self._came.clone(), self._fields, self._batch)
+            self._kept = self._reshard.transport.duplicate(self._came)
+
+    def kept(self) -> list[Tensor]:
+        """What `wait` gave, in the order of ranks, there."""
+        assert self._kept is not None, "it has been begun"
+        copied, handle = self._kept
+        handle.wait()
+        return _tensors(copied, self._fields, self._batch)
 
     def _in_order(self) -> Tensor:
         put = self._reshard.to_plan

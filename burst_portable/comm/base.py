@@ -207,6 +207,10 @@ class Transport(ABC):
         own = ([m.buffer for m in side if m.peer == self.rank] for side in (sends, receives))
         return Exchange(*self.post(out, back, label), list(zip(*own, strict=True)))
 
+    def duplicate(self, came: Tensor) -> tuple[Tensor, Handle]:
+        """Begin to copy what has come, in one piece, to memory that stays when the pass is over; where it will be."""
+        return came.clone(), Exchange([], [])
+
     def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
         """sends[r] goes to rank r, receives[r] comes from it; uint8, any sizes; returns when all have arrived."""
         if receives[self.rank].data_ptr() != sends[self.rank].data_ptr():

@@ -81,6 +81,9 @@ class PeerMemory(Protocol):
         alone: no kernel runs beside it.
         """
 
+    def copy_here(self, target: Tensor, source: Tensor) -> None:
+        """Copy bytes within this device, on the copy stream; both are in one piece."""
+
     def sent(self) -> Handle:
         """A handle of what the copy stream has been given so far."""
 
@@ -198,6 +201,13 @@ class PeerCopyTransport(Transport):
         memory.signal([(peer, mine) for peer in targets], self._mark, copying=True)
         came = exchange_flags(self.size, index, _peers(arriving))
         return Exchange([memory.sent()], [_Arrivals(memory, came, self._mark, self._missing(label))])
+
+    def duplicate(self, came: Tensor) -> tuple[Tensor, Handle]:
+        """Beside whatever is computed."""
+        target = torch.empty_like(came)
+        self.memory.fork()
+        self.memory.copy_here(target, came)
+        return target, self.memory.sent()
 
     def all_gather(self, send: Tensor, receives: Sequence[Tensor], label: str = "all_gather") -> None:
         if self._open:

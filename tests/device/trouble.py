@@ -103,13 +103,14 @@ def allocations(rank: int, device: torch.device, config: Config) -> dict[str, ob
     """How often the device was asked for memory by calls that were made before."""
     mesh = bp.Mesh.from_group(config=config)
     asked = []
-    for _ in range(10):
+    for turn in range(7):
+        if turn == 1:  # the host runs as far ahead as it ever can: never again is so much under way at once
+            torch.cuda._sleep(2_000_000_000)
         for seed, strategy in enumerate(("ring", "burst", "ulysses")):
             train(mesh, device, 4096, seed, strategy)
         torch.accelerator.synchronize()
         asked.append(torch.get_device_module(device).memory_stats()["num_device_alloc"])
-    # How far the host runs ahead differs at first, and with it how much is in use at once.
-    return {"wrong": [] if len(set(asked[-5:])) == 1 else [f"asked for memory so often: {asked}"]}
+    return {"wrong": [] if len(set(asked[1:])) == 1 else [f"asked for memory so often: {asked}"]}
 
 
 def graph(rank: int, device: torch.device, config: Config) -> dict[str, object]:

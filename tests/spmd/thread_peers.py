@@ -94,6 +94,9 @@ class ThreadPeers:
             for part in one.parts:
                 self._do(partial(work, one.buffer, part), True)
 
+    def copy_here(self, target: Tensor, source: Tensor) -> None:
+        self._do(partial(target.copy_, source), True)
+
     def sent(self) -> Done:
         done = Done(self)
         self._do(done.event.set, True)

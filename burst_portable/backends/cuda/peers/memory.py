@@ -140,6 +140,9 @@ class CudaPeerMemory:
         elif part.size:
             self._driver.copy_lines(self._copying, target, source, part)
 
+    def copy_here(self, target: Tensor, source: Tensor) -> None:
+        self._driver.copy(self._copying, target.data_ptr(), source.data_ptr(), source.nbytes)
+
     def _address(self, part: Part | Strip) -> int:
         """Where it goes, in the memory of a rank."""
         assert part.place is not None, "parts that are copied have places"
