@@ -32,6 +32,7 @@ from burst_portable.runtime import Runtime
 
 _RUNS = 64  # that are put together one by one
 _BATCHES = 4  # whose lines are picked up one by one
+_APART = (1 << 31) - 1  # bytes from one line to the next, at most: what copy engines take
 
 
 class Reshard:
@@ -210,8 +211,10 @@ def _to_heads(order: tuple[int, ...], rows: tuple[int, ...], row: int, place: in
 
 
 def _can_be_picked(x: Tensor) -> bool:
-    """Whether some heads of a row are one line, and lines are few."""
-    return x.stride(3) == 1 and (x.stride(2) == x.shape[3] or x.shape[2] == 1) and x.shape[0] <= _BATCHES
+    """Whether some heads of a row are one line, lines do not overlap as those of an expanded tensor, and are few."""
+    batch, rows, heads, dim = x.shape
+    lines = x.stride(3) == 1 and (x.stride(2) == dim or heads == 1)
+    return lines and batch <= _BATCHES and (rows == 1 or heads * dim <= x.stride(1) <= _APART // x.itemsize)
 
 
 @lru_cache(maxsize=512)
@@ -228,11 +231,12 @@ def _strips(
     batch, rows, count, dim = shape
     owners = min(len(order), count)
     width, strips = (heads[1] - heads[0]) * dim * itemsize, []
+    step = strides[1] * itemsize if rows > 1 else width  # of a single row it may be any
     for rank in order:
         first = rank * owners // len(order) * (count // owners) + heads[0]
         for b in range(batch):
             start = (b * strides[0] + first * strides[2]) * itemsize
-            strips.append(Strip(rank, start, place + b * width, rows, width, strides[1] * itemsize, row))
+            strips.append(Strip(rank, start, place + b * width, rows, width, step, row))
     return tuple(strips)
 
 

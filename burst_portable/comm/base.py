@@ -56,6 +56,8 @@ class Strip(NamedTuple):
 
         here, from byte `start` on      ####......####......####        `lines` of `width` bytes, `step` from one to the
         there, from `place` on          ####..####..####                next; there it is `jump`
+
+    Neither is less than the width, even of a single line: copy engines refuse that.
     """
 
     peer: int

@@ -61,6 +61,7 @@ class Driver:
         ctypes.memmove(target, source, size)
 
     def copy_lines(self, stream, target, source, strip):
+        assert strip.width <= min(strip.step, strip.jump), "what cuMemcpy2DAsync takes"
         for line in range(strip.lines):
             ctypes.memmove(target + line * strip.jump, source + line * strip.step, strip.width)
 

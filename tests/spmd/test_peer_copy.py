@@ -18,6 +18,7 @@ from burst_portable.conformance.tolerances import judge
 from burst_portable.cost import Rates, plan_cost
 from burst_portable.errors import CommunicationError, DeadlineError, UnsupportedError
 from burst_portable.messages import inboxes
+from burst_portable.reshard import _can_be_picked
 from tests.spmd.attention import expected, make_inputs, on_one_rank
 from tests.spmd.thread_peers import ThreadPeers, World, run_peers
 
@@ -255,7 +256,7 @@ def _laid(x: torch.Tensor, how: str) -> torch.Tensor:
     """The same numbers, NaN around them."""
     batch, rows, heads, dim = x.shape
     if how == "heads first":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
+        return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
     room = torch.full((batch, rows, heads + 3, dim), torch.nan, dtype=x.dtype)
     room[:, :, 2:-1] = x
     return room[:, :, 2:-1]
@@ -287,3 +288,44 @@ def test_rows_are_sent_from_where_they_lie(how, batch, heads):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     packed = how == "heads first" or batch > 4
     assert sent == {(Parts if packed else Strips, True), (Parts, True)}, "there and back"
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_rows_that_engines_could_not_copy(rows):
+    """One row a rank, in memory where the next one would overlap it; and gradients that are one row, expanded."""
+    case = Case(mask="full", layout="contiguous", strategy="ulysses", ranks=4, heads="8x4x16x8", length=4 * rows)
+    inputs = make_inputs(case)
+
+    def work(mesh, odd):
+        leaves = [bp.shard(x, mesh, layout="contiguous") for x in (inputs.q, inputs.k, inputs.v)]
+        leaves = [(_laid(x, "heads first") if odd else x.contiguous()).requires_grad_() for x in leaves]
+        out = bp.attention(*leaves, mask="full", mesh=mesh, strategy="ulysses", layout="contiguous")
+        weights = inputs.dout[:, :1]
+        dout = weights.expand_as(out) if odd else weights.repeat(1, rows, 1, 1)
+        assert odd == ((leaves[0] if rows == 1 else dout).stride(1) < 8 * dout.shape[3])
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    plain, odd = (run_peers(World(4), lambda mesh, odd=odd: work(mesh, odd)) for odd in (False, True))
+    for one, other in zip(plain, odd, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "can"),
+    [
+        ((4, 9, 6, 8), (432, 48, 8, 1), True),
+        ((4, 9, 6, 8), (0, 48, 8, 1), True),  # one batch, expanded
+        ((4, 9, 6, 8), (432, 47, 8, 1), False),  # rows overlap
+        ((4, 9, 6, 8), (432, 0, 8, 1), False),
+        ((4, 1, 6, 8), (432, 0, 8, 1), True),
+        ((4, 9, 1, 8), (432, 8, 99, 1), True),
+        ((4, 9, 6, 8), (432, 8, 72, 1), False),  # heads first
+        ((4, 9, 6, 8), (432, 48, 8, 2), False),
+        ((5, 9, 6, 8), (432, 48, 8, 1), False),
+        ((1, 2, 6, 8), (1, (1 << 30) - 1, 8, 1), True),
+        ((1, 2, 6, 8), (1, 1 << 30, 8, 1), False),
+    ],
+)
+def test_what_is_picked_up_where_it_lies(shape, strides, can):
+    """Lines as `comm.base.Strip` wants them, and few."""
+    assert _can_be_picked(torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")) == can

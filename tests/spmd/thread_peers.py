@@ -83,11 +83,13 @@ class ThreadPeers:
 
     def copy(self, leaving: Sequence[Parts | Strips], *, alone: bool) -> None:
         def work(buffer: Tensor, part: Part | Strip) -> None:
-            shape, step, jump = (part[3:5], *part[5:]) if isinstance(part, Strip) else ((1, part.size), 1, 1)
+            lines, width, step, jump = part[3:] if isinstance(part, Strip) else (1, *[part.size] * 3)
+            assert width <= min(step, jump) <= max(step, jump) < 1 << 31, "what cuMemcpy2DAsync takes"
             memory = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
             at = buffer.storage_offset() * buffer.itemsize + part.start
             inbox = self.world.inboxes[part.peer]
-            inbox.as_strided(shape, (jump, 1), part.place).copy_(memory.as_strided(shape, (step, 1), at))
+            there = inbox.as_strided((lines, width), (jump, 1), part.place)
+            there.copy_(memory.as_strided((lines, width), (step, 1), at))
             self.world.moved[self.rank][part.peer] += part.size * (part.peer != self.rank)
 
         for one in leaving:
