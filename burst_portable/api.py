@@ -27,7 +27,7 @@ from burst_portable.comm.agreement import Statement, named, state
 from burst_portable.comm.base import Transport
 from burst_portable.compiling import outside_graphs
 from burst_portable.errors import InputError, explain, shown
-from burst_portable.kernels.contract import KernelProblem, Options, row_delta_of, takes_pieces
+from burst_portable.kernels.contract import KernelProblem, Options, as_kernels_take, row_delta_of, takes_pieces
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
@@ -160,7 +160,7 @@ def attention(
         q, k, v = as_autocast_would(q, k, v)
         key = return_lse, _key(request, q, k, v, sinks)
         call = mesh.remembered(key, lambda: _prepare(q, k, v, sinks, mesh, request, return_lse))
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = map(as_kernels_take, (q, k, v))
     except Exception as refusal:
         tell_the_others(mesh, refusal, q, k, v)
         raise
@@ -278,6 +278,6 @@ def partial_attention(
     backend = for_device(q.device.type)
     options = Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap))
     chosen, _ = choose_kernel(backend, KernelProblem.of(q, k, v, options, q.device.type), kernel)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(as_kernels_take, (q, k, v))
     with torch.no_grad(), own_precision(q.device.type):
         return finished(chosen.attend(q, k, v, tiles, options), q.dtype)

@@ -14,7 +14,7 @@ from burst_portable.autocast import own_precision
 from burst_portable.comm.agreement import Statement, agree, tell_refusal
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.executor import run_backward, run_forward
-from burst_portable.kernels.contract import Gradients, Options
+from burst_portable.kernels.contract import Gradients, Options, arrived, as_kernels_take
 from burst_portable.mesh import Mesh
 from burst_portable.plans import Plan
 from burst_portable.runtime import Queries, Runtime, installed
@@ -117,7 +117,7 @@ def _backward(call: Call, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[
     q, k, v, out, lse, sinks = saved
     if dout is None:  # a rank whose result nobody used still takes part: others wait for it
         dout = torch.zeros_like(out)
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dout = as_kernels_take(dout)
     part, rank = call.plan.backward, call.runtime.transport.rank
     if _whole(call, sinks):
         dq, dk, dv = by_heads.gradients(part, call.runtime, call.options, dout, (q, k, v, out, lse))
@@ -136,7 +136,7 @@ def _backward_by_heads(call: Call, saved: tuple[Any, ...], dout: Tensor | None) 
         problem, q = call.plan.problem, tensors[0]
         rows = problem.q_layout.count(call.runtime.transport.rank)
         dout = q.new_zeros((q.shape[0], rows, problem.heads, problem.value_dim))
-    return by_heads.run_backward(call.plan, call.runtime, call.options, dout, groups, sinks)
+    return by_heads.run_backward(call.plan, call.runtime, call.options, arrived(dout), groups, sinks)
 
 
 def _begin(call: Call, *, forward: int = 0) -> None:

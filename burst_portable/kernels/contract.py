@@ -164,3 +164,14 @@ def row_delta_of(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
     """Its own `row_delta`, or that of `numerics`."""
     found: Callable[[Tensor, Tensor], Tensor] = getattr(kernel, "row_delta", numerics.row_delta)
     return found
+
+
+def arrived(x: Tensor) -> Tensor:
+    """A tensor with memory of its own: what a collective of torch's still brings has none, and its address is 0."""
+    return x.clone() if type(x).__name__ == "AsyncCollectiveTensor" else x
+
+
+def as_kernels_take(x: Tensor) -> Tensor:
+    """The same numbers, there to be read, with a last stride of 1."""
+    x = arrived(x)
+    return x if x.stride(-1) == 1 else x.contiguous()

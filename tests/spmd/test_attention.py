@@ -6,12 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import burst_portable as bp
+from burst_portable.backends.cpu.attention import CpuFlashKernel
 from burst_portable.conformance.cases import AXES, Case, covering, product
 from burst_portable.conformance.tolerances import judge, relative_error
 from burst_portable.errors import UnsupportedError
+from burst_portable.runtime import PlainRuntime
+from burst_portable.tiles import Tile
 from tests.spmd.attention import expected, make_inputs, on_one_rank
+from tests.spmd.thread_peers import World, run_peers
 
 
 def check(case: Case) -> None:
@@ -171,6 +176,64 @@ def test_strided_inputs_need_no_copy_of_theirs():
 
 def heads_first_memory(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class Brought(torch.autograd.Function):
+    """What a collective of torch's brings, forward and backward: it has no memory before an operator asks for it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return AsyncCollectiveTensor(x.clone())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return AsyncCollectiveTensor(gradient.clone())
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ring", 2), ("ulysses", 2), ("ring", 1)])
+def test_what_a_collective_brings_is_waited_for(strategy, ranks, monkeypatch):
+    """Kernels and copies that take addresses would read at 0."""
+    case, addresses = Case(ranks=ranks, strategy=strategy), []
+    x = make_inputs(case)
+
+    def noting(method):
+        def noted(self, *arguments, **options):
+            parts = [part for one in arguments for part in (one if isinstance(one, tuple) else (one,))]
+            addresses.extend(part.data_ptr() for part in parts if isinstance(part, torch.Tensor))
+            return method(self, *arguments, **options)
+
+        return noted
+
+    for name in ("attend", "attend_backward", "attend_whole", "gradients"):
+        monkeypatch.setattr(PlainRuntime, name, noting(getattr(PlainRuntime, name)))
+
+    def work(mesh, bring):
+        leaves = [bp.shard(t, mesh, layout="zigzag").requires_grad_() for t in (x.q, x.k, x.v)]
+        q, k, v = (bring(leaf) for leaf in leaves)
+        assert (q.data_ptr() == 0) == (bring == Brought.apply)
+        out = bp.attention(q, k, v, mask=case.make_mask(), mesh=mesh, strategy=strategy, seq_len=case.length)
+        gradients = torch.autograd.grad(bring(out), leaves, bp.shard(x.dout, mesh, layout="zigzag"))
+        return out.detach(), *gradients
+
+    run = bp.run_local if strategy == "ring" else lambda ranks, work: run_peers(World(ranks), work)
+    plain, brought = (run(ranks, lambda mesh, how=how: work(mesh, how)) for how in (torch.clone, Brought.apply))
+    for one, other in zip(plain, brought, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert addresses
+    assert 0 not in addresses
+
+
+def test_what_a_collective_brings_to_a_part_of_an_attention(monkeypatch):
+    kinds, attend = [], CpuFlashKernel.attend
+
+    def noted(self, *arguments, **options):
+        kinds.extend(type(x) for x in arguments[:3])
+        return attend(self, *arguments, **options)
+
+    monkeypatch.setattr(CpuFlashKernel, "attend", noted)
+    tiles = [Tile(0, 8, 0, 8, 0, 7)]
+    bp.partial_attention(*(AsyncCollectiveTensor(torch.randn(1, 8, 2, 4)) for _ in range(3)), tiles)
+    assert kinds == 3 * [torch.Tensor]
 
 
 def test_twice_differentiating_is_refused():
