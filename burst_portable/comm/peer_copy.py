@@ -122,6 +122,7 @@ class PeerCopyTransport(Transport):
         self._sent_to = _Places(self.size)
         self._coming = _Places(self.size)
         self._handed: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        self._written: list[Tensor] = []
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         memory = self.memory
@@ -153,6 +154,7 @@ class PeerCopyTransport(Transport):
     def end(self) -> None:
         self.memory.leave()
         self._open = False
+        self._written.clear()
 
     def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
         if not self._open or not size:
@@ -203,8 +205,13 @@ class PeerCopyTransport(Transport):
         return Exchange([memory.sent()], [_Arrivals(memory, came, self._mark, self._missing(label))])
 
     def duplicate(self, came: Tensor) -> tuple[Tensor, Handle]:
-        """Beside whatever is computed."""
+        """Beside whatever is computed.
+
+        Where the pass ends in an error before anybody has waited, nobody else is given that memory: the copy stream may
+        come to it late, and would write over what is there by then.
+        """
         target = torch.empty_like(came)
+        self._written.append(target)
         self.memory.fork()
         self.memory.copy_here(target, came)
         return target, self.memory.sent()
