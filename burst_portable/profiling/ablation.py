@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from burst_portable.backends.registry import for_device
 from burst_portable.checks import tell_the_others
 from burst_portable.comm.agreement import agree_on_call
-from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.comm.base import Exchange, Handle, Message, Parts, Strips, Transport
 from burst_portable.comm.wrapped import WrappedTransport
 from burst_portable.errors import InputError, explain, shown
 from burst_portable.kernels.contract import Gradients, Options
@@ -196,11 +196,12 @@ class _Done:
 
 class _Silent(WrappedTransport):
     """See `comm.base.Transport`. Blocks stay at home; whether ranks agree, which would wait for the latest, is taken as
-    said: they did in the whole step."""
+    said: they did in the whole step. Nothing is packed that is not packed there."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
         self.lasting = True
+        self.picks = inner.picks
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         """Nobody is told."""
@@ -212,6 +213,13 @@ class _Silent(WrappedTransport):
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
         return [_Done() for _ in sends], [_Done() for _ in receives]
+
+    def exchange(
+        self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
+    ) -> Exchange:
+        if self.picks:  # then what a rank sends itself is on its way too
+            return Exchange([], [])
+        return super().exchange(leaving, arriving, label, alone=alone)
 
     def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
         return self.buffer(size, device)

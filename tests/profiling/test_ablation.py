@@ -10,10 +10,15 @@ import torch
 from torch import nn
 
 import burst_portable as bp
+from burst_portable import by_heads
 from burst_portable.backends.cpu.attention import CpuFlashKernel
+from burst_portable.comm.base import Exchange
 from burst_portable.comm.local import LocalTransport
+from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.profiling import ablation
 from burst_portable.profiling.ablation import STEPS, ablate
+from burst_portable.reshard import Reshard
+from tests.spmd.thread_peers import World, run_peers
 
 pytestmark = pytest.mark.alone
 
@@ -89,6 +94,31 @@ def test_a_link_behind_a_kernel_is_hidden(monkeypatch):
         facts = found.facts()
         parts = ("without_both", "exposed_communication", "exposed_computing", "hidden")
         assert facts["whole"] == sum(facts[name] for name in parts)
+
+
+@pytest.mark.parametrize("picks", [True, False])
+def test_what_a_transport_picks_up_is_not_packed_without_it(picks, monkeypatch):
+    """Else that time would be missing in what communication adds."""
+    monkeypatch.setattr(PeerCopyTransport, "picks", picks)
+    packed, owned = [], []
+
+    class Noting(Reshard):
+        def _packed(self, *arguments):
+            packed.append(1)
+            return super()._packed(*arguments)
+
+    monkeypatch.setattr(by_heads, "Reshard", Noting)
+    keep = Exchange.keep
+    monkeypatch.setattr(Exchange, "keep", lambda self: (owned.append(len(self._own)), keep(self)))
+
+    def work(mesh):
+        x = torch.ones(1, 16, 4, 8, requires_grad=True)
+        ablate(lambda: bp.attention(x, x, x, mesh=mesh, strategy="ulysses").sum().backward(), mesh=mesh, repeat=1)
+
+    run_peers(World(2), work)
+    assert set(owned) == ({0} if picks else {0, 1, 3}), "tensors that a rank copies to itself"
+    # Forward only if it must be; the gradient is one number, expanded, and always packed. Two ranks, five steps.
+    assert len(packed) == 2 * 5 * (1 if picks else 2)
 
 
 class Model(nn.Module):
