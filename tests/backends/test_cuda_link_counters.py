@@ -38,7 +38,9 @@ class Nvml(ModuleType):
         self.open -= 1
 
     def nvmlDeviceGetHandleByUUID(self, uuid):
-        return {"GPU-1234": "device"}[uuid]
+        if uuid != "GPU-1234":
+            raise self.NVMLError("Not Found")
+        return "device"
 
     def nvmlDeviceGetNvLinkState(self, device, link):
         if link >= len(self.up):
@@ -101,6 +103,12 @@ def test_a_gpu_without_links(nvml, up):
     nvml.up = up
     with pytest.raises(BackendUnavailableError, match="no NVLink that is up"):
         NvlinkCounters("1234")
+    assert nvml.open == 0
+
+
+def test_a_gpu_that_nvml_does_not_know(nvml):
+    with pytest.raises(BackendUnavailableError, match="NVML does not know GPU-none: Not Found"):
+        NvlinkCounters("none")
     assert nvml.open == 0
 
 

@@ -90,8 +90,9 @@ def test_nvml(nvml):
     assert meter.read() == {"watts": 512.345, "megahertz": 1755.0}, "a sensor that is not there is left out"
     meter.close()
     assert nvml.open == 0
-    with pytest.raises(BackendUnavailableError, match="NVML is not available: Not Found"):
+    with pytest.raises(BackendUnavailableError, match="NVML does not know GPU-other: Not Found"):
         NvmlMeter("other")
+    assert nvml.open == 0
 
 
 @pytest.mark.parametrize(("power", "watts"), [

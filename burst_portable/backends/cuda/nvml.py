@@ -19,9 +19,13 @@ def opened(uuid: str) -> tuple[Any, Any]:
         raise BackendUnavailableError("NVML is not installed: pip install nvidia-ml-py") from error
     try:
         nvml.nvmlInit()
-        return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except nvml.NVMLError as error:
         raise BackendUnavailableError(f"NVML is not available: {error}") from error
+    try:
+        return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except nvml.NVMLError as error:
+        nvml.nvmlShutdown()
+        raise BackendUnavailableError(f"NVML does not know GPU-{uuid}: {error}") from error
 
 
 def active_links(nvml: Any, device: Any) -> list[int]:
