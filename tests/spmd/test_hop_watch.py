@@ -95,14 +95,16 @@ def test_what_is_over_is_let_go_when_the_next_one_starts():
 def test_it_sleeps_and_wakes(monkeypatch):
     """Whatever is started while it looks or sleeps is watched, and wakes it no more often than it sleeps."""
     settled, wake = Settled(), Background.wake
-    watch = HopWatch(0.2, settled)
+    watch = HopWatch(1.0, settled)
     woken = []
     monkeypatch.setattr(Background, "wake", lambda self, owner: (woken.append(1), wake(self, owner)))
     for _ in range(3):
+        done = Switch(False)  # until all are started: else it might sleep between two of them
         for number in range(30):
             hop = watch.starting(f"rank 0, forward step {number}", [])
-            hop.works, hop.ready = [Switch()], Switch()
-        time.sleep(0.3)
+            hop.works, hop.ready = [done], Switch()
+        done.on = True
+        time.sleep(0.5)
     assert len(woken) == 3
     late = watch.starting("rank 0, forward step 30", [])
     late.works, late.ready = [Switch(False)], Switch()
