@@ -102,7 +102,8 @@ class Resharded(NamedTuple):
 
 
 def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, lent: bool) -> list[Resharded]:
-    """For taking a rank's tensors to head shards and back; `lent`: what backward needs does not stay where it came."""
+    """For taking a rank's tensors to head shards and back; `lent`: by a transport that picks rows up where they are,
+    and where what backward needs does not stay where it came."""
     p = plan.problem
     mine, everyone = p.q_layout.count(rank) * p.ranks, p.q_layout.length
     as_it_comes = comes_in_order(p.q_layout, in_pieces)
@@ -114,6 +115,6 @@ def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, le
         kept = _COPIED * everyone * coming if pass_name == "forward" and as_it_comes and lent else 0
         if pass_name == "backward" and not in_pieces:
             computed += _GRADIENT * everyone * leaving
-        packed = 0 if lent else _COPIED * mine * coming  # such transports pick rows up where they are
+        packed = 0 if lent else _COPIED * mine * coming
         groups.append(Resharded(packed, computed, kept, _COPIED * mine * leaving))
     return groups
