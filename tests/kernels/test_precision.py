@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from burst_portable.kernels.contract import Options
-from burst_portable.kernels.triton import TritonKernel, launch
+from triton.compiler import compile as triton_compile
+
+from burst_portable.backends.cuda.backend import CudaBackend
+from burst_portable.kernels.contract import KernelProblem, Options
+from burst_portable.kernels.triton import TritonKernel, compile, launch
+from burst_portable.kernels.triton.compile import TARGETS
+from burst_portable.kernels.triton.tf32 import Tf32Kernel
+from burst_portable.kernels.triton.tuning import SINGLE, choose
 from burst_portable.tiles import Tile, Tiles
 
 
@@ -35,3 +43,29 @@ def test_every_kernel_is_compiled_for_what_was_asked(
     kernel.only_keys(x, x, x, x, lse, lse, tiles, options, (x, x, x))
     kernel.only_queries(x, x, x, x, lse, lse, tiles, options, (x, x, x))
     assert made == [precision] * 3
+
+
+def test_who_names_tf32_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody else: for other dtypes it declines, and in its backend's order it stands behind the exact one."""
+    kernel = Tf32Kernel()
+    monkeypatch.setattr(launch, "interpreted", lambda: True)
+    single, half = (KernelProblem(dtype, "cuda", 2, 1, 64, 64) for dtype in (torch.float32, torch.bfloat16))
+    assert kernel._precision == "tf32"
+    assert kernel.supports(single).ok
+    assert "the kernel triton takes that" in kernel.supports(half).reason
+    assert not kernel.supports(replace(single, head_dim=512)).ok
+    names = [one.name for one in CudaBackend().kernels()]
+    assert names.index("triton") < names.index("triton-tf32")
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("kernel", ["forward", "keys", "queries"])
+def test_machine_code_of_sm_80(kernel: str, precision: str) -> None:
+    """TF32's matrix instruction, and none without it."""
+    tuning = choose(SINGLE, "sm_80", 64)
+    source = compile._source(kernel, 64, 64, (getattr(tuning, kernel) or tuning.forward)[0])
+    source.signature = {name: kind.replace("bf16", "fp32") for name, kind in source.signature.items()}
+    at = source.fn.arg_names.index("PRECISION")
+    source.constants[(at,)] = precision
+    ptx = triton_compile(source, target=TARGETS["sm_80"].target, options={"num_warps": 4}).asm["ptx"]
+    assert ("mma.sync.aligned.m16n8k8.row.col.f32.tf32" in ptx) == (precision == "tf32")

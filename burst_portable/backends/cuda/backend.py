@@ -69,6 +69,14 @@ class CudaBackend(AcceleratorBackend):
             at_least=(3, 6),
             install="pip install 'burst-portable[cuda]'",
         )
+        yield LazyKernel(
+            "triton-tf32",
+            "burst_portable.kernels.triton.tf32",
+            "Tf32Kernel",
+            needs="triton",
+            at_least=(3, 6),
+            install="pip install 'burst-portable[cuda]'",
+        )
         yield CudnnKernel()
         yield flash_4
         yield CudaFlashKernel()
