@@ -97,13 +97,14 @@ class Resharded(NamedTuple):
 
     packed: int
     computed: int
-    kept: int
     home: int
 
 
 def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, lent: bool) -> list[Resharded]:
-    """For taking a rank's tensors to head shards and back; `lent`: by a transport that picks rows up where they are,
-    and where what backward needs does not stay where it came."""
+    """For taking a rank's tensors to head shards and back; `lent`: by a transport that picks rows up where they are.
+
+    That one copies what backward needs beside the kernels.
+    """
     p = plan.problem
     mine, everyone = p.q_layout.count(rank) * p.ranks, p.q_layout.length
     as_it_comes = comes_in_order(p.q_layout, in_pieces)
@@ -112,9 +113,8 @@ def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, le
         coming, leaving = (sum(field.bytes(p.batch) for field in fields) for fields in (there, back))
         # Put in natural order, which is memory that stays, and what is made of it in the order of ranks.
         computed = 0 if as_it_comes else _COPIED * everyone * (coming + leaving)
-        kept = _COPIED * everyone * coming if pass_name == "forward" and as_it_comes and lent else 0
         if pass_name == "backward" and not in_pieces:
             computed += _GRADIENT * everyone * leaving
         packed = 0 if lent else _COPIED * mine * coming
-        groups.append(Resharded(packed, computed, kept, _COPIED * mine * leaving))
+        groups.append(Resharded(packed, computed, _COPIED * mine * leaving))
     return groups

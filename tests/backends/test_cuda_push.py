@@ -17,6 +17,7 @@ from burst_portable.backends.cuda.kernel_driver import packing
 from burst_portable.backends.cuda.peers import memory as peer_memory
 from burst_portable.backends.cuda.peers import push
 from burst_portable.comm.base import Part, Parts, Strip
+from burst_portable.errors import CommunicationError, UnsupportedError
 from tests.backends.peer_machine import DEVICE, Driver, attention_is_right, on_two, two_gpus
 
 
@@ -63,8 +64,8 @@ def test_what_is_exchanged_is_pushed(machine, pushes, monkeypatch, strategy):
     attention_is_right(machine, strategy)
     groups = 2 if strategy.endswith("groups") else 1
     assert set(copied) == {1 << 20}, "the trial's, one by one"
-    # Two ranks: the trial's exchange; q, k and v there, out and LSE back; dO there, and dq, dk and dv back.
-    assert sorted(pushes.launches) == sorted(2 * ([2] + groups * [6, 4, 2, 6]))
+    # Two ranks: the trial's exchanges; q, k and v there, out and LSE back; dO there, and dq, dk and dv back.
+    assert sorted(pushes.launches) == sorted(2 * ([2, 2] + groups * [6, 4, 2, 6]))
 
 
 @pytest.mark.parametrize("broken", [{0, 1}, {1}])
@@ -82,6 +83,23 @@ def test_a_kernel_that_no_compiler_makes(machine, monkeypatch, broken):
     attention_is_right(machine, "ulysses")
     assert made.launches == [2] * (2 - len(broken)), "the first trial's"
     assert len(machine.allocated) == 4, "two trials"
+
+
+@pytest.mark.parametrize("how", ["refused", "wrong"])
+def test_engines_that_cannot_move_lines(machine, pushes, monkeypatch, how):
+    """Found out in the trial, before a message that needs it: peer copies cannot be had then."""
+
+    def copy_lines(self, stream, target, source, strip):
+        if how == "refused":
+            raise CommunicationError("a call of the CUDA driver failed; got invalid argument")
+
+    monkeypatch.setattr(Driver, "copy_lines", copy_lines)
+
+    def work(rank, other, connect):
+        with pytest.raises(UnsupportedError, match=r"tried and failed: rank 0: .*(invalid argument|other bytes came)"):
+            connect()
+
+    on_two(machine, work)
 
 
 def test_all_is_asked_of_the_device_of_the_memory(machine, pushes, monkeypatch):
@@ -153,7 +171,7 @@ def test_who_moves_what(machine, pushes, monkeypatch, longest, size, alone):
         return before
 
     on_two(machine, work)
-    assert pushes.launches.count(2) == (2 if longest else 0) + 2 * pushed  # the trial's, and these
+    assert pushes.launches.count(2) == 4 + 2 * pushed  # the trial's, and these
     assert pushes.launches.count(1) == 0
 
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from burst_portable.backends.cuda.driver import driver
-from burst_portable.comm.base import Message, Part, Parts, Transport
+from burst_portable.comm.base import Message, Part, Parts, Strip, Strips, Transport
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.errors import BurstError, MismatchError, UnsupportedError, explain
 
 _PROOF = 1 << 20  # bytes that every rank sends every other, to see that they come
 _PROOF_SECONDS = 20.0
+
+Trial = Callable[[PeerCopyTransport, Tensor], dict[int, Tensor]]
+"""Sends these bytes to all ranks; what has come from each."""
 
 
 def unavailable() -> str:
@@ -96,48 +102,69 @@ def _host() -> str:
 
 
 def _proof(transport: PeerCopyTransport, device: torch.device) -> str:
-    """What is wrong with what comes in two passes of messages between all ranks; empty if all is well."""
+    """What is wrong with what comes in passes of messages between all ranks; empty if all is well."""
+    # A kernel moves 16 bytes at once, so that engines are tried as well.
+    trials: list[Trial] = [_messages, _parts, partial(_lines, width=1024), partial(_lines, width=1000)]
     try:
-        for turn in (1, 2):
-            if wrong := _exchange(transport, device, turn):
+        for turn, trial in enumerate(trials, 1):
+            if wrong := _tried(transport, device, turn, trial):
                 return wrong
     except Exception as error:  # noqa: BLE001  (a compiler's too: NCCL can still be had, and others wait to be told)
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     return ""
 
 
-def _exchange(transport: PeerCopyTransport, device: torch.device, turn: int) -> str:
-    """First as messages, then all at once."""
-    rank, others = transport.rank, transport.others
+def _tried(transport: PeerCopyTransport, device: torch.device, turn: int, trial: Trial) -> str:
+    rank = transport.rank
     transport.begin(b"proof", _PROOF)
-    mine = torch.full((_PROOF,), 16 * turn + rank % 16, dtype=torch.uint8, device=device)
-    if turn == 1:
-        places = [transport.inbox(_PROOF, device, peer) for peer in others]
-        sent, received = transport.post(
-            [Message(mine, peer) for peer in others],
-            [Message(place, peer) for place, peer in zip(places, others, strict=True)],
-            "trying peer copies",
-        )
-        for handle in (*received, *sent):
-            handle.wait()
-    else:
-        inbox = transport.inbox(transport.size * _PROOF, device, rank, 0)
-        others = [*others, rank]
-        places = [inbox[r * _PROOF : (r + 1) * _PROOF] for r in others]
-        exchange = transport.exchange(
-            [Parts(mine, tuple(Part(peer, 0, _PROOF, rank * _PROOF) for peer in others))],
-            [Parts(inbox, tuple(Part(r, r * _PROOF, (r + 1) * _PROOF, r * _PROOF) for r in others))],
-            "trying peer copies",
-        )
-        exchange.keep()
-        exchange.wait()
-        exchange.left()
-    found = torch.stack([place.min() for place in places] + [place.max() for place in places])
+    came = trial(transport, torch.full((_PROOF,), 16 * turn + rank % 16, dtype=torch.uint8, device=device))
+    found = torch.stack([place.min() for place in came.values()] + [place.max() for place in came.values()])
     transport.end()
     done = torch.cuda.Event()
     done.record()
     while not done.query():  # the watch sees to it that it ends
         time.sleep(0.001)
     transport.memory.check()
-    expected = [16 * turn + peer % 16 for peer in others] * 2
+    expected = [16 * turn + peer % 16 for peer in came] * 2
     return "" if found.tolist() == expected else f"other bytes came than were sent: {found.tolist()}"
+
+
+def _messages(transport: PeerCopyTransport, mine: Tensor) -> dict[int, Tensor]:
+    """One by one."""
+    others = transport.others
+    places = [transport.inbox(_PROOF, mine.device, peer) for peer in others]
+    sent, received = transport.post(
+        [Message(mine, peer) for peer in others],
+        [Message(place, peer) for place, peer in zip(places, others, strict=True)],
+        "trying peer copies",
+    )
+    for handle in (*received, *sent):
+        handle.wait()
+    return dict(zip(others, places, strict=True))
+
+
+def _parts(transport: PeerCopyTransport, mine: Tensor) -> dict[int, Tensor]:
+    """All at once, this rank's own among them."""
+    ranks = (*transport.others, transport.rank)
+    place = transport.rank * _PROOF
+    return _exchanged(transport, Parts(mine, tuple(Part(r, 0, _PROOF, place) for r in ranks)), _PROOF)
+
+
+def _lines(transport: PeerCopyTransport, mine: Tensor, width: int) -> dict[int, Tensor]:
+    """The same of lines that lie apart."""
+    step = 4096
+    lines = _PROOF // step
+    ranks = (*transport.others, transport.rank)
+    strips = tuple(Strip(r, 0, transport.rank * _PROOF, lines, width, step, width) for r in ranks)
+    return _exchanged(transport, Strips(mine, strips), lines * width)
+
+
+def _exchanged(transport: PeerCopyTransport, leaving: Parts | Strips, size: int) -> dict[int, Tensor]:
+    inbox = transport.inbox(transport.size * _PROOF, leaving.buffer.device, transport.rank, 0)
+    ranks = (*transport.others, transport.rank)
+    arriving = Parts(inbox, tuple(Part(r, r * _PROOF, r * _PROOF + size, r * _PROOF) for r in ranks))
+    exchange = transport.exchange([leaving], [arriving], "trying peer copies", alone=True)
+    exchange.keep()
+    exchange.wait()
+    exchange.left()
+    return {r: inbox[r * _PROOF : r * _PROOF + size] for r in ranks}
