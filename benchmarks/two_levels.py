@@ -43,9 +43,10 @@ from benchmarks.script import count, end, names
 from burst_portable.backends.registry import choose_kernel, for_device, rates_of
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.two_levels import TwoLevelTransport, with_two_levels
-from burst_portable.cost import Rates, plan_cost
+from burst_portable.cost import plan_cost
 from burst_portable.errors import InputError
 from burst_portable.kernels.contract import KernelProblem
+from burst_portable.rates import Rates
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
 

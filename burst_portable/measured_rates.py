@@ -1,6 +1,6 @@
 """Files of rates that `burst-portable measure` wrote: read, checked, and told of where `auto` chooses with them.
 
-A file is JSON: `schema`, the `rates` (fields of `cost.Rates`; those that are left out keep their defaults), and where
+A file is JSON: `schema`, the `rates` (fields of `rates.Rates`; those that are left out keep their defaults), and where
 they come from: `device`, `ranks`, `kernel`, `date`, and `dtype` and `head_dim`, which early files have not. What else
 is in it is for people.
 """
@@ -12,9 +12,9 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from burst_portable.cost import Curve, Rates
 from burst_portable.errors import InputError, explain, shown
 from burst_portable.files import read_json
+from burst_portable.rates import Curve, Rates
 
 SCHEMA = "burst_portable.rates/1"
 NEXT_STEP = "`burst-portable measure --json FILE` writes one"

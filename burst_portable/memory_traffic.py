@@ -53,7 +53,7 @@ def made(result_sends: Iterable[Move], size: Size, *, narrow: bool) -> int:
 
 
 class Merging(Protocol):
-    """Of `cost.Rates`, how what the kernel makes is put together."""
+    """Of `rates.Rates`, how what the kernel makes is put together."""
 
     @property
     def in_pieces(self) -> bool: ...

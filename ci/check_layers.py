@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mask", "layout", "layouts"),
     ("boxes", "tiles", "moves", "heads"),
     ("plans",),
-    ("messages",),
+    ("messages", "rates"),
     ("memory_traffic",),
     ("cost", "verify"),
     ("measured_rates",),
@@ -46,7 +46,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
     *("errors", "config", "values", "units", "files", "mask", "layout", "layouts", "boxes", "tiles"),
-    *("moves", "heads", "plans", "messages", "memory_traffic", "cost", "verify", "measured_rates"),
+    *("moves", "heads", "plans", "messages", "rates", "memory_traffic", "cost", "verify", "measured_rates"),
     *("strategies", "planning"),
 )
 PURE_NEVER = ("torch", "numpy", "triton", "transformers")

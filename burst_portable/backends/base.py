@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 from burst_portable.comm.base import Transport
-from burst_portable.cost import Curve as Curve
-from burst_portable.cost import Rates as Rates
 from burst_portable.errors import BackendUnavailableError, explain
 from burst_portable.kernels.contract import Kernel
+from burst_portable.rates import Curve as Curve
+from burst_portable.rates import Rates as Rates
 
 
 @dataclass(frozen=True, slots=True)

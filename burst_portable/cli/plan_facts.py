@@ -29,10 +29,11 @@ from dataclasses import replace
 from typing import Any
 
 from burst_portable import __version__
-from burst_portable.cost import PassCost, Rates, plan_cost
+from burst_portable.cost import PassCost, plan_cost
 from burst_portable.messages import message_size
 from burst_portable.moves import Move
 from burst_portable.plans import PassName, PassPlan, Plan, Problem, Step
+from burst_portable.rates import Rates
 from burst_portable.verify import verify
 
 SCHEMA = "burst_portable.plan/1"

@@ -22,8 +22,8 @@ from burst_portable.cli.drawing import (
 )
 from burst_portable.cli.output import labelled, table
 from burst_portable.cli.plan_facts import Facts
-from burst_portable.cost import OUTER_GBPS
 from burst_portable.plans import TRAVELS, Plan
+from burst_portable.rates import OUTER_GBPS
 from burst_portable.units import bytes_text, percent, scaled, seconds_text
 
 # Of middling lightness: to be read on a light and on a dark ground, and with white digits on them.

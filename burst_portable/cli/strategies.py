@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from burst_portable.cost import Rates
+from burst_portable.rates import Rates
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
 

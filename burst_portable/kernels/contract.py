@@ -151,7 +151,7 @@ def merges_once(kernel: Kernel | None) -> bool:
 
 
 def how_it_merges(kernel: Kernel | None) -> dict[str, Any]:
-    """Both, under their names in `cost.Rates`."""
+    """Both, under their names in `rates.Rates`."""
     return {"in_pieces": takes_pieces(kernel), "merged_once": merges_once(kernel)}
 
 

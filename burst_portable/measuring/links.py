@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport
-from burst_portable.cost import Curve
 from burst_portable.measuring.arithmetic import gigabytes_a_second
 from burst_portable.measuring.clock import Clock
+from burst_portable.rates import Curve
 
 CALLS = 10  # messages back to back
 _ROOM = 640 << 20  # bytes of a lap: of long messages, two are enough. Peer memory has room for a lap of every rank

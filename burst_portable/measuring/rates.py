@@ -15,7 +15,6 @@ from burst_portable.autocast import own_precision
 from burst_portable.backends.base import Backend, Rates
 from burst_portable.backends.registry import choose_kernel, rates_of
 from burst_portable.comm.base import Transport
-from burst_portable.cost import Curve
 from burst_portable.errors import DeviceError, explain
 from burst_portable.kernels.contract import Kernel, KernelProblem, how_it_merges
 from burst_portable.measured_rates import SCHEMA, as_json
@@ -25,6 +24,7 @@ from burst_portable.measuring.kernels import Block, memory_rate
 from burst_portable.measuring.links import CALLS, Peers, curve, hop, lap, under_way
 from burst_portable.mesh import Mesh
 from burst_portable.plans import PASSES
+from burst_portable.rates import Curve
 from burst_portable.units import bytes_text, seconds_text
 
 _KIB, _MIB = 1 << 10, 1 << 20

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from burst_portable.cost import Rates, rank_cost
+from burst_portable.cost import rank_cost
 from burst_portable.errors import InputError, LayoutError, UnsupportedError
 from burst_portable.layouts import NAMES, OF_DOCUMENTS, make_layout
 from burst_portable.planning import planned
 from burst_portable.plans import PASSES, Plan, Problem
+from burst_portable.rates import Rates
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.tiles import find_tiles
 

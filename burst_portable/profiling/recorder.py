@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from burst_portable.backends.registry import for_device, meter_of, peaks_of, rates_of
-from burst_portable.cost import Rates, pass_flops, rank_cost
+from burst_portable.cost import pass_flops, rank_cost
 from burst_portable.errors import InputError
 from burst_portable.layout import Layout
 from burst_portable.plans import PASSES, Compute, Plan
@@ -21,6 +21,7 @@ from burst_portable.profiling.events import Clock, make_clock
 from burst_portable.profiling.place import Place
 from burst_portable.profiling.record import COLUMNS, TIMES, RankRecords, Table
 from burst_portable.profiling.sensors import Sensors
+from burst_portable.rates import Rates
 
 Annotate = Callable[[Place], AbstractContextManager[object]]
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_portable.cost import OUTER_GBPS, Rates, plan_cost, plan_seconds
+from burst_portable.cost import plan_cost, plan_seconds
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
 from burst_portable.layout import Segment
 from burst_portable.plans import Plan, Problem
+from burst_portable.rates import OUTER_GBPS, Rates
 from burst_portable.strategies.base import Strategy, check_inner
 from burst_portable.strategies.burst import BurstStrategy
 from burst_portable.strategies.double_ring import DoubleRingStrategy
@@ -42,7 +43,7 @@ class AutoStrategy:
     def __post_init__(self) -> None:
         check_inner(self.inner)
         if not isinstance(self.rates, Rates):
-            raise InputError(explain("rates are none", got=shown(self.rates), allowed="burst_portable.cost.Rates"))
+            raise InputError(explain("rates are none", got=shown(self.rates), allowed="burst_portable.rates.Rates"))
 
     def seconds(self, plan: Plan) -> float:
         """What is compared: the predicted time of a plan at these rates; of many ranks, that of a few."""

@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from burst_portable import Mesh, run_local
-from burst_portable.cost import Rates
 from burst_portable.errors import InputError
 from burst_portable.integrations import gradients as summing
 from burst_portable.integrations.transformers import loss as losses
 from burst_portable.integrations.transformers import parallelize, sum_gradients
 from burst_portable.layouts import OF_DOCUMENTS
+from burst_portable.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy
 from tests.integration.models import MODELS, assert_same, gradients_of, make, on_one_device, on_ranks, tokens
 

@@ -47,6 +47,7 @@ def test_import_loads_nothing_heavy():
         "messages",
         "memory_traffic",
         "cost",
+        "rates",
         "verify",
         "measured_rates",
         "strategies.registry",

@@ -9,9 +9,10 @@ import pytest
 import burst_portable as bp
 from benchmarks.ring_rows import ROWS
 from burst_portable.backends.cuda.machines import rates_of_machine
-from burst_portable.cost import Rates, plan_cost
+from burst_portable.cost import plan_cost
 from burst_portable.errors import InputError
 from burst_portable.mask import Mask
+from burst_portable.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy, _sample
 from burst_portable.verify import verify
 

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burst_portable.cost import Rates, plan_cost
+from burst_portable.cost import plan_cost
 from burst_portable.errors import LayoutError
 from burst_portable.layout import Layout, Segment
 from burst_portable.layouts import OF_DOCUMENTS, make_layout
 from burst_portable.mask import Mask
 from burst_portable.plans import Problem
+from burst_portable.rates import Rates
 from burst_portable.strategies.ring import RingStrategy
 from burst_portable.tiles import find_tiles
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from burst_portable.config import Config, from_environment
-from burst_portable.cost import Rates
 from burst_portable.errors import InputError
 from burst_portable.measured_rates import SCHEMA, as_json, read_rates
 from burst_portable.planning import plan
+from burst_portable.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES
-from burst_portable.cost import Rates, pass_flops, plan_cost, rank_cost
+from burst_portable.cost import pass_flops, plan_cost, rank_cost
 from burst_portable.errors import InputError, LayoutError, UnknownNameError, UnsupportedError
 from burst_portable.layouts import NAMES, OF_DOCUMENTS, make_layout
 from burst_portable.mask import Mask
@@ -16,6 +16,7 @@ from burst_portable.messages import ALIGNMENT, inboxes, message_size
 from burst_portable.moves import Ring
 from burst_portable.planning import plan
 from burst_portable.plans import Plan, Problem, Step, pass_plan
+from burst_portable.rates import Rates
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.verify import verify
 

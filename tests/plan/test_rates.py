@@ -12,7 +12,8 @@ import pytest
 import burst_portable as bp
 from benchmarks.ring_rows import ROWS
 from burst_portable.backends.cuda.machines import rates_of_machine
-from burst_portable.cost import Rates, plan_cost, rank_cost
+from burst_portable.cost import plan_cost, rank_cost
+from burst_portable.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.registry import make_strategy
 

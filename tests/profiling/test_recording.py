@@ -13,11 +13,12 @@ import torch
 
 import burst_portable as bp
 from burst_portable.comm.local import LocalTransport
-from burst_portable.cost import Rates, rank_cost
+from burst_portable.cost import rank_cost
 from burst_portable.profiling import recorder as module
 from burst_portable.profiling.record import NEVER, pack, unpack
 from burst_portable.profiling.recorder import Recorder
 from burst_portable.profiling.recording import RecordingRuntime
+from burst_portable.rates import Rates
 
 RANKS = 3
 LENGTH = 96

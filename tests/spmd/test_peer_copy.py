@@ -16,9 +16,10 @@ from burst_portable.comm.peer_flags import EXCHANGES, MESSAGES, came_flag, excha
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.exchanges import JOBS
 from burst_portable.conformance.tolerances import judge
-from burst_portable.cost import Rates, plan_cost
+from burst_portable.cost import plan_cost
 from burst_portable.errors import CommunicationError, DeadlineError, UnsupportedError
 from burst_portable.messages import inboxes
+from burst_portable.rates import Rates
 from burst_portable.reshard import _can_be_picked
 from tests.spmd.attention import expected, make_inputs, on_one_rank
 from tests.spmd.thread_peers import ThreadPeers, World, run_peers

@@ -13,12 +13,13 @@ from burst_portable.choices import choose, requested
 from burst_portable.comm.local import LocalTransport, run_threads
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.tolerances import judge
-from burst_portable.cost import Rates, plan_cost, reshard_bytes
+from burst_portable.cost import plan_cost, reshard_bytes
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.heads import can_group, head_groups
 from burst_portable.kernels.contract import Options
 from burst_portable.layouts import make_layout
 from burst_portable.mask import Mask
+from burst_portable.rates import Rates
 from burst_portable.reshard import _orders
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.ulysses import in_rank_order

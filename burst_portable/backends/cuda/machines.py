@@ -1,4 +1,4 @@
-"""What was measured, by machine and kernel, for `auto`: see `cost.Rates`.
+"""What was measured, by machine and kernel, for `auto`: see `rates.Rates`.
 
 Kernels: one causal call of bf16 with heads of 128, on an H100 (benchmarks/results/attention-h100-*-2026-11-21.json);
 what a launch costs besides is what S 4096 takes longer than at that rate. On H200 at work: between what a plain call

@@ -1,0 +1,109 @@
+"""What a machine does, as plans are priced by it: see `cost`. Bytes, seconds, GB/s of 1e9 bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import log
+
+from burst_portable.plans import PassName
+
+Curve = tuple[tuple[int, float], ...]
+"""(bytes, GB/s) of messages back to back, smallest first: latencies are in it."""
+
+
+OUTER_GBPS = 50.0
+"""Between nodes, unless something better is known: a network card of 400 Gb/s for each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine does.
+
+    Attributes:
+        tflops, backward: matrix TFLOP/s a rank, forward and backward; 0 backward means the same.
+        gbps: GB/s a rank in each direction, where no curve says it by size.
+        hop_latency, launch_latency, backward_launch_latency: seconds; 0 backward means the same.
+        link: the curve of messages between two ranks.
+        direct: the same of messages that go straight to where they are used, where a transport of its own moves them.
+        spread: the same of messages to and from several ranks at once, over `link`; their bytes together.
+        holds_up: the share of its time that a message over `link` keeps a kernel waiting that runs beside it, forward
+            and backward: 0 where it takes nothing that kernels need, 1 where they take turns.
+        memory: GB/s at which blocks are packed, merged and added up outside of kernels; 0: that is not priced.
+        backward_together: of the rate backward, what is left where one launch takes several blocks.
+        backward_in_turn: the same where a pass is several launches, block after block.
+        far: (rows, of either rate), the same for both passes where a rank holds so many rows or more: what each launch
+            reads again and again is then larger than a cache.
+        long: (rows, of the rate forward), what is left where a block holds so many keys or more.
+        in_pieces: whether the kernel is an operator called on pieces, whose results are merged and added up so;
+        merged_once: and whether merged in one pass over memory.
+        group_latency: seconds that each group of heads after the first adds to a pass, besides what else is told here.
+        block: rows and columns that a kernel computes at once, whatever a mask hides of them; 1: exact pairs count.
+        source: where the numbers come from, for people, behind the word "rates": "of an H100", "measured on ...".
+        node: ranks a node, where there are several nodes; 0: all ranks are equally near.
+        outer_gbps: GB/s a rank in each direction between nodes; a link of its own, beside the one inside.
+    """
+
+    tflops: float
+    gbps: float
+    hop_latency: float = 20e-6
+    launch_latency: float = 10e-6
+    backward: float = 0.0
+    backward_launch_latency: float = 0.0
+    link: Curve = ()
+    direct: Curve = ()
+    spread: Curve = ()
+    holds_up: tuple[float, float] = (0.0, 0.0)
+    memory: float = 0.0
+    in_pieces: bool = False
+    merged_once: bool = False
+    group_latency: float = 0.0
+    backward_together: float = 1.0
+    backward_in_turn: float = 1.0
+    far: tuple[int, float] = (0, 1.0)
+    long: tuple[int, float] = (0, 1.0)
+    block: int = 1
+    source: str = ""
+    node: int = 0
+    outer_gbps: float = OUTER_GBPS
+
+    def apart(self, rank: int, other: int) -> bool:
+        """Whether two ranks are on different nodes."""
+        return self.node > 0 and rank // self.node != other // self.node
+
+    def spreads(self, direct: bool) -> bool:
+        """Whether messages from several ranks come at once, and not one after the other."""
+        return bool(self.spread) and not (direct and self.direct)
+
+    def transfer(
+        self, size: float, messages: int = 1, *, direct: bool = False, outer: bool = False, spread: bool = False
+    ) -> float:
+        """Seconds of messages of so many bytes in all, one after the other; `outer`: between nodes."""
+        curve = () if outer else (direct and self.direct) or (spread and self.spread) or self.link
+        if not curve:
+            gbps = self.outer_gbps if outer else self.gbps
+            return self.hop_latency * min(messages, 2) + size / (gbps * 1e9)
+        return max(self.hop_latency, size / (_at(curve, size / messages) * 1e9))
+
+    def compute(self, flops: float, pass_name: PassName, blocks: int = 1, calls: int = 1) -> float:
+        """Seconds of one launch, over so many blocks of the travelling side; or of so many calls of an operator."""
+        if pass_name == "forward":
+            return calls * self.launch_latency + flops / (self.tflops * 1e12)
+        latency = self.backward_launch_latency or self.launch_latency
+        rate = (self.backward or self.tflops) * (self.backward_together if blocks > 1 else 1.0)
+        return calls * latency + flops / (rate * 1e12)
+
+    def read_and_write(self, size: int) -> float:
+        """Seconds of passes over so many bytes of memory."""
+        return size / (self.memory * 1e9) if self.memory else 0.0
+
+
+def _at(curve: Curve, size: float) -> float:
+    """GB/s at a size, between the measured ones in proportion to its logarithm."""
+    (small, slow), *_ = curve
+    if size <= small:
+        return slow
+    for (small, slow), (large, fast) in pairwise(curve):
+        if size <= large:
+            return slow + (fast - slow) * log(size / small) / log(large / small)
+    return curve[-1][1]
