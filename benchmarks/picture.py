@@ -1,9 +1,9 @@
-"""Draws what was measured: the SVG beside a result file, and docs/images/speed.svg from rows of two of them.
+"""Draws what was measured: the SVG beside a result file, and the README's two from rows of some of them.
 
     python -m benchmarks.picture [--check]
 
-Draws again every picture in benchmarks/results/ from its JSON, and the README's. With --check nothing is written, and
-the exit code is 1 where a picture on disk is another than its numbers make.
+Draws again every picture in benchmarks/results/ from its JSON, and the README's, of local kernels and of ranks. With
+--check nothing is written, and the exit code is 1 where a picture on disk is another than its numbers make.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 from benchmarks.script import end
 
 RESULTS = Path(__file__).parent / "results"
-SPEED = Path(__file__).parents[1] / "docs" / "images" / "speed.svg"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
-# The README's rows: a result file, its rows and what they are called, its providers and what they are called.
-SPEED_ROWS: tuple[tuple[str, dict[str, str], dict[str, str]], ...] = (
+Chosen = tuple[tuple[str, dict[str, str], dict[str, str]], ...]
+"""A result file, some of its rows and what they are called, some who ran there and what they are called."""
+
+SPEED_ROWS: Chosen = (
     (
         "attention-h100-auto-2026-11-21",
         {"causal-16k": "causal", "causal-16k-gqa": "causal, 32 query and 8 K/V heads"},
@@ -30,6 +32,23 @@ SPEED_ROWS: tuple[tuple[str, dict[str, str], dict[str, str]], ...] = (
         "attention-h100-all-2026-11-21",
         {"documents": "16 documents", "window": "a window of 1,024", "prefix": "prefix-LM, half of it the prefix"},
         {"hopper": "Hopper kernels (ours)", "triton": "portable Triton (ours)", "flex": "FlexAttention"},
+    ),
+)
+
+RING_ROWS: Chosen = (
+    (
+        "ring-h200x4-lines-again-2026-11-22",
+        {
+            "32k": "32,768 tokens, 32 heads",
+            "128k-gqa": "131,072 tokens, 32 query and 8 K/V heads",
+            "128k-few": "131,072 tokens, 32 query and 4 K/V heads",
+        },
+        {
+            "auto peer_copy": "auto",
+            "ulysses by the book": "Ulysses over NCCL",
+            "ring-flash-attn zigzag": "ring-flash-attn, zigzag",
+            "plain call": "one call, nothing sent",
+        },
     ),
 )
 
@@ -80,15 +99,15 @@ def of(data: dict[str, Any]) -> str:
     return draw(title, f"TFLOP/s{' a GPU' if many else ''}", bars)
 
 
-def speed() -> str:
-    """The README's picture."""
+def chosen(rows_of: Chosen, title: str, unit: str) -> str:
+    """A picture of the README's."""
     bars = []
-    for file, rows, providers in SPEED_ROWS:
+    for file, rows, names in rows_of:
         results = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["results"]
-        tflops = {(one["row"], one["provider"]): one["tflops"] for one in results}
+        tflops = {(one["row"], one.get("provider") or one["contestant"]): one["tflops"] for one in results}
         for row, called in rows.items():
-            bars += [Bar(called, name, whose(key), tflops[row, key]) for key, name in providers.items()]
-    return draw("One H100, bf16, 16,384 tokens, heads of 128", "TFLOP/s by exact mask area", bars)
+            bars += [Bar(called, name, whose(key), tflops[row, key]) for key, name in names.items()]
+    return draw(title, unit, bars)
 
 
 def draw(title: str, unit: str, bars: list[Bar]) -> str:
@@ -130,7 +149,9 @@ def pictures() -> dict[Path, str]:
     """Every picture, by its file."""
     files = sorted(RESULTS.glob("*.svg"))
     drawn = {file: of(json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))) for file in files}
-    return {**drawn, SPEED: speed()}
+    one = chosen(SPEED_ROWS, "One H100, bf16, 16,384 tokens, heads of 128", "TFLOP/s by exact mask area")
+    several = chosen(RING_ROWS, "Four H200, bf16, causal, one local kernel for all", "TFLOP/s a GPU")
+    return {**drawn, IMAGES / "speed.svg": one, IMAGES / "ranks.svg": several}
 
 
 def main() -> int:
