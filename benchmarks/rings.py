@@ -165,7 +165,7 @@ class Still(Transport):
         return Exchange([self], [self])
 
     def duplicate(self, came: Tensor) -> tuple[Tensor, Any]:
-        return came, self
+        return self._inner.duplicate(came) if self.moving else (came, self)
 
     def wait(self) -> None:
         """As a handle: it is there."""

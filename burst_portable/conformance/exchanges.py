@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.comm.base import Handle, Message, Part, Parts, Strip, Strips, Transport
 
 Job = Callable[[Transport, torch.device], str]
 
@@ -164,7 +164,43 @@ def late(transport: Transport, device: torch.device) -> str:
     return "" if int(came[0]) == (rank - 1) % size + 1 else "something else came than a late rank sent"
 
 
+def exchanged(transport: Transport, device: torch.device) -> str:
+    """In passes, from all ranks at once, itself too, to places in inboxes; from lines that lie apart if it picks them.
+
+    What is duplicated of it stays as it came.
+    """
+    lines, width, step = 24, 48, 80  # bytes
+    size, ranks = lines * width, (*transport.others, transport.rank)
+    place = transport.rank * size
+    right = torch.cat([_bytes(size, 10 * r + transport.rank, device) for r in range(transport.size)])
+    for picked in (False, True) if transport.picks else (False,):
+        blocks = [_bytes(size, 10 * transport.rank + r, device) for r in range(transport.size)]
+        leaving: Parts | Strips
+        if picked:
+            apart = torch.full((lines, transport.size, step), 255, dtype=torch.uint8, device=device)
+            apart[:, :, :width] = torch.stack([block.view(lines, width) for block in blocks], 1)
+            across = transport.size * step
+            leaving = Strips(apart, tuple(Strip(r, r * step, place, lines, width, across, width) for r in ranks))
+        else:
+            leaving = Parts(torch.cat(blocks), tuple(Part(r, r * size, (r + 1) * size, place) for r in ranks))
+        transport.begin(b"exchanged", size)
+        inbox = transport.inbox(transport.size * size, device, transport.rank, 0)
+        arriving = Parts(inbox, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))
+        exchange = transport.exchange([leaving], [arriving], "to all ranks at once", alone=picked)
+        exchange.keep()
+        exchange.wait()
+        copied, copying = transport.duplicate(inbox)
+        exchange.left()
+        leaving.buffer.fill_(0)
+        _wait([copying])
+        came = inbox.clone()
+        transport.end()
+        if not torch.equal(came, right) or not torch.equal(copied, right):
+            return f"other bytes came than were sent at once{', of lines that lie apart' if picked else ''}"
+    return ""
+
+
 JOBS: dict[str, Job] = {
     job.__name__: job
-    for job in (numbers, sizes, order, everyone, gathered, laps, apart, unchanged, written_just_before, late)
+    for job in (numbers, sizes, order, everyone, gathered, laps, apart, unchanged, written_just_before, late, exchanged)
 }

@@ -304,6 +304,32 @@ class DoesNotWait(Through):
         return leaving, [_Nothing() for _ in arriving]
 
 
+class SendsOthersShares(Through):
+    """Of what all ranks exchange at once, each gets what is meant for the one before it."""
+
+    def exchange(self, leaving, arriving, label, *, alone=False):
+        (one,) = leaving
+        peers = [part.peer for part in one.parts]
+        turned = one._replace(
+            parts=tuple(p._replace(peer=q) for p, q in zip(one.parts, peers[1:] + peers[:1], strict=True))
+        )
+        return super().exchange([turned], arriving, label, alone=alone)
+
+
+class LendsWhatItCopies(Through):
+    """What is to stay is said to be copied, and is the inbox itself."""
+
+    def duplicate(self, came):
+        return came, _Nothing()
+
+    def end(self):
+        self.last.fill_(0)
+
+    def inbox(self, size, device, peer, place=None):
+        self.last = super().inbox(size, device, peer, place)
+        return self.last
+
+
 @dataclass(frozen=True)
 class Planted:
     """A backend with a bug around each of its kernels, or around its own transport between processes."""

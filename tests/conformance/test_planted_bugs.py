@@ -47,6 +47,8 @@ TRANSPORTS = {
     planted.DropsLastHop: ("transport", "attention"),
     planted.ReusesBuffers: ("transport", "attention"),
     planted.DoesNotWait: ("transport", "memory"),
+    planted.SendsOthersShares: ("transport",),
+    planted.LendsWhatItCopies: ("transport",),
 }
 
 

@@ -69,6 +69,8 @@ def test_messages_between_passes_and_within(job):
     def work(mesh):
         transport = mesh.transport("cpu")
         between = JOBS[job](transport, torch.device("cpu"))
+        if job == "exchanged":  # which makes passes of its own
+            return between
         transport.begin(inbox=64 << 20)
         within = "" if job in ("laps", "order") else JOBS[job](transport, torch.device("cpu"))
         transport.end()
