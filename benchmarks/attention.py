@@ -252,13 +252,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the rows and providers that fit a short run")
     parser.add_argument("--providers", type=names(PROVIDERS), help=f"of {', '.join(PROVIDERS)}")
     parser.add_argument("--seconds", type=float, default=6.0, help="of measuring a row")
+    parser.add_argument("--no-host", dest="host", action="store_false", help="do not measure the host's time of calls")
     parser.add_argument("--label", default="attention", help="name of the files in --out")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     rows = arguments.rows or [n for n, r in ROWS.items() if r.quick or not arguments.quick]
     providers = arguments.providers or [p for p in PROVIDERS if not (arguments.quick and p == "flex-max")]
     results: list[Result] = []
-    hosts = host_times(providers)
+    hosts = host_times(providers) if arguments.host else {}
     for name in rows:
         results += run_row(name, providers, arguments.seconds)
         print(f"{name} done", flush=True)

@@ -154,7 +154,7 @@ def test_a_share_of_no_ceiling_is_refused(tmp_path, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda v: "absent" if v is planted else repr(v))
 def test_a_report_with_this_in_one_place(tmp_path, value):
     data = small()
     assert sum(is_refused(planted(data, place, value), tmp_path) for place in places(data)) > 50
