@@ -22,7 +22,7 @@ LONGEST = 16 << 20
 _AT_ONCE = 24  # messages of a launch
 _UNIT = 16  # bytes that a thread moves at once
 _PROGRAMS = 256  # for all messages of a launch
-_KEPT = 512  # launches: memory comes from the same places again and again
+_KEPT = 4096  # launches, 4 KB each: memory comes from the same places again and again, others in every layer
 
 Address = Callable[[Part | Strip], int]
 """Where a part goes."""
