@@ -18,7 +18,7 @@ from burst_portable.backends.cuda.kernel_driver import Described, kernel_driver,
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.triton.options import ALWAYS
 
-_DESCRIPTORS = 2048  # kept at most
+_DESCRIPTORS = 8192  # kept at most: 13 a layer and group of heads
 _COUNTERS = 1024  # in a pool
 
 
