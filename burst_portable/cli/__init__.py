@@ -26,6 +26,7 @@ EXIT_CODES = (
 )
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE = 1.0  # seconds in which signals that end a process are one; a later one ends what it still does too
+_AGAIN = 0.01  # seconds after which a signal is repeated whose exception Python could not raise
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -111,6 +112,9 @@ def _ended_by_signals(*, last: bool) -> Iterator[None]:
 
     Signals that this process was started deaf to, as by nohup, are left alone. Where this command is the `last` thing
     that the process does, Ctrl-C is not heard after a signal that ended it.
+
+    A signal may come while Python runs what cannot raise, a `__del__` or a weak reference's callback: importing
+    transformers runs many. There the exception is printed and lost, and a single SIGTERM with it; so it is repeated.
     """
     if threading.current_thread() is not threading.main_thread():  # the only one that may ask for signals
         yield
@@ -124,6 +128,27 @@ def _ended_by_signals(*, last: bool) -> Iterator[None]:
             asked = monotonic()
             raise _Ended(number)
 
+    repeating: threading.Timer | None = None
+
+    def repeat(number: int) -> None:
+        nonlocal asked
+        asked = -_PATIENCE  # not before: until then it is the same wish
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None, "it runs"
+        signal.pthread_kill(main_thread, number)
+
+    def lost(told: sys.UnraisableHookArgs) -> None:
+        nonlocal repeating
+        if not isinstance(told.exc_value, _Ended):
+            hook(told)
+            return
+        if repeating is not None:
+            repeating.cancel()
+        repeating = threading.Timer(_AGAIN, repeat, (told.exc_value.number,))
+        repeating.daemon = True
+        repeating.start()
+
+    hook, sys.unraisablehook = sys.unraisablehook, lost
     heard = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     before: dict[int, Any] = {number: signal.signal(number, end) for number in heard}
     try:
@@ -133,8 +158,14 @@ def _ended_by_signals(*, last: bool) -> Iterator[None]:
             before[signal.SIGINT] = signal.SIG_IGN
         raise
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        sys.unraisablehook = hook
+        try:
+            if repeating is not None:
+                repeating.cancel()
+                repeating.join()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _fail(message: str, code: int) -> int:

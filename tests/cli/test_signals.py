@@ -85,6 +85,52 @@ def test_what_nohup_keeps_away_stays_away(command):
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
+class Deaf:
+    """What is raised in its `__del__`, Python prints and forgets."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
+def test_a_signal_that_comes_where_python_cannot_raise_is_not_lost(command, capsys, number):
+    """A single SIGTERM, such as that of `timeout`, found `run` in a `__del__` of what it imports, and was forgotten."""
+    taken_back, hook = [], sys.unraisablehook
+
+    def work() -> None:
+        try:
+            for _ in range(3):
+                Deaf(number)
+            time.sleep(20)
+        finally:
+            taken_back.append(number)
+
+    command(work)
+    begun = time.monotonic()
+    assert main(["work"]) == 128 + number
+    assert time.monotonic() - begun < 10
+    assert taken_back == [number]
+    assert sys.unraisablehook is hook
+    captured = capsys.readouterr()
+    assert captured.out + captured.err == ""
+
+
+def test_other_mistakes_where_python_cannot_raise_are_told(command, monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: told.append(type(one.exc_value)))
+
+    class Broken:
+        def __del__(self) -> None:
+            raise ValueError
+
+    command(lambda: Broken() and None)
+    assert main(["work"]) == 0
+    assert told == [ValueError]
+
+
 SLOW_TO_END = """
 import atexit, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs deaf to Ctrl-C
