@@ -72,11 +72,12 @@ def _run(arguments: list[str]) -> int:
     import typer
 
     from burst_portable.cli.app import command_line, with_json_value
+    from burst_portable.cli.output import UnwrittenError
 
     try:
         arguments = with_json_value(arguments)
         return command_line(arguments).main(args=arguments, prog_name=PROGRAM, standalone_mode=False) or 0
-    except CommunicationError as error:
+    except (CommunicationError, UnwrittenError) as error:
         return _fail(str(error), 1)
     except BurstError as error:
         return _fail(str(error), 2)

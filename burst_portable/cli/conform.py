@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from burst_portable.cli.output import JSON_HELP, JsonOption, check_files
+from burst_portable.cli.output import JSON_HELP, JsonOption, check_files, writing
 from burst_portable.errors import InputError, explain
 
 RANKS = 8
@@ -101,9 +101,11 @@ def conform(
     show(report, stderr=json_option.stdout)
     json_option.write_text(report.to_json())
     if junit_file is not None:
-        junit_file.write_text(report.junit(), encoding="utf-8")
+        with writing(junit_file):
+            junit_file.write_text(report.junit(), encoding="utf-8")
     if markdown_file is not None:
-        markdown_file.write_text(report.markdown(), encoding="utf-8", errors="replace")
+        with writing(markdown_file):
+            markdown_file.write_text(report.markdown(), encoding="utf-8", errors="replace")
     return 0 if report.ok else 1
 
 

@@ -11,8 +11,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from burst_portable.errors import InputError, explain
+from burst_portable.errors import BurstError, InputError, explain
 
 JSON_HELP = "Write JSON to FILE beside the tables; without FILE, or as -, to standard output and nothing else there."
 PRINT_JSON_HELP = "Print JSON to standard output instead of tables."
@@ -72,6 +72,24 @@ def on_stderr(*, quiet: bool = False) -> dict[str, Any]:
     return {"console": place, "transient": True, "disable": not place.is_terminal}
 
 
+class UnwrittenError(BurstError):
+    """A file that could be written when the command began and cannot be any more: nothing that was typed is wrong."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """While a file is written: `UnwrittenError`, which names it, where its disk is full, or its folder gone."""
+    try:
+        yield
+    except (OSError, InputError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if isinstance(cause, BrokenPipeError) or not isinstance(cause, OSError):
+            raise
+        raise UnwrittenError(
+            explain(f"{path} cannot be written", got=cause.strerror, next_step="it is not whole, or not there")
+        ) from error
+
+
 class JsonOption:
     """What follows `--json`: a file, - for standard output, or None where it was not given.
 
@@ -94,7 +112,7 @@ class JsonOption:
         return self.stdout or self.file is not None
 
     def write(self, data: Any) -> None:
-        """Write it where it was asked for, if it was."""
+        """Write it where it was asked for, if it was. Raises `UnwrittenError` for a disk that is full by now."""
         if self.wanted:
             self.write_text(json_text(data))
 
@@ -103,7 +121,8 @@ class JsonOption:
         if self.stdout:
             sys.stdout.write(text)
         elif self.file is not None:
-            self.file.write_text(text, encoding="utf-8")
+            with writing(self.file):
+                self.file.write_text(text, encoding="utf-8")
 
 
 def json_text(data: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from burst_portable.cli.output import PRINT_JSON_HELP, JsonOption, check_files, console, table
+from burst_portable.cli.output import PRINT_JSON_HELP, JsonOption, check_files, console, table, writing
 from burst_portable.errors import InputError, explain
 from burst_portable.files import write_text
 
@@ -41,14 +41,17 @@ def profile(
     check_files({"--html": html, "--chrome": chrome, "--markdown": None if to_stdout else markdown}, sources=(report,))
     read = Report.load(report)
     if html is not None:
-        read.write_html(html)
+        with writing(html):
+            read.write_html(html)
     if chrome is not None:
-        read.write_chrome(chrome)
+        with writing(chrome):
+            read.write_chrome(chrome)
     if to_stdout:
         typer.echo(read.markdown(), nl=False)
         return
     if markdown is not None:
-        write_text(markdown, read.markdown())
+        with writing(markdown):
+            write_text(markdown, read.markdown())
     if as_json:
         told = ("schema", "verdict", "losses", "ranks", "ablation")
         JsonOption("-").write({name: read.data[name] for name in told if name in read.data})

@@ -10,7 +10,7 @@ import typer
 
 from burst_portable.backends.registry import known
 from burst_portable.cli import PROGRAM
-from burst_portable.cli.output import JSON_HELP, JsonOption, check_folder, json_text
+from burst_portable.cli.output import JSON_HELP, JsonOption, check_folder, json_text, writing
 from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVELS
 from burst_portable.errors import BackendUnavailableError, BurstError, InputError, explain
 
@@ -233,10 +233,11 @@ def _distributed(
 def _write_report(facts: dict[str, Any], profile: dict[str, Any] | None, prepared: Prepared, folder: Path) -> None:
     from burst_portable.cli.report import write_html
 
-    (folder / "report.json").write_text(json_text(facts), encoding="utf-8")
-    write_html(facts, prepared.plan, folder / "report.html")
-    if profile is not None:
-        from burst_portable.profiling.report import Report
+    with writing(folder):
+        (folder / "report.json").write_text(json_text(facts), encoding="utf-8")
+        write_html(facts, prepared.plan, folder / "report.html")
+        if profile is not None:
+            from burst_portable.profiling.report import Report
 
-        Report(profile).write_json(folder / "profile.json")
-        Report(profile).write_html(folder / "profile.html")
+            Report(profile).write_json(folder / "profile.json")
+            Report(profile).write_html(folder / "profile.html")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -148,3 +149,33 @@ def test_tables_of_a_narrow_terminal_are_whole(capsys, monkeypatch, command):
 def test_a_long_label_is_told_whole(capsys):
     output.console().print(output.labelled("another_vendor", "no: [not] here"))
     assert capsys.readouterr().out.split() == ["another_vendor", "no:", "[not]", "here"]
+
+
+def fails(number: int):
+    """Stands in for `Path.write_text` on a disk that has filled up since the command began."""
+
+    def write_text(self, *ignored, **named):
+        raise OSError(number, os.strerror(number))
+
+    return write_text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOENT], ids=["full", "folder gone"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*PLAN, "--json", "out"),
+        ("conform", "--backend", "cpu", "--quick", "--only", "claims", "--junit", "out"),
+        ("conform", "--backend", "cpu", "--quick", "--only", "claims", "--markdown", "out"),
+        ("profile", str(SAMPLE), "--html", "out"),
+        ("profile", str(SAMPLE), "--chrome", "out"),
+        ("profile", str(SAMPLE), "--markdown", "out"),
+    ],
+    ids=lambda arguments: " ".join(arguments[:1] + arguments[-2:]),
+)
+def test_a_file_that_cannot_be_written_any_more_is_named(monkeypatch, tmp_path, capsys, arguments, number):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "write_text", fails(number))
+    assert main(arguments) == 1
+    told = f"burst-portable: out cannot be written; got {os.strerror(number)}; it is not whole, or not there\n"
+    assert capsys.readouterr().err.splitlines(keepends=True)[-1] == told
