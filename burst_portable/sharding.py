@@ -52,7 +52,8 @@ def _dimension(x: Tensor, dim: int) -> int:
     check_tensor("x", x)
     number = as_int(dim)
     if number is None or not -x.dim() <= number < x.dim():
-        raise ShapeError(explain("dim is no dimension of x", got=shown(dim), allowed=f"one of {x.dim()}"))
+        allowed = f"{-x.dim()} to {x.dim() - 1}" if x.dim() else "a tensor that has dimensions"
+        raise ShapeError(explain("dim is no dimension of x", got=shown(dim), allowed=allowed))
     return number
 
 

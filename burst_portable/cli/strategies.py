@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from burst_portable.errors import InputError, explain, shown
 from burst_portable.rates import Rates
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import make_strategy
+from burst_portable.strategies.registry import NAMES, make_strategy
 
 STRATEGY = "auto (the least predicted time), ring, burst, double_ring or ulysses."
 LAYOUT = (
@@ -15,6 +16,7 @@ MOVES = "For ring and burst: neighbour (from rank to rank) or fetch (straight fr
 TRAVELS = "For double_ring: kv or q, what goes round in the backward pass; q unless given."
 INNER = "Ranks a node, for double_ring and auto; unless given, auto leaves double_ring out."
 WITH_NODES = ("double_ring", "auto")
+_SERVED = {"--inner": WITH_NODES, "--travels": ("double_ring",), "--moves": ("ring", "burst")}
 
 
 def asked_strategy(name: str, inner: int | None, travels: str | None, moves: str | None, rates: Rates) -> Strategy:
@@ -22,4 +24,14 @@ def asked_strategy(name: str, inner: int | None, travels: str | None, moves: str
 
     Raises `UnknownNameError`, or `InputError` for an option that the strategy does not have.
     """
+    typed = {"--inner": inner, "--travels": travels, "--moves": moves}
+    for option, served in _SERVED.items():
+        if typed[option] is not None and name in NAMES and name not in served:
+            raise InputError(
+                explain(
+                    f"the strategy {name!r} takes no {option}",
+                    got=shown(typed[option]),
+                    next_step=f"leave it out, or ask for --strategy {' or '.join(served)}",
+                )
+            )
     return make_strategy(name, inner=inner, travels=travels, moves=moves, rates=rates if name == "auto" else None)

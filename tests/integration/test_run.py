@@ -243,7 +243,7 @@ def _children(pid: int) -> list[int]:
         (["--seed", "1" * 30], "--seed is too large"),
         (["--lr", "1e400"], "--lr"),
         (["--strategy", "burst", "--moves", "fech"], "did you mean 'fetch'"),
-        (["--strategy", "ring", "--inner", "2"], "no option 'inner'"),
+        (["--strategy", "ring", "--inner", "2"], "takes no --inner; got 2; leave it out, or ask for --strategy double"),
         (["--strategy", "double_ring", "--travels", "v"], "unknown travelling side"),
         (["--strategy", "double_ring", "--inner", "3"], "does not divide"),
         (["--lr", "nan"], "--lr"),
