@@ -195,7 +195,7 @@ class Mesh:
             return plain, "one rank" if self.size == 1 else "named"
         name = self.backend_for(device_type).capabilities.direct_transport
         if named not in ("auto", name):
-            raise unknown_name("transport", named, filter(None, (plain, name)))
+            raise unknown_name("transport in BURST_TRANSPORT or Config", named, filter(None, ("auto", plain, name)))
         if not name:
             return plain, "the only one"
         found = self._direct.get(device_type) if direct else "blocks are handed on from rank to rank"

@@ -13,8 +13,8 @@ import typer
 from burst_portable import __version__
 from burst_portable.backends.registry import known, load
 from burst_portable.cli.output import JSON_HELP, JsonOption
-from burst_portable.config import from_environment
-from burst_portable.errors import BackendUnavailableError, InputError
+from burst_portable.config import Config, from_environment
+from burst_portable.errors import BackendUnavailableError, InputError, unknown_name
 from burst_portable.measured_rates import read_rates
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def doctor(json_name: Annotated[str | None, typer.Option("--json", metavar="[FIL
 
 def examine() -> Facts:
     """Everything that is told, as plain data."""
-    settings = from_environment()
+    settings, backends = from_environment(), _backends()
     return {
         "schema": SCHEMA,
         "version": __version__,
@@ -57,9 +57,23 @@ def examine() -> Facts:
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "settings": {"deadline": settings.deadline, "kernel": settings.kernel, "transport": settings.transport},
+        "unknown": _unknown(settings, backends),
         "rates": _rates(settings.rates),
-        "backends": _backends(),
+        "backends": backends,
     }
+
+
+def _unknown(settings: Config, backends: dict[str, Facts]) -> list[str]:
+    """Names in settings that no backend which runs here has: every call that needs them will be refused."""
+    here = [backend for backend in backends.values() if backend["ok"]]
+    kernels = [kernel["name"] for backend in here for kernel in backend["kernels"]]
+    transports = [backend[what] for backend in here for what in ("process_group", "direct_transport")]
+    named = (("BURST_KERNEL", settings.kernel, kernels), ("BURST_TRANSPORT", settings.transport, transports))
+    return [
+        str(unknown_name(f"name in {variable}", name, ("auto", *filter(None, known_here))))
+        for variable, name, known_here in named
+        if name not in ("auto", *known_here)
+    ]
 
 
 def _rates(file: str) -> Facts | None:
@@ -115,6 +129,7 @@ def _capabilities(backend: Backend) -> Facts:
     return {
         "device_type": capabilities.device_type,
         "process_group": capabilities.process_group,
+        "direct_transport": capabilities.direct_transport,
         "streams": capabilities.streams,
         "rates": {"tflops": capabilities.rates.tflops, "gbps": capabilities.rates.gbps},
     }

@@ -24,6 +24,8 @@ def show(facts: Facts) -> None:
         "hop deadline {deadline:g} s, local kernel {kernel}, transport {transport}".format(**facts["settings"]),
         markup=False,
     )
+    for told in facts["unknown"]:
+        say.print(labelled("warning", told, style="yellow"))
     say.print(_rates(facts["rates"]), markup=False)
     say.print("", _backends(facts["backends"]), "")
     for name, backend in facts["backends"].items():

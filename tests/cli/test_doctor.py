@@ -140,3 +140,17 @@ def test_whether_the_file_of_rates_can_be_used(capsys, tmp_path, monkeypatch):
     assert examined(capsys)["rates"] == {"file": str(path), "ok": True, "reason": "", **about}
     main(["doctor"])
     assert "measured on Abacus 9, 4 ranks, kernel beads, 2026-11-22" in " ".join(capsys.readouterr().out.split())
+
+
+def test_names_in_settings_that_nothing_here_has(capsys, monkeypatch):
+    monkeypatch.setenv("BURST_KERNEL", "cpu_flahs")
+    monkeypatch.setenv("BURST_TRANSPORT", "pigeon")
+    kernel, transport = examined(capsys)["unknown"]
+    assert kernel.startswith("unknown name in BURST_KERNEL; got 'cpu_flahs'; allowed: auto, ")
+    assert kernel.endswith("did you mean 'cpu_flash'?")
+    assert transport.startswith("unknown name in BURST_TRANSPORT; got 'pigeon'; allowed: auto, ")
+    main(["doctor"])
+    assert "warning unknown name in BURST_KERNEL; got 'cpu_flahs'" in capsys.readouterr().out
+    monkeypatch.setenv("BURST_KERNEL", "cpu_flash")
+    monkeypatch.setenv("BURST_TRANSPORT", "gloo")
+    assert examined(capsys)["unknown"] == []
