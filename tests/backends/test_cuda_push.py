@@ -202,21 +202,9 @@ def test_a_launch_is_packed_as_the_kernel_reads_it():
     assert grid[1:] == (AT_ONCE - 1, 1)
 
 
-class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams of a flag, as cuda.h has it."""
-
-    _fields_ = (
-        ("operation", ctypes.c_int),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint),
-        ("alias", ctypes.c_uint64),
-        ("rest", ctypes.c_uint64),
-    )
-
-
-def test_several_flags_are_one_call(monkeypatch):
-    """One flag is a call of its own kind, several are packed as the driver reads them."""
+@pytest.fixture
+def noting(monkeypatch):
+    """The driver over a library that does nothing, and its calls as they come: (name, arguments)."""
     calls = []
 
     class Library:
@@ -230,6 +218,25 @@ def test_several_flags_are_one_call(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
     driver = driver_module.Driver(0)
     calls.clear()
+    return driver, calls
+
+
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a flag, as cuda.h has it."""
+
+    _fields_ = (
+        ("operation", ctypes.c_int),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64),
+    )
+
+
+def test_several_flags_are_one_call(noting):
+    """One flag is a call of its own kind, several are packed as the driver reads them."""
+    driver, calls = noting
     for method, single, kind in (
         (driver.set_flags, "cuStreamWriteValue32_v2", 2),
         (driver.wait_flags, "cuStreamWaitValue32_v2", 1),
@@ -269,20 +276,8 @@ class _Copy(ctypes.Structure):
     )
 
 
-def test_lines_are_packed_as_the_driver_reads_them(monkeypatch):
-    calls = []
-
-    class Library:
-        def __getattr__(self, name):
-            def call(*arguments):
-                calls.append((name, arguments))
-                return 0
-
-            return call
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
-    driver = driver_module.Driver(0)
-    calls.clear()
+def test_lines_are_packed_as_the_driver_reads_them(noting):
+    driver, calls = noting
     driver.copy_lines(9, 1 << 41, 1 << 40, Strip(1, 0, 0, lines=7, width=64, step=4096, jump=192))
     ((name, (packed, stream)),) = calls
     assert (name, stream, len(packed)) == ("cuMemcpy2DAsync_v2", 9, ctypes.sizeof(_Copy))
