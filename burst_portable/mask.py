@@ -202,7 +202,8 @@ class Mask:
         """Packed sequences: cumulative = (0, end of the first, ..., length). No token sees another document.
 
         Ints in any sequence, a NumPy array or an integer tensor (``cu_seqlens``); a tensor on a device is copied.
-        `window` limits each token to so many tokens back within its document.
+        Tokens after the last one see nothing: padding. `window` limits each token to so many tokens back within its
+        document.
         """
         bounds = cumulative_lengths("documents", cumulative)
         if not isinstance(causal, bool):

@@ -148,7 +148,7 @@ def _positive(**numbers: float | None) -> None:
     for name, number in numbers.items():
         # Written so that nan is refused as well.
         if number is not None and not 0 < number < float("inf"):
-            raise InputError(explain(f"--{name} is out of range", got=number, allowed="above 0"))
+            raise InputError(explain(f"--{name} is out of range", got=number, allowed="above 0, and finite"))
 
 
 def _waiting(label: str) -> AbstractContextManager[object]:
