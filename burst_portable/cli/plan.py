@@ -12,6 +12,7 @@ import typer
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, check, checked_ranks, plan_facts
 from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVELS, WITH_NODES, asked_strategy
+from burst_portable.config import from_environment
 from burst_portable.errors import InputError, explain, unknown_name
 from burst_portable.measured_rates import read_rates
 from burst_portable.planning import plan as make_plan
@@ -117,6 +118,10 @@ def plan(
         facts = plan_facts(made, rates, rank)
     guessed = rates_file is None and gbps is None
     facts["notes"] = [_one_link(ranks)] if guessed and not rates.node and ranks > _RANKS_A_NODE else []
+    if rates_file is None and (file := from_environment().rates):
+        facts["notes"].append(
+            f"the rates of BURST_RATES are this machine's, and not read here: --rates {file} takes them"
+        )
     from burst_portable.cli.plan_view import show, show_check
 
     if not json_option.stdout:

@@ -327,3 +327,17 @@ def test_json_does_not_overwrite_the_file_of_rates(capsys, tmp_path):
     path.write_text("{}")
     assert main(["plan", *TINY, "--rates", str(path), "--json", str(path)]) == 2
     assert "names the file that is read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_rates_that_are_set_and_not_read_are_told(monkeypatch, tmp_path, capsys, named):
+    """They are those of the machine at hand; a plan may be for another."""
+    file = tmp_path / "rates.json"
+    about = {"device": "Abacus", "ranks": 1, "kernel": "beads", "date": "2026-11-22"}
+    rates = {"tflops": 500.0, "gbps": 200.0}
+    file.write_text(json.dumps({"schema": "burst_portable.rates/1", **about, "rates": rates}))
+    monkeypatch.setenv("BURST_RATES", str(file))
+    options = ["--rates", str(file)] if named else []
+    assert main(["plan", "--seq-len", "64", "--ranks", "2", "--json", *options]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert [str(file) in note for note in notes] == ([] if named else [True])
