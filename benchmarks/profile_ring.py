@@ -23,12 +23,9 @@ import argparse
 import json
 import statistics
 import sys
-import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,178 +36,23 @@ if not __package__:  # started as a script by torchrun
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import burst_portable as bp
+from benchmarks.known_lengths import Found, apart_of, overlap
 from benchmarks.ranks import Clock, join, leave
 from benchmarks.ring import STRATEGIES
 from benchmarks.ring_rows import ROWS
 from benchmarks.rings import strategy_named
 from benchmarks.script import count, current_device, end, file, names
 from burst_portable.backends.registry import for_device
-from burst_portable.kernels.contract import Options
 from burst_portable.profiling.analyze import analyze
 from burst_portable.profiling.matching import match
 from burst_portable.profiling.partition import Timeline
 from burst_portable.profiling.record import RankRecords
-from burst_portable.profiling.recorder import Recorder
-from burst_portable.profiling.recording import RecordingRuntime
 from burst_portable.profiling.traced import Traced
 from burst_portable.runtime import installed
 
 WITHIN = 0.02  # of the span
-_HELD = 20_000_000  # cycles: about 10 ms, at first
 _SETTLING = 2  # steps before those that are timed: after the pause that the turn before ended with, clocks are higher
-_CHUNK = 1024  # MiB of a device's memory that are copied at a time
 COMPARED = ("span", "compute", "exposed_comm")
-Found = dict[str, Any]
-
-
-# ----------------------------------------------------------------------------------------- overlap on one device
-
-
-class Device:
-    """Work of a length that can be chosen: a kernel on the current stream, a copy beside it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.streams = for_device(device.type).capabilities.streams
-        self.device = device
-        if self.streams:
-            self._module = torch.get_device_module(device)
-            self._side = torch.Stream(device)
-            self._here, self._there = (torch.empty(_CHUNK << 20, dtype=torch.uint8, device=device) for _ in range(2))
-            self._cycles, self._over = _HELD, torch.Event(device)
-
-    def kernel(self, amount: float) -> None:
-        """Nothing but time: millions of cycles on a device, milliseconds on a CPU. Takes no memory bandwidth."""
-        if self.streams:
-            self._module._sleep(int(amount * 1e6))
-        else:
-            time.sleep(amount / 1e3)
-
-    def copy(self, amount: float) -> Callable[[], None]:
-        """Within the device's memory, MiB on a device, milliseconds on a CPU; returns what waits for it."""
-        if not self.streams:
-            thread = threading.Thread(target=time.sleep, args=(amount / 1e3,))
-            thread.start()
-            return thread.join
-        left, current = int(amount * (1 << 20)), torch.accelerator.current_stream(self.device)
-        self._side.wait_stream(current)
-        with self._side:
-            while left > 0:
-                self._there[:left].copy_(self._here[:left])
-                left -= len(self._here)
-            over = torch.Event(self.device)
-            over.record()
-        return lambda: torch.accelerator.current_stream(self.device).wait_event(over)
-
-    def hold(self) -> None:
-        """What is given to the device now begins some milliseconds later, when the host has given it all."""
-        if self.streams:
-            self._module._sleep(self._cycles)
-            self._over.record()
-
-    def held(self) -> bool:
-        """Whether the host was done first; otherwise the device is held for longer next time."""
-        if not self.streams or not self._over.query():
-            return True
-        self._cycles *= 2
-        if self._cycles > 64 * _HELD:
-            raise SystemExit("the host never gives its work ahead of the device: something in it waits for the device")
-        return False
-
-    def seconds(self, work: Callable[[], Any]) -> float:
-        """Of work alone, as its device sees it: the median of some."""
-        times: list[float] = []
-        while len(times) < 7:
-            self.settle()
-            if self.streams:
-                before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
-                self.hold()
-                before.record()
-                work()
-                after.record()
-                held = self.held()
-                after.synchronize()
-                times += [before.elapsed_time(after) / 1e3] if held else []
-            else:
-                began = time.perf_counter()
-                work()
-                times.append(time.perf_counter() - began)
-        return statistics.median(times)
-
-    def settle(self) -> None:
-        if self.streams:
-            torch.accelerator.synchronize()
-
-
-class Waits:
-    """See `comm.base.Handle`."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.wait = wait
-
-
-def beside(device: Device, kernel: float, copy: float) -> Found:
-    """A kernel of a length and a copy of another, begun together; then the rank waits for the copy."""
-    while (found := _beside(device, kernel, copy)) is None:
-        pass
-    return found
-
-
-def _beside(device: Device, kernel: float, copy: float) -> Found | None:
-    """None where they did not begin together."""
-    plan = bp.plan(seq_len=64, ranks=2, heads=1, head_dim=16, mask="full", layout="contiguous", strategy="ring")
-    transport = SimpleNamespace(name="copies", rank=0, size=2, host="", lasting=True, picks=False)
-    arriving: list[Callable[[], None]] = []
-
-    def post(sends: list[Any], receives: list[Any], step: int, *, backward: bool) -> tuple[list[Waits], list[Waits]]:
-        return [Waits(lambda: None) for _ in sends], [Waits(arriving[0]) for _ in receives]
-
-    inner = SimpleNamespace(transport=transport, attend=lambda *_: device.kernel(kernel), post=post)
-    ranks = [RecordingRuntime(inner, plan, Recorder(rank, "host", light=False)) for rank in (0, 1)]  # type: ignore[arg-type]
-    q = torch.empty(1, device=device.device)
-    first, second = plan.forward.steps_of(0)
-    move, sent = first.receives[0], torch.empty(8, dtype=torch.uint8, device=device.device)
-    for runtime in ranks:  # the clocks' first marks wait for the device
-        runtime.recorder.clock(device.device)
-    device.settle()
-    device.hold()
-    (leaving,), _ = ranks[1].post([(move, sent)], [], 0, backward=False)
-    leaving.wait()
-    arriving.append(device.copy(copy))
-    _, (handle,) = ranks[0].post([], [(move, sent)], 0, backward=False)
-    ranks[0].attend(first.compute, q, q, q, Options(1.0), None)  # type: ignore[arg-type]
-    handle.wait()
-    ranks[0].attend(second.compute, q, q, q, Options(1.0), None)  # type: ignore[arg-type]
-    if not device.held():
-        device.settle()
-        return None
-    device.settle()
-    found: Found = analyze([one.recorder.records() for one in ranks])["ranks"][0]
-    return {name: found[name] / 1e9 for name in ("span", "compute", "exposed_comm", "overlap")}
-
-
-def overlap(device: torch.device) -> list[Found]:
-    """A copy that is shorter than the kernel, and one that is longer: what is hidden, and what is left."""
-    one = Device(device)
-    kernel, unit = (8.0, 4.0 * _CHUNK) if one.streams else (60.0, 20.0)
-    alone = one.seconds(lambda: one.kernel(kernel))
-    found = []
-    for times in (0.5, 2.0):
-        length = one.seconds(lambda: one.copy(unit)())
-        copy = unit * times * alone / length
-        length = one.seconds(lambda copy=copy: one.copy(copy)())  # type: ignore[misc]
-        expected = {
-            "span": max(alone, length) + alone,
-            "compute": 2 * alone,
-            "exposed_comm": max(0.0, length - alone),
-            "overlap": min(alone, length),
-        }
-        if length < alone and not one.streams:
-            del expected["overlap"]
-        runs = [beside(one, kernel, copy) for _ in range(5)]
-        measured = {name: statistics.median(run[name] for run in runs) for name in expected}
-        apart = {name: _apart(measured[name], expected[name], expected["span"]) for name in expected}
-        found.append({"kernel": alone, "copy": length, "expected": expected, "measured": measured, "apart": apart})
-    return found
 
 
 # ----------------------------------------------------------------------------------------- a ring, and its trace
@@ -251,12 +93,6 @@ def by_trace(traced: Traced) -> Found:
     return _between(Timeline.of(compute, np.concatenate((comm, wait))))
 
 
-def _apart(found: float, right: float, span: float) -> dict[str, float | None]:
-    """As a share of itself (None where it is 0), and of the span."""
-    gap = abs(found - right)
-    return {"of_itself": gap / right if right else None, "of_span": gap / span}
-
-
 def _between(timeline: Timeline) -> Found:
     window = np.array([[timeline.compute[0, 0], timeline.compute[-1, 1]]])
     return {name: int(timeline.measured(window)[name][0]) for name in COMPARED}
@@ -281,7 +117,7 @@ def ring(row: str, mesh: bp.Mesh, device: torch.device, strategy: Any, steps: in
     for one in gathered:
         assert one.traced is not None, "the deep level traces"
         marks, trace = by_marks(one, gathered), by_trace(one.traced)
-        apart = {name: _apart(marks[name], trace[name], trace["span"]) for name in COMPARED}
+        apart = {name: apart_of(marks[name], trace[name], trace["span"]) for name in COMPARED}
         ranks.append({"rank": one.rank, "marks": marks, "trace": trace, "apart": apart})
     data = analyze(gathered)
     on_device = all(one.traced.on_device for one in gathered if one.traced)

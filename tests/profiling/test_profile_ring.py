@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.profile_ring import COMPARED, Device, beside
+from benchmarks.known_lengths import Device, beside
+from benchmarks.profile_ring import COMPARED
 
 ROOT = Path(__file__).parents[2]
 SLACK = 0.01  # seconds that this process may stand still between two marks
