@@ -239,7 +239,7 @@ def _by_groups(plan: Plan, part: PassPlan, pass_name: PassName, rank: int, rates
     work = sum(_work(part.problem, pass_name, s.compute, rates) for s in part.steps_of(0) if s.compute)
     moving = _exchanges(reshard_bytes(plan, pass_name, rank), plan, rates)
     line = _Timeline(plan.direct, pass_name, rates)
-    passes = memory_traffic.resharded(plan, pass_name, rank, in_pieces=rates.in_pieces, lent=bool(rates.direct))
+    passes = memory_traffic.resharded(plan, pass_name, rank, in_pieces=rates.in_pieces, picks=bool(rates.direct))
     arrivals, homes = [], []
     for (there, _), traffic in zip(moving, passes, strict=True):
         line.read_and_write(traffic.packed)

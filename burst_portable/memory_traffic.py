@@ -100,8 +100,8 @@ class Resharded(NamedTuple):
     home: int
 
 
-def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, lent: bool) -> list[Resharded]:
-    """For taking a rank's tensors to head shards and back; `lent`: by a transport that picks rows up where they are.
+def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, picks: bool) -> list[Resharded]:
+    """For taking a rank's tensors to head shards and back; `picks`: by a transport that picks rows up where they are.
 
     That one copies what backward needs beside the kernels.
     """
@@ -115,6 +115,6 @@ def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, le
         computed = 0 if as_it_comes else _COPIED * everyone * (coming + leaving)
         if pass_name == "backward" and not in_pieces:
             computed += _GRADIENT * everyone * leaving
-        packed = 0 if lent else _COPIED * mine * coming
+        packed = 0 if picks else _COPIED * mine * coming
         groups.append(Resharded(packed, computed, _COPIED * mine * leaving))
     return groups

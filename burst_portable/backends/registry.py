@@ -170,22 +170,22 @@ def peaks_of(backend: Backend, dtype: str) -> Peaks:
 
 def meter_of(backend: Backend, index: int) -> Meter | str:
     """The sensors of a device; or the reason why they cannot be read."""
-    make = getattr(backend, "meter", None)
-    if make is None:
-        return f"the backend {backend.name!r} reads no sensors"
-    try:
-        return cast("Meter", make(index))
-    except BackendUnavailableError as error:
-        return str(error)
+    return cast("Meter | str", _reader(backend, "meter", index, "reads no sensors"))
 
 
 def link_counters_of(backend: Backend, index: int) -> LinkCounters | str:
     """What crossed the links of a device; or the reason why that cannot be read."""
-    make = getattr(backend, "link_counters", None)
+    what = "does not count what crosses links between devices"
+    return cast("LinkCounters | str", _reader(backend, "link_counters", index, what))
+
+
+def _reader(backend: Backend, name: str, index: int, without: str) -> object:
+    """What a backend may have for reading a device, by the name of its method; or why not."""
+    make = getattr(backend, name, None)
     if make is None:
-        return f"the backend {backend.name!r} does not count what crosses links between devices"
+        return f"the backend {backend.name!r} {without}"
     try:
-        return cast("LinkCounters", make(index))
+        return make(index)
     except BackendUnavailableError as error:
         return str(error)
 
