@@ -73,7 +73,8 @@ class Meter(Protocol):
     """The sensors of one device. A read takes the host less than a millisecond or two, and nothing of the device."""
 
     def read(self) -> dict[str, float]:
-        """Those that it has: "watts", "megahertz" of what computes, "celsius"."""
+        """Those that it has: "watts", "megahertz" of what computes, "celsius", and "joules", counted since some moment
+        in the past."""
 
     def close(self) -> None:
         """It is read no more."""

@@ -30,7 +30,9 @@ _TOLD: Mapping[str, tuple[str, ...]] = {
     ),
     "events: the clocks of several hosts, aligned on messages": ("uncertainty_ns", "offsets_ns"),
     "events: an anchor of the device's clock to the host's at each end of the session": ("ppm", "uncertainty_ppm"),
-    "events: the device's own sensors, read ten times a second": ("watts", "megahertz", "celsius", "sensors"),
+    "events: the device's own sensors, read ten times a second": (
+        *("watts", "megahertz", "celsius", "joules", "sensors"),
+    ),
     "events: FLOPs of the plan over marked time": ("flop_rate",),
     "trace: the vendor's own tracer, joined by the launching call": ("time",),
     "ablation: the host's clock around a step with attention's messages off, its kernels off, and both, the shortest "

@@ -1,4 +1,4 @@
-"""Power, clock and temperature of a rank's device while a session runs, read by a thread ten times a second."""
+"""Power, clock, temperature and energy of a rank's device while a session runs, read ten times a second by a thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from burst_portable.backends.base import Meter
 from burst_portable.background import Background
 
-NAMES = ("watts", "megahertz", "celsius")
+NAMES = ("watts", "megahertz", "celsius", "joules")
 _EVERY = 0.1  # seconds
 _KEPT = 3000  # the latest: five minutes
 
@@ -61,4 +61,6 @@ def told(one: dict[str, Any]) -> str:
         parts.append(f"{min(clock):.0f} to {max(clock):.0f} MHz")
     if heat := one.get("celsius"):
         parts.append(f"up to {max(heat):.0f} °C")
+    if (energy := one.get("joules")) and energy[-1] > energy[0]:
+        parts.append(f"{energy[-1] - energy[0]:.0f} J in {(one['time'][-1] - one['time'][0]) / 1e9:.1f} s")
     return "; ".join(parts)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import picture
+from benchmarks import energy, picture
 from benchmarks.script import accelerator, count, current_device, end, file, names
 from burst_portable.errors import BackendUnavailableError, DeadlineError, UnknownNameError
 
@@ -85,3 +87,27 @@ def test_a_picture_tells_ours_from_others_and_from_bounds():
     assert drawn.count(f'width="{picture.LONGEST:.1f}"') == 2
     assert drawn.count(f'width="{picture.LONGEST / 2:.1f}"') == 2
     assert "&lt;&amp;&gt;" in drawn
+
+
+def test_energy_of_a_call_is_its_share_of_what_the_board_counts(monkeypatch):
+    """A board that takes 250 W all the time, and calls of 5 ms."""
+    monkeypatch.setattr(energy, "WARM", 0.02)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    meter = SimpleNamespace(read=lambda: {"joules": 1000 + 250 * time.perf_counter(), "megahertz": 1410.0})
+    spent = energy.spend(meter, lambda: time.sleep(0.005), 0.1)
+    assert 0.005 <= spent.seconds < 0.02
+    assert spent.watts == pytest.approx(250, rel=0.02)
+    assert spent.megahertz == 1410
+    line = energy.Line("window", "hopper", "forward", "random", energy.Spent(1e-3, 0.5, 1410), 10**12)
+    assert line.told().split()[4:] == ["1000", "TFLOP/s", "500", "W", "1410", "MHz", "0.50", "J/TFLOP"]
+
+
+def test_a_board_that_counts_no_energy_is_told(monkeypatch):
+    closed = []
+    meter = SimpleNamespace(read=lambda: {"watts": 250.0}, close=lambda: closed.append(1))
+    monkeypatch.setattr(energy, "for_device", lambda kind: None)
+    for found, told in ((meter, "does not count its energy"), ("no library", "cannot be read: no library")):
+        monkeypatch.setattr(energy, "meter_of", lambda backend, index, found=found: found)
+        with pytest.raises(BackendUnavailableError, match=told):
+            energy.checked_meter(torch.device("cpu", 0))
+    assert closed == [1]

@@ -81,13 +81,16 @@ def nvml(monkeypatch):
     module.nvmlDeviceGetPowerUsage = lambda device: 512_345
     module.nvmlDeviceGetClockInfo = lambda device, clock: 1755
     module.nvmlDeviceGetTemperature = temperature
+    module.nvmlDeviceGetTotalEnergyConsumption = lambda device: 12_345_678
     monkeypatch.setitem(sys.modules, "pynvml", module)
     return module
 
 
 def test_nvml(nvml):
     meter = NvmlMeter("1234")
-    assert meter.read() == {"watts": 512.345, "megahertz": 1755.0}, "a sensor that is not there is left out"
+    assert meter.read() == {"watts": 512.345, "megahertz": 1755.0, "joules": 12345.678}, (
+        "a sensor that is not there is left out"
+    )
     meter.close()
     assert nvml.open == 0
     with pytest.raises(BackendUnavailableError, match="NVML does not know GPU-other: Not Found"):
@@ -95,11 +98,11 @@ def test_nvml(nvml):
     assert nvml.open == 0
 
 
-@pytest.mark.parametrize(("power", "watts"), [
-    ({"current_socket_power": 600, "average_socket_power": "N/A"}, 600.0),
-    ({"current_socket_power": "N/A", "average_socket_power": 300}, 300.0),
+@pytest.mark.parametrize(("power", "watts", "energy"), [
+    ({"current_socket_power": 600, "average_socket_power": "N/A"}, 600.0, "energy_accumulator"),
+    ({"current_socket_power": "N/A", "average_socket_power": 300}, 300.0, "power"),
 ])  # fmt: skip
-def test_amdsmi(monkeypatch, power, watts):
+def test_amdsmi(monkeypatch, power, watts, energy):
     module = ModuleType("amdsmi")
     module.__spec__ = SimpleNamespace()
     module.AmdSmiException = type("AmdSmiException", (Exception,), {})
@@ -111,9 +114,10 @@ def test_amdsmi(monkeypatch, power, watts):
     module.amdsmi_get_power_info = lambda device: power
     module.amdsmi_get_clock_info = lambda device, clock: {"clk": 2100}
     module.amdsmi_get_temp_metric = lambda device, sensor, metric: "N/A"
+    module.amdsmi_get_energy_count = lambda device: {energy: 4_000_000, "counter_resolution": 15.25, "timestamp": 1}
     monkeypatch.setitem(sys.modules, "amdsmi", module)
     meter = AmdsmiMeter("0000:c1:00.0")
-    assert meter.read() == {"watts": watts, "megahertz": 2100.0}
+    assert meter.read() == {"watts": watts, "megahertz": 2100.0, "joules": 61.0}
     meter.close()
 
 
@@ -126,6 +130,7 @@ def with_clocks(clocks):
     plan = bp.plan(seq_len=96, ranks=3, heads=2, head_dim=16, itemsize=4, strategy="ring")
     records = [one.records(plan) for one in makers]
     samples = {"reason": "", "time": [0, 10**8, 2 * 10**8], "watts": [400.0, 650.0, 600.0]}
+    samples["joules"] = [5000.0, 5050.0, 5110.0]
     return [
         replace(one, facts={**one.facts, "sensors": {**samples, "megahertz": [clock] * 3}})
         for one, clock in zip(records, clocks, strict=True)
@@ -138,7 +143,7 @@ def test_reports_show_them_and_a_slow_rank_s_clock_is_told(capsys):
     assert "(its device runs at 900 MHz, others at 1755)" in data["verdict"]["text"]
     assert what_is_wrong(data) == ""
     Report(data).print()
-    assert "rank 1: 550 W, up to 650; 900 to 900 MHz" in capsys.readouterr().out
+    assert "rank 1: 550 W, up to 650; 900 to 900 MHz; 110 J in 0.2 s" in capsys.readouterr().out
     html = page(data)
     assert html.count("<polyline") == 6
     assert 'points="0,95 500,5 1000,23"' in html

@@ -17,6 +17,7 @@ class NvmlMeter:
             "watts": lambda: nvml.nvmlDeviceGetPowerUsage(device) / 1000,
             "megahertz": lambda: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM),
             "celsius": lambda: nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU),
+            "joules": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1000,
         }
 
     def read(self) -> dict[str, float]:

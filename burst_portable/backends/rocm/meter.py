@@ -33,6 +33,7 @@ class AmdsmiMeter:
             "watts": lambda: _watts(smi.amdsmi_get_power_info(device)),
             "megahertz": lambda: smi.amdsmi_get_clock_info(device, smi.AmdSmiClkType.GFX)["clk"],
             "celsius": lambda: smi.amdsmi_get_temp_metric(device, *hottest),
+            "joules": lambda: _joules(smi.amdsmi_get_energy_count(device)),
         }
 
     def read(self) -> dict[str, float]:
@@ -52,3 +53,9 @@ def _watts(power: dict[str, Any]) -> float:
     """MI300 tell the current power, older chips the average; the other one is "N/A"."""
     current = power.get("current_socket_power")
     return float(current if isinstance(current, int | float) else power["average_socket_power"])
+
+
+def _joules(count: dict[str, Any]) -> float:
+    """A count of so many microjoules each; releases name it in two ways."""
+    counted = count["energy_accumulator"] if "energy_accumulator" in count else count["power"]
+    return float(counted * count["counter_resolution"]) / 1e6
