@@ -14,14 +14,14 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.attention import ROWS, Row, prepare, reference
-from benchmarks.providers import PROVIDERS, Task, make_task
+from benchmarks.providers import PROVIDERS, Calls, Task, make_task
 from benchmarks.report import Result, setting
 from benchmarks.script import accelerator, end, names
 from burst_portable.backends.base import Meter
@@ -106,26 +106,25 @@ def copying(meter: Meter, device: torch.device, seconds: float) -> Spent:
     return spend(meter, lambda: target.copy_(source), seconds)
 
 
-def lines_of(meter: Meter, name: str, providers: list[str], seconds: float) -> list[Line | Result]:
+def lines_of(meter: Meter, name: str, providers: list[str], seconds: float) -> Iterator[Line | Result]:
     """Both passes of every provider, or the result of one that is absent or wrong."""
     row = ROWS[name]
     task = make_task(name, row.length, row.heads, row.head, row.mask)
     entries, results = prepare(task, providers, reference(task))
-    found: list[Line | Result] = [result for result in results if result.reason]
-    for numbers in ("random", "zeros"):
-        if numbers == "zeros":
-            _clear(task)
-        for entry in entries:
-            for which, call in zip(("forward", "backward"), entry.calls, strict=True):
-                spent = spend(meter, call, seconds)
-                found.append(Line(name, entry.name, which, numbers, spent, _flops(row, task, which)))
-    return found
+    yield from (result for result in results if result.reason)
+    calls = {entry.name: entry.calls for entry in entries}
+    yield from _measured(meter, row, task, "random", calls, seconds)
+    zeros = replace(task, extra={}, **{n: torch.zeros_like(getattr(task, n)) for n in ("q", "k", "v", "dout")})
+    calls = {entry.name: PROVIDERS[entry.name](zeros) for entry in entries}
+    yield from _measured(meter, row, zeros, "zeros", calls, seconds)
 
 
-def _clear(task: Task) -> None:
-    with torch.no_grad():
-        for x in (task.q, task.k, task.v, task.dout):
-            x.zero_()
+def _measured(
+    meter: Meter, row: Row, task: Task, numbers: str, calls: dict[str, Calls], seconds: float
+) -> Iterator[Line]:
+    for provider, both in calls.items():
+        for which, call in zip(("forward", "backward"), both, strict=True):
+            yield Line(task.name, provider, which, numbers, spend(meter, call, seconds), _flops(row, task, which))
 
 
 def _flops(row: Row, task: Task, which: str) -> int:
