@@ -180,11 +180,12 @@ class PassPlan:
 
     def steps_of(self, rank: int) -> Steps:
         """The steps of one rank; those of the last few asked for are kept."""
-        if rank not in self._ranks:
+        found = self._ranks.get(rank)
+        if found is None:  # asked once: another thread, which plans for another rank, may clear them
             if len(self._ranks) >= _RANKS_KEPT:
                 self._ranks.clear()
-            self._ranks[rank] = self._make(rank)
-        return self._ranks[rank]
+            self._ranks[rank] = found = self._make(rank)
+        return found
 
     def _make(self, rank: int) -> Steps:
         inputs = list(self._inputs(rank))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +57,21 @@ def test_a_pair_of_blocks_is_looked_at_once_for_all_strategies_and_layouts_of_a_
     plan = bp.plan(seq_len=3001, ranks=4, heads=12, mask=mask, layout="auto", strategy=AutoStrategy(rates=RATES))
     assert "document_zigzag" in plan.reason
     assert len(made) <= 4 * 4 * 4 + 1  # four layouts, and the whole sequence for Ulysses
+
+
+class ClearedAtOnce(dict):
+    """What is kept here is let go of before it is asked for again, as another thread may do."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        self.clear()
+
+
+def test_ranks_as_threads_may_clear_what_one_of_them_has_just_made():
+    part = bp.plan(seq_len=256, ranks=4, heads=2, strategy="ring").forward
+    ours = dataclasses.replace(part)
+    object.__setattr__(ours, "_ranks", ClearedAtOnce())
+    assert ours.steps_of(2) == part.steps_of(2)
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 12)] * 2, *[st.integers(1, 5)] * 2, *[st.integers(-6, 6)] * 2), max_size=30))
