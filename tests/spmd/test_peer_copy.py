@@ -11,13 +11,15 @@ import torch
 import burst_portable as bp
 from burst_portable.comm import peer_copy
 from burst_portable.comm.base import Message, Part, Parts, Strips
+from burst_portable.comm.local import run_threads
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.comm.peer_flags import EXCHANGES, MESSAGES, came_flag, exchange_flags, flags, free_flag, peer_of
+from burst_portable.config import Config
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.exchanges import JOBS
 from burst_portable.conformance.tolerances import judge
 from burst_portable.cost import plan_cost
-from burst_portable.errors import CommunicationError, DeadlineError, UnsupportedError
+from burst_portable.errors import CommunicationError, DeadlineError, InputError, MismatchError, UnsupportedError
 from burst_portable.messages import inboxes
 from burst_portable.rates import Rates
 from burst_portable.reshard import _can_be_picked
@@ -263,6 +265,37 @@ def test_bytes_are_those_of_the_plan(strategy):
     assert world.copied == [sum(cost.per_rank[name][r].sent for name in ("forward", "backward")) for r in range(4)]
     # A quarter of an inbox is counted for each rank; with so short a window a rank gets one message, or two.
     assert 4 * inboxes(plan, 0).forward == max(c.received for c in cost.per_rank["forward"])
+
+
+class PeersBesideThreads(bp.Mesh):
+    """As on GPUs: peer copies for what goes straight, and the transport beside them that all else goes through."""
+
+    peers: PeerCopyTransport
+
+    def transport_for(self, device_type, *, direct):
+        return (self.peers, "") if direct else super().transport_for(device_type, direct=direct)
+
+
+def test_after_a_call_that_one_rank_refused_the_ranks_are_in_step():
+    """The rank that refuses has not come as far as to have peer copies; it tells the others without them."""
+    world = World(2, deadline=3.0)
+
+    def work(local):
+        mesh = PeersBesideThreads(local.rank, 2, lambda device_type: local, config=Config(deadline=3.0))
+        mesh.peers = PeerCopyTransport(ThreadPeers(world, local.rank), local)
+        x = torch.ones(1, 8, 2, 4, requires_grad=True)
+        said = []
+        for scale in (0.5, "bad" if mesh.rank == 0 else 0.25, 0.5, 0.125):
+            try:
+                bp.attention(x, x, x, mesh=mesh, strategy="ulysses", scale=scale).sum().backward()
+                said.append("")
+            except (InputError, MismatchError) as error:
+                said.append(str(error))
+        return said
+
+    for first, refused, *later in run_threads(2, work, deadline=3.0):
+        assert "scale is no number" in refused
+        assert [first, *later] == ["", "", ""]
 
 
 def test_the_transport_can_be_named():
