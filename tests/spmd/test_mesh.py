@@ -16,9 +16,9 @@ import burst_portable as bp
 from burst_portable.api import _prepare
 from burst_portable.backends.registry import for_device
 from burst_portable.choices import requested
-from burst_portable.comm.local import Fabric, LocalTransport
+from burst_portable.comm.local import Fabric, LocalTransport, run_threads
 from burst_portable.config import Config
-from burst_portable.errors import BackendUnavailableError, InputError, UnknownNameError, UnsupportedError
+from burst_portable.errors import BackendUnavailableError, InputError, MismatchError, UnknownNameError, UnsupportedError
 from burst_portable.mesh import as_mesh
 
 
@@ -169,7 +169,9 @@ class Straight:
 
 
 def on_straight(one_process, backend, transport="auto"):
-    mesh = bp.Mesh(0, 2, lambda device_type: LocalTransport(Fabric(2, 1.0), 0), group=dist.group.WORLD)
+    plain = LocalTransport(Fabric(2, 1.0), 0)
+    plain.share = lambda data, *_: [data, data]  # the other rank says the same
+    mesh = bp.Mesh(0, 2, lambda device_type: plain, group=dist.group.WORLD)
     mesh.config, mesh.backend_for = Config(transport=transport), lambda device_type: backend
     return mesh
 
@@ -203,6 +205,29 @@ def test_a_transport_that_cannot_be_had(one_process):
     assert not mesh.may_be_direct("cpu")
     with pytest.raises(UnsupportedError, match="'straight' cannot serve this call; got two hosts"):
         on_straight(one_process, Straight("two hosts"), "straight").transport_for("cpu", direct=True)
+
+
+class Talking(Straight):
+    """Its ranks talk to each other when they connect."""
+
+    def connect_direct(self, other, group, deadline):
+        assert other.share(b"mine") == [b"mine", b"mine"]
+        raise UnsupportedError("two hosts")
+
+
+def test_a_rank_may_refuse_the_call_in_which_the_others_connect():
+    """They hear why, and are in step with it afterwards."""
+
+    def work(local):
+        mesh = bp.Mesh(local.rank, 2, lambda device_type: local)
+        mesh.group, mesh.backend_for = object(), lambda device_type: Talking("")
+        x = torch.ones(1, 8, 2, 4, requires_grad=True)
+        with pytest.raises((InputError, MismatchError), match="scale is no number"):
+            bp.attention(x, x, x, mesh=mesh, strategy="ulysses", scale="bad" if mesh.rank else 0.5)
+        bp.attention(x, x, x, mesh=mesh, strategy="ulysses", scale=0.5).sum().backward()
+        return mesh.transport("cpu").passes
+
+    assert run_threads(2, work, deadline=3.0) == [4, 4]  # twice they agreed to connect, once for each pass
 
 
 def test_a_plan_does_not_count_on_a_transport_that_cannot_be_had(one_process):
