@@ -20,6 +20,7 @@ from burst_portable.checks import (
     check_tensors,
     checked_scale,
     checked_softcap,
+    not_to_be_kept,
     tell_the_others,
 )
 from burst_portable.choices import Choices, Request, choose, requested
@@ -176,6 +177,7 @@ def _key(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     try:
         return (
             request,
+            not_to_be_kept(q, k, v, sinks),
             type(q), q.shape, q.dtype, q.device, q.layout,
             type(k), k.shape, k.dtype, k.device, k.layout,
             type(v), v.shape, v.dtype, v.device, v.layout,

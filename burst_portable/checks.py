@@ -117,8 +117,19 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) ->
     if max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
         raise ShapeError(explain("unsupported head size", got=shapes, allowed=f"1 to {LARGEST_HEAD}"))
     check_heads(q.shape[2], k.shape[2])
-    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if wanted and (made := [name for name, x in (("q", q), ("k", k), ("v", v)) if x.is_inference()]):
+
+
+def not_to_be_kept(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[str, ...]:
+    """Names of the tensors that backward needs and autograd refuses to keep: those made under inference_mode."""
+    tensors = {"q": q, "k": k, "v": v} if sinks is None else {"q": q, "k": k, "v": v, "sinks": sinks}
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors.values()):
+        return ()
+    return tuple(name for name, x in tensors.items() if x.is_inference())
+
+
+def check_kept(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    """Refuse tensors that autograd cannot keep for backward."""
+    if made := not_to_be_kept(q, k, v, sinks):
         raise InputError(
             explain(
                 "autograd cannot keep tensors that were made under torch.inference_mode",

@@ -16,6 +16,7 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel, rates_of
 from burst_portable.checks import (
     as_number,
+    check_kept,
     check_rows,
     check_sinks,
     check_tensors,
@@ -99,6 +100,7 @@ def choose(
     check_tensors(q, k, v)
     if sinks is not None:
         check_sinks(sinks, q)
+    check_kept(q, k, v, sinks)
     device = q.device.type if device is None else device
     backend = mesh.backend_for(device)
     options = Options(checked_scale(request.scale, q.shape[3]), checked_softcap(request.softcap), request.deterministic)

@@ -155,6 +155,22 @@ def test_numbers_in_tensors_are_read_and_not_remembered_by_identity():
     torch.testing.assert_close(same, bp.attention(q, k, v, scale=0.75))
 
 
+def test_tensors_of_inference_mode_after_a_call_that_was_right():
+    """What differs in nothing else is not taken for the call that is remembered."""
+    mesh = bp.Mesh.single()
+    q, k = torch.randn(1, 4, 2, 4, requires_grad=True), torch.randn(1, 4, 2, 4)
+    bp.attention(q, k, k, mesh=mesh)
+    with torch.inference_mode():
+        made = torch.randn(1, 4, 2, 4)
+        sinks = torch.zeros(2)
+        assert bp.attention(made, made, made, mesh=mesh).shape == made.shape
+    assert bp.attention(k, made, k, mesh=mesh).shape == made.shape, "nothing is kept"
+    with pytest.raises(InputError, match=r"torch\.inference_mode; got k; clone"):
+        bp.attention(q, made, k, mesh=mesh)
+    with pytest.raises(InputError, match=r"torch\.inference_mode; got sinks; clone"):
+        bp.attention(q, k, k, mesh=mesh, sinks=sinks)
+
+
 def test_tensors_of_inference_mode():
     with torch.inference_mode():
         k, v = (torch.randn(1, 8, 2, 4) for _ in range(2))
