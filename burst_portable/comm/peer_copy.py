@@ -42,7 +42,8 @@ from burst_portable.errors import CommunicationError, UnsupportedError, explain
 
 ALIGNMENT = 256
 """Messages begin at multiples of it."""
-_MARKS = 1 << 15  # passes that are told apart
+MARKS = 1 << 15
+"""Passes are numbered from 1 up to below it, and then from 1 again."""
 
 
 class Watched(Protocol):
@@ -149,7 +150,7 @@ class PeerCopyTransport(Transport):
             memory.reserve(need * self.size)
             self._region, self._number = need, 0
         self._open = True
-        self._number = self._number % (_MARKS - 1) + 1
+        self._number = self._number % (MARKS - 1) + 1
         self._turn += self._number == 1
         self._mark = self._number << 16 | crc32(digest, self._turn) & 0xFFFF
         for places in (self._sent_to, self._coming):

@@ -173,7 +173,7 @@ def test_what_is_left_when_numbers_begin_again_is_not_taken():
         device, peer = torch.device("cpu"), 1 - mesh.rank
         for again in (False, True):
             if again:
-                transport._number = peer_copy._MARKS - 1
+                transport._number = peer_copy.MARKS - 1
             transport.begin(b"call", 512)
             came = transport.inbox(8, device, peer)
             sends = [] if again else [Message(torch.zeros(8, dtype=torch.uint8), peer)]

@@ -10,6 +10,7 @@ import pytest
 
 from burst_portable.backends.cuda.peers import watch as peer_watch
 from burst_portable.backends.cuda.peers.watch import Watch, _Pass
+from burst_portable.comm.peer_copy import MARKS
 from burst_portable.errors import DeadlineError, MismatchError
 
 ENTERED, PASS, CALL = 0, 7 << 16, 0xAB
@@ -74,6 +75,15 @@ def test_a_message_of_another_call_needs_no_deadline(capsys):
     watch._stay_with(one)
     assert isinstance(watch.failed, MismatchError)
     assert "another call" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("mine", "next_"), [(7, 8), (MARKS - 1, 1)])
+def test_a_peer_that_has_gone_on_to_the_next_pass_is_not_the_one_that_is_late(mine, next_, capsys):
+    """It had room for what came from here, and has done its part: who is waited for is another."""
+    device = Device([next_ << 16 | CALL, (mine - 1) << 16 | CALL])
+    watch, one = watched(device, 0.1, [(0, mine << 16 | CALL), (1, mine << 16 | CALL)])
+    watch._stay_with(one)
+    assert "rank 1 has not sent" in str(watch.failed)
 
 
 @pytest.mark.parametrize("left_over", [0, 6 << 16 | CALL])

@@ -18,13 +18,14 @@ import torch
 
 from burst_portable.backends.cuda.driver import leave_captures_alone
 from burst_portable.background import Background
-from burst_portable.comm.peer_copy import Watched
+from burst_portable.comm.peer_copy import MARKS, Watched
 from burst_portable.errors import CommunicationError, DeadlineError, MismatchError, explain
 
 _EVERY = 0.2  # seconds between looks
 _QUIET = 1.0  # seconds that a pass may take before its flags are looked at
 _RUNNING_OUT = 5.0  # seconds for the streams of a pass to run out once its flags are set
 _NUMBER = 16  # bits of a mark below the number of its pass
+_FAR = 1 << 10  # passes that a peer may be ahead; a flag of more is taken for what an old pass has left
 
 Missing = list[tuple[int, int]]
 """(flag, mark) of messages that have not come."""
@@ -143,10 +144,11 @@ class Watch:
                 since = time.monotonic()
             seen = now
             missing = [(flag, mark, what) for flag, mark, what in tuple(one.expected) if now[flag] != mark]
-            other = [one for one in missing if now[one[0]] >> _NUMBER == one[1] >> _NUMBER]
-            if other or (missing and time.monotonic() - since >= self.deadline):
-                flag, _, what = (other or missing)[0]
-                self._fail((_mismatch if other else self._late)(what(flag)))
+            of_another_call = [wait for wait in missing if now[wait[0]] >> _NUMBER == wait[1] >> _NUMBER]
+            if of_another_call or (missing and time.monotonic() - since >= self.deadline):
+                behind = [wait for wait in missing if not _ahead(now[wait[0]], wait[1])]
+                flag, _, what = (of_another_call or behind or missing)[0]
+                self._fail((_mismatch if of_another_call else self._late)(what(flag)))
                 return
 
     def _flags_of(self, one: _Pass) -> list[int] | None:
@@ -171,6 +173,11 @@ class Watch:
             until = time.monotonic() + _RUNNING_OUT
             while not one.over() and time.monotonic() < until and self._pause(_EVERY / 10):
                 self._release([(flag, mark) for flag, mark, _ in one.expected])  # the host may still be adding to it
+
+
+def _ahead(found: int, mark: int) -> bool:
+    """Whether a flag shows a pass that comes after the mark's: its peer has done its part, and gone on."""
+    return found > 0 and 0 < ((found >> _NUMBER) - (mark >> _NUMBER)) % (MARKS - 1) < _FAR
 
 
 def _mismatch(what: str) -> MismatchError:
