@@ -39,11 +39,11 @@ class Call:
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out in q's dtype, LSE) of tensors that are sharded as the plan's passes want them."""
-    part = call.plan.forward
+    pass_plan = call.plan.forward
     if _whole(call, sinks):
-        state = by_heads.attend(part, call.runtime, call.options, q, k, v, None)
+        state = by_heads.attend(pass_plan, call.runtime, call.options, q, k, v, None)
     else:
-        state = run_forward(part, call.runtime.transport.rank, call.runtime, call.options, q, k, v)
+        state = run_forward(pass_plan, call.runtime.transport.rank, call.runtime, call.options, q, k, v)
     if sinks is not None:
         numerics.add_sinks(state, sinks)
     return state[0].to(q.dtype), state[1].to(numerics.accumulation_dtype(q.dtype))
@@ -118,13 +118,13 @@ def _backward(call: Call, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[
     if dout is None:  # a rank whose result nobody used still takes part: others wait for it
         dout = torch.zeros_like(out)
     dout = as_kernels_take(dout)
-    part, rank = call.plan.backward, call.runtime.transport.rank
+    pass_plan, rank = call.plan.backward, call.runtime.transport.rank
     if _whole(call, sinks):
-        dq, dk, dv = by_heads.gradients(part, call.runtime, call.options, dout, (q, k, v, out, lse))
+        dq, dk, dv = by_heads.gradients(pass_plan, call.runtime, call.options, dout, (q, k, v, out, lse))
         return (dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)), None
     delta = None if call.by_out and sinks is None else call.row_delta(dout, out)
     queries = Queries(q, dout, lse, out=out) if call.by_out else Queries(q, dout, lse, delta)
-    dq, dk, dv = run_backward(part, rank, call.runtime, call.options, queries, k, v)
+    dq, dk, dv = run_backward(pass_plan, rank, call.runtime, call.options, queries, k, v)
     dsinks = None if sinks is None or delta is None else numerics.sinks_gradient(sinks, lse, delta)
     return (dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)), dsinks
 

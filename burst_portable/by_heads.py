@@ -113,10 +113,10 @@ def run_backward(
 
 
 def attend(
-    part: PassPlan, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    pass_plan: PassPlan, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> State:
     """(out in q's dtype or wider, LSE in the accumulation dtype) of all rows of some heads."""
-    compute = _only(part)
+    compute = _only(pass_plan)
     state = numerics.empty_state(q, v.shape[-1]) if compute is None else runtime.attend_whole(compute, q, k, v, options)
     if sinks is not None:
         state = numerics.finished(state, q.dtype)
@@ -124,18 +124,18 @@ def attend(
     return state[0], state[1].to(accumulation_dtype(q.dtype))
 
 
-def gradients(part: PassPlan, runtime: Runtime, options: Options, dout: Tensor, kept: Saved) -> Gradients:
+def gradients(pass_plan: PassPlan, runtime: Runtime, options: Options, dout: Tensor, kept: Saved) -> Gradients:
     """(dq, dk, dv) of all rows of some heads, in q's dtype or the accumulation dtype."""
     q, k, v, out, lse = kept
-    compute = _only(part)
+    compute = _only(pass_plan)
     if compute is None:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     return runtime.gradients(compute, (dout, q, k, v, out, lse), options)
 
 
-def _only(part: PassPlan) -> Compute | None:
+def _only(pass_plan: PassPlan) -> Compute | None:
     """The computation of a pass that one rank plans for itself; None where the mask hides everything."""
-    return next((step.compute for step in part.steps_of(0)), None)
+    return next((step.compute for step in pass_plan.steps_of(0)), None)
 
 
 def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]:

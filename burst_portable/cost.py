@@ -37,7 +37,7 @@ class PassCost:
     compute_seconds: float
     """Of it, what the kernel calls take."""
     link_seconds: float
-    """What its messages take, one after the other; a part may be hidden behind the kernels."""
+    """What its messages take, one after the other; part of it may be hidden behind the kernels."""
 
 
 def pass_flops(problem: Problem, pass_name: PassName, area: int) -> int:
@@ -79,11 +79,11 @@ def reshard_bytes(plan: Plan, pass_name: PassName, rank: int, *, received: bool 
 
 def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassCost:
     """The cost of one pass on one rank."""
-    part = plan.forward if pass_name == "forward" else plan.backward
+    pass_plan = plan.pass_plan(pass_name)
     steps = plan.steps(pass_name, rank)
     computes = [s.compute for s in steps if s.compute]
     coming = [m for s in steps for m in (*s.receives, *s.result_receives)]
-    size = _sizes(part)
+    size = _sizes(pass_plan)
     received, sent = sum(map(size, coming)), sum(size(m) for s in steps for m in (*s.sends, *s.result_sends))
     link = sum(_transfer(m, size(m), plan.direct, rates) for m in coming)
     groups = reshard_bytes(plan, pass_name, rank) if plan.reshard else []
@@ -92,8 +92,8 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         received = sum(map(sum, reshard_bytes(plan, pass_name, rank, received=True)))
         link = sum(map(sum, _exchanges(groups, plan, rates)))
     return PassCost(
-        flops=plan.groups * pass_flops(part.problem, pass_name, sum(c.area for c in computes)),
-        memory=plan.groups * sum(pass_memory(part.problem, pass_name, c) for c in computes),
+        flops=plan.groups * pass_flops(pass_plan.problem, pass_name, sum(c.area for c in computes)),
+        memory=plan.groups * sum(pass_memory(pass_plan.problem, pass_name, c) for c in computes),
         sent=sent,
         received=received,
         hops=2 * len(groups) or len(coming),
@@ -102,18 +102,18 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         blocks_held=_most_held(steps, size),
         seconds=rank_seconds(plan, pass_name, rank, rates),
         compute_seconds=plan.groups
-        * sum(_work(part.problem, pass_name, c, rates) for c in computes)
-        / _in_turn(part.problem, steps, pass_name, rates),
+        * sum(_work(pass_plan.problem, pass_name, c, rates) for c in computes)
+        / _in_turn(pass_plan.problem, steps, pass_name, rates),
         link_seconds=link,
     )
 
 
 def rank_seconds(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> float:
     """The predicted time alone, which is all that plans are compared by."""
-    part = plan.forward if pass_name == "forward" else plan.backward
+    pass_plan = plan.pass_plan(pass_name)
     if plan.reshard:
-        return _by_groups(plan, part, pass_name, rank, rates)
-    return _by_blocks(part, pass_name, rank, rates, plan.direct)
+        return _by_groups(plan, pass_plan, pass_name, rank, rates)
+    return _by_blocks(pass_plan, pass_name, rank, rates, plan.direct)
 
 
 def _work(problem: Problem, pass_name: PassName, compute: Compute, rates: Rates) -> float:
@@ -129,9 +129,9 @@ def _transfer(move: Move, size: int, direct: bool, rates: Rates) -> float:
     return rates.transfer(size, direct=direct, outer=rates.apart(move.source, move.target))
 
 
-def _sizes(part: PassPlan) -> Callable[[Move], int]:
+def _sizes(pass_plan: PassPlan) -> Callable[[Move], int]:
     """Bytes of its messages."""
-    rows = {result: row_size(part.problem, part.side, result=result) for result in (False, True)}
+    rows = {result: row_size(pass_plan.problem, pass_plan.side, result=result) for result in (False, True)}
     return lambda move: (move.rows[1] - move.rows[0]) * rows[move.result]
 
 
@@ -214,19 +214,19 @@ def _in_turn(problem: Problem, steps: Sequence[Step], pass_name: PassName, rates
 
 
 @lru_cache(maxsize=512)
-def _by_blocks(part: PassPlan, pass_name: PassName, rank: int, rates: Rates, direct: bool) -> float:
+def _by_blocks(pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates, direct: bool) -> float:
     """Seconds of one rank where blocks travel. Strategies that are compared have passes in common."""
-    line, size, packed, launched = _Timeline(direct, pass_name, rates), _sizes(part), set[tuple[int, int]](), False
-    steps, narrow = part.steps_of(rank), part.problem.narrow
-    kept = _in_turn(part.problem, steps, pass_name, rates)
+    line, size, packed, launched = _Timeline(direct, pass_name, rates), _sizes(pass_plan), set[tuple[int, int]](), False
+    steps, narrow = pass_plan.steps_of(rank), pass_plan.problem.narrow
+    kept = _in_turn(pass_plan.problem, steps, pass_name, rates)
     for step in steps:
         line.wait(step.arrivals)
         line.read_and_write(memory_traffic.packed(step.sends, size, rank, packed))
         line.receive(step.receives, size)
         line.read_and_write(memory_traffic.made(step.result_sends, size, narrow=narrow))
         if step.compute:
-            line.launch(_work(part.problem, pass_name, step.compute, rates) / kept)
-            line.read_and_write(memory_traffic.merged(part, pass_name, step.compute, rates, first=not launched))
+            line.launch(_work(pass_plan.problem, pass_name, step.compute, rates) / kept)
+            line.read_and_write(memory_traffic.merged(pass_plan, pass_name, step.compute, rates, first=not launched))
             launched = True
         line.wait(step.result_arrivals)
         line.read_and_write(memory_traffic.added(step.result_arrivals, size, narrow=narrow))
@@ -234,9 +234,9 @@ def _by_blocks(part: PassPlan, pass_name: PassName, rank: int, rates: Rates, dir
     return line.end
 
 
-def _by_groups(plan: Plan, part: PassPlan, pass_name: PassName, rank: int, rates: Rates) -> float:
+def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates) -> float:
     """Seconds of one rank whose heads are resharded, group after group: see `by_heads`."""
-    work = sum(_work(part.problem, pass_name, s.compute, rates) for s in part.steps_of(0) if s.compute)
+    work = sum(_work(pass_plan.problem, pass_name, s.compute, rates) for s in pass_plan.steps_of(0) if s.compute)
     moving = _exchanges(reshard_bytes(plan, pass_name, rank), plan, rates)
     line = _Timeline(plan.direct, pass_name, rates)
     passes = memory_traffic.resharded(plan, pass_name, rank, in_pieces=rates.in_pieces, picks=bool(rates.direct))

@@ -28,16 +28,16 @@ Views = tuple[Tensor, ...]
 
 
 def run_forward(
-    part: PassPlan, rank: int, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor
+    pass_plan: PassPlan, rank: int, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor
 ) -> State:
     """(out ``[B, S, Hq, Dv]``, LSE ``[B, Hq, S]``) of this rank's S queries.
 
     In the dtypes that the kernel keeps while it merges: see `numerics.finished`. q is ``[B, S, Hq, D]``; k and v,
     ``[B, S', Hkv, D]`` and ``[B, S', Hkv, Dv]``, are this rank's own; those of others come as the plan says.
     """
-    blocks = _Blocks(part, rank, runtime, (k, v), q.dtype, backward=False)
+    blocks = _Blocks(pass_plan, rank, runtime, (k, v), q.dtype, backward=False)
     state: State | None = None
-    for step in part.steps_of(rank):
+    for step in pass_plan.steps_of(rank):
         blocks.begin(step)
         if step.compute:
             keys, values = blocks.use(step)
@@ -48,7 +48,7 @@ def run_forward(
 
 
 def run_backward(
-    part: PassPlan, rank: int, runtime: Runtime, options: Options, queries: Queries, k: Tensor, v: Tensor
+    pass_plan: PassPlan, rank: int, runtime: Runtime, options: Options, queries: Queries, k: Tensor, v: Tensor
 ) -> Gradients:
     """(dq, dk, dv) of this rank's shard, shaped as q, k and v, in the accumulation dtype.
 
@@ -56,11 +56,11 @@ def run_backward(
     """
     own = (queries.q, k, v)
     dq, dk, dv = (torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in own)
-    travels_kv = part.side == "kv"
+    travels_kv = pass_plan.side == "kv"
     own_block, own_gradients = ((k, v), (dk, dv)) if travels_kv else (_travelling(queries), (dq,))
-    blocks = _Blocks(part, rank, runtime, own_block, queries.q.dtype, backward=True)
+    blocks = _Blocks(pass_plan, rank, runtime, own_block, queries.q.dtype, backward=True)
     results = _Results(blocks, own_gradients)
-    for step in part.steps_of(rank):
+    for step in pass_plan.steps_of(rank):
         blocks.begin(step)
         if compute := step.compute:
             block, gradients = blocks.use(step), results.accumulators(step)
@@ -90,7 +90,7 @@ class _Blocks:
 
     def __init__(
         self,
-        part: PassPlan,
+        pass_plan: PassPlan,
         rank: int,
         runtime: Runtime,
         own: Views,
@@ -98,7 +98,7 @@ class _Blocks:
         *,
         backward: bool,
     ) -> None:
-        self.part, self.rank, self.runtime, self.backward = part, rank, runtime, backward
+        self.pass_plan, self.rank, self.runtime, self.backward = pass_plan, rank, runtime, backward
         self._own, self.dtype, self.device = own, dtype, own[0].device
         self._arriving: dict[Move, tuple[Handle, Tensor]] = {}
         self._held: dict[int, Tensor] = {}
@@ -167,7 +167,7 @@ class _Blocks:
 
     def size(self, move: Move) -> int:
         """Bytes of a move."""
-        return message_size(self.part.problem, move)
+        return message_size(self.pass_plan.problem, move)
 
     def _inboxes(self, moves: list[Move]) -> Iterator[tuple[Move, Tensor]]:
         """Where the messages of moves that are needed together will come."""
@@ -179,7 +179,7 @@ class _Blocks:
 
     def views(self, moves: Sequence[Move], buffer: Tensor, problem: Problem | None = None) -> Views:
         """The fields of messages that lie one after the other, as tensors of all their rows."""
-        problem, first = problem or self.part.problem, moves[0]
+        problem, first = problem or self.pass_plan.problem, moves[0]
         held = fields(problem, first.side, result=first.result)
         rows = sum(m.rows[1] - m.rows[0] for m in moves)
         starts = accumulate((field.size(problem.batch) for field in held), initial=0)
@@ -203,9 +203,9 @@ class _Results:
     def __init__(self, blocks: _Blocks, own: Views) -> None:
         self._blocks, self._own = blocks, own
         self._made: dict[int, Tensor] = {}
-        problem = blocks.part.problem  # gradients are added up wide, however they travel
+        problem = blocks.pass_plan.problem  # gradients are added up wide, however they travel
         self._wide = replace(problem, narrow=False) if problem.narrow else problem
-        results = [m for step in blocks.part.steps_of(blocks.rank) for m in step.result_sends]
+        results = [m for step in blocks.pass_plan.steps_of(blocks.rank) for m in step.result_sends]
         self._sends = {m.owner: m for m in results}
 
     def accumulators(self, step: Step) -> Views:
@@ -233,7 +233,7 @@ class _Results:
     def _outgoing(self, move: Move) -> Tensor:
         """The message for gradients that leave: where they were added up, or rounded if they are narrow."""
         made = self._made.pop(move.owner)
-        if not self._blocks.part.problem.narrow:
+        if not self._blocks.pass_plan.problem.narrow:
             return made
         message = self._blocks.buffer(self._blocks.size(move))
         wide = self._blocks.views([move], made, self._wide)

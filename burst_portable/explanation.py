@@ -135,17 +135,17 @@ def _mask(plan: Plan) -> str:
 
 
 def _moves(plan: Plan) -> dict[str, str]:
-    def what(name: PassName, part: PassPlan) -> str:
+    def what(name: PassName, pass_plan: PassPlan) -> str:
         if plan.problem.ranks == 1:
             return "nothing, one rank holds all"
-        how = part.route.name
+        how = pass_plan.route.name
         if plan.reshard:
             how = f"all_to_all, {plan.groups} groups of heads" if plan.groups > 1 else "all_to_all"
         elif name == "backward" and plan.problem.narrow:
             how += ", gradients in the dtype of the inputs"
-        return f"{TRAVELS[name, plan.reshard or part.side]} ({how})"
+        return f"{TRAVELS[name, plan.reshard or pass_plan.side]} ({how})"
 
-    return {name: what(name, part) for name, part in plan.passes()}
+    return {name: what(name, pass_plan) for name, pass_plan in plan.passes()}
 
 
 def _transport(chosen: Choices, mesh: Mesh) -> Choice:

@@ -62,9 +62,9 @@ class Merging(Protocol):
     def merged_once(self) -> bool: ...
 
 
-def merged(part: PassPlan, pass_name: PassName, compute: Compute, how: Merging, *, first: bool) -> int:
+def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Merging, *, first: bool) -> int:
     """For putting what a launch makes to what launches before it have made; `first`: there was none."""
-    problem = part.problem
+    problem = pass_plan.problem
     rows, tallest = compute.rows
     d, dv, batch = problem.head_dim, problem.value_dim, problem.batch
     if pass_name == "forward":
@@ -74,7 +74,7 @@ def merged(part: PassPlan, pass_name: PassName, compute: Compute, how: Merging, 
         return 0 if first else _RUNNING * tallest * problem.heads * dv * batch
     if not how.in_pieces:
         return 0
-    started = _PIECE_STARTED * tallest if part.side == "q" else 0  # else out is at hand
+    started = _PIECE_STARTED * tallest if pass_plan.side == "q" else 0  # else out is at hand
     queries = started * dv + _PIECE_ADDED * rows * d
     return batch * (queries * problem.heads + _PIECE_ADDED * compute.columns * problem.kv_heads * (d + dv))
 

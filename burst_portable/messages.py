@@ -120,24 +120,24 @@ def inboxes(plan: Plan, rank: int) -> Inboxes:
         return Inboxes(_reshard_inbox(plan, "forward"), _reshard_inbox(plan, "backward"))
     places: dict[Move, int] = {}
     sizes = []
-    for _, part in plan.passes():
+    for _, pass_plan in plan.passes():
         most = 0
-        for target in range(part.problem.ranks):
-            found, end = _places(part, target)
+        for target in range(pass_plan.problem.ranks):
+            found, end = _places(pass_plan, target)
             most = max(most, end)
             for move, place in found.items():
                 if rank in (target, move.source):
                     assert places.setdefault(move, place) == place, "one place, forward and backward"
-        sizes.append(-(-most // part.problem.ranks))
+        sizes.append(-(-most // pass_plan.problem.ranks))
     return Inboxes(sizes[0], sizes[1], places)
 
 
-def _places(part: PassPlan, target: int) -> tuple[dict[Move, int], int]:
+def _places(pass_plan: PassPlan, target: int) -> tuple[dict[Move, int], int]:
     """The place of every message that comes to a rank, and where the last one ends.
 
     Inputs come first: what travels forward and backward alike is one and the same move, and has one place.
     """
-    steps = part.steps_of(target)
+    steps = pass_plan.steps_of(target)
     inputs = [list(moves) for step in steps for _, moves in groupby(step.receives, lambda m: m.needed)]
     places: dict[Move, int] = {}
     end = 0
@@ -145,7 +145,7 @@ def _places(part: PassPlan, target: int) -> tuple[dict[Move, int], int]:
         end = _aligned(end)
         for move in moves:
             places[move] = end
-            end += message_size(part.problem, move)
+            end += message_size(pass_plan.problem, move)
     return places, end
 
 

@@ -272,7 +272,7 @@ def block_pairs(mask: Mask, q_layout: Layout, k_layout: Layout) -> BlockPairs:
 
 
 @lru_cache(maxsize=64)
-def pass_plan(problem: Problem, side: Side, route: Route, results: Route | None = None) -> PassPlan:
+def make_pass_plan(problem: Problem, side: Side, route: Route, results: Route | None = None) -> PassPlan:
     """Made once: strategies that `auto` compares have passes in common."""
     return PassPlan(problem, side, route, results)
 
@@ -312,8 +312,11 @@ class Plan:
 
     def steps(self, pass_name: PassName, rank: int) -> Steps:
         """What a rank does in a pass; where heads are resharded, all do the same for each group of theirs."""
-        part = self.forward if pass_name == "forward" else self.backward
-        return part.steps_of(0 if self.reshard else rank)
+        return self.pass_plan(pass_name).steps_of(0 if self.reshard else rank)
+
+    def pass_plan(self, pass_name: PassName) -> PassPlan:
+        """The plan of one pass, by its name."""
+        return self.forward if pass_name == "forward" else self.backward
 
     def passes(self) -> tuple[tuple[PassName, PassPlan], ...]:
         """Both, with their names."""

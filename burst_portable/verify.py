@@ -23,10 +23,10 @@ def verify(
     """
     wrong = []
     done = 0
-    for name, part in plan.passes():
-        everyone = range(part.problem.ranks)
+    for name, pass_plan in plan.passes():
+        everyone = range(pass_plan.problem.ranks)
         walked = everyone if ranks is None or len(everyone) == 1 else ranks  # one: resharded, all ranks do the same
-        checker = _Checker(part, walked)
+        checker = _Checker(pass_plan, walked)
         for rank in walked:
             checker.walk(rank)
             done += 1
@@ -38,8 +38,8 @@ def verify(
 class _Checker:
     """Walks every rank of a pass once, and keeps only what both ends of a move do not cancel."""
 
-    def __init__(self, part: PassPlan, ranks: Sequence[int]) -> None:
-        self.part = part
+    def __init__(self, pass_plan: PassPlan, ranks: Sequence[int]) -> None:
+        self.pass_plan = pass_plan
         self.ranks = frozenset(ranks)
         self.wrong: list[str] = []
         self.computed: Counter[tuple[int, int]] = Counter()  # (query block, key block)
@@ -50,7 +50,7 @@ class _Checker:
     def walk(self, rank: int) -> None:
         """One rank's steps, in order: a block is used only while it is there."""
         held = {rank}
-        for step in self.part.steps_of(rank):
+        for step in self.pass_plan.steps_of(rank):
             held |= {m.owner for m in step.arrivals}
             for move in step.sends:
                 if move.owner not in held:
@@ -65,7 +65,7 @@ class _Checker:
             self.wrong.append(f"rank {rank} still holds the blocks of {sorted(held - {rank})} at the end")
 
     def _compute(self, rank: int, compute: Compute, held: set[int]) -> None:
-        for other in compute.k_owners if self.part.side == "kv" else compute.q_owners:
+        for other in compute.k_owners if self.pass_plan.side == "kv" else compute.q_owners:
             if other not in held:
                 self.wrong.append(f"rank {rank} computes with the block of {other} without holding it")
         self.computed.update(compute.pairs)
@@ -87,25 +87,25 @@ class _Checker:
             self.wrong.append(f"{self.area} pairs computed, but the mask has {expected}")
         if self.open:
             self.wrong.append(f"{len(self.open)} moves posted by one end alone, such as {next(iter(self.open))}")
-        if self.part.results is not None and len(self.ranks) == self.part.problem.ranks:
+        if self.pass_plan.results is not None and len(self.ranks) == self.pass_plan.problem.ranks:
             self.wrong += self._gradients_home()
         return self.wrong
 
     def _expected(self) -> int:
         """The pairs that the walked ranks have to compute: those of their side that stays, against all of the other."""
-        p = self.part.problem
+        p = self.pass_plan.problem
         if len(self.ranks) == p.ranks:
             return p.area
-        stays, travels = (p.q_layout, p.k_layout) if self.part.side == "kv" else (p.k_layout, p.q_layout)
+        stays, travels = (p.q_layout, p.k_layout) if self.pass_plan.side == "kv" else (p.k_layout, p.q_layout)
         whole = sorted((s for shard in travels.shards for s in shard), key=lambda s: s.start)
         sides = ((stays.shards[rank], whole) for rank in self.ranks)
-        return sum(find_tiles(p.mask, *(s if self.part.side == "kv" else s[::-1])).area for s in sides)
+        return sum(find_tiles(p.mask, *(s if self.pass_plan.side == "kv" else s[::-1])).area for s in sides)
 
     def _gradients_home(self) -> list[str]:
         """Follow each contribution from where it is made to its owner."""
         wrong = []
         for q_owner, k_owner in self.computed:
-            owner, made_at = (k_owner, q_owner) if self.part.side == "kv" else (q_owner, k_owner)
+            owner, made_at = (k_owner, q_owner) if self.pass_plan.side == "kv" else (q_owner, k_owner)
             seen: set[int] = set()
             at = made_at
             while at != owner and at not in seen:

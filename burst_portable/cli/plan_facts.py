@@ -69,15 +69,15 @@ def plan_facts(plan: Plan, rates: Rates, rank: int) -> Facts:
         "costed_ranks": list(costed),
         "passes": {
             name: {
-                **_pass(plan, name, part, cost.per_rank[name], costed, rates),
+                **_pass(plan, name, pass_plan, cost.per_rank[name], costed, rates),
                 "imbalance": cost.imbalance(name),
             }
-            for name, part in plan.passes()
+            for name, pass_plan in plan.passes()
         },
         "seconds": cost.seconds,
         "steps": {
             "rank": rank,
-            **{name: _steps(plan, name, part, rank) for name, part in plan.passes()},
+            **{name: _steps(plan, name, pass_plan, rank) for name, pass_plan in plan.passes()},
         },
     }
 
@@ -122,7 +122,7 @@ def _problem(problem: Problem) -> Facts:
 
 
 def _pass(
-    plan: Plan, name: PassName, part: PassPlan, costs: Sequence[PassCost], ranks: Sequence[int], rates: Rates
+    plan: Plan, name: PassName, pass_plan: PassPlan, costs: Sequence[PassCost], ranks: Sequence[int], rates: Rates
 ) -> Facts:
     seconds = max(c.seconds for c in costs)
     flops = [c.flops for c in costs]
@@ -136,13 +136,13 @@ def _pass(
         "tiles": [c.tiles for c in costs],
     }
     return {
-        "travels": "heads" if plan.reshard else part.side,
-        "moves": "all_to_all" if plan.reshard else part.route.name,
+        "travels": "heads" if plan.reshard else pass_plan.side,
+        "moves": "all_to_all" if plan.reshard else pass_plan.route.name,
         "max": {column: max(values) for column, values in columns.items()},
         "mean": {column: sum(values) / len(values) for column, values in columns.items()},
-        "bytes_a_hop": None if plan.reshard else _largest_hop(part, ranks),
+        "bytes_a_hop": None if plan.reshard else _largest_hop(pass_plan, ranks),
         "memory": {
-            "shard": _shard(plan, name, part, ranks),
+            "shard": _shard(plan, name, pass_plan, ranks),
             "in_flight": max(c.blocks_held for c in costs),
         },
         "seconds": seconds,
@@ -151,12 +151,12 @@ def _pass(
     }
 
 
-def _shard(plan: Plan, name: PassName, part: PassPlan, ranks: Sequence[int]) -> int:
+def _shard(plan: Plan, name: PassName, pass_plan: PassPlan, ranks: Sequence[int]) -> int:
     """Of the rank that holds most: of its rows, or of all rows of its heads."""
     if not plan.reshard:
-        return max(shard_bytes(part.problem, name, rank) for rank in ranks)
+        return max(shard_bytes(pass_plan.problem, name, rank) for rank in ranks)
     p = plan.problem
-    heads = replace(part.problem, heads=p.heads // p.ranks, kv_heads=max(1, p.kv_heads // p.ranks))
+    heads = replace(pass_plan.problem, heads=p.heads // p.ranks, kv_heads=max(1, p.kv_heads // p.ranks))
     return shard_bytes(heads, name, 0)
 
 
@@ -173,20 +173,25 @@ def shard_bytes(problem: Problem, pass_name: PassName, rank: int) -> int:
     return inputs + results + wide * (queries * d + keys * (d + dv))
 
 
-def _largest_hop(part: PassPlan, ranks: Sequence[int]) -> int:
+def _largest_hop(pass_plan: PassPlan, ranks: Sequence[int]) -> int:
     """Bytes of the largest message that one of these ranks gets."""
-    moves = (m for r in ranks for s in part.steps_of(r) for m in (*s.receives, *s.result_receives))
-    return max((message_size(part.problem, move) for move in moves), default=0)
+    moves = (m for r in ranks for s in pass_plan.steps_of(r) for m in (*s.receives, *s.result_receives))
+    return max((message_size(pass_plan.problem, move) for move in moves), default=0)
 
 
-def _steps(plan: Plan, name: PassName, part: PassPlan, rank: int) -> list[Facts]:
-    return [_step(part, step) for step in plan.steps(name, rank)]
+def _steps(plan: Plan, name: PassName, pass_plan: PassPlan, rank: int) -> list[Facts]:
+    return [_step(pass_plan, step) for step in plan.steps(name, rank)]
 
 
-def _step(part: PassPlan, step: Step) -> Facts:
+def _step(pass_plan: PassPlan, step: Step) -> Facts:
     def moved(moves: Sequence[Move], other: str) -> list[Facts]:
         return [
-            {"what": m.label, "rank": getattr(m, other), "rows": list(m.rows), "bytes": message_size(part.problem, m)}
+            {
+                "what": m.label,
+                "rank": getattr(m, other),
+                "rows": list(m.rows),
+                "bytes": message_size(pass_plan.problem, m),
+            }
             for m in moves
         ]
 

@@ -165,7 +165,9 @@ def _travels(plan: Plan) -> str:
         return "nothing travels"
     if plan.reshard:
         return "rows for heads, all to all"
-    return ", ".join(f"{name} {_SIDES[part.side]} {_PATHS[part.route.name]}" for name, part in plan.passes())
+    return ", ".join(
+        f"{name} {_SIDES[pass_plan.side]} {_PATHS[pass_plan.route.name]}" for name, pass_plan in plan.passes()
+    )
 
 
 def summary(facts: dict[str, Any]) -> list[tuple[str, str, str]]:

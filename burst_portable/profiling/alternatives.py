@@ -36,7 +36,7 @@ def strategies(plan: Plan, rank: int, rates: Rates) -> dict[str, dict[str, Any]]
         found[label] = {
             "sent": sum(c.sent for c in costs),
             "seconds": sum(c.seconds for c in costs),
-            "travels": {one: part.side for one, part in other.passes()},
+            "travels": {one: pass_plan.side for one, pass_plan in other.passes()},
         }
     return found
 

@@ -140,11 +140,11 @@ class PlanFacts:
         self.plan, self.rank = plan, rank
         self.dtype = ""  # of the tensors, known when they come
         self.computes: dict[tuple[bool, Compute], tuple[int, int, int, int]] = {}
-        for backward, (name, part) in enumerate(plan.passes()):
+        for backward, (name, pass_plan) in enumerate(plan.passes()):
             for step in plan.steps(name, rank):
                 if c := step.compute:
                     area = c.tiles.area
-                    work = pass_flops(part.problem, name, area)
+                    work = pass_flops(pass_plan.problem, name, area)
                     self.computes[bool(backward), c] = step.index, area, len(c.tiles), work
 
     def described(self, device_type: str, file: str = "") -> dict[str, Any]:
@@ -166,7 +166,7 @@ class PlanFacts:
             "batch": p.batch,
             "itemsize": p.itemsize,
             "dtype": self.dtype,
-            "travels": {name: part.side for name, part in plan.passes()},
+            "travels": {name: pass_plan.side for name, pass_plan in plan.passes()},
             "direct": plan.direct,
             "layouts": layouts(p),
             "rates": {"tflops": rates.tflops, "gbps": rates.gbps, "source": source},

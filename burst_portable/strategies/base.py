@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from burst_portable.errors import InputError, explain, shown, unknown_name
 from burst_portable.moves import Fetch, Own, Ring, Route, Side
-from burst_portable.plans import Plan, Problem, pass_plan
+from burst_portable.plans import Plan, Problem, make_pass_plan
 
 Moves = Literal["neighbour", "fetch"]
 """How blocks travel: from neighbour to neighbour, or straight from their owners."""
@@ -114,7 +114,7 @@ def ring_plan(
     return Plan(
         problem,
         strategy,
-        forward=pass_plan(problem, "kv", path),
-        backward=pass_plan(problem, side, back, results=back),
+        forward=make_pass_plan(problem, "kv", path),
+        backward=make_pass_plan(problem, side, back, results=back),
         reason=note,
     )

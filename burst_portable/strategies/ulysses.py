@@ -21,7 +21,7 @@ from burst_portable.layout import Layout
 from burst_portable.layouts import contiguous
 from burst_portable.memory_traffic import comes_in_order
 from burst_portable.moves import Ring
-from burst_portable.plans import Plan, Problem, pass_plan
+from burst_portable.plans import Plan, Problem, make_pass_plan
 
 MOST_GROUPS = 8
 
@@ -67,8 +67,14 @@ class UlyssesStrategy:
             heads=heads // self.groups,
             kv_heads=max(1, kv_heads // self.groups),
         )
-        part, back = pass_plan(whole, "kv", Ring(1)), pass_plan(whole, "kv", Ring(1), Ring(1))
-        return Plan(problem, self.name, forward=part, backward=back, reshard="heads", groups=self.groups)
+        return Plan(
+            problem,
+            self.name,
+            forward=make_pass_plan(whole, "kv", Ring(1)),
+            backward=make_pass_plan(whole, "kv", Ring(1), Ring(1)),
+            reshard="heads",
+            groups=self.groups,
+        )
 
 
 def possible_groups(problem: Problem) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from burst_portable.mask import Mask
 from burst_portable.messages import ALIGNMENT, inboxes, message_size
 from burst_portable.moves import Ring
 from burst_portable.planning import plan
-from burst_portable.plans import Plan, Problem, Step, pass_plan
+from burst_portable.plans import Plan, Problem, Step, make_pass_plan
 from burst_portable.rates import Rates
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.verify import verify
@@ -156,7 +156,7 @@ def test_steps_before_other_nodes_by_bytes(inner, travels, first):
     plan = make_plan(Mask.causal(), ranks=16, strategy="double_ring", inner=inner, travels=travels)
     assert (plan.forward.route.first, plan.backward.route.first) == (inner, first)
     whole = dataclasses.replace(plan.backward.route, first=inner)
-    undivided = dataclasses.replace(plan, backward=pass_plan(plan.problem, travels, whole, whole))
+    undivided = dataclasses.replace(plan, backward=make_pass_plan(plan.problem, travels, whole, whole))
     assert verify(undivided) == []
     most = [max(rank_cost(p, "backward", r, Rates(1, 1)).blocks_held for r in range(16)) for p in (plan, undivided)]
     assert most[0] <= most[1]
