@@ -1,4 +1,4 @@
-"""What users call: `attention`, and the parts that it is made of.
+"""`attention` and `partial_attention`: what users call. Here a call is checked, planned and remembered, then run.
 
 Shapes: B batch, S rows of this rank, Hq query heads, Hkv key/value heads, D head size, Dv value size.
 """
@@ -24,7 +24,7 @@ from burst_portable.checks import (
     tell_the_others,
 )
 from burst_portable.choices import Choices, Request, choose, requested
-from burst_portable.comm.agreement import Statement, named, state
+from burst_portable.comm.agreement import Statement, named, statement
 from burst_portable.comm.base import Transport
 from burst_portable.compiling import outside_graphs
 from burst_portable.errors import InputError, explain, shown
@@ -34,7 +34,6 @@ from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.messages import Inboxes, inboxes
 from burst_portable.numerics import State, finished
-from burst_portable.planning import plan as plan
 from burst_portable.runtime import PlainRuntime
 from burst_portable.strategies.base import Strategy
 from burst_portable.tiles import Tile, checked_tiles
@@ -173,7 +172,7 @@ def attention(
 
 
 def _key(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Hashable:
-    """All that a call depends on: what is equal here runs without another check."""
+    """All that a call depends on: a call with an equal key runs as the remembered one, without another check."""
     try:
         return (
             request,
@@ -183,7 +182,7 @@ def _key(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
             type(v), v.shape, v.dtype, v.device, v.layout,
             sinks is None or (type(sinks), sinks.shape, sinks.dtype, sinks.device, sinks.layout),
         )  # fmt: skip
-    except (AttributeError, RuntimeError):  # no tensors, or such as have no shape
+    except (AttributeError, RuntimeError):  # not tensors, or tensors without a shape (nested ones)
         check_tensors(q, k, v)
         if sinks is not None:
             check_tensor("sinks", sinks)
@@ -196,18 +195,20 @@ def _prepare(
     """Everything that can be refused is refused here, before a byte moves."""
     chosen = choose(q, k, v, sinks, mesh, request)
     transport, _ = mesh.transport_for(q.device.type, direct=chosen.plan.direct)
-    if chosen.plan.direct and not transport.direct:  # `auto` may have counted on a transport that cannot be had
+    if chosen.plan.direct and not transport.direct:
+        # `auto` may have counted on a direct transport, and the ranks have just found that they cannot have it.
         chosen = choose(q, k, v, sinks, mesh, request)
         transport, _ = mesh.transport_for(q.device.type, direct=chosen.plan.direct)
-    plan, said = chosen.plan, _statement(chosen, transport, q, sinks, with_lse)
-    room = inboxes(plan, mesh.rank) if transport.direct else Inboxes()
+    plan = chosen.plan
+    stated = _statement(chosen, transport, q, sinks, with_lse)
+    inbox = inboxes(plan, mesh.rank) if transport.direct else Inboxes()
     return Call(
         plan,
-        PlainRuntime(chosen.kernel, transport, room.places),
+        PlainRuntime(chosen.kernel, transport, inbox.places),
         chosen.options,
-        forward=said.of_pass("forward"),
-        backward=said.of_pass("backward"),
-        inboxes=(room.forward, room.backward),
+        forward=stated.of_pass("forward"),
+        backward=stated.of_pass("backward"),
+        inboxes=(inbox.forward, inbox.backward),
         by_out=plan.backward.side == "kv" and takes_pieces(chosen.kernel),
         with_lse=with_lse,
         row_delta=row_delta_of(chosen.kernel),
@@ -215,13 +216,13 @@ def _prepare(
 
 
 def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor | None, with_lse: bool) -> Statement:
-    """What every rank must say alike. Kernels may differ, vendors may not: their partial results would be mixed."""
-    made, backend, options = chosen.plan, chosen.backend, chosen.options
-    p, there, back = made.problem, made.forward, made.backward
-    moves = (
-        f"{made.strategy} by {there.route.name}, {back.side} travels backward{', narrow gradients' if p.narrow else ''}"
-    )
-    return state(
+    """What every rank must say alike. Kernels may differ; vendors may not, or their partial results would be mixed."""
+    plan, backend, options = chosen.plan, chosen.backend, chosen.options
+    p, forward, backward = plan.problem, plan.forward, plan.backward
+    narrow = ", narrow gradients" if p.narrow else ""
+    moves = f"{plan.strategy} by {forward.route.name}, {backward.side} travels backward{narrow}"
+    routes = plan.reshard, plan.groups, forward.side, forward.route, backward.side, backward.route, backward.results
+    return statement(
         {
             "backend": backend.name,
             "process group": backend.capabilities.process_group,
@@ -233,14 +234,11 @@ def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor |
             "dtype": str(q.dtype).removeprefix("torch."),
             "mask": named(str(p.mask), p.mask.regions),
             "layout": named(p.q_layout.name, p.q_layout.shards),
-            "strategy": named(
-                moves,
-                (made.reshard, made.groups, there.side, there.route, back.side, back.route, back.results, p.narrow),
-            ),
+            "strategy": named(moves, (*routes, p.narrow)),
             "scale": repr(options.scale),
             "softcap": repr(options.softcap),
             "sinks": "no" if sinks is None else "yes",
-            "LSE sent": "yes" if made.reshard and with_lse else "no",
+            "LSE sent": "yes" if plan.reshard and with_lse else "no",
         }
     )
 
@@ -258,12 +256,14 @@ def partial_attention(
     softcap: float | None = None,
     kernel: str = "auto",
 ) -> State:
-    """Attention of q over the pairs of some tiles alone: the part that `merge` puts together. No gradients.
+    """Attention of q over the pairs of some tiles alone: a partial result for `merge`. No gradients.
 
     Args:
-        q, k, v: as in `attention`, but of one block each; k may be longer or shorter than q.
+        q: ``[B, Sq, Hq, D]``, dtypes and strides as in `attention`.
+        k, v: ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]``; Sk may differ from Sq.
         tiles: which rows see which columns, in local indices (see `tiles.banded_box`); disjoint. Rows of a tile may
             see nothing.
+        scale, softcap, kernel: as in `attention`.
 
     Returns:
         (out ``[B, Sq, Hq, Dv]``, LSE ``[B, Hq, Sq]``) in the accumulation dtype; rows outside every tile: 0, -inf.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import for_device
-from burst_portable.comm.agreement import agree, state
+from burst_portable.comm.agreement import agree, statement
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.comm.two_levels import with_two_levels
@@ -226,7 +226,7 @@ class Mesh:
             backend: Any = self.backend_for(device_type)
             plain = self.transport(device_type)
             # A rank that refuses its call asks in these words too: the others hear of it, and nobody is left behind.
-            agree(plain, state({"pass": f"connecting the transport {name!r}"}))
+            agree(plain, statement({"pass": f"connecting the transport {name!r}"}))
             try:
                 self._direct[device_type] = backend.connect_direct(plain, self.group, self.config.deadline)
             except UnsupportedError as error:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.checks import check_rows, check_tensor, checked_device, tell_the_others
-from burst_portable.comm.agreement import Statement, agree, named, state
+from burst_portable.comm.agreement import Statement, agree, named, statement
 from burst_portable.compiling import outside_graphs
 from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError, explain, shown
 from burst_portable.layout import Layout
@@ -98,7 +98,7 @@ def unshard(
 
 def _statement(mine: Tensor, dim: int, where: Layout) -> Statement:
     """What ranks must say alike before they unshard: a tensor with its rows first, and where they come from."""
-    return state(
+    return statement(
         {
             "pass": "unshard",
             "dtype": str(mine.dtype).removeprefix("torch."),

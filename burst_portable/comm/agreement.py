@@ -46,7 +46,7 @@ class Statement(NamedTuple):
 
     def of_pass(self, name: str) -> Statement:
         """The same call, in one of its passes."""
-        return state({**self.facts, "pass": name})
+        return statement({**self.facts, "pass": name})
 
     @property
     def title(self) -> str:
@@ -60,8 +60,8 @@ def named(name: str, holds: object) -> Named:
     return Named(name[:_SHOWN], hashlib.blake2b(repr(holds).encode(), digest_size=16).hexdigest())
 
 
-def state(facts: Facts) -> Statement:
-    """A statement of facts. What they are called does not count: equal masks of different names are one mask."""
+def statement(facts: Facts) -> Statement:
+    """A statement of facts. A `Named` fact counts by its digest alone: equal masks of different names are one mask."""
     compared = {key: fact.digest if isinstance(fact, Named) else fact for key, fact in facts.items()}
     text = json.dumps(compared, sort_keys=True)
     return Statement(hashlib.blake2b(text.encode(), digest_size=16).digest(), facts)
@@ -104,7 +104,7 @@ def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -
     if transport.size == 1:
         return
     try:
-        _ask(transport, state({"pass": call, **(facts or {})}), f"asking whether all ranks call {call}")
+        _ask(transport, statement({"pass": call, **(facts or {})}), f"asking whether all ranks call {call}")
     except (DeadlineError, PeerLostError) as error:
         raise type(error)(f"{error}; every rank of the mesh must call {call}") from error
 
@@ -138,7 +138,7 @@ def tell_refusal(transport: Transport, error: Exception, deadline: float = _TELL
     """
     told = str(error) if isinstance(error, BurstError) else f"{type(error).__name__}: {error}"
     try:
-        agree(transport, state({REFUSED: told[:1000]}), deadline=min(_TELLING, deadline))
+        agree(transport, statement({REFUSED: told[:1000]}), deadline=min(_TELLING, deadline))
     except CommunicationError:
         return  # this rank's own error says more
 

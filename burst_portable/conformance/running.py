@@ -15,7 +15,7 @@ from torch import Tensor
 
 from burst_portable.autograd import Attention, Call
 from burst_portable.choices import plan_for_kernel
-from burst_portable.comm.agreement import agree, state
+from burst_portable.comm.agreement import agree, statement
 from burst_portable.comm.base import Transport
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.inputs import Inputs, in_memory
@@ -94,7 +94,7 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
     plan = plan_of(case)
     kernel = subject.choose(kernel_problem(case, device.type, plan))
     plan = plan_for_kernel(plan, kernel)
-    said = state({"case": case.spec()})
+    said = statement({"case": case.spec()})
     runtime: Runtime = PlainRuntime(kernel, transport)
     if (wrap := installed.get()) is not None:  # as in a call: a profiling session records it
         runtime = wrap(runtime, plan, Mesh(transport.rank, transport.size, lambda _: transport))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.comm.agreement import agree, state
+from burst_portable.comm.agreement import agree, statement
 from burst_portable.config import Config
 from burst_portable.errors import BurstError, MismatchError
 from tests.spmd.disagreements import DISAGREEMENTS, RANKS, told_by
@@ -154,7 +154,7 @@ def test_the_question_costs_one_exchange_when_all_agree():
         asked = []
         share = transport.share
         transport.share = lambda *a, **k: (asked.append(1), share(*a, **k))[1]
-        agree(transport, state({"a": "b"}))
+        agree(transport, statement({"a": "b"}))
         return len(asked)
 
     assert bp.run_local(3, work) == [1, 1, 1]

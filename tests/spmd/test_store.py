@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from burst_portable.comm.accounts import _Asking
-from burst_portable.comm.agreement import agree, state
+from burst_portable.comm.agreement import agree, statement
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import run_threads
 from burst_portable.comm.store import Board
@@ -52,7 +52,7 @@ def test_a_silent_rank_is_named():
         if transport.rank == 1:
             return
         with pytest.raises(DeadlineError, match=r"rank 1 said nothing in 0\.2 s"):
-            agree(transport, state({"a": "b"}))
+            agree(transport, statement({"a": "b"}))
 
     over_store(3, work, deadline=0.2)
 
@@ -61,7 +61,7 @@ def test_a_call_is_compared_once():
     def work(transport):
         for _ in range(5):
             for fact in ("b", "c"):
-                agree(transport, state({"a": fact}))
+                agree(transport, statement({"a": fact}))
         return transport.asked, transport.passes
 
     assert over_store(3, work) == [(2, 10)] * 3
@@ -69,10 +69,10 @@ def test_a_call_is_compared_once():
 
 def test_calls_that_differ_are_told_and_not_remembered():
     def work(transport):
-        agree(transport, state({"dtype": "float32"}))
+        agree(transport, statement({"dtype": "float32"}))
         for _ in range(2):
             with pytest.raises(MismatchError, match=r"float32 on rank 0.*float16 on rank 1"):
-                agree(transport, state({"dtype": "float16" if transport.rank else "float32", "more": "yes"}))
+                agree(transport, statement({"dtype": "float16" if transport.rank else "float32", "more": "yes"}))
 
     over_store(2, work)
 
