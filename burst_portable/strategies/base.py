@@ -12,8 +12,8 @@ from burst_portable.plans import Plan, Problem, make_pass_plan
 
 Moves = Literal["neighbour", "fetch"]
 """How blocks travel: from neighbour to neighbour, or straight from their owners."""
-Gradients = Literal["wide", "narrow"]
-"""How gradients travel: as they are added up, float32 for 16 bits; or rounded to the dtype of the inputs."""
+GradientWidth = Literal["wide", "narrow"]
+"""How gradients travel: as they are added up (wide: float32 for 16-bit inputs), or rounded to the inputs' dtype."""
 
 
 class Strategy(Protocol):
@@ -34,18 +34,18 @@ class Strategy(Protocol):
 
 
 def check_name(kind: str, name: object, known: Sequence[str]) -> None:
-    """Refuse a name that is none of a few."""
+    """Refuse a name that is not in `known`."""
     if not isinstance(name, str) or name not in known:
         raise unknown_name(kind, name, known)
 
 
 def check_moves(moves: object) -> None:
-    """Refuse what is no way of moving."""
+    """Refuse what is not one of `Moves`."""
     check_name("way of moving", moves, ("neighbour", "fetch"))
 
 
 def check_inner(inner: object) -> None:
-    """Refuse what is no number of ranks a node: 2.0 and True would find the plans of 2 and 1."""
+    """Refuse what is no number of ranks a node. 2.0 and True are refused too: as keys they equal 2 and 1."""
     if inner is not None and (type(inner) is not int or inner < 1):
         raise InputError(explain("inner is no size", got=shown(inner), allowed="an int of at least 1, or None"))
 
@@ -63,7 +63,7 @@ def check_divides(inner: int, ranks: int) -> None:
 
 
 def check_fetched(moves: Moves, ahead: object, together: object) -> None:
-    """Refuse what is no number of steps, or of blocks that are fetched."""
+    """Refuse an `ahead` that is no number of steps, and a `together` that is no number of fetched blocks."""
     for name, what, given in (("ahead", "steps", ahead), ("together", "blocks", together)):
         if type(given) is not int or given < 1:
             raise InputError(
@@ -76,7 +76,7 @@ def check_fetched(moves: Moves, ahead: object, together: object) -> None:
 
 
 def check_own(moves: Moves, own: object) -> None:
-    """Refuse what is no place of the own block among the others."""
+    """Refuse an `own` that does not say when the own block is computed with."""
     check_name("place of the own block", own, ("first", "last"))
     if own != "first" and moves != "fetch":
         raise InputError(
@@ -85,17 +85,17 @@ def check_own(moves: Moves, own: object) -> None:
 
 
 def check_gradients(gradients: object) -> None:
-    """Refuse what is no way for gradients to travel."""
+    """Refuse what is not one of `GradientWidth`."""
     check_name("way for gradients to travel", gradients, ("wide", "narrow"))
 
 
-def with_gradients(problem: Problem, gradients: Gradients) -> Problem:
-    """The problem, its gradients to travel so. Those of float32 and float64 are no wider than their inputs."""
+def with_gradients(problem: Problem, gradients: GradientWidth) -> Problem:
+    """The problem with gradients of that width. Those of float32 and float64 inputs are no wider than their inputs."""
     return replace(problem, narrow=True) if gradients == "narrow" and problem.itemsize < 4 else problem
 
 
 def route(ranks: int, moves: Moves, ahead: int = 1, together: int = 1, own: Own = "first") -> Route:
-    """The route for a way of moving; fetched blocks come `ahead` steps early."""
+    """The route for a way of moving. `ahead`, `together` and `own` are for fetched blocks: see `moves.Fetch`."""
     if moves == "fetch":
         others = max(1, ranks - 1)
         together = min(together, others)
@@ -106,9 +106,12 @@ def route(ranks: int, moves: Moves, ahead: int = 1, together: int = 1, own: Own 
 def ring_plan(
     problem: Problem, strategy: str, *, side: Side, path: Route, back: Route | None = None, note: str = ""
 ) -> Plan:
-    """The plan of the whole ring family: K and V travel forward, `side` travels backward with its gradients.
+    """The plan of the whole ring family: K and V travel forward, `side` and its gradients travel backward.
 
-    Backward takes the route `back` where that is another.
+    Args:
+        path: the route of the forward pass.
+        back: the route of the backward pass; `path` unless given.
+        note: the plan's `reason`.
     """
     back = back or path
     return Plan(

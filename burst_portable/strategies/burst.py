@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.base import (
-    Gradients,
+    GradientWidth,
     Moves,
     check_fetched,
     check_gradients,
@@ -36,7 +36,7 @@ class BurstStrategy:
     moves: Moves = "neighbour"
     ahead: int = 1  # steps before it is needed that a block is fetched
     together: int = 1  # fetched blocks a launch
-    gradients: Gradients = "wide"
+    gradients: GradientWidth = "wide"
     name: str = "burst"
 
     def __post_init__(self) -> None:

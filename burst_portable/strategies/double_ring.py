@@ -27,7 +27,7 @@ from burst_portable.messages import row_size
 from burst_portable.moves import DoubleRing, Side
 from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.base import (
-    Gradients,
+    GradientWidth,
     check_divides,
     check_gradients,
     check_inner,
@@ -43,7 +43,7 @@ class DoubleRingStrategy:
 
     inner: int | None = None
     travels: Side = "q"
-    gradients: Gradients = "wide"
+    gradients: GradientWidth = "wide"
     name: str = "double_ring"
 
     def __post_init__(self) -> None:

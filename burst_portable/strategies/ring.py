@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from burst_portable.moves import Own
 from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.base import (
-    Gradients,
+    GradientWidth,
     Moves,
     check_fetched,
     check_gradients,
@@ -36,7 +36,7 @@ class RingStrategy:
     ahead: int = 1  # steps before it is needed that a block is fetched
     together: int = 1  # fetched blocks a launch
     own: Own = "first"  # when backward computes with the own block: last hides gradients that leave behind it
-    gradients: Gradients = "wide"
+    gradients: GradientWidth = "wide"
     name: str = "ring"
 
     def __post_init__(self) -> None:
