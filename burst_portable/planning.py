@@ -1,4 +1,4 @@
-"""A plan from a few numbers and names: what `api.plan` and `burst-portable plan` stand on. Pure, as plans are."""
+"""`plan`: a plan from a few numbers and names, without tensors, ranks or a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import NAMES as STRATEGIES
 from burst_portable.strategies.registry import make_strategy
-from burst_portable.units import seconds_text
+from burst_portable.units import by_time
 from burst_portable.values import size
 
 LARGEST_HEAD = 1024  # no device's kernels take heads near that size
@@ -37,10 +37,24 @@ def plan(
 ) -> Plan:
     """The plan that `attention` would run, made without a device, for any number of ranks.
 
-    With the layout "auto", the one whose plan is predicted to take least: `plan(...).layout` then goes to `shard` and
-    to `attention`. Predicted with the rates of the strategy where that is an `AutoStrategy`.
+    `cost.plan_cost` prices it, `verify.verify` checks it.
 
-    Raises `InputError` or `UnsupportedError` as `attention` would. See `cost.plan_cost` and `verify.verify`.
+    Args:
+        seq_len: tokens of the whole sequence.
+        ranks: how many share it.
+        heads, kv_heads: query heads, and K/V heads (None: as many).
+        head_dim, value_dim: the size of a head of Q and K, and of V (None: the same); at most 1024.
+        mask, strategy: as `attention` takes them.
+        layout: as `attention` takes it; or "auto", the one whose plan is predicted to be fastest. Pass
+            `plan(...).layout` to `shard` and to `attention` then.
+        batch: sequences side by side.
+        itemsize: bytes of an element of Q, K and V.
+
+    Where `strategy` is an `AutoStrategy`, its rates predict.
+
+    Raises:
+        InputError: sizes, names, mask, layout that do not go together (a ValueError).
+        UnsupportedError: the strategy that was named cannot serve this problem.
     """
     seq_len, ranks, heads = size("seq_len", seq_len), size("ranks", ranks), size("heads", heads)
     kv_heads = heads if kv_heads is None else size("kv_heads", kv_heads)
@@ -52,10 +66,10 @@ def plan(
             raise InputError(explain(f"{name} is too large", got=given, allowed=f"at most {LARGEST_HEAD}"))
     check_heads(heads, kv_heads)
     mask = mask_of(mask, seq_len)
-    left_open = isinstance(layout, str) and layout == "auto"
-    where = layout_of("zigzag" if left_open else layout, seq_len, ranks, mask)
+    any_layout = isinstance(layout, str) and layout == "auto"
+    where = layout_of("zigzag" if any_layout else layout, seq_len, ranks, mask)
     problem = Problem(mask, where, where, heads, kv_heads, head_dim, value_dim, batch=batch, itemsize=itemsize)
-    make = planned_with_layout if left_open else planned
+    make = planned_with_best_layout if any_layout else planned
     return make(strategy_of(strategy), problem)
 
 
@@ -66,21 +80,19 @@ def planned(strategy: Strategy, problem: Problem) -> Plan:
 
 
 @lru_cache(maxsize=256)
-def planned_with_layout(strategy: Strategy, problem: Problem) -> Plan:
-    """The same with the layout whose plan is predicted to take least, in place of the problem's own."""
+def planned_with_best_layout(strategy: Strategy, problem: Problem) -> Plan:
+    """The same with the layout whose plan is predicted to be fastest, in place of the problem's own."""
     pricing = strategy if isinstance(strategy, AutoStrategy) else AutoStrategy()
-    tried: dict[str, tuple[float, Plan]] = {}
+    plans: dict[str, Plan] = {}
     for layout in suited(problem.mask, problem.q_layout.length, problem.ranks):
-        made = planned(strategy, replace(problem, q_layout=layout, k_layout=layout))
-        tried[layout.name] = pricing.seconds(made), made
-    best = min(tried, key=lambda name: round(tried[name][0], 7))
-    made = tried[best][1]
-    if len(tried) == 1:  # as on one rank
+        plans[layout.name] = planned(strategy, replace(problem, q_layout=layout, k_layout=layout))
+    seconds = {name: pricing.seconds(made) for name, made in plans.items()}
+    best = min(seconds, key=lambda name: round(seconds[name], 7))
+    made = plans[best]
+    if len(plans) == 1:  # as on one rank
         return made
-    told = ", ".join(
-        f"{name} {seconds_text(tried[name][0])}" for name in sorted(tried, key=lambda name: tried[name][0])
-    )
-    return replace(made, reason="; ".join(filter(None, (f"layout {best} by predicted time ({told})", made.reason))))
+    reasons = f"layout {best} by predicted time ({by_time(seconds)})", made.reason
+    return replace(made, reason="; ".join(filter(None, reasons)))
 
 
 def mask_of(mask: Mask | str, length: int) -> Mask:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -24,6 +26,11 @@ def seconds_text(seconds: float) -> str:
         if seconds >= unit * _ROUNDS_UP:
             return f"{_short(seconds / unit)} {name}"
     return "0 s"
+
+
+def by_time(seconds: Mapping[str, float]) -> str:
+    """{"a": 2.0, "b": 0.0042} -> "b 4.2 ms, a 2 s": the fastest first."""
+    return ", ".join(f"{name} {seconds_text(seconds[name])}" for name in sorted(seconds, key=seconds.__getitem__))
 
 
 def time_text(nanoseconds: float) -> str:

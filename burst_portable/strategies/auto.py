@@ -22,19 +22,22 @@ from burst_portable.strategies.double_ring import DoubleRingStrategy
 from burst_portable.strategies.ring import RingStrategy
 from burst_portable.strategies.ulysses import UlyssesStrategy, possible_groups
 from burst_portable.tiles import BlockPairs
-from burst_portable.units import seconds_text
+from burst_portable.units import by_time
 
 DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
 """A present-day accelerator, used where no backend says better."""
 
 _AT_ONCE = 16  # ranks whose blocks may all be held at once
-_SAMPLED_RANKS = 4  # above so many ranks, the costs of so many and the busiest: every rank's would be ranks² tiles
-_LOOKED_AT = 1 << 13  # segments, and ranks times regions, among which the busiest rank is looked for
+_SAMPLED_RANKS = 4  # of more ranks, only so many and the busiest are priced: all would take ranks² tiles
+_LOOKED_AT = 1 << 13  # segments, and ranks times regions: of more, the busiest rank is not looked for
 
 
 @dataclass(frozen=True)
 class AutoStrategy:
-    """The cheapest of all; `inner` (ranks a node) lets the double ring take part, and prices what leaves a node."""
+    """The plan of the other strategies that is predicted to be fastest at these `rates`.
+
+    With `inner` (ranks a node) the double ring is a candidate too, and messages between nodes are priced apart.
+    """
 
     inner: int | None = None
     rates: Rates = DEFAULT_RATES
@@ -46,41 +49,43 @@ class AutoStrategy:
             raise InputError(explain("rates are none", got=shown(self.rates), allowed="burst_portable.rates.Rates"))
 
     def seconds(self, plan: Plan) -> float:
-        """What is compared: the predicted time of a plan at these rates; of many ranks, that of a few."""
+        """What plans are compared by: the predicted time at these rates, of a sample where there are many ranks."""
         return plan_seconds(plan, self._rates_for(plan.problem), _sample(plan.problem))
 
     def plan(self, problem: Problem) -> Plan:
         if problem.ranks == 1:
             return replace(RingStrategy().plan(problem), reason="on one rank nothing travels, so nothing is chosen")
         plans: dict[str, Plan] = {}
-        reasons = []
+        refusals = []
         for label, strategy in self._candidates(problem):
             try:
                 plans[label] = strategy.plan(problem)
             except UnsupportedError as error:
-                reasons.append(f"not {label}: {error}")
+                refusals.append(f"not {label}: {error}")
         seconds = {label: self.seconds(plan) for label, plan in plans.items()}
         least = min(round(time, 7) for time in seconds.values())
-        alike = [label for label, time in seconds.items() if round(time, 7) == least]
-        best = alike[0] if len(alike) == 1 else min(alike, key=lambda label: self._sent(plans[label]))
-        told = ", ".join(
-            f"{label} {seconds_text(seconds[label])}" for label in sorted(seconds, key=seconds.__getitem__)
-        )
-        source = f" at rates {self.rates.source}" if self.rates.source else ""
+        fastest = [label for label, time in seconds.items() if round(time, 7) == least]
+        tie = len(fastest) > 1
+        best = min(fastest, key=lambda label: self._sent(plans[label])) if tie else fastest[0]
+        how = "by predicted time, then by bytes sent" if tie else "by predicted time"
+        chose = f"chose {best} {how}{self._at_rates(problem)} ({by_time(seconds)})"
+        return replace(plans[best], reason="; ".join([chose, *refusals]))
+
+    def _at_rates(self, problem: Problem) -> str:
+        """Where the rates come from, for the reason of a plan."""
+        text = f" at rates {self.rates.source}" if self.rates.source else ""
         node = self.inner or self.rates.node
         if 0 < node < problem.ranks:
             assumed = "assumed " if self.rates.outer_gbps == OUTER_GBPS else ""
-            source += f", {assumed}{self.rates.outer_gbps:.4g} GB/s between nodes of {node}"
-        then = ", then by bytes sent" if len(alike) > 1 else ""
-        reason = f"chose {best} by predicted time{then}{source} ({told})" + "".join(f"; {r}" for r in reasons)
-        return replace(plans[best], reason=reason)
+            text += f", {assumed}{self.rates.outer_gbps:.4g} GB/s between nodes of {node}"
+        return text
 
     def _sent(self, plan: Plan) -> int:
-        """Bytes that the rank sends that sends most: the fewer, of plans that take equally long."""
+        """Bytes sent by the rank that sends most, both passes: what decides between plans that take equally long."""
         return plan_cost(plan, self._rates_for(plan.problem), _sample(plan.problem)).sent
 
     def _rates_for(self, problem: Problem) -> Rates:
-        """Peer copies reach no other node, and one transport serves all ranks."""
+        """These rates; over several nodes without peer copies, which reach no other node: one transport serves all."""
         node = self.inner or self.rates.node
         if not 0 < node < problem.ranks:
             return self.rates
@@ -94,8 +99,8 @@ class AutoStrategy:
         yield "ring+fetch, own last", RingStrategy(moves="fetch", own="last")
         yield "burst+fetch", BurstStrategy(moves="fetch")
         yield "ulysses", UlyssesStrategy()
-        # Where it was measured what messages from several ranks take at once; not for many ranks, whose blocks fill
-        # the memory.
+        # Only where it was measured what such messages take, and not for many ranks: their blocks, all held at once,
+        # would fill the memory.
         if (rates.direct or rates.spread) and ranks <= _AT_ONCE:
             yield "ring+fetch, all ahead", RingStrategy(moves="fetch", ahead=ranks)
             yield "burst+fetch, all ahead", BurstStrategy(moves="fetch", ahead=ranks)
@@ -104,7 +109,7 @@ class AutoStrategy:
             yield "ring+fetch, all together", together
             yield "ring+fetch, all together, own last", replace(together, own="last")
             yield "burst+fetch, all together", BurstStrategy(moves="fetch", ahead=ranks, together=ranks)
-        if rates.direct:  # copies that need no multiprocessors go on beside a kernel
+        if rates.direct:  # peer copies need no multiprocessors, so groups of heads travel beside the kernel
             for groups in possible_groups(problem):
                 yield f"ulysses, {groups} groups", UlyssesStrategy(groups=groups)
         if self.inner is not None and self.inner > 1:
@@ -114,7 +119,7 @@ class AutoStrategy:
 
 @lru_cache(maxsize=64)
 def _sample(problem: Problem) -> tuple[int, ...]:
-    """The ranks whose costs are compared: all of few; of more, some that are spread over all, and the busiest."""
+    """The ranks whose costs are compared: all, if they are few; else some at equal distances, and the busiest."""
     ranks, mask = problem.ranks, problem.mask
     if ranks <= _SAMPLED_RANKS:
         return tuple(range(ranks))
