@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from burst_portable.errors import UnsupportedError, explain
 from burst_portable.executor import run_backward, run_forward
 from burst_portable.kernels.contract import Gradients, Options, arrived, as_kernels_take
 from burst_portable.mesh import Mesh
+from burst_portable.numerics import as_dtype
 from burst_portable.plans import Plan
 from burst_portable.runtime import Queries, Runtime, installed
 
@@ -35,6 +36,10 @@ class Call:
     by_out: bool = False  # whether backward kernels are given out in place of delta
     with_lse: bool = True  # whether LSE is asked for: where heads are resharded, it travels
     row_delta: Callable[[Tensor, Tensor], Tensor] = numerics.row_delta  # or the kernel's own, in one pass
+    alone: bool = field(init=False)  # whether one rank holds the whole sequence
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "alone", self.plan.problem.ranks == 1)
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -46,12 +51,12 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
         state = run_forward(pass_plan, call.runtime.transport.rank, call.runtime, call.options, q, k, v)
     if sinks is not None:
         numerics.add_sinks(state, sinks)
-    return state[0].to(q.dtype), state[1].to(numerics.accumulation_dtype(q.dtype))
+    return as_dtype(state[0], q.dtype), as_dtype(state[1], numerics.accumulation_dtype(q.dtype))
 
 
 def _whole(call: Call, sinks: Tensor | None) -> bool:
     """Whether one call of the kernel computes all: on one rank. Sinks are added to an out that is not rounded yet."""
-    return call.plan.problem.ranks == 1 and sinks is None
+    return call.alone and sinks is None
 
 
 class Attention(torch.autograd.Function):
@@ -67,8 +72,7 @@ class Attention(torch.autograd.Function):
             out, lse, groups = _by_heads(call, q, k, v, sinks, keep=True)
             ctx.save_for_backward(*(x for group in groups for x in group), sinks)
         else:
-            # No views, as some kernels return: those could not be changed in place.
-            out, lse = (x.detach() for x in forward(call, q, k, v, sinks))
+            out, lse = map(_no_view, forward(call, q, k, v, sinks))
             ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.call, ctx.number = call, transport.passes
         transport.end()
@@ -88,6 +92,11 @@ class Attention(torch.autograd.Function):
             grads, dsinks = run(ctx.call, saved, dout)
             ctx.call.runtime.transport.end()
         return *grads, dsinks, None
+
+
+def _no_view(x: Tensor) -> Tensor:
+    """A result that can be changed in place. Some kernels return views, which torch would refuse to change."""
+    return x.detach() if x._is_view() else x
 
 
 def _refuse_twice(call: Call) -> NoReturn:
@@ -121,12 +130,12 @@ def _backward(call: Call, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[
     pass_plan, rank = call.plan.backward, call.runtime.transport.rank
     if _whole(call, sinks):
         dq, dk, dv = by_heads.gradients(pass_plan, call.runtime, call.options, dout, (q, k, v, out, lse))
-        return (dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)), None
+        return (as_dtype(dq, q.dtype), as_dtype(dk, q.dtype), as_dtype(dv, q.dtype)), None
     delta = None if call.by_out and sinks is None else call.row_delta(dout, out)
     queries = Queries(q, dout, lse, out=out) if call.by_out else Queries(q, dout, lse, delta)
     dq, dk, dv = run_backward(pass_plan, rank, call.runtime, call.options, queries, k, v)
     dsinks = None if sinks is None or delta is None else numerics.sinks_gradient(sinks, lse, delta)
-    return (dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)), dsinks
+    return (as_dtype(dq, q.dtype), as_dtype(dk, q.dtype), as_dtype(dv, q.dtype)), dsinks
 
 
 def _backward_by_heads(call: Call, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[Gradients, Tensor | None]:
@@ -142,6 +151,8 @@ def _backward_by_heads(call: Call, saved: tuple[Any, ...], dout: Tensor | None) 
 def _begin(call: Call, *, forward: int = 0) -> None:
     """All ranks make the same call, and a pass of it begins: backward if `forward` is the number of its forward."""
     transport = call.runtime.transport
+    if transport.size == 1:
+        return
     said, inbox = (call.backward, call.inboxes[1]) if forward else (call.forward, call.inboxes[0])
     agree(transport, said, forward=forward)
     transport.begin(said.digest + forward.to_bytes(8, "little"), inbox)

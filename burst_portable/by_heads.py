@@ -19,7 +19,7 @@ from torch import Tensor
 from burst_portable import numerics
 from burst_portable.heads import HeadGroup, Span, heads_of
 from burst_portable.kernels.contract import Gradients, Options
-from burst_portable.numerics import State, accumulation_dtype
+from burst_portable.numerics import State, accumulation_dtype, as_dtype
 from burst_portable.plans import Compute, PassPlan, Plan
 from burst_portable.reshard import Reshard, ToHeads, ToSequence
 from burst_portable.runtime import Runtime
@@ -121,7 +121,7 @@ def attend(
     if sinks is not None:
         state = numerics.finished(state, q.dtype)
         numerics.add_sinks(state, sinks)
-    return state[0], state[1].to(accumulation_dtype(q.dtype))
+    return state[0], as_dtype(state[1], accumulation_dtype(q.dtype))
 
 
 def gradients(pass_plan: PassPlan, runtime: Runtime, options: Options, dout: Tensor, kept: Saved) -> Gradients:

@@ -28,6 +28,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in this dtype. torch's own `to` takes its time even where it has nothing to do."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 def running_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of an out that is merged into again and again: one step wider than the parts.
 
@@ -124,7 +129,7 @@ def _add_compensated(total: Tensor, lost: Tensor, part: Tensor) -> None:
 def finished(state: State, dtype: torch.dtype) -> State:
     """A running state of tensors of `dtype`, in the dtypes of a result: the accumulation dtype for both."""
     wide = accumulation_dtype(dtype)
-    return state[0].to(wide), state[1].to(wide)
+    return as_dtype(state[0], wide), as_dtype(state[1], wide)
 
 
 def merge(parts: Sequence[State]) -> State:

@@ -9,12 +9,13 @@ import torch
 
 from burst_portable.backends.cuda.hopper.kernel import _triton_reason
 from burst_portable.backends.cuda.kernel_driver import Described, KernelDriver, pack_described, packing, ready
-from burst_portable.errors import DeviceError
+from burst_portable.errors import DeviceError, UnsupportedError
 
 if _triton_reason():
     pytest.skip(_triton_reason(), allow_module_level=True)
 
 from burst_portable.backends.cuda.hopper import aot
+from burst_portable.backends.cuda.hopper.launch import Descriptors
 
 SIZES = {"u32": 4, "f32": 4, "u64": 8}
 SHAPE, STRIDES = [2, 300, 4, 64], [300 * 256, 256, 64, 1]
@@ -149,3 +150,20 @@ def test_a_launch_that_the_driver_refuses(monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", lambda name: Library([700]))
     with pytest.raises(DeviceError, match="code 700"):
         KernelDriver().launch(77, (1, 1, 1), 384, 0, 0, b"packed")
+
+
+def test_what_tma_cannot_read_is_copied_and_the_copy_described():
+    kept = Descriptors()
+    x = torch.randn(2, 8, 3, 64).bfloat16()
+    same, described = kept.readable("q", x, 4, 64)
+    assert same is x
+    assert kept.readable("q", x, 4, 64) == (x, described)
+    assert kept.readable("q", x, 8, 64)[1] is not described
+    odd = torch.randn(2, 8, 3, 65).bfloat16()[..., :64]
+    for _ in range(2):  # what is kept is of the copy, never of `odd` itself
+        copy, described = kept.readable("q", odd, 4, 64)
+        assert copy is not odd
+        assert torch.equal(copy, odd)
+        assert described is kept.rows("q", copy, 4, 64)
+    with pytest.raises(UnsupportedError, match="cannot address q"):
+        kept.rows("q", odd, 4, 64)

@@ -15,6 +15,7 @@ from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper import launch_tables
 from burst_portable.backends.cuda.hopper.launch import tma_strides
+from burst_portable.kernels.steps import in_steps
 from tests.kernels.emulator.machine import Machine
 from tests.kernels.emulator.memory import Descriptor
 
@@ -42,6 +43,10 @@ class EmulatedKernels:
     def rows(self, name: str, x: Tensor, rows: int, columns: int) -> Descriptor:
         tma_strides(name, x)
         return Descriptor(x, (1, rows, 1, columns))
+
+    def readable(self, name: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Descriptor]:
+        x = in_steps(x)
+        return x, self.rows(name, x, rows, columns)
 
     def vector(self, x: Tensor, rows: int) -> Descriptor:
         return Descriptor(x, (1, rows))

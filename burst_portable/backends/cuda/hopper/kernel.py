@@ -95,7 +95,6 @@ class HopperKernel:
             state = finished(state, q.dtype)  # float32 for both; nothing is copied if they are so already
         if not tiles or q.numel() == 0:
             return _nothing_seen(q, out_dtype) if state is None else state
-        q, k, v = in_steps(q), in_steps(k), in_steps(v)
         batch, rows, heads, dim = q.shape
         fresh = state is None
         if state is None:
@@ -113,14 +112,14 @@ class HopperKernel:
         mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16
         with on(q.device):
             stream = current_stream(q.device)
+            q, q_rows = compiled.readable("q", q, 64, dim)
+            k, k_rows = compiled.readable("k", k, config.BN, dim)
+            v, v_rows = compiled.readable("v", v, config.BN, dim)
             compiled.forward(
                 (q.device.index, q.dtype, mode, dim, config.W),
                 (min(items, processors(q.device.index)), 1, 1),
                 (
-                    compiled.rows("q", q, 64, dim),
-                    compiled.rows("k", k, config.BN, dim),
-                    compiled.rows("v", v, config.BN, dim),
-                    compiled.rows("out", out, 64, dim),
+                    q_rows, k_rows, v_rows, compiled.rows("out", out, 64, dim),
                     out, lse, table.numbers, compiled.counter(q.device, stream),
                     options.scale * _LOG2E, rows, *out.stride()[:3], lse.stride(0), lse.stride(1),
                     items, heads, group, table.blocks, head_group,
@@ -158,7 +157,7 @@ class HopperKernel:
             )
         if not tiles or q.numel() == 0:
             return
-        dout, q, k, v = in_steps(dout), in_steps(q), in_steps(k), in_steps(v)
+        dout = in_steps(dout)
         table = self._tables.adding(q, k, tiles)
         with on(q.device):
             terms = _row_terms(table.cut.config, dout, lse, delta, out, options.scale)
@@ -179,7 +178,7 @@ class HopperKernel:
         if options.deterministic or not tiles or q.numel() == 0 or k.numel() == 0:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
         _check_options(options)
-        dout, q, k, v = in_steps(dout), in_steps(q), in_steps(k), in_steps(v)
+        dout = in_steps(dout)
         tables = self._tables.writing(q, k, tiles)
         if not tables:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
@@ -222,13 +221,14 @@ def _launch_backward(
     units = heads // span
     head_group = _head_group(units, group // span, rows * dim * 4 * group)
     dq, dk, dv = into
+    q, q_rows = compiled.readable("q", q, config.BM, dim)
+    k, k_rows = compiled.readable("k", k, 64, dim)
+    v, v_rows = compiled.readable("v", v, 64, dim)
     compiled.backward(
         (q.device.index, q.dtype, dim, store),
         (head_group, table.blocks, batch * units // head_group),
         (
-            compiled.rows("q", q, config.BM, dim),
-            compiled.rows("k", k, 64, dim),
-            compiled.rows("v", v, 64, dim),
+            q_rows, k_rows, v_rows,
             compiled.rows("dout", dout, config.BM, dim),
             compiled.vector(terms, config.BM),
             compiled.rows("dq", dq, 64, 64),

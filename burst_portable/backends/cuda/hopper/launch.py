@@ -16,6 +16,7 @@ from torch import Tensor
 
 from burst_portable.backends.cuda.kernel_driver import Described, kernel_driver, pack_described, ready
 from burst_portable.errors import UnsupportedError, explain
+from burst_portable.kernels.steps import in_steps
 from burst_portable.kernels.triton.options import ALWAYS
 
 _DESCRIPTORS = 8192  # kept at most: 13 a layer and group of heads
@@ -134,6 +135,14 @@ class Descriptors:
             found = self._keep(key, x, [1, rows, 1, columns], self._layouts[x.element_size()], tma_strides(name, x))
         return found
 
+    def readable(self, name: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Described]:
+        """`x`, or a copy of it where TMA does not take its strides or address, and the descriptor of that."""
+        found = self._kept.get((x.data_ptr(), x.shape, x.stride(), x.dtype, rows, columns))
+        if found is not None:
+            return x, found
+        x = in_steps(x)
+        return x, self.rows(name, x, rows, columns)
+
     def vector(self, x: Tensor, rows: int) -> Described:
         """For `rows` entries of one row of [B·H, S]."""
         key = (x.data_ptr(), x.shape, x.stride(), rows)
@@ -195,6 +204,7 @@ class Compiled:
         self.prepare = Launcher(backward.prepare_kernel)
         descriptors = Descriptors()
         self.rows = descriptors.rows
+        self.readable = descriptors.readable
         self.vector = descriptors.vector
         self.strides = descriptors.strides
         self.counter = Counters().take
