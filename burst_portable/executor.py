@@ -1,8 +1,10 @@
-"""Runs one rank's part of a plan: the only loop over steps that there is, whatever the strategy.
+"""Runs one rank's steps of a pass whose blocks travel, whatever the strategy. (`by_heads` runs resharded heads.)
 
 ::
 
     for each step:  what arrives   ->   send on, receive ahead   ->   compute   ->   gradients after their block
+
+`plans.Step` says what each step holds, `moves.Move` when a message leaves and when it is needed.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def run_backward(
 ) -> Gradients:
     """(dq, dk, dv) of this rank's shard, shaped as q, k and v, in the accumulation dtype.
 
-    The queries' dout is ``[B, S, Hq, Dv]``, lse and delta are ``[B, Hq, S]``; where they travel, delta is given.
+    Of `queries`, dout is ``[B, S, Hq, Dv]``, lse and delta are ``[B, Hq, S]``; delta must be given where they travel.
     """
     own = (queries.q, k, v)
     dq, dk, dv = (torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in own)
@@ -77,7 +79,7 @@ def run_backward(
 
 
 def _travelling(queries: Queries) -> Views:
-    """The block of a rank's queries."""
+    """The tensors of a rank's queries, as they travel backward."""
     assert queries.delta is not None, "delta travels with queries, out does not"
     return queries.q, queries.dout, queries.lse, queries.delta
 
@@ -85,7 +87,7 @@ def _travelling(queries: Queries) -> Views:
 class _Blocks:
     """The blocks of one pass: this rank's own, and the foreign ones that are here or on their way.
 
-    Blocks that are needed together come into one buffer, one after the other.
+    Blocks that one step needs come into one buffer, one after the other, so that the kernel reads them as one.
     """
 
     def __init__(
@@ -102,13 +104,13 @@ class _Blocks:
         self._own, self.dtype, self.device = own, dtype, own[0].device
         self._arriving: dict[Move, tuple[Handle, Tensor]] = {}
         self._held: dict[int, Tensor] = {}
-        self._pieces: dict[int, Tensor] = {}  # the blocks that a step needs, one after the other
-        self._packed: dict[tuple[int, int], Tensor] = {}
-        self._leaving: list[tuple[int, Handle, Tensor]] = []  # with the step that needs it where it goes
+        self._inbox_of: dict[int, Tensor] = {}  # by step: the buffer of all blocks that it needs
+        self._packed: dict[tuple[int, int], Tensor] = {}  # by rows: messages of our own block
+        self._leaving: list[tuple[int, Handle, Tensor]] = []  # (step that needs it where it goes, handle, message)
         self._step = 0
 
     def begin(self, step: Step) -> None:
-        """What this step needs has come; what later ones need is on its way."""
+        """Wait for what this step needs; send what leaves, and post receives for later steps."""
         self._step = step.index
         for move in step.arrivals:
             self._held[move.owner] = self.take(move)
@@ -118,18 +120,18 @@ class _Blocks:
         """The tensors of the travelling side that a step computes with."""
         if not step.arrivals:
             return self._own
-        views = self.views(step.arrivals, self._pieces[step.index])
+        views = self.views(step.arrivals, self._inbox_of[step.index])
         return tuple(x if x.dim() == 4 else x.contiguous() for x in views)  # kernels take LSE and delta in one piece
 
     def end(self, step: Step) -> None:
-        """Let go of blocks that no later step uses, and of what was sent once it is needed where it goes."""
+        """Let go of blocks that no later step uses, and of messages that their receivers need by now."""
         self._wait_until_left(step.index)
-        self._pieces.pop(step.index, None)
+        self._inbox_of.pop(step.index, None)
         for owner in step.released:
             del self._held[owner]
 
     def finish(self) -> None:
-        """All that was sent has left."""
+        """Wait until all that was sent has left."""
         self._wait_until_left(max((needed for needed, _, _ in self._leaving), default=0))
         assert not self._held, "the plan lets go of every block"
         assert not self._arriving, "the plan waits for every move"
@@ -145,21 +147,21 @@ class _Blocks:
             self._arriving[move] = handle, buffer
 
     def _wait_until_left(self, step: int) -> None:
-        """What is needed up to a step. Not earlier: what crosses to another node takes a whole inner round."""
+        """Wait for messages that their receivers need up to a step; later ones may still cross to another node."""
         for needed, handle, _ in self._leaving:
             if needed <= step:
                 handle.wait()
         self._leaving = [one for one in self._leaving if one[0] > step]
 
     def take(self, move: Move) -> Tensor:
-        """The message of a move that has been posted, when it has come."""
+        """Wait for the message of a move that has been posted."""
         handle, buffer = self._arriving.pop(move)
         handle.wait()
         return buffer
 
-    def copies(self) -> AbstractContextManager[object]:
-        """Around what a step copies."""
-        return self.runtime.copies(self.device, self._step, backward=self.backward)
+    def copying(self) -> AbstractContextManager[object]:
+        """A context around what a step copies, for the profiler."""
+        return self.runtime.copying(self.device, self._step, backward=self.backward)
 
     def buffer(self, size: int) -> Tensor:
         """An empty buffer for messages."""
@@ -170,15 +172,18 @@ class _Blocks:
         return message_size(self.pass_plan.problem, move)
 
     def _inboxes(self, moves: list[Move]) -> Iterator[tuple[Move, Tensor]]:
-        """Where the messages of moves that are needed together will come."""
+        """Each of some moves that are needed together, with its part of one buffer for all of them."""
         sizes = [self.size(move) for move in moves]
-        piece = self.runtime.inbox(moves, sum(sizes), self.device)
+        inbox = self.runtime.inbox(moves, sum(sizes), self.device)
         if not moves[0].result:
-            self._pieces[moves[0].needed] = piece
-        yield from zip(moves, torch.split(piece, sizes) if len(sizes) > 1 else (piece,), strict=True)
+            self._inbox_of[moves[0].needed] = inbox
+        yield from zip(moves, torch.split(inbox, sizes) if len(sizes) > 1 else (inbox,), strict=True)
 
     def views(self, moves: Sequence[Move], buffer: Tensor, problem: Problem | None = None) -> Views:
-        """The fields of messages that lie one after the other, as tensors of all their rows."""
+        """The fields of messages that lie one after the other in a buffer, each as one tensor of all their rows.
+
+        problem: says the width of gradients, where that is not the pass's own.
+        """
         problem, first = problem or self.pass_plan.problem, moves[0]
         held = fields(problem, first.side, result=first.result)
         rows = sum(m.rows[1] - m.rows[0] for m in moves)
@@ -186,42 +191,42 @@ class _Blocks:
         return tuple(_view(f, buffer, at, rows, problem.batch, self.dtype) for f, at in zip(held, starts, strict=False))
 
     def _outgoing(self, move: Move) -> Tensor:
-        """The message for an input that leaves: a foreign block as it came, or rows of our own, packed once."""
+        """The message of a block that leaves: a foreign one as it came, or rows of our own, packed once."""
         if move.owner != self.rank:
             return self._held[move.owner]
         if move.rows not in self._packed:
             self._packed[move.rows] = buffer = self.buffer(self.size(move))
-            with self.copies():
+            with self.copying():
                 for view, tensor in zip(self.views([move], buffer), self._own, strict=True):
                     view.copy_(rows_of(tensor, move.rows))
         return self._packed[move.rows]
 
 
 class _Results:
-    """Gradients of the travelling side: our own, and those made here of foreign blocks."""
+    """Gradients of the travelling side: of our own block, and of foreign blocks until they are sent home."""
 
     def __init__(self, blocks: _Blocks, own: Views) -> None:
         self._blocks, self._own = blocks, own
-        self._made: dict[int, Tensor] = {}
+        self._made: dict[int, Tensor] = {}  # by owner: sums that have not left
         problem = blocks.pass_plan.problem  # gradients are added up wide, however they travel
         self._wide = replace(problem, narrow=False) if problem.narrow else problem
         results = [m for step in blocks.pass_plan.steps_of(blocks.rank) for m in step.result_sends]
         self._sends = {m.owner: m for m in results}
 
     def accumulators(self, step: Step) -> Views:
-        """Where the kernel adds the gradients of a step's blocks: fresh zeros for foreign ones."""
+        """Where the kernel adds the gradients of a step's blocks: our own sums, or fresh zeros for foreign blocks."""
         if not step.arrivals:
             return self._own
         moves = [self._sends[move.owner] for move in step.arrivals]
         sizes = [message_size(self._wide, move) for move in moves]
-        piece = self._blocks.buffer(sum(sizes))
-        with self._blocks.copies():
-            piece.zero_()
-        self._made.update(zip((move.owner for move in moves), torch.split(piece, sizes), strict=True))
-        return self._blocks.views(moves, piece, self._wide)
+        sums = self._blocks.buffer(sum(sizes))
+        with self._blocks.copying():
+            sums.zero_()
+        self._made.update(zip((move.owner for move in moves), torch.split(sums, sizes), strict=True))
+        return self._blocks.views(moves, sums, self._wide)
 
     def end(self, step: Step) -> None:
-        """Add what came, and send on what is made."""
+        """Add gradients that came, and send on those that are complete here."""
         for move in step.result_arrivals:
             self._add(move)
         sends = [(m, self._outgoing(m)) for m in step.result_sends]
@@ -231,35 +236,39 @@ class _Results:
         assert not self._made, "every gradient of a foreign block has left"
 
     def _outgoing(self, move: Move) -> Tensor:
-        """The message for gradients that leave: where they were added up, or rounded if they are narrow."""
+        """The message of gradients that leave: the buffer of their sums, or a rounded copy if they travel narrow."""
         made = self._made.pop(move.owner)
         if not self._blocks.pass_plan.problem.narrow:
             return made
         message = self._blocks.buffer(self._blocks.size(move))
         wide = self._blocks.views([move], made, self._wide)
-        with self._blocks.copies():
+        with self._blocks.copying():
             for rounded, total in zip(self._blocks.views([move], message), wide, strict=True):
                 rounded.copy_(total)
         return message
 
     def _add(self, move: Move) -> None:
+        """Add gradients that came to those of the same block here: our own, or ones that are sent on."""
         came = self._blocks.views([move], self._blocks.take(move))
         if move.owner == self._blocks.rank:
             mine = tuple(rows_of(x, move.rows) for x in self._own)
         else:
             mine = self._blocks.views([self._sends[move.owner]], self._made[move.owner], self._wide)
-        with self._blocks.copies():
+        with self._blocks.copying():
             for total, contribution in zip(mine, came, strict=True):
                 total += contribution
 
 
 def rows_of(tensor: Tensor, rows: tuple[int, int]) -> Tensor:
-    """Rows of ``[B, S, H, D]``, or of ``[B, H, S]``."""
+    """Rows [start, stop) of ``[B, S, H, D]``, or of ``[B, H, S]``."""
     return tensor[:, rows[0] : rows[1]] if tensor.dim() == 4 else tensor[:, :, rows[0] : rows[1]]
 
 
 def _view(field: Field, buffer: Tensor, start: int, rows: int, batch: int, dtype: torch.dtype) -> Tensor:
-    """A field that starts so many bytes into each row of a message, as ``[B, rows, H, D]`` or ``[B, H, rows]``."""
+    """A view of a field that starts `start` bytes into each row of a message: ``[B, rows, H, D]`` or ``[B, H, rows]``.
+
+    `dtype`: of the inputs.
+    """
     kind = dtype if field.itemsize == dtype.itemsize and field.dim is not None else accumulation_dtype(dtype)
     numbers = buffer.view(kind)
     row, first = numbers.numel() // rows, numbers.storage_offset() + start // field.itemsize

@@ -6,10 +6,12 @@
     rows  A   AaAb                  heads  Aa Ba   Ab Bb        (letters: rows; small ones: heads)
           B          BaBb
 
-All that a rank gets of another for a group of heads is one message, tensors side by side in every row, each packed in
-one copy, or picked up where it is by a transport that can. What came lies rank after rank: that is tensors as they are,
-if the plan takes rows in that order (`strategies.ulysses.in_rank_order`). What was made of them is sent as it is, and
-its pieces are put together in one copy. Everything is under way until it is waited for.
+To heads: a rank gets one message from every other for a group of heads, with the rows of all tensors side by side. The
+sender packs each tensor in one copy, or sends it from where it lies if the transport can (`Transport.picks`). What came
+lies rank after rank, and is used in place if the plan takes rows in that order (`strategies.ulysses.in_rank_order`).
+
+Back: results are sent as the kernel left them, a message for each tensor, and the receiver puts the ranks' heads
+together in one copy. Every exchange is under way until it is waited for.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from burst_portable.numerics import accumulation_dtype
 from burst_portable.plans import Plan
 from burst_portable.runtime import Runtime
 
-_RUNS = 64  # that are put together one by one
-_BATCHES = 4  # whose lines are picked up one by one
+_RUNS = 64  # runs of rows are put together by `cat`; so many or more, by their indices
+_BATCHES = 4  # batch rows that are sent by strips of their own; of more, tensors are packed
 _APART = (1 << 31) - 1  # bytes from one line to the next, at most: what copy engines take
 
 
@@ -46,17 +48,17 @@ class Reshard:
         self.starts = _starts(self.rows)
         self._order = (*self.transport.others, self.transport.rank)
         self.to_ranks, self.to_plan = _orders(layout, plan.forward.problem.q_layout, device)
-        self._place = 0  # in every rank's inbox
+        self._place = 0  # of the next exchange, in every rank's inbox
         self._begun = False
 
     @property
     def lasting(self) -> bool:
-        """Whether what came may be kept when the pass is over."""
+        """Whether tensors that came stay as they are when the pass is over."""
         return self.to_plan is not None or self.transport.lasting
 
-    def copies(self) -> AbstractContextManager[object]:
-        """Around what is packed and put together."""
-        return self._runtime.copies(self.device, 0, backward=self._backward)
+    def copying(self) -> AbstractContextManager[object]:
+        """A context around packing and unpacking, for the profiler."""
+        return self._runtime.copying(self.device, 0, backward=self._backward)
 
     def to_heads(self, parts: Sequence[tuple[Tensor, Span]]) -> ToHeads:
         """Start bringing here all rows of some heads of this rank, of tensors ``[B, S_rank, H, D]`` of one dtype."""
@@ -65,7 +67,7 @@ class Reshard:
         row = sum(field.size(like.shape[0]) for field in fields)
         inbox, place = self._inbox(self.starts[-1] * row, row, back=False)
         whole = inbox.view(like.dtype).view(self.starts[-1], -1)
-        there, here = _to_heads(self._order, self.rows, row, place)
+        there, here = _parts_to_heads(self._order, self.rows, row, place)
         leaving: list[Parts | Strips] = []
         if self.transport.picks and all(_can_be_picked(x) for x, _ in parts):
             at = there[0].place or 0
@@ -76,15 +78,15 @@ class Reshard:
             leaving.append(Parts(self._packed(parts, fields, row), there))
         alone, self._begun = not self._begun, True
         exchange = self.transport.exchange(leaving, [Parts(inbox, here)], "to heads", alone=alone)
-        with self.copies():
-            exchange.keep()
+        with self.copying():
+            exchange.copy_own()
         return ToHeads(self, exchange, whole, fields, like.shape[0], leaving)
 
     def _packed(self, parts: Sequence[tuple[Tensor, Span]], fields: Sequence[Field], row: int) -> Tensor:
         """``[ranks, S_rank, row]``: for each rank its heads, in rows of so many bytes."""
         like = parts[0][0]
         packed = like.new_empty(self.transport.size, like.shape[1], row // like.itemsize)
-        with self.copies():
+        with self.copying():
             for (x, heads), into in zip(parts, _fields(packed, fields, like.shape[0]), strict=True):
                 owned = _of_owners(x, min(len(packed), x.shape[2]), heads)
                 if len(owned) == len(packed):
@@ -97,28 +99,28 @@ class Reshard:
         """Start bringing home what was made of some heads.
 
         Args:
-            parts: of each tensor ``[B, S_all, h, D]``, its result ``[B, S_rank, H, D]`` that it becomes a part of, and
-                which of this rank's heads it holds. What ranks hold of a shared head is added up.
-            alone: nothing is computed after it.
+            parts: for each tensor ``[B, S_all, h, D]``: itself, the result ``[B, S_rank, H, D]`` that it is written
+                into, and which of this rank's heads it holds. What several ranks made for a shared head is added up.
+            alone: no kernel runs after it.
         """
         rank, ranks = self.transport.rank, self.transport.size
         leaving, arriving, came = [], [], []
         for x, result, heads in parts:
-            with self.copies():
+            with self.copying():
                 made = self._rows_first(x, accumulation_dtype(x.dtype) if result.shape[2] < ranks else result.dtype)
             row = made[0].numel() * made.itemsize
             inbox, place = self._inbox(ranks * self.rows[rank] * row, row, back=True)
-            there, here = _to_sequence(self._order, self.rows, row, place)
+            there, here = _parts_to_sequence(self._order, self.rows, row, place)
             leaving.append(Parts(made, there))
             arriving.append(Parts(inbox, here))
             came.append((inbox.view(made.dtype).view(ranks, self.rows[rank], *made.shape[1:]), result, heads))
         exchange = self.transport.exchange(leaving, arriving, "to sequence", alone=alone)
-        with self.copies():
-            exchange.keep()
+        with self.copying():
+            exchange.copy_own()
         return ToSequence(self, exchange, came, leaving)
 
     def _inbox(self, size: int, row: int, *, back: bool) -> tuple[Tensor, int]:
-        """So many bytes to receive into, and the place where they begin, which other ranks count as well."""
+        """An inbox of so many bytes, and the place where it begins; every rank counts places in the same way."""
         place = self._place
         self._place += head_room(self.problem, row, back=back)
         return self.transport.inbox(size, self.device, self.transport.rank, place), place
@@ -130,7 +132,7 @@ class Reshard:
 
 
 class ToHeads:
-    """Rows of all ranks on their way, and what this rank sends of its own."""
+    """All rows of some heads, on their way to this rank; and what it sends of its own rows."""
 
     def __init__(
         self,
@@ -151,13 +153,13 @@ class ToHeads:
         return _tensors(self._in_order(), self._fields, self._batch)
 
     def keep(self) -> None:
-        """Begin to copy what has come to memory that stays when the pass is over: one copy of all."""
-        with self._reshard.copies():
+        """Begin to copy what has come to memory that stays when the pass is over, all in one copy."""
+        with self._reshard.copying():
             self._kept = self._reshard.transport.duplicate(self._came)
 
     def kept(self) -> list[Tensor]:
-        """What `wait` gave, in the order of ranks, there."""
-        assert self._kept is not None, "it has been begun"
+        """What `wait` gave, in that memory."""
+        assert self._kept is not None, "keep() comes first"
         copied, handle = self._kept
         handle.wait()
         return _tensors(copied, self._fields, self._batch)
@@ -166,7 +168,7 @@ class ToHeads:
         put = self._reshard.to_plan
         if put is None:
             return self._came
-        with self._reshard.copies():
+        with self._reshard.copying():
             return put(self._came)
 
     def left(self) -> None:
@@ -186,7 +188,7 @@ class ToSequence:
     def wait(self) -> None:
         """Write what came into the results."""
         self._exchange.wait()
-        with self._reshard.copies():
+        with self._reshard.copying():
             for pieces, result, heads in self._came:
                 owners = min(len(pieces), result.shape[2])
                 if owners < len(pieces):  # [ranks, S, B, h, D] -> [heads, S, B, 1, D]
@@ -197,13 +199,19 @@ class ToSequence:
         self._sends.clear()
 
 
-Both = tuple[tuple[Part, ...], tuple[Part, ...]]
-"""What leaves, and what comes."""
+BothWays = tuple[tuple[Part, ...], tuple[Part, ...]]
+"""(parts that leave, parts that arrive)."""
 
 
 @lru_cache(maxsize=512)
-def _to_heads(order: tuple[int, ...], rows: tuple[int, ...], row: int, place: int) -> Both:
-    """The messages of `order`'s last rank: its rows for each rank, packed; all rows of its heads, rank after rank."""
+def _parts_to_heads(order: tuple[int, ...], rows: tuple[int, ...], row: int, place: int) -> BothWays:
+    """The messages of the last rank of `order`: its packed rows for each rank; all rows of its heads, rank after rank.
+
+    Args:
+        rows: how many each rank holds.
+        row: bytes of a row.
+        place: where the exchange begins in every inbox.
+    """
     rank, starts = order[-1], _starts(rows)
     each, at = rows[rank] * row, place + starts[rank] * row
     there = tuple(Part(r, r * each, (r + 1) * each, at) for r in order)
@@ -211,7 +219,8 @@ def _to_heads(order: tuple[int, ...], rows: tuple[int, ...], row: int, place: in
 
 
 def _can_be_picked(x: Tensor) -> bool:
-    """Whether some heads of a row are one line, lines do not overlap as those of an expanded tensor, and are few."""
+    """Whether a copy engine can send it: some heads of a row are one line, lines do not overlap (as in an expanded
+    tensor) and lie near enough, and the batch is small."""
     batch, rows, heads, dim = x.shape
     lines = x.stride(3) == 1 and (x.stride(2) == dim or heads == 1)
     return lines and batch <= _BATCHES and (rows == 1 or heads * dim <= x.stride(1) <= _APART // x.itemsize)
@@ -227,7 +236,13 @@ def _strips(
     place: int,
     row: int,
 ) -> tuple[Strip, ...]:
-    """Of ``[B, S_rank, H, D]``, each rank's heads go into its rows of `row` bytes, in the first one to `place`."""
+    """The strips of a tensor ``[B, S_rank, H, D]``, whose heads are shared out to the ranks in `order`.
+
+    Args:
+        heads: which of the heads that a rank has of it are sent.
+        place: in the receivers' inboxes, where they begin in the first row.
+        row: bytes from one row to the next there.
+    """
     batch, rows, count, dim = shape
     owners = min(len(order), count)
     width, strips = (heads[1] - heads[0]) * dim * itemsize, []
@@ -241,8 +256,8 @@ def _strips(
 
 
 @lru_cache(maxsize=512)
-def _to_sequence(order: tuple[int, ...], rows: tuple[int, ...], row: int, place: int) -> Both:
-    """Of all rows those of each rank, which come to lie by the rank that made them."""
+def _parts_to_sequence(order: tuple[int, ...], rows: tuple[int, ...], row: int, place: int) -> BothWays:
+    """The same on the way back: to each rank its rows; from each rank what it made of this rank's rows."""
     rank, starts = order[-1], _starts(rows)
     mine = rows[rank] * row
     there = tuple(Part(r, starts[r] * row, starts[r + 1] * row, place + rank * rows[r] * row) for r in order)
@@ -273,7 +288,7 @@ def _tensors(rows: Tensor, fields: Sequence[Field], batch: int) -> list[Tensor]:
 
 
 def _places(rows: Tensor, fields: Sequence[Field], batch: int) -> Iterator[tuple[int, int, int]]:
-    """Of each field its heads, its head size, and the element where its first row begins."""
+    """(heads, head size, element where its first row begins) of each field."""
     at = int(rows.storage_offset())
     for field in fields:
         yield field.heads, field.dim or 1, at
@@ -281,7 +296,7 @@ def _places(rows: Tensor, fields: Sequence[Field], batch: int) -> Iterator[tuple
 
 
 def _of_owners(x: Tensor, owners: int, heads: Span) -> Tensor:
-    """``[B, S, H, D]`` -> ``[owners, S, B, h, D]``: some of the heads that each of so many owners has."""
+    """``[B, S, H, D]`` -> a view ``[owners, S, B, h, D]``: of each owner's heads, those of the span `heads`."""
     batch, rows, count, dim = x.shape
     step_batch, step_row, step_head, step = x.stride()
     return x.as_strided(
@@ -292,7 +307,7 @@ def _of_owners(x: Tensor, owners: int, heads: Span) -> Tensor:
 
 
 class _Order:
-    """Another order of rows: a few runs of them, put together at the speed of a copy; else by their indices."""
+    """Puts rows into another order: a few runs by `cat`, which is faster; more by their indices."""
 
     def __init__(self, index: Tensor, runs: Sequence[tuple[int, int]], device: torch.device) -> None:
         self._runs = runs
@@ -306,7 +321,7 @@ class _Order:
 
 @lru_cache(maxsize=64)
 def _orders(layout: Layout, within: Layout, device: torch.device) -> tuple[_Order | None, _Order | None]:
-    """(from the plan's order of rows to that of ranks, and back); two None where they are the same."""
+    """(from the plan's order of rows to that of the ranks, and back); None twice where they are the same."""
     index = torch.cat([torch.arange(s.start, s.last + 1, s.step) for shard in layout.shards for s in shard])
     if within.shards == layout.joined().shards or torch.equal(index, torch.arange(layout.length)):
         return None, None

@@ -1,6 +1,7 @@
-"""What one call runs on: a kernel and a transport.
+"""`Runtime`: what the code that runs plans asks for kernels and messages.
 
-The profiler installs a recording one; hot code knows nothing of it.
+`PlainRuntime` hands everything straight to a kernel and a transport. The profiler installs one that records as well
+(see `installed`), and the code that runs plans knows nothing of it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class Queries(NamedTuple):
-    """What the query side brings to the backward pass; LSE, delta and out are global.
+    """The query side of a backward pass, shaped as `kernels.contract` says; LSE, delta and out are global.
 
-    Either delta or out: operators on pieces want out, which does not travel.
+    Either delta or out is given. Kernels that call operators on pieces want out, which never travels.
     """
 
     q: Tensor
@@ -46,7 +47,7 @@ class Runtime(Protocol):
         """For buffers and collectives."""
 
     def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
-        """The kernel, on one computation of the plan; `state` as it gave it for the one before, None for the first."""
+        """The kernel on one computation of the plan. `state`: what it returned for the one before; None at first."""
 
     def attend_backward(
         self,
@@ -57,24 +58,27 @@ class Runtime(Protocol):
         options: Options,
         into: tuple[Tensor, ...],
     ) -> None:
-        """The kernel's backward, on one computation of the plan; adds to `into`, which is (dq, dk, dv)."""
+        """The kernel's backward on one computation of the plan; adds to `into`: (dq, dk, dv)."""
 
     def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
-        """The kernel, on a computation that nothing is merged with: see `kernels.whole`."""
+        """The kernel on a computation that is all of an attention: see `kernels.whole`."""
 
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
         """The kernel's backward on such a computation, of (dO, q, k, v, out, LSE)."""
 
-    def copies(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
-        """Around what is copied or added up beside the kernel: messages, and gradients that came."""
+    def copying(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
+        """A context around what is copied or added up outside of kernels: messages, and gradients that came."""
 
     def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
-        """The transport's buffer of so many bytes for messages that are needed together, one after the other."""
+        """The transport's buffer for these messages, which are needed together and lie in it one after the other.
+
+        size: bytes of all of them.
+        """
 
     def post(
         self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int, *, backward: bool
     ) -> tuple[list[Handle], list[Handle]]:
-        """The transport, on the moves of one step of a pass."""
+        """Start the moves of one step of a pass: (handles of the sends, handles of the receives), in order."""
 
 
 _UNWATCHED = nullcontext()
@@ -82,7 +86,7 @@ _UNWATCHED = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class PlainRuntime:
-    """Straight through. `places` say where messages come to lie, on a transport that wants to know."""
+    """See `Runtime`. `places`: where messages lie in inboxes, for a transport whose senders write there."""
 
     kernel: Kernel
     transport: Transport
@@ -111,7 +115,7 @@ class PlainRuntime:
         dout, q, k, v, out, lse = tensors
         return whole.gradients(self.kernel, dout, q, k, v, out, lse, compute.tiles, options)
 
-    def copies(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
+    def copying(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
         return _UNWATCHED
 
     def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
@@ -128,4 +132,4 @@ class PlainRuntime:
 
 
 installed: ContextVar[Callable[[Runtime, Plan, Mesh], Runtime] | None] = ContextVar("installed", default=None)
-"""What wraps the runtime of a call, if anything does. Asked once a call, in forward; backward uses what that gave."""
+"""Makes the runtime of a call from its own, if set. Asked once a call, in forward; backward uses what that returned."""

@@ -94,9 +94,11 @@ class Strips(NamedTuple):
 
 
 class Exchange:
-    """Messages between all ranks that are under way.
+    """Messages between all ranks that are under way, as one rank sees them.
 
-    `own`: (source, target) of what a rank sends itself, where nothing is on its way that brings it.
+    Args:
+        leaving, arriving: handles of what this rank sends and receives.
+        own: (source, target) buffers of what it sends itself, where its transport does not move that.
     """
 
     def __init__(
@@ -104,8 +106,8 @@ class Exchange:
     ) -> None:
         self._leaving, self._arriving, self._own = leaving, arriving, own
 
-    def keep(self) -> None:
-        """Put what stays here beside what comes, while that is on its way."""
+    def copy_own(self) -> None:
+        """Copy what this rank sends itself, while the rest is on its way."""
         for source, target in self._own:
             target.copy_(source)
 
@@ -173,8 +175,8 @@ class Transport(ABC):
     ) -> tuple[list[Handle], list[Handle]]:
         """Start all of them at once; handles of the sends and of the receives, in order.
 
-        A buffer that is sent must stay unchanged, and one that is received into untouched, until its handle has
-        been waited for. `label` names the step in errors.
+        Until its handle has been waited for, a buffer that is sent must not change, and one that is received into
+        must not be used. `label` names the step in errors.
         """
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
@@ -182,25 +184,29 @@ class Transport(ABC):
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
-        """A buffer for the next message of a peer: where it will come, if the transport can tell, else a fresh one.
+        """A buffer to receive into: where the message will lie, if senders write there, else a fresh one.
 
-        With a `place`, which the sender names as well, for all messages that will lie from there on, one after the
-        other, whoever sends them. Without one, asked for in the order in which messages are posted. All messages of
-        a pass have places, or none has. It may be used until the pass ends.
+        With a `place` (a byte offset, which senders name as well) it begins there, and holds messages that lie one
+        after the other, whoever sends them. Without one it is for the next message of that peer, so buffers are asked
+        for in the order in which messages are posted. All messages of a pass have places, or none has. The buffer may
+        be used until the pass ends.
         """
         return self.buffer(size, device)
 
     def exchange(
         self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
     ) -> Exchange:
-        """Start messages between all ranks, some for each pair; every rank does, with the same label.
+        """Start messages between all ranks, one or more for each pair; every rank does, with the same label.
 
-        All that leaves goes to the same ranks, and all that comes, comes from the same; this rank may be among them:
-        what it sends itself is put where it comes from itself, the first to the first, by `Exchange.keep`.
+        Each of `leaving` has parts for the same ranks, and each of `arriving` has parts from the same ranks. This rank
+        may be among them: `Exchange.copy_own` copies the first part that it sends itself to the first that it
+        receives from itself, and so on.
 
         Args:
-            leaving: strips where this transport `picks` them.
-            alone: nothing is computed until it has come, so that what else would compute may move it.
+            leaving: what this rank sends; `Strips` only where this transport `picks` them.
+            arriving: where it receives.
+            label: names the exchange in errors.
+            alone: no kernel runs until all has come, so a transport may move it by kernels.
         """
         packed = [one for one in leaving if isinstance(one, Parts)]
         assert len(packed) == len(leaving), "this transport picks nothing"
@@ -210,7 +216,7 @@ class Transport(ABC):
         return Exchange(*self.post(out, back, label), list(zip(*own, strict=True)))
 
     def duplicate(self, came: Tensor) -> tuple[Tensor, Handle]:
-        """Begin to copy what has come, in one piece, to memory that stays when the pass is over; where it will be."""
+        """Begin to copy a contiguous tensor that has come: (a copy that stays when the pass is over, its handle)."""
         return came.clone(), Exchange([], [])
 
     def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
@@ -228,10 +234,10 @@ class Transport(ABC):
         self.all_to_all([send] * self.size, receives, label)
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
-        """A few bytes of every rank, in rank order; equally many on all. They need not be of one call's pass.
+        """A few bytes of every rank, in rank order; equally many on all. It may be asked inside a pass and outside.
 
-        Raises a `CommunicationError` when a rank does not take part within the deadline (seconds). Made of messages,
-        as here, that is theirs; a transport that can wait less long for once has its own.
+        Raises a `CommunicationError` when a rank does not take part within the deadline (seconds). This one is made of
+        messages and has their deadline; transports that can keep another have a `share` of their own.
         """
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]

@@ -187,7 +187,7 @@ def exchanged(transport: Transport, device: torch.device) -> str:
         inbox = transport.inbox(transport.size * size, device, transport.rank, 0)
         arriving = Parts(inbox, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))
         exchange = transport.exchange([leaving], [arriving], "to all ranks at once", alone=picked)
-        exchange.keep()
+        exchange.copy_own()
         exchange.wait()
         copied, copying = transport.duplicate(inbox)
         exchange.left()

@@ -267,8 +267,8 @@ class _Ablated:
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         return self._inner.gradients(compute, tensors, options)
 
-    def copies(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
-        return self._inner.copies(device, step, backward=backward)
+    def copying(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
+        return self._inner.copying(device, step, backward=backward)
 
     def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
         if self._silent:

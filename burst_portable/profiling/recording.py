@@ -100,7 +100,7 @@ class RecordingRuntime:
         self.row("compute", backward, step, *owners, pairs, tiles, flops, start, end)
 
     @contextmanager
-    def copies(self, device: torch.device, step: int, *, backward: bool) -> Iterator[None]:
+    def copying(self, device: torch.device, step: int, *, backward: bool) -> Iterator[None]:
         if self.recorder.light:
             yield
             return
@@ -175,8 +175,8 @@ class RecordingExchange(Exchange):
     def __init__(self, inner: Exchange, waited: Callable[[Callable[[], None]], None]) -> None:
         self._inner, self._waited = inner, waited
 
-    def keep(self) -> None:
-        self._inner.keep()
+    def copy_own(self) -> None:
+        self._inner.copy_own()
 
     def wait(self) -> None:
         self._waited(self._inner.wait)

@@ -163,7 +163,7 @@ def test_who_moves_what(machine, pushes, monkeypatch, longest, size, alone):
                 "call",
                 alone=alone,
             )
-            exchange.keep()
+            exchange.copy_own()
             exchange.wait()
             exchange.left()
             assert [int(inbox[r * size : (r + 1) * size].unique()) for r in ranks] == [7 + r for r in ranks]

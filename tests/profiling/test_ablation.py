@@ -108,8 +108,8 @@ def test_what_a_transport_picks_up_is_not_packed_without_it(picks, monkeypatch):
             return super()._packed(*arguments)
 
     monkeypatch.setattr(by_heads, "Reshard", Noting)
-    keep = Exchange.keep
-    monkeypatch.setattr(Exchange, "keep", lambda self: (owned.append(len(self._own)), keep(self)))
+    copy_own = Exchange.copy_own
+    monkeypatch.setattr(Exchange, "copy_own", lambda self: (owned.append(len(self._own)), copy_own(self)))
 
     def work(mesh):
         x = torch.ones(1, 16, 4, 8, requires_grad=True)

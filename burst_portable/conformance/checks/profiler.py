@@ -165,8 +165,8 @@ class _Held:
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
         return self.inner.gradients(compute, tensors, options)
 
-    def copies(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
-        return self.inner.copies(device, step, backward=backward)
+    def copying(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
+        return self.inner.copying(device, step, backward=backward)
 
     def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
         return self.inner.inbox(moves, size, device)

@@ -164,7 +164,7 @@ def _exchanged(transport: PeerCopyTransport, leaving: Parts | Strips, size: int)
     ranks = (*transport.others, transport.rank)
     arriving = Parts(inbox, tuple(Part(r, r * _PROOF, r * _PROOF + size, r * _PROOF) for r in ranks))
     exchange = transport.exchange([leaving], [arriving], "trying peer copies", alone=True)
-    exchange.keep()
+    exchange.copy_own()
     exchange.wait()
     exchange.left()
     return {r: inbox[r * _PROOF : r * _PROOF + size] for r in ranks}
