@@ -1,12 +1,12 @@
-"""Runs one rank's part of a plan whose heads are resharded (Ulysses): one loop over groups of heads.
+"""Runs one pass of one rank where heads are resharded (Ulysses): one loop over groups of heads.
 
 ::
 
-    all groups      send rows away, receive those of other ranks
-    each group      what arrives   ->   compute   ->   send what was made of it home
-    all groups      what comes home
+    all groups      start: send my rows to the ranks that compute with them, receive other ranks' rows
+    each group      wait for its rows   ->   compute   ->   start: send the results home
+    all groups      wait for the results that come home
 
-While the kernel works on a group, what the next ones need arrives, and what was made of the last ones leaves.
+While the kernel computes one group, the rows of later ones arrive and the results of earlier ones leave.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from burst_portable.reshard import Reshard, ToHeads, ToSequence
 from burst_portable.runtime import Runtime
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""What backward needs of a group: its q, k, v, out and LSE, over all rows."""
+"""What backward needs of a group of heads: q, k, v, out and LSE, over all rows."""
 
 
 def run_forward(
@@ -40,10 +40,17 @@ def run_forward(
     with_lse: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None, list[Saved]]:
-    """(out in q's dtype, LSE if it is asked for, what backward needs if it is to be kept) of this rank's rows.
+    """(out, LSE, saved) of this rank's rows.
 
-    q, k and v hold all heads of this rank's rows, ``[B, S_rank, H, D]``, as out does; LSE is ``[B, H, S_rank]``. What
-    is kept holds all rows of this rank's heads.
+    Args:
+        q, k, v: all heads of this rank's rows, ``[B, S_rank, H, D]``.
+        sinks: ``[Hq]``, one logit a query head, or None.
+        with_lse: whether LSE is asked for; it travels home then.
+        keep: whether backward will run.
+
+    Returns:
+        out as q, in q's dtype; LSE ``[B, Hq, S_rank]`` in the accumulation dtype, or None; for each group of heads,
+        what `run_backward` needs of all rows of this rank's heads, or an empty list.
     """
     reshard, groups = Reshard(plan, runtime, q.device, backward=False), plan.head_groups
     coming = [reshard.to_heads([(q, g.queries), *((x, g.keys) for x in (k, v) if g.first)]) for g in groups]
@@ -52,25 +59,24 @@ def run_forward(
     saved: list[Saved] = []
     leaving: list[ToSequence] = []
     arrived = _with_shared(arriving.wait() for arriving in coming)
-    copies = keep and not reshard.lasting
+    must_copy = keep and not reshard.lasting
     for group, arriving, (queries, keys, values) in zip(groups, coming, arrived, strict=True):
-        if copies:  # beside the kernel
+        if must_copy:  # beside the kernel
             arriving.keep()
-        part, part_lse = attend(
-            plan.forward, runtime, options, queries, keys, values, _own(sinks, plan, group, runtime)
-        )
-        part = part.to(q.dtype)
-        home: list[tuple[Tensor, Tensor, Span]] = [(part, out, group.queries)]
+        group_sinks = None if sinks is None else sinks[_own_heads(plan, group, runtime)]
+        group_out, group_lse = attend(plan.forward, runtime, options, queries, keys, values, group_sinks)
+        group_out = group_out.to(q.dtype)
+        home: list[tuple[Tensor, Tensor, Span]] = [(group_out, out, group.queries)]
         if lse is not None:
-            home.append((part_lse.transpose(1, 2).unsqueeze(-1), lse, group.queries))
+            home.append((group_lse.transpose(1, 2).unsqueeze(-1), lse, group.queries))
         leaving.append(reshard.to_sequence(home, alone=group is groups[-1]))
         arriving.left()
         if keep:
-            saved.append((queries, keys, values, part, part_lse))
-    if copies:
+            saved.append((queries, keys, values, group_out, group_lse))
+    if must_copy:
         saved = _copied(saved, coming)
-    for part_home in leaving:
-        part_home.wait()
+    for results in leaving:
+        results.wait()
     return out, None if lse is None else lse.squeeze(-1).transpose(1, 2), saved
 
 
@@ -82,7 +88,16 @@ def run_backward(
     saved: Sequence[Saved],
     sinks: Tensor | None,
 ) -> tuple[Gradients, Tensor | None]:
-    """((dq, dk, dv) of this rank's rows in dout's dtype, and this rank's share of the gradient of sinks)."""
+    """((dq, dk, dv), dsinks) of this rank's rows.
+
+    Args:
+        dout: ``[B, S_rank, Hq, Dv]``.
+        saved: what `run_forward` kept.
+
+    Returns:
+        dq, dk, dv: ``[B, S_rank, H, D]`` in dout's dtype; dsinks: ``[Hq]``, of the heads that this rank computes and
+        0 elsewhere, or None without sinks.
+    """
     problem, groups = plan.problem, plan.head_groups
     reshard = Reshard(plan, runtime, dout.device, backward=True)
     coming = [reshard.to_heads([(dout, group.queries)]) for group in groups]
@@ -96,19 +111,19 @@ def run_backward(
     leaving: list[ToSequence] = []
     shared: tuple[Tensor, ...] = ()  # gradients of K and V that several groups add to
     for group, arriving, kept in zip(groups, coming, saved, strict=True):
-        (part_dout,) = arriving.wait()
-        part_dq, *pair = gradients(plan.backward, runtime, options, part_dout, kept)
-        shared = tuple(pair) if group.first else _sum(shared, pair)
-        home: list[tuple[Tensor, Tensor, Span]] = [(part_dq, dq, group.queries)]
+        (group_dout,) = arriving.wait()
+        group_dq, *of_kv = gradients(plan.backward, runtime, options, group_dout, kept)
+        shared = tuple(of_kv) if group.first else _sum(shared, of_kv)
+        home: list[tuple[Tensor, Tensor, Span]] = [(group_dq, dq, group.queries)]
         if group.last:
             home += [(shared[0], dk, group.keys), (shared[1], dv, group.keys)]
         leaving.append(reshard.to_sequence(home, alone=group is groups[-1]))
         arriving.left()
         if sinks is not None and dsinks is not None:
             mine, (*_, out, lse) = _own_heads(plan, group, runtime), kept
-            dsinks[mine] = numerics.sinks_gradient(sinks[mine], lse, numerics.row_delta(part_dout, out))
-    for part_home in leaving:
-        part_home.wait()
+            dsinks[mine] = numerics.sinks_gradient(sinks[mine], lse, numerics.row_delta(group_dout, out))
+    for results in leaving:
+        results.wait()
     return (dq, dk, dv), dsinks
 
 
@@ -134,12 +149,12 @@ def gradients(pass_plan: PassPlan, runtime: Runtime, options: Options, dout: Ten
 
 
 def _only(pass_plan: PassPlan) -> Compute | None:
-    """The computation of a pass that one rank plans for itself; None where the mask hides everything."""
+    """The one computation of a pass over all rows; None where the mask hides everything."""
     return next((step.compute for step in pass_plan.steps_of(0)), None)
 
 
 def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Gradients of shared K/V heads are added in the accumulation dtype."""
+    """total + parts, one by one, in the accumulation dtype."""
     return tuple(a.to(accumulation_dtype(a.dtype)) + b for a, b in zip(total, parts, strict=True))
 
 
@@ -149,18 +164,14 @@ def _own_heads(plan: Plan, group: HeadGroup, runtime: Runtime) -> slice:
     return slice(start + group.queries[0], start + group.queries[1])
 
 
-def _own(sinks: Tensor | None, plan: Plan, group: HeadGroup, runtime: Runtime) -> Tensor | None:
-    return None if sinks is None else sinks[_own_heads(plan, group, runtime)]
-
-
 def _copied(saved: Sequence[Saved], came: Sequence[ToHeads]) -> list[Saved]:
     """The same, with q, k and v in memory that stays; K and V that several groups share are copied once."""
-    stays = _with_shared(arrived.kept() for arrived in came)
-    return [(q, k, v, out, lse) for (q, k, v), (_, _, _, out, lse) in zip(stays, saved, strict=True)]
+    copies = _with_shared(group.kept() for group in came)
+    return [(q, k, v, out, lse) for (q, k, v), (_, _, _, out, lse) in zip(copies, saved, strict=True)]
 
 
 def _with_shared(arrived: Iterable[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(q, k, v) of each group, as they come. K and V that several groups share come with the first one."""
+    """(q, k, v) of each group, as they come. K and V that several groups share come with the first of them."""
     pair: list[Tensor] = []
     for queries, *own in arrived:
         pair = own or pair
