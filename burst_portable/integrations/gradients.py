@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from burst_portable.compiling import outside_graphs
 from burst_portable.errors import InputError, explain
 from burst_portable.mesh import Mesh
 from burst_portable.numerics import accumulation_dtype
@@ -20,6 +21,7 @@ _BUCKET = 1 << 28
 """Bytes of gradients that are exchanged together: an exchange holds three more copies of them."""
 
 
+@outside_graphs
 def sum_over_ranks(x: Tensor, mesh: Mesh) -> Tensor:
     """The sum of the ranks' tensors of one shape and dtype, on every rank: scattered, added, gathered.
 
@@ -41,40 +43,73 @@ def sum_over_ranks(x: Tensor, mesh: Mesh) -> Tensor:
     return padded[: flat.numel()].view(x.shape)
 
 
+@outside_graphs
 def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
     """Add up every parameter's gradient over the ranks, in place; one exchange a dtype, device and 256 MiB.
 
-    A parameter without a gradient counts as zeros where another rank has one; all ranks pass the same parameters. One
-    that is passed twice (tied weights of two lists) is summed once.
+    Once a step: after the last batch whose gradients are accumulated, before they are unscaled, clipped and used.
+
+    A parameter without a gradient counts as zeros where another rank has one, and stays without one where none has, so
+    that optimizers leave it alone; all ranks pass the same parameters. One that is passed twice (tied weights of two
+    lists) is summed once.
     Of a parameter that is sharded over other ranks (FSDP2 over data alone), this rank's part is summed.
 
-    Raises `InputError` for parameters that are sharded over these ranks: FSDP has reduced their gradients already.
+    Raises `InputError` for parameters that are sharded over these ranks (FSDP has reduced their gradients already), and
+    for sparse gradients.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    missing = set[Tensor]()
     for parameter in dict.fromkeys(parameters):
-        if parameter.requires_grad:
-            _check_whole(parameter, mesh)
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradient = _local(parameter.grad)
-            groups.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+        if not parameter.requires_grad:
+            continue
+        _check_whole(parameter, mesh)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+            missing.add(parameter)
+        gradient = _gradient(parameter)
+        groups.setdefault((gradient.dtype, gradient.device), []).append(parameter)
     for members in groups.values():
         for bucket in _buckets(members):
-            total = sum_over_ranks(torch.cat([g.reshape(-1) for g in bucket]), mesh)
-            for gradient, part in zip(bucket, total.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(part.view(gradient.shape))
+            _sum_bucket(bucket, missing, mesh)
 
 
-def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """In order, as many together as come to `_BUCKET` bytes; a larger one alone."""
+def _sum_bucket(bucket: list[Tensor], missing: set[Tensor], mesh: Mesh) -> None:
+    """The gradients of some parameters, and with them how many ranks have one; this rank has none of the `missing`."""
+    gradients = [_gradient(parameter) for parameter in bucket]
+    here = gradients[0].new_tensor([float(parameter not in missing) for parameter in bucket])
+    total = sum_over_ranks(torch.cat([*(g.reshape(-1) for g in gradients), here]), mesh)
+    *sums, holders = total.split([*(g.numel() for g in gradients), len(bucket)])
+    for gradient, part in zip(gradients, sums, strict=True):
+        gradient.copy_(part.view(gradient.shape))
+    if missing.isdisjoint(bucket):
+        return  # holders are on a device, and nobody waits for them unasked
+    for parameter, count in zip(bucket, holders.tolist(), strict=True):
+        if not count:
+            parameter.grad = None
+
+
+def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """In order, as many together as their gradients come to `_BUCKET` bytes; a larger one alone."""
     bucket, held = list[Tensor](), 0
-    for gradient in gradients:
-        if bucket and held + gradient.nbytes > _BUCKET:
+    for parameter in parameters:
+        size = _gradient(parameter).nbytes
+        if bucket and held + size > _BUCKET:
             yield bucket
             bucket, held = [], 0
-        bucket.append(gradient)
-        held += gradient.nbytes
+        bucket.append(parameter)
+        held += size
     if bucket:
         yield bucket
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter's gradient."""
+    gradient = parameter.grad
+    assert gradient is not None, "it was made where there was none"
+    if gradient.layout is not torch.strided:
+        next_step = "make the module that gives it without sparse=True"
+        raise InputError(explain("sparse gradients are not summed", got=gradient.layout, next_step=next_step))
+    return _local(gradient)
 
 
 def _local(x: Tensor) -> Tensor:

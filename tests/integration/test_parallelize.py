@@ -100,6 +100,33 @@ def test_a_parameter_that_is_passed_twice_is_summed_once(monkeypatch: pytest.Mon
     assert run_local(3, work) == [[3.0, 3.0]] * 3
 
 
+def test_a_parameter_that_no_rank_used_stays_without_a_gradient(monkeypatch: pytest.MonkeyPatch):
+    """As on one device, where the optimizer then leaves it alone: with a gradient of zeros it would decay."""
+    monkeypatch.setattr(summing, "_BUCKET", 8)
+
+    def work(mesh: Mesh) -> list[float | None]:
+        unused, everywhere, here = parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
+        everywhere.grad = torch.full((1,), 5.0)
+        here.grad = torch.full((1,), 7.0) if mesh.rank == mesh.size - 1 else None
+        sum_gradients(parameters, mesh)
+        torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5).step()
+        assert unused.item() == 1.0
+        return [None if p.grad is None else p.grad.item() for p in parameters]
+
+    for ranks in (1, 3):
+        assert run_local(ranks, work) == [[None, 5.0 * ranks, 7.0]] * ranks
+
+
+def test_sparse_gradients_are_refused():
+    def work(mesh: Mesh) -> None:
+        table = torch.nn.Embedding(8, 2, sparse=True)
+        table(torch.arange(3)).sum().backward()
+        with pytest.raises(InputError, match=r"sparse gradients are not summed; .*without sparse=True"):
+            sum_gradients(table.parameters(), mesh)
+
+    run_local(2, work)
+
+
 class _Largest(TorchDispatchMode):
     """How many numbers the largest tensor of float32 has that was made meanwhile."""
 
