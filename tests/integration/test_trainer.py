@@ -57,16 +57,30 @@ def test_documents_of_position_ids():
     assert documents_of(torch.tensor([[0, 1, 0, 0, 1, 2]])) == (0, 2, 3, 6)
 
 
-def test_what_trainer_cannot_do(tmp_path: Path):
-    def trainer(**settings: Any) -> SequenceTrainer:
+def test_what_trainer_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def trainer(mesh: Mesh | None = None, loss: Any = None, **settings: Any) -> SequenceTrainer:
         arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, **settings)
-        handle = parallelize(make("llama", torch.float32), Mesh.single())
-        return SequenceTrainer(handle, args=arguments, data_collator=default_data_collator, eval_dataset=EXAMPLES[:1])
+        handle = parallelize(make("llama", torch.float32), mesh or Mesh.single())
+        mine = {"args": arguments, "data_collator": default_data_collator, "eval_dataset": EXAMPLES[:1]}
+        return SequenceTrainer(handle, compute_loss_func=loss, **mine)
 
     with pytest.raises(InputError, match="average_tokens_across_devices"):
         trainer(average_tokens_across_devices=False)
     with pytest.raises(UnsupportedError, match="logits"):
         trainer().predict(EXAMPLES[:1])
+    # Of labels that are shifted already these made another loss, in silence.
+    with pytest.raises(
+        UnsupportedError, match=r"shifts its labels itself.*label_smoothing_factor.*override compute_loss"
+    ):
+        trainer(label_smoothing_factor=0.1)
+    with pytest.raises(UnsupportedError, match="compute_loss_func"):
+        trainer(loss=lambda outputs, labels, num_items_in_batch: outputs.logits.sum())
+    trainer(neftune_noise_alpha=5.0)
+    noisy = Mesh(0, 2, lambda device_type: pytest.fail("nothing is sent"))
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UnsupportedError, match="NEFTune"):
+        trainer(noisy, neftune_noise_alpha=5.0)
 
 
 def test_one_process_is_plain_trainer():

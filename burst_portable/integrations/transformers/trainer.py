@@ -73,7 +73,8 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
 
     Raises:
         InputError: processes that are no multiple of the mesh; average_tokens_across_devices off.
-        UnsupportedError: a dataset without a length; metrics of logits, which no rank has whole.
+        UnsupportedError: a dataset without a length; metrics of logits, which no rank has whole; a loss other than the
+            model's own; NEFTune.
     """
 
     def __init__(self, handle: Parallel, **arguments: Any) -> None:
@@ -84,8 +85,29 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         if not self.args.average_tokens_across_devices:
             raise InputError("a loss over ranks is divided by their tokens; set average_tokens_across_devices=True")
         self.handle = handle
+        self._check_loss()
         self.data_collator: Any = ShardingCollator(handle, self.data_collator)
         self._sequences, self._sequence = _numbered(handle)
+
+    def _check_loss(self) -> None:
+        """Refuse losses that would shift labels once more, and noise that is scaled by the length of a row."""
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            raise UnsupportedError(
+                explain(
+                    "a loss that shifts its labels itself; those of a shard are shifted before the cut",
+                    got="compute_loss_func" if self.compute_loss_func else "label_smoothing_factor",
+                    allowed="the model's own loss",
+                    next_step="override compute_loss, and take inputs['shift_labels'] (see docs/models.md)",
+                )
+            )
+        if self.neftune_noise_alpha is not None and self.handle.mesh.size > 1:
+            raise UnsupportedError(
+                explain(
+                    "NEFTune scales its noise by the tokens of a row, and a shard has fewer",
+                    got=f"neftune_noise_alpha={self.neftune_noise_alpha}",
+                    next_step="leave it out",
+                )
+            )
 
     def get_train_dataloader(self) -> Any:
         return self._same_for_a_sequence(super().get_train_dataloader())
@@ -101,7 +123,9 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
             return loader
         sampler = loader.batch_sampler
         if not isinstance(sampler, BatchSamplerShard):
-            raise UnsupportedError("a dataset without a length, whose examples are dealt out to all ranks")
+            raise UnsupportedError(
+                "a dataset without a length, or dispatch_batches: examples are dealt out to all ranks"
+            )
         sampler.num_processes, sampler.process_index = self._sequences, self._sequence
         if self._sequences == 1:
             sampler.even_batches = False  # as on one device: nothing is filled up
