@@ -17,15 +17,18 @@ def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
 
     Decorating imports no compiler, as `torch.compiler.disable` would; without a compiler a call costs one question.
     """
+    told = f"burst_portable runs {function.__name__} outside of graphs"
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling():
-            told = f"burst_portable runs {function.__name__} outside of graphs"
             uncompiled: Callable[P, T] = torch.compiler.disable(function, reason=told)
             return uncompiled(*args, **kwargs)
         return function(*args, **kwargs)
 
+    # What `torch.compiler.disable` notes down: a compiler that may not break the graph (fullgraph=True) tells this
+    # reason, and not that it cannot trace `disable`.
+    call.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=told)
     return call
 
 

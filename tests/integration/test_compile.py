@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import burst_portable as bp
+from burst_portable.integrations.gradients import sum_gradients, sum_over_ranks
 from burst_portable.nn import SelfAttention
 from tests.integration.models import assert_same, make, on_one_device, on_ranks, tokens
 
@@ -56,3 +57,35 @@ def test_a_module_of_one_s_own(backend: str):
         for expected, found in zip(plain, bp.run_local(ranks, lambda mesh: work(mesh, True)), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert any("attention outside of graphs" in told for told in counters["graph_break"])
+
+
+def test_a_graph_that_may_not_break_is_told_why():
+    module = SelfAttention(16, 4, 2, mesh=bp.Mesh.single())
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="burst_portable runs _whole_length outside of graphs"):
+        torch.compile(module, backend="eager", fullgraph=True)(torch.randn(1, 8, 16))
+    q = torch.randn(1, 8, 2, 8)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="burst_portable runs attention outside of graphs"):
+        torch.compile(lambda x: bp.attention(x, x, x), backend="eager", fullgraph=True)(q)
+
+
+def test_a_whole_step_in_one_function():
+    """What a step calls beside the model breaks the graph, too."""
+    weight, x = torch.randn(3, 3), torch.randn(2, 4, 3)
+
+    def work(mesh: bp.Mesh) -> list[torch.Tensor]:
+        parameter = torch.nn.Parameter(weight.clone())
+
+        @torch.compile(backend="aot_eager")
+        def step(rows: torch.Tensor) -> torch.Tensor:
+            loss = (rows @ parameter).square().sum()
+            loss.backward()
+            sum_gradients([parameter], mesh)
+            return sum_over_ranks(loss.detach(), mesh)
+
+        return [step(x[mesh.rank]), parameter.grad]
+
+    leaf = weight.clone().requires_grad_()
+    expected = (x @ leaf).square().sum()
+    expected.backward()
+    for found in bp.run_local(2, work):
+        torch.testing.assert_close(found, [expected.detach(), leaf.grad])
