@@ -18,6 +18,7 @@ from burst_portable.kernels.contract import Gradients, Options, arrived, as_kern
 from burst_portable.mesh import Mesh
 from burst_portable.numerics import as_dtype
 from burst_portable.plans import Plan
+from burst_portable.recomputing import hidden_from_checkpoints
 from burst_portable.runtime import Queries, Runtime, installed
 
 _SAVED = 5  # tensors of a group of heads: see `by_heads.Saved`
@@ -166,7 +167,7 @@ def apply(
     if (wrap := installed.get()) is not None:
         call = replace(call, runtime=wrap(call.runtime, call.plan, mesh))
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    with own_precision(q.device.type):
+    with own_precision(q.device.type), hidden_from_checkpoints():
         _begin(call)
         if wanted:
             # torch has no types for it

@@ -20,7 +20,7 @@ PACKAGE = "burst_portable"
 # From low to high. A module may import its own layer and those below. A name stands for a module and for all
 # that lies under it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "config", "values", "units", "compiling", "autocast", "background"),
+    ("errors", "config", "values", "units", "compiling", "autocast", "recomputing", "background"),
     ("numerics", "files"),
     ("mask", "layout", "layouts"),
     ("boxes", "tiles", "moves", "heads"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import burst_portable as bp
 from burst_portable.backends.cpu.attention import CpuFlashKernel
@@ -247,3 +249,34 @@ def test_twice_differentiating_is_refused():
 
     bp.run_local(1, work)
     bp.run_local(2, work)
+
+
+def _save_products(_context, operator, *_arguments, **_named):
+    """What selective checkpointing usually keeps, and more: what takes long, and what kernels add up in."""
+    name = operator.__name__
+    kept = "attention" in name or name.startswith(("mm", "bmm", "mul", "add", "exp", "zeros", "_to_copy", "clone"))
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
+def test_selective_checkpointing(strategy, kernel):
+    """It would hand out results of operators into which more has been merged since."""
+    whole = [torch.randn(2, 23, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+
+    def work(mesh, policy):
+        q, k, v = (bp.shard(x, mesh).requires_grad_() for x in whole)
+
+        def region(q, k, v):
+            return bp.attention(q * 2, k, v, mesh=mesh, seq_len=23, strategy=strategy, kernel=kernel).sin()
+
+        if policy is None:
+            out = region(q, k, v)
+        else:
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            out = checkpoint(region, q, k, v, use_reentrant=False, context_fn=contexts)
+        return torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    expected = bp.run_local(2, lambda mesh: work(mesh, None))
+    for found, plain in zip(bp.run_local(2, lambda mesh: work(mesh, _save_products)), expected, strict=True):
+        torch.testing.assert_close(found, plain, rtol=0, atol=0)
