@@ -153,7 +153,7 @@ def attention(
     """
     mesh = as_mesh(mesh)
     try:
-        check_no_transforms()
+        check_no_transforms(q, k, v, sinks)
         if not isinstance(return_lse, bool):
             raise InputError(explain("return_lse is no choice", got=shown(return_lse), allowed="True or False"))
         request = requested(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)

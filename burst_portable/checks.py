@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from burst_portable.comm.agreement import tell_refusal
 from burst_portable.comm.base import Transport
@@ -49,8 +50,11 @@ def check_rows(layout: Layout, rows: int, mesh: Mesh) -> None:
         )
 
 
-def check_no_transforms() -> None:
-    """Refuse a call from inside torch.func: buffers that are sent and merged into hold one tensor, not a batch."""
+def check_no_transforms(*tensors: object) -> None:
+    """Refuse a call from inside torch.func: buffers that are sent and merged into hold one tensor, not a batch.
+
+    Tangents of forward-mode differentiation would not be sent, and lost in silence by some kernels.
+    """
     if torch._C._are_functorch_transforms_active():  # what torch's own autograd.Function asks
         raise UnsupportedError(
             explain(
@@ -59,6 +63,18 @@ def check_no_transforms() -> None:
                 next_step="put what vmap maps over into the batch, and take gradients with backward()",
             )
         )
+    if forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and _has_tangent(x) for x in tensors):
+        raise UnsupportedError(
+            explain(
+                "attention has no forward-mode derivative",
+                got="a dual tensor of torch.autograd.forward_ad",
+                next_step="take gradients with backward(), or use torch's own attention for tangents",
+            )
+        )
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_tensor(name: str, x: object) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import burst_portable as bp
 from burst_portable import numerics
@@ -225,6 +226,20 @@ def test_transforms_of_functions_are_refused(transformed, ranks):
             transformed(lambda q: bp.attention(q.view(-1, 16, 4, 8)[:1], k, v, mesh=mesh).sum())(x)
 
     bp.run_local(ranks, work)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, where a first level is entered
+@pytest.mark.parametrize("which", ["q", "v", "sinks"])
+def test_tangents_are_refused(which):
+    """Forward-mode differentiation: torch refused it in the middle of a pass, or lost the tangent."""
+    q, k, v = qkv()
+    given = {"q": q, "k": k, "v": v, "sinks": torch.zeros(q.shape[2])}
+    with forward_ad.dual_level():
+        bp.attention(**given)  # a level without tangents changes nothing
+        given[which] = forward_ad.make_dual(given[which], torch.ones_like(given[which]))
+        with pytest.raises(UnsupportedError, match=r"no forward-mode derivative; .*take gradients with backward\(\)"):
+            bp.attention(**given)
+    bp.attention(q, k, v)
 
 
 def test_a_mesh_from_no_process_group():
