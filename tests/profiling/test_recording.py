@@ -64,12 +64,12 @@ def test_results_are_the_same_bits_on_and_off(strategy, level):
 def test_posting_an_exchange_is_no_copying(monkeypatch):
     """Marks of copies lie around what a rank copies, not around what it gives to the transport."""
     inside, posted = threading.local(), []
-    copies, post = RecordingRuntime.copies, LocalTransport.post
+    copying, post = RecordingRuntime.copying, LocalTransport.post
 
     @contextmanager
     def marked(self, *arguments, **options):
         inside.now = True
-        with copies(self, *arguments, **options):
+        with copying(self, *arguments, **options):
             yield
         inside.now = False
 
@@ -78,7 +78,7 @@ def test_posting_an_exchange_is_no_copying(monkeypatch):
         assert not getattr(inside, "now", False), label
         return post(self, sends, receives, label)
 
-    monkeypatch.setattr(RecordingRuntime, "copies", marked)
+    monkeypatch.setattr(RecordingRuntime, "copying", marked)
     monkeypatch.setattr(LocalTransport, "post", watched)
     recorded("ulysses")
     assert {"to heads", "to sequence"} <= set(posted)
