@@ -1,8 +1,6 @@
-"""What a message holds. Bytes are counted here alone.
+"""What a message holds, and where it lies. Bytes of messages are counted here alone.
 
-Of a block: its rows, all fields of a row side by side.
-
-::
+The message of a block holds its rows, with all fields of a row side by side::
 
     row 0   K K K K | V V V V        messages that lie one after the other are one K and one V of all their rows,
     row 1   K K K K | V V V V        and so one launch
@@ -14,10 +12,10 @@ kv        K, V                          dK, dV in the accumulation dtype
 q         Q, dO, LSE, delta             dQ in the accumulation dtype
 ========  ============================  =======================================================
 
-Narrow gradients are in the dtype of the inputs, on their way; they are added up in the accumulation dtype even so.
+Narrow gradients travel in the dtype of the inputs; they are added up in the accumulation dtype even so.
 
-Where heads are resharded, a message there holds some heads of all tensors, side by side too, ``[rows, B, heads, dim]``
-each; one back holds those of one tensor.
+Where heads are resharded, a message to head shards holds some heads of all tensors side by side, and a message back
+those of one tensor: ``[rows, B, heads, dim]`` each.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from burst_portable.moves import Move, Side
 from burst_portable.plans import PassName, PassPlan, Plan, Problem
 
 ALIGNMENT = 16
-"""In every row, a field starts at a multiple of so many bytes: kernels load straight from the message."""
-_INBOX_ALIGNMENT = 256  # bytes; what is needed together begins at a multiple of it
+"""Bytes: in every row, a field starts at a multiple of it, since kernels load straight from the message."""
+_INBOX_ALIGNMENT = 256  # bytes: messages that are needed together begin at a multiple of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class Field:
         return batch * self.heads * (self.dim or 1) * self.itemsize
 
     def size(self, batch: int) -> int:
-        """Bytes of a row, up to where the next field may start."""
+        """Bytes of a row, with the padding up to where the next field may start."""
         return -(-self.bytes(batch) // ALIGNMENT) * ALIGNMENT
 
 
@@ -77,7 +75,7 @@ def row_size(problem: Problem, side: Side, *, result: bool) -> int:
 
 
 def head_fields(plan: Plan, pass_name: PassName) -> list[tuple[tuple[Field, ...], tuple[Field, ...]]]:
-    """For each group of heads: what each rank gets of every other before it is computed, and sends it after."""
+    """For each group of heads: the fields that a rank gets from every other before, and sends to every other after."""
     p, part = plan.problem, plan.forward.problem
     data, d, dv = p.itemsize, p.head_dim, p.value_dim
     gradients = max(data, 4) if p.kv_heads < p.ranks else data  # ranks add up what they have of a shared head
@@ -94,7 +92,7 @@ def head_fields(plan: Plan, pass_name: PassName) -> list[tuple[tuple[Field, ...]
 
 
 def head_room(problem: Problem, row: int, *, back: bool) -> int:
-    """Bytes of a rank's inbox that one exchange takes, at so many bytes a row; the same on all ranks."""
+    """Bytes of every rank's inbox that one exchange takes, at `row` bytes a row; `back`: from head shards."""
     ranks = problem.ranks
     rows = ranks * max(map(problem.q_layout.count, range(ranks))) if back else problem.q_layout.length
     return _aligned(rows * row)
@@ -105,8 +103,8 @@ class Inboxes:
     """Where messages come to lie, on a transport whose senders write into the memory of their receivers.
 
     Attributes:
-        forward, backward: bytes of a rank's inbox in that pass, over the ranks: what each of them gets room for.
-        places: the byte at which a message lies, in the inbox of its receiver; of what one rank sends and receives.
+        forward, backward: bytes of the largest inbox in that pass, divided by the ranks and rounded up.
+        places: of each message that one rank sends or receives, the byte at which it lies in its receiver's inbox.
     """
 
     forward: int = 0
@@ -135,7 +133,7 @@ def inboxes(plan: Plan, rank: int) -> Inboxes:
 def _places(pass_plan: PassPlan, target: int) -> tuple[dict[Move, int], int]:
     """The place of every message that comes to a rank, and where the last one ends.
 
-    Inputs come first: what travels forward and backward alike is one and the same move, and has one place.
+    Inputs come first: a block that travels in both passes is the same `Move` in both, and so has one place.
     """
     steps = pass_plan.steps_of(target)
     inputs = [list(moves) for step in steps for _, moves in groupby(step.receives, lambda m: m.needed)]
@@ -150,7 +148,7 @@ def _places(pass_plan: PassPlan, target: int) -> tuple[dict[Move, int], int]:
 
 
 def _reshard_inbox(plan: Plan, pass_name: PassName) -> int:
-    """The same where heads are resharded; forward with the LSE, which comes home where it is asked for."""
+    """Bytes of an inbox where heads are resharded, divided by the ranks; with the LSE, which may be asked for."""
     p, size = plan.problem, 0
     for there, back in head_fields(plan, pass_name):
         lse = Field(plan.forward.problem.heads, None, max(p.itemsize, 4))

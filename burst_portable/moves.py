@@ -95,7 +95,7 @@ class Route(Protocol):
         """The neighbour that may send `rank` gradients of the block of `owner` to add to."""
 
     def patience(self, source: int, target: int) -> int:
-        """How many steps later gradients that leave `source` are added at `target`."""
+        """How many steps after they leave `source` gradients are added at `target`."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class DoubleRing:
         return neighbour if neighbour != owner and not self._begins(*self._distance(owner, rank)) else None
 
     def patience(self, source: int, target: int) -> int:
-        """Between nodes a whole inner round: they go home, where any later step can add them."""
+        """Between nodes a whole inner round: gradients only go home there, and home can add them at any later step."""
         return 1 if source // self.inner == target // self.inner else self.inner
 
     @property

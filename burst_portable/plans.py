@@ -1,13 +1,16 @@
 """Plans: everything that a distributed attention will do, as data, before a byte moves.
 
-A `Plan` holds for every rank and pass a tuple of steps; a step is what arrives, what leaves, and what is computed::
+A `Plan` has a `PassPlan` for each pass, and that has a tuple of `Step`s for each rank; a step is what arrives, what
+leaves, and what is computed::
 
     step 0   compute q1 x kv1 (own)     send kv1 -> 2     receive kv0 <- 0
     step 1   compute q1 x kv0           send kv0 -> 2     receive kv3 <- 0
     ...
 
 It needs no device and no torch: it can be made, printed, costed and verified for any number of ranks on any
-machine. A rank's part is made when it is asked for, so planning one rank of a thousand costs one rank's time.
+machine. A rank's steps are made when they are asked for, so planning one rank of a thousand costs one rank's time.
+
+A block is one rank's shard of one side, and that rank is its owner: see `moves`.
 """
 
 from __future__ import annotations
@@ -33,15 +36,20 @@ TRAVELS: dict[tuple[str, str], str] = {
     ("forward", "heads"): "all rows of some heads come before, out goes back after",
     ("backward", "heads"): "all rows of some heads of dO come before, gradients go back after",
 }
-"""What moves in a pass: a side of the plan, or heads where they are resharded."""
-_RANKS_KEPT = 64
+"""What travels, in words, by pass and by side ("kv", "q"), or "heads" where they are resharded."""
+_RANKS_KEPT = 64  # ranks whose steps a pass keeps
 
 
 @dataclass(frozen=True)
 class Problem:
     """What is planned: the mask, who holds which positions, and the sizes that bytes and FLOPs follow from.
 
-    `narrow`: gradients travel in the dtype of the inputs, and not in that in which they are added up.
+    Attributes:
+        heads, kv_heads: query heads, and K/V heads, of all that a rank computes with.
+        head_dim, value_dim: the size of a head of Q and K, and of V.
+        batch: sequences side by side.
+        itemsize: bytes of an element of Q, K and V.
+        narrow: gradients travel in the dtype of the inputs, and not in the one that they are added up in.
     """
 
     mask: Mask
@@ -57,16 +65,17 @@ class Problem:
 
     @property
     def ranks(self) -> int:
+        """How many ranks share the sequence."""
         return self.q_layout.ranks
 
     @property
     def area(self) -> int:
-        """(q, k) pairs of one head, over the whole sequence."""
+        """(q, k) pairs that the mask lets through, of one head, over the whole sequence."""
         return self.mask.area(self.q_layout.length, self.k_layout.length)
 
 
 class BlockTiles(NamedTuple):
-    """The tiles of one pair of blocks, and where its first row and column lie among those of a `Compute`."""
+    """The tiles of one pair of blocks, and where the pair's first row and column lie among those of a `Compute`."""
 
     tiles: Tiles
     row: int = 0
@@ -75,7 +84,10 @@ class BlockTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Compute:
-    """One launch: the block that stays here with one that has travelled, or with several, one after the other."""
+    """One kernel launch: a rank's own block of one side with one or several blocks of the other.
+
+    Several blocks lie one after the other in memory, in the order of their owners here.
+    """
 
     q_owners: tuple[int, ...]
     k_owners: tuple[int, ...]
@@ -94,7 +106,7 @@ class Compute:
 
     @cached_property
     def tiles(self) -> Tiles:
-        """Of all its pairs, in rows and columns from the first of the first block of each side."""
+        """The tiles of all its pairs; rows and columns count from the first block of each side on."""
         return Tiles(
             tile.shifted(row, column) if row or column else tile for tiles, row, column in self.blocks for tile in tiles
         )
@@ -113,18 +125,18 @@ class Compute:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Of all its tiles together, a row that several have counted each time; and of the tallest."""
+        """(rows of all its tiles together, rows of the tallest one); a row in several tiles counts in each."""
         every = [tiles.rows for tiles, _, _ in self.blocks]
         return sum([rows for rows, _ in every]), max([tallest for _, tallest in every])
 
     @property
     def columns(self) -> int:
-        """Of all its tiles together, one that several have counted each time."""
+        """Columns of all its tiles together; a column in several tiles counts in each."""
         return sum([tiles.columns for tiles, _, _ in self.blocks])
 
     @property
     def covered(self) -> tuple[int, int]:
-        """Rows, and columns, in any of its tiles."""
+        """(rows, columns) that are in any of its tiles, each counted once."""
         if len(self.blocks) == 1:
             return self.blocks[0].tiles.covered
         rows = [(t.q_start + row, t.q_stop + row) for tiles, row, _ in self.blocks for t in tiles]
@@ -163,7 +175,13 @@ _MOVES = ("arrivals", "sends", "receives", "result_arrivals", "result_sends", "r
 
 @dataclass(frozen=True)
 class PassPlan:
-    """How one pass goes: which side travels, along which route, and what each rank does."""
+    """How one pass goes: which side travels, along which route, and what each rank does.
+
+    Attributes:
+        side: which side's blocks travel; the other side's stay where they are.
+        route: how they travel.
+        results: how their gradients get home; None forward, where results stay where they are made.
+    """
 
     problem: Problem
     side: Side
@@ -189,7 +207,7 @@ class PassPlan:
 
     def _make(self, rank: int) -> Steps:
         inputs = list(self._inputs(rank))
-        owners: dict[int, list[int]] = defaultdict(list)  # of the blocks of each step, in the order in which they come
+        owners: dict[int, list[int]] = defaultdict(list)  # by step, of the blocks that it computes with
         for owner in range(self.problem.ranks):
             if self._needs(owner, rank):
                 owners[self.route.step(owner, rank)].append(owner)
@@ -197,7 +215,7 @@ class PassPlan:
         return _scheduled(rank, inputs, computes, list(self._results(rank)))
 
     def _compute(self, owners: tuple[int, ...], rank: int) -> Compute:
-        """What a rank does with the blocks of a step, which lie one after the other."""
+        """The launch of a rank with the blocks of a step, which lie one after the other."""
         blocks: list[BlockTiles] = []
         before = 0
         for owner in owners:
@@ -212,7 +230,7 @@ class PassPlan:
         return self._pairs.tiles(rank, owner) if self.side == "kv" else self._pairs.tiles(owner, rank)
 
     def _rows(self, owner: int, rank: int) -> tuple[int, int]:
-        """The rows of the owner's block that come to this rank: what it needs, or all where it hands them on."""
+        """[start, stop) of the owner's rows that come to this rank: those that it needs, or all if it hands them on."""
         if owner == rank or not self.trims:
             layout = self.problem.k_layout if self.side == "kv" else self.problem.q_layout
             return 0, layout.count(owner)
@@ -221,10 +239,11 @@ class PassPlan:
 
     @property
     def trims(self) -> bool:
-        """Whether of each block only the rows that its target needs are sent, there and back."""
+        """Whether only the rows that a rank needs are sent to it, and only their gradients back."""
         return self.route.trims and (self.results is None or self.results.trims)
 
     def _inputs(self, rank: int) -> Iterator[Move]:
+        """Blocks that come to a rank, and those that it sends: its own, and what it hands on."""
         for owner in range(self.problem.ranks):
             if owner != rank and (move := self._input(owner, rank)):
                 yield move
@@ -234,6 +253,7 @@ class PassPlan:
                     yield move
 
     def _input(self, owner: int, target: int) -> Move | None:
+        """The move that brings a block to a rank; None if it need not come."""
         arrival = self.route.arrival(self._needs, owner, target)
         if arrival is None:
             return None
@@ -242,7 +262,7 @@ class PassPlan:
         return Move(self.side, owner, source, target, issue, step, self._rows(owner, target))
 
     def _results(self, rank: int) -> Iterator[Move]:
-        """Gradients of foreign blocks that a rank sends on, and those that come to it."""
+        """Gradients of foreign blocks that a rank sends, and gradients that come to it."""
         if self.results is None:
             return
         for other in range(self.problem.ranks):
@@ -257,6 +277,7 @@ class PassPlan:
                     yield move
 
     def _result(self, owner: int, source: int) -> Move | None:
+        """The move of the gradients of a block away from a rank; None if it makes none."""
         if self.results is None or not self._needs(owner, source):
             return None
         target = self.results.departure(self._needs, owner, source)
@@ -267,13 +288,13 @@ class PassPlan:
 
 @lru_cache(maxsize=8)
 def block_pairs(mask: Mask, q_layout: Layout, k_layout: Layout) -> BlockPairs:
-    """Both passes, and every strategy that `auto` tries, ask for the same pairs."""
+    """The pairs of blocks of all ranks; made once, as both passes and every strategy that `auto` tries share them."""
     return BlockPairs(mask, q_layout.shards, k_layout.shards)
 
 
 @lru_cache(maxsize=64)
 def make_pass_plan(problem: Problem, side: Side, route: Route, results: Route | None = None) -> PassPlan:
-    """Made once: strategies that `auto` compares have passes in common."""
+    """A `PassPlan`; made once, as strategies that `auto` compares have passes in common."""
     return PassPlan(problem, side, route, results)
 
 
@@ -281,9 +302,13 @@ def make_pass_plan(problem: Problem, side: Side, route: Route, results: Route | 
 class Plan:
     """All of one attention: both passes, what made it, and why.
 
-    `reshard` is "heads" where tensors go from sequence shards to head shards before, and back after (Ulysses). Then
-    `forward` and `backward` say what every rank does with one group of its heads, and it has so many `groups`; the
-    layout of their problem says in which order the rows of a head shard lie.
+    Attributes:
+        strategy: the name of the strategy that made it.
+        reshard: "heads" where tensors go from sequence shards to head shards before, and back after (Ulysses). Then
+            `forward` and `backward` are the plan of one rank for one group of its heads over all rows; the layout of
+            their problem says in which order these rows lie.
+        groups: in how many groups a rank computes its heads.
+        reason: why `auto` chose it, or what the strategy chose by itself; for people.
     """
 
     problem: Problem
@@ -296,7 +321,7 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        """Which rows each rank holds, of queries and, unless that is another, of keys."""
+        """Which rows each rank holds: what `shard` and `attention` take."""
         return self.problem.q_layout
 
     @property
@@ -306,12 +331,12 @@ class Plan:
 
     @property
     def head_groups(self) -> tuple[HeadGroup, ...]:
-        """The groups of a rank's heads, where heads are resharded."""
+        """The groups of one rank's heads, where heads are resharded."""
         p = self.problem
         return head_groups(p.heads // p.ranks, max(1, p.kv_heads // p.ranks), self.groups)
 
     def steps(self, pass_name: PassName, rank: int) -> Steps:
-        """What a rank does in a pass; where heads are resharded, all do the same for each group of theirs."""
+        """What a rank does in a pass. Where heads are resharded, every rank does this for each group of its heads."""
         return self.pass_plan(pass_name).steps_of(0 if self.reshard else rank)
 
     def pass_plan(self, pass_name: PassName) -> PassPlan:
@@ -319,12 +344,12 @@ class Plan:
         return self.forward if pass_name == "forward" else self.backward
 
     def passes(self) -> tuple[tuple[PassName, PassPlan], ...]:
-        """Both, with their names."""
+        """(name, plan) of both passes."""
         return ("forward", self.forward), ("backward", self.backward)
 
 
 def _ordered(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """The order in which both ends of every pair post their moves."""
+    """Sorted, so that both ends of every pair of ranks post their moves in the same order."""
     ordered = list(moves)
     if len(ordered) > 1:
         ordered.sort(key=lambda m: (m.needed, m.side, m.owner, m.source, m.target))
@@ -332,7 +357,7 @@ def _ordered(moves: Iterable[Move]) -> tuple[Move, ...]:
 
 
 def _scheduled(rank: int, inputs: list[Move], computes: dict[int, Compute], results: list[Move]) -> Steps:
-    """Moves and computations, put where they belong: one `Step` for every index at which anything happens."""
+    """Moves and computations, sorted into steps: one `Step` for every index at which anything happens."""
     at: dict[str, dict[int, list[Move]]] = {name: defaultdict(list) for name in _MOVES}
     last_use: dict[int, int] = {}
     for move in inputs:
