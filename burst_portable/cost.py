@@ -21,27 +21,35 @@ from burst_portable.rates import Rates
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """One rank's share of one pass."""
+    """One rank's share of one pass.
+
+    Attributes:
+        flops: exact mask area counts, see the top of this module.
+        memory: bytes that its kernel calls move at least, see `pass_memory`.
+        sent, received: bytes of messages.
+        hops: messages that it receives; where heads are resharded, exchanges that it takes part in.
+        launches, tiles: kernel launches, and the tiles in them.
+        blocks_held: bytes of the largest set of foreign blocks held at once, those on their way included.
+        seconds: predicted time of all of it.
+        compute_seconds: of the kernel calls alone.
+        link_seconds: of the messages alone, one after the other; kernels may hide some of it.
+    """
 
     flops: int
     memory: int
-    """Bytes that its kernel calls move at least, see `pass_memory`."""
     sent: int
     received: int
     hops: int
     launches: int
     tiles: int
     blocks_held: int
-    """Bytes of the largest set of foreign blocks held at once, those on their way included."""
     seconds: float
     compute_seconds: float
-    """Of it, what the kernel calls take."""
     link_seconds: float
-    """What its messages take, one after the other; part of it may be hidden behind the kernels."""
 
 
 def pass_flops(problem: Problem, pass_name: PassName, area: int) -> int:
-    """FLOPs of a pass over `area` pairs of every head."""
+    """FLOPs of a pass over `area` (q, k) pairs of every head."""
     d, dv = problem.head_dim, problem.value_dim
     return 2 * area * problem.heads * problem.batch * ((d + dv) if pass_name == "forward" else (3 * d + 2 * dv))
 
@@ -49,7 +57,7 @@ def pass_flops(problem: Problem, pass_name: PassName, area: int) -> int:
 def pass_memory(problem: Problem, pass_name: PassName, compute: Compute) -> int:
     """Bytes that one kernel call moves at least: each row that it needs read once, each of its results written once.
 
-    What a kernel reads again, and what it adds its results to, is not in it.
+    Rows that a kernel reads again, and sums that it reads to add its results to them, are not counted.
     """
     queries, keys = compute.covered
     lse = queries * problem.heads
@@ -62,17 +70,20 @@ def pass_memory(problem: Problem, pass_name: PassName, compute: Compute) -> int:
 
 
 def reshard_bytes(plan: Plan, pass_name: PassName, rank: int, *, received: bool = False) -> list[tuple[int, int]]:
-    """Bytes that a rank sends to change from sequence shards to head shards, and back (Ulysses), by group of heads.
+    """(bytes to head shards, bytes back) that a rank sends for each group of heads (Ulysses), or that it receives.
 
-    Or those that it receives. LSE is not in it: it comes home only where it is asked for.
+    LSE is not in it: it comes home only where it is asked for.
     """
     p = plan.problem
     rows = p.q_layout.count(rank)
-    # There: my rows, for every other rank's heads. Back: everybody else's rows, of my heads. What comes, the other way.
+    # To head shards it sends its own rows to every other rank; back, the others' rows. It receives the other way round.
     mine, theirs = rows * (p.ranks - 1), p.q_layout.length - rows
-    out, home = (theirs, mine) if received else (mine, theirs)
+    rows_there, rows_back = (theirs, mine) if received else (mine, theirs)
     return [
-        (out * sum(field.size(p.batch) for field in there), home * sum(field.bytes(p.batch) for field in back))
+        (
+            rows_there * sum(field.size(p.batch) for field in there),
+            rows_back * sum(field.bytes(p.batch) for field in back),
+        )
         for there, back in head_fields(plan, pass_name)
     ]
 
@@ -109,7 +120,7 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
 
 
 def rank_seconds(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> float:
-    """The predicted time alone, which is all that plans are compared by."""
+    """Predicted seconds of one pass on one rank: `rank_cost` without the rest, for comparing plans."""
     pass_plan = plan.pass_plan(pass_name)
     if plan.reshard:
         return _by_groups(plan, pass_plan, pass_name, rank, rates)
@@ -117,7 +128,7 @@ def rank_seconds(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> fl
 
 
 def _work(problem: Problem, pass_name: PassName, compute: Compute, rates: Rates) -> float:
-    """Seconds of its kernel; operators on pieces are called for every tile at least."""
+    """Seconds of one launch; a kernel that calls an operator on pieces makes a call for each tile, at least."""
     calls = compute.count if rates.in_pieces else 1
     flops = pass_flops(problem, pass_name, compute.visited(rates.block))
     rows, share = rates.long
@@ -130,18 +141,18 @@ def _transfer(move: Move, size: int, direct: bool, rates: Rates) -> float:
 
 
 def _sizes(pass_plan: PassPlan) -> Callable[[Move], int]:
-    """Bytes of its messages."""
+    """A function: the bytes of a move of this pass."""
     rows = {result: row_size(pass_plan.problem, pass_plan.side, result=result) for result in (False, True)}
     return lambda move: (move.rows[1] - move.rows[0]) * rows[move.result]
 
 
 def _exchanges(groups: Iterable[tuple[int, int]], plan: Plan, rates: Rates) -> list[tuple[float, float]]:
-    """Seconds of what is exchanged for each group of heads, there and back."""
+    """(seconds to head shards, seconds back) for each group of heads, from the bytes."""
     return [(_exchanged(there, plan, rates), _exchanged(back, plan, rates)) for there, back in groups]
 
 
 def _exchanged(size: int, plan: Plan, rates: Rates) -> float:
-    """Seconds of so many bytes to all others alike: those of the node over one link, the rest over the other."""
+    """Seconds in which a rank sends so many bytes to all others alike, over its links inside and between nodes."""
     ranks = plan.problem.ranks
     others = ranks - 1
     far = ranks - rates.node if 0 < rates.node < ranks else 0
@@ -173,7 +184,7 @@ class _Timeline:
             self._kernels = max(self._kernels, self._arrives.get(move, 0.0))
 
     def receive(self, moves: Sequence[Move], size: Callable[[Move], int]) -> None:
-        """Messages are asked for, when kernels have got so far. A plain transport brings them all together."""
+        """Receives are posted, now that kernels have got so far. A plain transport brings all of them at once."""
         if not moves:
             return
         for outer in (False, True) if self._rates.node else (False,):
@@ -185,7 +196,7 @@ class _Timeline:
                 self._arrives.update(dict.fromkeys(batch, self._links[outer]))
 
     def launch(self, work: float) -> None:
-        """A kernel of so many seconds, perhaps beside messages."""
+        """A kernel of so many seconds; messages under way beside it may hold it up."""
         beside = max(0.0, self._links[False] - self._kernels)
         slowed = work / (1 - self._held_up) if self._held_up < 1 else inf
         self._kernels += min(slowed, work + self._held_up * beside)
@@ -195,7 +206,7 @@ class _Timeline:
         self._kernels += self._rates.read_and_write(size)
 
     def exchange(self, seconds: float) -> float:
-        """All ranks exchange messages for so long, when kernels have got so far; when they will be there."""
+        """All ranks exchange messages for so many seconds, from now on; returns when they will be there."""
         self._links[False] = max(self._links[False], self._kernels) + seconds
         return self._links[False]
 
@@ -205,7 +216,7 @@ class _Timeline:
 
 
 def _in_turn(problem: Problem, steps: Sequence[Step], pass_name: PassName, rates: Rates) -> float:
-    """What is left of the kernel's rate where several launches make a pass."""
+    """The share of the kernel's rate that is left where a pass is several launches."""
     if sum(step.compute is not None for step in steps) <= 1:
         return 1.0
     rows, share = rates.far
@@ -215,7 +226,7 @@ def _in_turn(problem: Problem, steps: Sequence[Step], pass_name: PassName, rates
 
 @lru_cache(maxsize=512)
 def _by_blocks(pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates, direct: bool) -> float:
-    """Seconds of one rank where blocks travel. Strategies that are compared have passes in common."""
+    """Seconds of one rank where blocks travel. Kept, as strategies that are compared have passes in common."""
     line, size, packed, launched = _Timeline(direct, pass_name, rates), _sizes(pass_plan), set[tuple[int, int]](), False
     steps, narrow = pass_plan.steps_of(rank), pass_plan.problem.narrow
     kept = _in_turn(pass_plan.problem, steps, pass_name, rates)
@@ -256,6 +267,7 @@ def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, 
 
 
 def _most_held(steps: Sequence[Step], size: Callable[[Move], int]) -> int:
+    """Bytes of the largest set of foreign blocks that a rank holds at once."""
     held: dict[int, int] = {}
     most = 0
     for step in steps:
@@ -291,7 +303,7 @@ class PlanCost:
 
 def plan_seconds(plan: Plan, rates: Rates, ranks: Iterable[int]) -> float:
     """`PlanCost.seconds` over these ranks."""
-    if plan.reshard:  # ranks of as many rows do the same
+    if plan.reshard:  # ranks that hold equally many rows take equally long
         ranks = {plan.layout.count(rank): rank for rank in ranks}.values()
     return sum(max([rank_seconds(plan, name, r, rates) for r in ranks]) for name in PASSES)
 

@@ -19,24 +19,26 @@ from burst_portable.plans import Compute, PassName, PassPlan, Plan
 Size = Callable[[Move], int]
 """Bytes of a message."""
 
-_PACKED = 2  # a message is read and written once: `executor._Blocks._outgoing`
-# A message of gradients that came is read and added to as many bytes, if it is narrow to twice as many:
-# `executor._Results._add`. Room for them is zeroed, then read and written by the kernel: `accumulators`; narrow ones
-# are read once more, and their message is written: `_outgoing`.
-_ADDED, _NARROW_ADDED = 3, 5
+# In bytes of the message:
+_PACKED = _COPIED = 2  # read and written once: `executor._Blocks._outgoing`, `reshard`
+_ADDED, _NARROW_ADDED = 3, 5  # it is read and added to sums, twice as wide if it is narrow: `executor._Results._add`
+# Sums are zeroed, then read and written by the kernel (`accumulators`); narrow ones are read again and rounded into
+# their message (`_outgoing`).
 _MADE, _NARROW_MADE = 3, 9
-_COPIED = 2  # read and written once
-_SEGMENTS = 2  # of a rank, at most, for rows of head shards to stay as they come
-_GRADIENT = 5  # a gradient of 16 bits that was zeros in float32, and is rounded: `kernels.whole.added_up`
-# Bytes a number of 16 bits in float32: a kernel that merges in its epilogue reads and writes its running out, one that
-# is called on pieces takes `numerics.merge_into`, or one pass that does the same, and, backward, a sum of each
-# gradient; where queries travel, it is made an out by `numerics.surrogate_out`.
-_RUNNING = 8
-_PIECE_MERGED, _PIECE_MERGED_ONCE, _PIECE_STARTED, _PIECE_ADDED = 26, 10, 52, 10
+# In bytes of a 16-bit gradient: sums in float32 are zeroed, added to and rounded: `kernels.whole.added_up`.
+_GRADIENT = 5
+
+# Bytes for each number of a 16-bit tensor:
+_RUNNING = 8  # a kernel that merges in its epilogue reads and writes its running out
+_PIECE_MERGED, _PIECE_MERGED_ONCE = 26, 10  # a piece by `numerics.merge_into`; by one pass that does the same
+_PIECE_ADDED = 10  # a gradient of a piece, added to its sum
+_PIECE_STARTED = 52  # an out made by `numerics.surrogate_out`, where queries travel
+
+_SEGMENTS = 2  # that a rank may hold for rows of head shards to be computed as they come
 
 
 def packed(sends: Iterable[Move], size: Size, rank: int, done: set[tuple[int, int]]) -> int:
-    """For the blocks of its own that a rank sends at a step; `done` are the rows that it has packed."""
+    """For a rank's own block that it sends at a step. `done`: the rows packed before; those of now are added to it."""
     fresh = {m.rows: m for m in sends if m.owner == rank and m.rows not in done}
     done.update(fresh)
     return sum([_PACKED * size(m) for m in fresh.values()])
@@ -48,12 +50,12 @@ def added(arrivals: Iterable[Move], size: Size, *, narrow: bool) -> int:
 
 
 def made(result_sends: Iterable[Move], size: Size, *, narrow: bool) -> int:
-    """For gradients of foreign blocks, besides what the kernel does for its own."""
+    """For gradients of foreign blocks, above what a kernel does for gradients of a rank's own block."""
     return (_NARROW_MADE if narrow else _MADE) * sum([size(m) for m in result_sends])
 
 
 class Merging(Protocol):
-    """Of `rates.Rates`, how what the kernel makes is put together."""
+    """The fields of `rates.Rates` that say how results of launches are merged."""
 
     @property
     def in_pieces(self) -> bool: ...
@@ -63,7 +65,7 @@ class Merging(Protocol):
 
 
 def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Merging, *, first: bool) -> int:
-    """For putting what a launch makes to what launches before it have made; `first`: there was none."""
+    """For merging the results of a launch into those of the launches before it; `first`: there were none."""
     problem = pass_plan.problem
     rows, tallest = compute.rows
     d, dv, batch = problem.head_dim, problem.value_dim, problem.batch
@@ -83,8 +85,8 @@ def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Merg
 def comes_in_order(layout: Layout, in_pieces: bool) -> bool:
     """Whether a head shard is computed as it comes, rank after rank; else its rows are put in natural order first.
 
-    They are where the layout is in that order itself, and for a kernel that takes any tiles in one launch where ranks
-    hold few segments: more would be a crowd of tiles.
+    It is where that is the natural order. It also is where ranks hold few segments, for a kernel that takes any tiles
+    in one launch: many segments would be a crowd of tiles.
     """
     if not in_pieces and max(map(len, layout.shards)) <= _SEGMENTS:
         return True
@@ -93,7 +95,7 @@ def comes_in_order(layout: Layout, in_pieces: bool) -> bool:
 
 
 class Resharded(NamedTuple):
-    """For a group of heads, in the order in which it is done: see `by_heads`."""
+    """For one group of heads, before it is sent, before it is computed, and when it has come home: see `by_heads`."""
 
     packed: int
     computed: int
@@ -101,9 +103,10 @@ class Resharded(NamedTuple):
 
 
 def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, picks: bool) -> list[Resharded]:
-    """For taking a rank's tensors to head shards and back; `picks`: by a transport that picks rows up where they are.
+    """For taking a rank's tensors to head shards and back, by groups of heads.
 
-    That one copies what backward needs beside the kernels.
+    `picks`: the transport sends rows from where they lie. What backward needs is then copied beside the kernels, and
+    so not counted.
     """
     p = plan.problem
     mine, everyone = p.q_layout.count(rank) * p.ranks, p.q_layout.length

@@ -22,26 +22,28 @@ class Rates:
 
     Attributes:
         tflops, backward: matrix TFLOP/s a rank, forward and backward; 0 backward means the same.
-        gbps: GB/s a rank in each direction, where no curve says it by size.
+        gbps: GB/s a rank in each direction, where there is no curve.
         hop_latency, launch_latency, backward_launch_latency: seconds; 0 backward means the same.
-        link: the curve of messages between two ranks.
-        direct: the same of messages that go straight to where they are used, where a transport of its own moves them.
-        spread: the same of messages to and from several ranks at once, over `link`; their bytes together.
-        holds_up: the share of its time that a message over `link` keeps a kernel waiting that runs beside it, forward
-            and backward: 0 where it takes nothing that kernels need, 1 where they take turns.
+        link: the curve of messages between two ranks over the plain transport.
+        direct: the curve of the backend's own transport, for messages that go straight to where they are used; empty
+            where there is none.
+        spread: the curve of messages to and from several ranks at once over the plain transport, by their bytes
+            together.
+        holds_up: (forward, backward) the share of a message's time that a kernel beside it is held up: 0 where the
+            message takes nothing that kernels need, 1 where they take turns. For the plain transport.
         memory: GB/s at which blocks are packed, merged and added up outside of kernels; 0: that is not priced.
-        backward_together: of the rate backward, what is left where one launch takes several blocks.
-        backward_in_turn: the same where a pass is several launches, block after block.
-        far: (rows, of either rate), the same for both passes where a rank holds so many rows or more: what each launch
-            reads again and again is then larger than a cache.
-        long: (rows, of the rate forward), what is left where a block holds so many keys or more.
-        in_pieces: whether the kernel is an operator called on pieces, whose results are merged and added up so;
-        merged_once: and whether merged in one pass over memory.
-        group_latency: seconds that each group of heads after the first adds to a pass, besides what else is told here.
+        backward_together: the share of the backward rate that is left where one launch takes several blocks.
+        backward_in_turn: the share of the backward rate that is left where a pass is several launches.
+        far: (rows, share) of either rate that is left where a pass is several launches and a rank holds so many rows
+            or more: what each launch reads again and again is then larger than a cache.
+        long: (rows, share) of the forward rate that is left where a rank holds so many keys or more.
+        in_pieces: whether the kernel calls an operator on pieces and merges their results.
+        merged_once: whether it merges each of them in one pass over memory.
+        group_latency: seconds that each group of heads after the first adds to a pass, above what is priced otherwise.
         block: rows and columns that a kernel computes at once, whatever a mask hides of them; 1: exact pairs count.
-        source: where the numbers come from, for people, behind the word "rates": "of an H100", "measured on ...".
-        node: ranks a node, where there are several nodes; 0: all ranks are equally near.
-        outer_gbps: GB/s a rank in each direction between nodes; a link of its own, beside the one inside.
+        source: where the numbers come from, for people; follows the word "rates": "of an H100", "measured on ...".
+        node: ranks a node, where there are several nodes; 0: one node.
+        outer_gbps: GB/s a rank in each direction between nodes: another link than the one inside.
     """
 
     tflops: float
@@ -78,7 +80,10 @@ class Rates:
     def transfer(
         self, size: float, messages: int = 1, *, direct: bool = False, outer: bool = False, spread: bool = False
     ) -> float:
-        """Seconds of messages of so many bytes in all, one after the other; `outer`: between nodes."""
+        """Seconds of some messages, `size` bytes in all, one after the other.
+
+        direct: on the backend's own transport, where there is one; outer: between nodes; spread: at once with others.
+        """
         curve = () if outer else (direct and self.direct) or (spread and self.spread) or self.link
         if not curve:
             gbps = self.outer_gbps if outer else self.gbps
@@ -86,7 +91,7 @@ class Rates:
         return max(self.hop_latency, size / (_at(curve, size / messages) * 1e9))
 
     def compute(self, flops: float, pass_name: PassName, blocks: int = 1, calls: int = 1) -> float:
-        """Seconds of one launch, over so many blocks of the travelling side; or of so many calls of an operator."""
+        """Seconds of one launch: `blocks` of the travelling side, in so many calls of an operator."""
         if pass_name == "forward":
             return calls * self.launch_latency + flops / (self.tflops * 1e12)
         latency = self.backward_launch_latency or self.launch_latency
@@ -99,7 +104,7 @@ class Rates:
 
 
 def _at(curve: Curve, size: float) -> float:
-    """GB/s at a size, between the measured ones in proportion to its logarithm."""
+    """GB/s at a size in bytes: between two measured sizes, linear in the logarithm of the size."""
     (small, slow), *_ = curve
     if size <= small:
         return slow
