@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+_NOTHING = nullcontext()
+
 
 def as_autocast_would(q: Tensor, k: Tensor, v: Tensor, device_type: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """In autocast's dtype where it is on for their device, or for the one that is meant; float64 is left alone."""
@@ -30,4 +32,4 @@ def own_precision(device_type: str) -> AbstractContextManager[object]:
     """Autocast ends here: it would cut the products inside a kernel down to 16 bits."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    return _NOTHING

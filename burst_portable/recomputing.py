@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.utils import _python_dispatch as modes
 
+_NOTHING = nullcontext()
+
 
 def hidden_from_checkpoints() -> AbstractContextManager[object]:
     """Inside, no policy of torch.utils.checkpoint's create_selective_checkpoint_contexts is asked.
@@ -13,9 +15,8 @@ def hidden_from_checkpoints() -> AbstractContextManager[object]:
     What it saves it hands out again in the place of a repeated operator, and here partial results are merged into what
     operators made, and messages arrive in it. Other modes (FlopCounterMode) see no operators either in such a region.
     """
-    stack = modes._get_current_dispatch_mode_stack()
-    if not any(_selects(mode) for mode in stack):
-        return nullcontext()
+    if not any(map(_selects, modes._get_current_dispatch_mode_stack())):
+        return _NOTHING
     hidden: AbstractContextManager[object] = modes._disable_current_modes()
     return hidden
 
