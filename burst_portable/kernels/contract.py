@@ -85,15 +85,16 @@ class Support(NamedTuple):
 class Kernel(Protocol):
     """One provider of local attention.
 
-    It may have more, which saves time and changes nothing; nobody asks for these but the functions named here:
+    It may have further methods and attributes, which save time and change no result. Each is read only by the
+    function that is named behind it:
 
-    - `row_delta`, as `numerics.row_delta` but faster: `row_delta_of`;
-    - `attend_whole` and `gradients`: `kernels.whole`;
-    - `in_pieces`, true where it calls an operator on pieces and merges what those give in passes of their own: `auto`
-      prices that, and rows of several ranks are put in order for it, so that there are few pieces; `takes_pieces`;
-    - `merged_once`, true where it makes one pass of each merge; `merges_once`;
-    - `obeys_windows`, true where its operator computes a causal window over a whole square in one call, uncut, and is
-      known to: `takes_windows`.
+    - `row_delta`: `numerics.row_delta`, but faster (`row_delta_of`);
+    - `attend_whole` and `gradients`: for attention that one call computes as a whole (`kernels.whole`);
+    - `in_pieces`: true where it cuts tiles into pieces, calls an operator on each and merges their results. `auto`
+      prices that, and rows of several ranks are put in order first, so that pieces are few (`takes_pieces`);
+    - `merged_once`: true where each of these merges is one pass over memory (`merges_once`);
+    - `obeys_windows`: true where its operator computes a causal window over a whole square in one call, and is known
+      to compute it right (`takes_windows`).
     """
 
     @property
@@ -141,37 +142,37 @@ class Kernel(Protocol):
 
 
 def takes_pieces(kernel: Kernel | None) -> bool:
-    """Whether it calls an operator on pieces: `in_pieces`, which few kernels have."""
+    """Whether it calls an operator on pieces: its `in_pieces`; False without one."""
     return bool(getattr(kernel, "in_pieces", False))
 
 
 def merges_once(kernel: Kernel | None) -> bool:
-    """Whether what it gives in pieces is merged in one pass over memory: `merged_once`, which few kernels have."""
+    """Whether it merges the results of pieces in one pass over memory: its `merged_once`; False without one."""
     return bool(getattr(kernel, "merged_once", False))
 
 
 def how_it_merges(kernel: Kernel | None) -> dict[str, Any]:
-    """Both, under their names in `rates.Rates`."""
+    """`takes_pieces` and `merges_once`, under their names in `rates.Rates`."""
     return {"in_pieces": takes_pieces(kernel), "merged_once": merges_once(kernel)}
 
 
 def takes_windows(kernel: Kernel) -> bool:
-    """Whether a causal window over a whole square is one call of its operator: `obeys_windows`, which few have."""
+    """Whether a causal window over a whole square is one call of its operator: its `obeys_windows`; False without."""
     return bool(getattr(kernel, "obeys_windows", False))
 
 
 def row_delta_of(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
-    """Its own `row_delta`, or that of `numerics`."""
+    """The kernel's own `row_delta`, or that of `numerics`: (dO, out) -> delta ``[B, H, S]``."""
     found: Callable[[Tensor, Tensor], Tensor] = getattr(kernel, "row_delta", numerics.row_delta)
     return found
 
 
 def arrived(x: Tensor) -> Tensor:
-    """A tensor with memory of its own: what a collective of torch's still brings has none, and its address is 0."""
+    """The tensor, once torch has brought it: an AsyncCollectiveTensor has no memory yet, and its address is 0."""
     return x.clone() if type(x).__name__ == "AsyncCollectiveTensor" else x
 
 
 def as_kernels_take(x: Tensor) -> Tensor:
-    """The same numbers, there to be read, with a last stride of 1."""
+    """The same numbers, arrived and with a last stride of 1."""
     x = arrived(x)
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""Operators on pieces whose results are merged in one pass over memory, where Triton makes code for the device."""
+"""A kernel on pieces that merges their results in one pass over memory, where Triton makes code for the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from burst_portable.numerics import State, merge_into
 
 
 class MergedOnceKernel(TriangleKernel):
-    """A `TriangleKernel` of an accelerator; torch's operators merge where Triton is missing."""
+    """A `TriangleKernel` of an accelerator. Without Triton, torch's operators merge."""
 
     @property
     def merged_once(self) -> bool:

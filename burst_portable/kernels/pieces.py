@@ -1,9 +1,9 @@
-"""Operators of others, which know boxes and perhaps triangles, put to work on tiles.
+"""Attention over tiles by an operator of a vendor or of torch that knows full boxes, and perhaps causal ones.
 
-`PiecewiseKernel` cuts every tile into pieces, calls the operator on each and merges. `triangles` cuts so that what
-operators disagree about in silence never comes up: a causal piece is square, so top-left and bottom-right are the
-same; no row of a piece is empty, so nobody has to say what its LSE is; and no window is asked for, which some
-builds of an operator take and ignore (`causal_window` is for operators that are known to obey)::
+`PiecewiseKernel` cuts every tile into pieces, calls the operator on each and merges. `triangles` cuts tiles so that
+what operators disagree about in silence never comes up: a causal piece is square, so that aligning it top-left or
+bottom-right is the same; no row of a piece is empty, so that its LSE has no special value; and no window is asked
+for, which some builds of an operator accept and ignore (`causal_window` is for operators that are known to obey)::
 
     causal        ■◣          a box of the columns that all rows see, and a causal square
                   ■■          a box of the rows past the square
@@ -29,7 +29,7 @@ from burst_portable.tiles import Tile, Tiles
 
 
 class Place(Protocol):
-    """Where a piece lies; what else there is to it is between a kernel and its operator."""
+    """Where a piece lies in its block. What else a piece says is between a kernel and its operator."""
 
     @property
     def rows(self) -> slice: ...
@@ -42,7 +42,7 @@ P = TypeVar("P", bound=Place)
 
 
 def only_piece(pieces: Iterable[P], rows: int, columns: int) -> P | None:
-    """The one piece, if it is one and has so many rows and columns; else None."""
+    """The only piece, if there is no other and it covers so many rows and columns; else None."""
     first = list(islice(pieces, 2))
     if len(first) == 1 and (first[0].rows, first[0].columns) == (slice(0, rows), slice(0, columns)):
         return first[0]
@@ -52,7 +52,7 @@ def only_piece(pieces: Iterable[P], rows: int, columns: int) -> P | None:
 def causal_window(tiles: Iterable[Tile], rows: int, columns: int) -> int | None:
     """How many keys before its own a row sees, if the tiles are one causal window over a whole square; else None.
 
-    A window that hides nothing more than causal does is none.
+    None, too, for a window so wide that it hides nothing more than a causal mask does.
     """
     first = list(islice(tiles, 2))
     if len(first) != 1 or rows != columns:
@@ -65,7 +65,7 @@ def causal_window(tiles: Iterable[Tile], rows: int, columns: int) -> int | None:
 class PiecewiseKernel(ABC, Generic[P]):
     """`attend` and `attend_backward` of `kernels.contract.Kernel`, from an operator that knows pieces.
 
-    The operator sees ``[B, S, H, D]`` of one piece, with few K/V heads as they are, after `ready`.
+    The operator gets the rows and columns of one piece, ``[B, S, H, D]`` after `ready`; K and V keep their Hkv heads.
     """
 
     name: str
@@ -77,7 +77,7 @@ class PiecewiseKernel(ABC, Generic[P]):
 
     @abstractmethod
     def lower(self, tile: Tile) -> Iterator[P]:
-        """The calls that a tile takes: every pair in one of them, none with an empty row."""
+        """The pieces of a tile, one for each call: every pair in one of them, no piece with an empty row."""
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: P, scale: float) -> State:
@@ -90,11 +90,11 @@ class PiecewiseKernel(ABC, Generic[P]):
         """(dq, dk, dv) of one piece; `out` and `lse` are global."""
 
     def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """A whole tensor as the operator wants it; `dtype` is that of q. Done once a call, not once a piece."""
+        """A whole tensor as the operator wants it, once a call and not once a piece. `dtype`: of q."""
         return x.to(dtype)
 
     def merge(self, state: State, out: Tensor, lse: Tensor) -> None:
-        """`numerics.merge_into`, in place; where a device can do it in fewer passes over memory, that."""
+        """`numerics.merge_into`, in place. Overridden where a device can do it in fewer passes over memory."""
         merge_into(state, out, lse)
 
     def attend(
@@ -152,7 +152,7 @@ class PiecewiseKernel(ABC, Generic[P]):
         tiles: Tiles,
         options: Options,
     ) -> Gradients:
-        """See `kernels.whole`: what the operator gives is handed through where one piece is all."""
+        """See `kernels.whole`: the operator's own gradients, where one piece covers all."""
         piece = only_piece((piece for tile in tiles for piece in self.lower(tile)), q.shape[1], k.shape[1])
         if piece is None:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
@@ -161,7 +161,7 @@ class PiecewiseKernel(ABC, Generic[P]):
 
 
 class Triangle(NamedTuple):
-    """A box; or a causal square, of rows and columns that are counted from their ends if it is reversed."""
+    """A full box, or a causal square; `reversed`: causal when rows and columns are counted from their ends."""
 
     rows: slice
     columns: slice
@@ -187,7 +187,7 @@ def triangles(tile: Tile) -> Iterator[Triangle]:
 
 
 def _causal(tile: Tile) -> Iterator[Triangle]:
-    """Only `lo` cuts."""
+    """The pieces of a tile whose band has only a lower bound within the box."""
     every, corner = slice(tile.q_start, tile.q_stop), tile.q_start - tile.lo  # the last column that the first row sees
     if corner > tile.k_start:
         yield Triangle(every, slice(tile.k_start, corner))
@@ -199,7 +199,7 @@ def _causal(tile: Tile) -> Iterator[Triangle]:
 
 
 def _strips(tile: Tile) -> Iterator[Triangle]:
-    """Both edges cut: in a strip as high as the band is wide, each column meets one edge alone."""
+    """The pieces of a tile with both bounds: in a strip as high as the band is wide, each column meets only one."""
     height = tile.hi - tile.lo + 1
     for start in range(tile.q_start, tile.q_stop, height):
         middle = start - tile.lo + 1
@@ -216,6 +216,7 @@ def _mirrored(tile: Tile) -> Tile:
 
 
 def _mirror_image(piece: Triangle, tile: Tile) -> Triangle:
+    """A piece of the mirrored tile, as a piece of the tile itself."""
     rows = slice(*(tile.q_start + tile.q_stop - at for at in (piece.rows.stop, piece.rows.start)))
     columns = slice(*(tile.k_start + tile.k_stop - at for at in (piece.columns.stop, piece.columns.start)))
     return Triangle(rows, columns, piece.causal, reversed=piece.causal)

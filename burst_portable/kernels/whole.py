@@ -1,6 +1,6 @@
-"""Attention of which one call computes all: nothing was merged before it, nothing will be added to what it gives.
+"""Attention that one kernel call computes as a whole: there is no state to merge into, no sum to add gradients to.
 
-A kernel that can save passes over memory then has methods of its own for it, named as these functions, which ask it.
+A kernel that saves passes over memory in that case has methods named as the functions here, which call them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from burst_portable.tiles import Tiles
 
 
 def attend_whole(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
-    """`attend` without a state; out may be in q's dtype already."""
+    """`attend` without a state: (out, LSE). out may be in q's dtype instead of the accumulation dtype."""
     own = getattr(kernel, "attend_whole", None)
     state: State = own(q, k, v, tiles, options) if own else kernel.attend(q, k, v, tiles, options)
     return state
@@ -31,7 +31,7 @@ def gradients(
     tiles: Tiles,
     options: Options,
 ) -> Gradients:
-    """(dq, dk, dv) of all tiles' pairs in memory of their own, in q's dtype or the accumulation dtype."""
+    """(dq, dk, dv) of all tiles' pairs, in new tensors of q's dtype or of the accumulation dtype."""
     own = getattr(kernel, "gradients", None)
     if own:
         made: Gradients = own(dout, q, k, v, out, lse, tiles, options)
@@ -50,7 +50,7 @@ def added_up(
     tiles: Tiles,
     options: Options,
 ) -> Gradients:
-    """The same of any kernel: what `attend_backward` adds to zeros, which are one piece of memory."""
+    """The same for any kernel: `attend_backward` adds to zeros, which are one allocation."""
     sizes = [x.numel() for x in (q, k, v)]
     zeros = torch.zeros(sum(sizes), dtype=accumulation_dtype(q.dtype), device=q.device)
     dq, dk, dv = (part.view(x.shape) for part, x in zip(torch.split(zeros, sizes), (q, k, v), strict=True))
