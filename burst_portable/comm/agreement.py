@@ -1,11 +1,11 @@
 """Do all ranks make the same call? Asked before the first hop of a pass, and answered on every rank.
 
-Each rank states 16 bytes (a hash of everything that must be equal) and how many passes it has begun. Where those
-differ, the facts themselves are exchanged, and every rank raises naming both sides; no block is sent.
+Each rank shares 16 bytes (a hash of everything that must be equal) and how many passes it has begun. Where those
+differ, the facts themselves are exchanged, and every rank raises an error that names both sides; no block is sent.
 
-Transports of host memory ask in every pass. Others would have to stop the host for it, so they ask when a call is
-new, through the store of their group. After that, a rank that makes another call than the rest leaves messages that
-nobody takes: peer copies tell by their flags, NCCL by its deadline.
+Transports of host memory ask in every pass. On others the host would have to wait for the device, so ranks ask only
+when a call is new, through the store of their group. A rank that later makes another call than the rest is found out
+by the flags of peer copies (`comm.peer_copy`), or by the deadline of NCCL.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _REMEMBERED = 1 << 14  # statements that a transport need not ask again
 _TELLING = 10.0  # seconds that a rank which refuses its call waits for others to hear of it
 _TITLE = ("pass", "mask", "case")
 REFUSED = "refused"
-"""The fact of a rank that refused its own call: others must not wait for it."""
+"""The fact stated by a rank that refused its own call, so that others do not wait for it."""
 
 
 class Named(NamedTuple):
-    """A fact that ranks compare by what it holds, and are told of by its name."""
+    """A fact that ranks compare by the digest of its content, and that errors tell by its name."""
 
     name: str
     digest: str
@@ -68,7 +68,7 @@ def statement(facts: Facts) -> Statement:
 
 
 def agree(transport: Transport, mine: Statement, *, forward: int = 0, deadline: float | None = None) -> None:
-    """Return when all ranks of the transport have stated the same; every rank must ask.
+    """Return when all ranks of the transport have stated the same, and count a pass; every rank must ask.
 
     Args:
         transport: of the ranks that make the call together.

@@ -63,15 +63,15 @@ class HopWatch:
         self.failed: DeadlineError | None = None
         self._deadline, self._settle, self._prepare = deadline, settle, prepare
         self._hops: deque[_Hop] = deque()
-        self._awake = False  # the thread, which sees to whatever is added then
+        self._awake = False  # whether the thread is at work: then it sees what is added without being woken
         self._lock = threading.Lock()
         self._thread: Background[HopWatch] | None = None
 
     def starting(self, what: str, incoming: Sequence[Tensor]) -> _Hop:
-        """The host is about to start transfers: that may block as well, where a peer is gone.
+        """The host is about to start transfers; the watch begins now, since starting may block where a peer is gone.
 
-        What is over by now is let go: buffers that were held until the thread looks again would be missing here, and
-        calls that were made before would ask for more memory.
+        Transfers that are over are let go of here, and not only when the thread looks again: until then their buffers
+        could not be used again, and the call would need more memory.
         """
         if self.failed is not None:
             raise self.failed
@@ -87,7 +87,7 @@ class HopWatch:
         return hop
 
     def forget(self, hop: _Hop) -> None:
-        """It could not be started, and somebody else says so."""
+        """The transfers could not be started; the caller raises that error."""
         with self._lock:
             self._hops.remove(hop)
 
@@ -105,7 +105,7 @@ class HopWatch:
                 self._fail(late.what)
 
     def _goes_on(self) -> bool:
-        """Whether there is something to look at; else the next transfer wakes the thread."""
+        """Whether there are transfers to look at. If not, the thread sleeps, and the next transfer wakes it."""
         with self._lock:
             self._awake = bool(self._hops) and self.failed is None
             return self._awake
@@ -115,7 +115,7 @@ class HopWatch:
             self._hops.popleft()
 
     def _look(self) -> _Hop | None:
-        """Let go of what is over; the first transfer if it has been under way for too long."""
+        """Let go of what is over. Returns the first transfer if it has been under way for too long, else None."""
         with self._lock:
             self._let_go()
             if not self._hops or not (self._hops[0].ready is None or self._hops[0].ready.query()):

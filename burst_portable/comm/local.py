@@ -1,6 +1,6 @@
 """Ranks as threads of one process: for tests, notebooks, and plans that want to be seen running.
 
-    results = run_ranks(4, lambda mesh: ...)      # one result a rank
+    results = run_threads(4, lambda transport: ...)      # one result a rank
 
 A rank that raises ends the others at their next hop, and its own error is the one that is raised.
 """
@@ -25,7 +25,7 @@ _LAST_WORDS = 3.0  # seconds that ranks have to end when nobody waits for them a
 
 
 class Transfer:
-    """One message between two ranks, from when the first end posts it. Both ends wait for the same one."""
+    """One message between two ranks, made when the first of them posts it. Both wait for the same object."""
 
     def __init__(self, source: int, target: int, buffer: Tensor) -> None:
         self.source, self.target = source, target
@@ -48,7 +48,7 @@ class Transfer:
 
 
 class Fabric:
-    """What the threads share: for every pair of ranks, the messages that one end alone has posted, in order."""
+    """What the threads share: for every pair of ranks, the messages that only one of them has posted, in order."""
 
     def __init__(self, size: int, deadline: float) -> None:
         self.size, self.deadline = size, deadline
@@ -59,7 +59,7 @@ class Fabric:
         self._waiting: dict[tuple[int, int, bool], deque[Transfer]] = defaultdict(deque)
 
     def post(self, source: int, target: int, buffer: Tensor, *, sends: bool) -> Transfer:
-        """One end of a message; whoever comes second copies."""
+        """Post one end of a message; the rank that comes second copies."""
         with self._lock:
             self.sent[source] += buffer.numel() if sends else 0
             other = self._waiting[source, target, not sends]
@@ -72,7 +72,7 @@ class Fabric:
         return transfer
 
     def share(self, rank: int, turn: int, data: bytes) -> tuple[threading.Event, dict[int, bytes]]:
-        """Add to what all ranks say at this turn; the event is set when all have."""
+        """Say something at this turn: (an event, set when all ranks have; what each has said)."""
         with self._lock:
             event, said = self._said.setdefault(turn, (threading.Event(), {}))
             said[rank] = data

@@ -41,13 +41,13 @@ from burst_portable.comm.peer_flags import (
 from burst_portable.errors import CommunicationError, UnsupportedError, explain
 
 ALIGNMENT = 256
-"""Messages begin at multiples of it."""
+"""Bytes: messages begin at multiples of it."""
 MARKS = 1 << 15
 """Passes are numbered from 1 up to below it, and then from 1 again."""
 
 
 class Watched(Protocol):
-    """A wait that a peer may never end: says what it is, by its flag, should its deadline pass."""
+    """Says what is being waited for at a flag, for the error of a wait whose deadline has passed."""
 
     def __call__(self, flag: int) -> str: ...
 
@@ -68,13 +68,13 @@ class PeerMemory(Protocol):
         """Bytes of this rank's own inbox."""
 
     def enter(self) -> None:
-        """The current stream goes on after all that this memory was used for before, on whatever stream."""
+        """A pass begins on the current stream, which goes on after the pass before, on whatever stream that was."""
 
     def leave(self) -> None:
-        """What the current stream has done so far comes before the next `enter`."""
+        """The pass ends: the next `enter` comes after what the current stream has been given so far."""
 
     def fork(self) -> None:
-        """The copy stream goes on after what the current stream has done so far."""
+        """The copy stream goes on after what the current stream has been given so far."""
 
     def copy(self, leaving: Sequence[Parts | Strips], *, alone: bool) -> None:
         """Copy parts of buffers to their places in inboxes, on the copy stream; of several, perhaps all at once.
@@ -198,7 +198,7 @@ class PeerCopyTransport(Transport):
     def exchange(
         self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
     ) -> Exchange:
-        """All that goes to other ranks, then one flag for each of them: who takes part in it waits for all of it."""
+        """See `Transport.exchange`. One flag a peer says that all of its buffers have come."""
         if not self._open or not leaving or leaving[0].parts[0].place is None:
             return super().exchange(leaving, arriving, label)
         memory, index = self.memory, self._exchanges
@@ -216,10 +216,10 @@ class PeerCopyTransport(Transport):
         return Exchange([memory.sent()], [_Arrivals(memory, came, self._mark, self._missing(label))])
 
     def duplicate(self, came: Tensor) -> tuple[Tensor, Handle]:
-        """Beside whatever is computed.
+        """By a copy engine, beside whatever is computed.
 
-        Where the pass ends in an error before anybody has waited, nobody else is given that memory: the copy stream may
-        come to it late, and would write over what is there by then.
+        The copy is kept until the pass ends: should the pass end in an error before its handle was waited for, the
+        copy stream may still write it later, when the memory would be somebody else's.
         """
         target = torch.empty_like(came)
         self._written.append(target)
@@ -260,7 +260,7 @@ class PeerCopyTransport(Transport):
         memory.signal([(peer, came_flag(self.rank, index))], self._mark, copying=True)
 
     def _wait_for_room(self, peers: Sequence[int], label: str) -> None:
-        """The copy stream goes on when the inboxes of these peers are free; each is waited for once a pass."""
+        """The copy stream waits until the inboxes of these peers are free; for each of them once a pass."""
         new = [peer for peer in peers if peer not in self._waited and peer != self.rank]
         if not new:
             return
