@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_HOMES = {  # public name -> module of this package
     "attention": "api",
     "explain": "explanation",
     "partial_attention": "api",
@@ -63,14 +63,15 @@ if TYPE_CHECKING:
     from burst_portable.sharding import unshard as unshard
     from burst_portable.strategies.registry import make_strategy as make_strategy
 
-else:  # of type checkers unseen: to them, it would make every misspelt name an object
+else:  # hidden from type checkers, for which __getattr__ would make every misspelt name valid
 
     def __getattr__(name: str) -> object:
         if name in _MODULES:
             return import_module(f"burst_portable.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module 'burst_portable' has no attribute {name!r}")
-        found = globals()[name] = getattr(import_module(f"burst_portable.{_HOMES[name]}"), name)  # asked for once
+        # Kept as a global, so that Python does not ask here again.
+        found = globals()[name] = getattr(import_module(f"burst_portable.{_HOMES[name]}"), name)
         return found
 
 

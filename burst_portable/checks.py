@@ -32,7 +32,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def whole_length(layout: object, seq_len: int | None, rows: int, mesh: Mesh) -> int:
-    """Tokens of the whole sequence: said, or those of the layout, or as many on every rank as here."""
+    """Tokens of the whole sequence: `seq_len`, or those of a `Layout`, or as if every rank held as many rows."""
     if seq_len is not None:
         return seq_len
     return layout.length if isinstance(layout, Layout) else rows * mesh.size
@@ -168,7 +168,7 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
 
 
 def as_number(name: str, value: Any) -> float:
-    """A float from a number or a tensor of one; tensors are changed in place, and plans are looked up by numbers."""
+    """A float from a number or a tensor of one. It is read now, since plans are looked up by numbers."""
     if isinstance(value, Tensor) and value.requires_grad:
         next_step = f"pass {name}.item(), or multiply q by it where that means the same"
         raise InputError(explain(f"{name} is a tensor that wants a gradient, and gets none", next_step=next_step))
@@ -197,7 +197,7 @@ def checked_softcap(softcap: float | None) -> float | None:
 
 
 def tell_the_others(mesh: Mesh, refusal: Exception, *tensors: Tensor) -> None:
-    """What kept this rank from its call is this rank's alone, perhaps: the others must not wait for it."""
+    """Tell the other ranks that this one refuses its call: the reason may be this rank's alone, and they would wait."""
     if mesh.size == 1 or isinstance(refusal, CommunicationError):
         return
     if (transport := _transport_to_tell(mesh, tensors)) is not None:
@@ -205,10 +205,10 @@ def tell_the_others(mesh: Mesh, refusal: Exception, *tensors: Tensor) -> None:
 
 
 def _transport_to_tell(mesh: Mesh, tensors: Sequence[Tensor]) -> Transport | None:
-    """That of the tensors where there is one; another that the ranks have, where these are no tensors at all."""
+    """The transport of the tensors' device; where none of them is a tensor, another that the ranks have, if any."""
     for device_type in [x.device.type for x in tensors if isinstance(x, Tensor)]:
         try:
             return mesh.transport(device_type)
-        except BurstError:  # no backend has such tensors: that may be what is refused
+        except BurstError:  # no backend for such tensors, which may be the very reason of the refusal
             continue
     return mesh.connected()

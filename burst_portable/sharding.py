@@ -28,7 +28,17 @@ def positions(
     mask: Mask | str | None = None,
     device: torch.device | str | int | None = None,
 ) -> Tensor:
-    """The global positions of this rank's rows, in order: int64 ``[S]``. `mask` is for layouts of documents."""
+    """The global positions of this rank's rows, in order: int64 ``[S]``.
+
+    Args:
+        mesh: as `attention` takes it.
+        seq_len: tokens of the whole sequence.
+        layout: as `attention` takes it.
+        mask: that of the attention, for layouts that read documents from it; others ignore it.
+        device: where the result lies; None for torch's default.
+
+    Raises `InputError` for sizes, names, masks and layouts that do not go together.
+    """
     mesh = as_mesh(mesh)
     where, device = _layout(layout, size("seq_len", seq_len), mesh, mask), checked_device(device)
     return torch.cat([torch.arange(s.start, s.last + 1, s.step, device=device) for s in where.shards[mesh.rank]])
@@ -37,7 +47,17 @@ def positions(
 def shard(
     x: Tensor, mesh: MeshLike = None, *, dim: int = 1, layout: Layout | str = "zigzag", mask: Mask | str | None = None
 ) -> Tensor:
-    """This rank's rows of a tensor that every rank has whole, along `dim`. Differentiable; nothing is sent."""
+    """This rank's rows of a tensor that every rank has whole. Differentiable; nothing is sent.
+
+    Args:
+        x: any tensor, the whole sequence along `dim`.
+        mesh, layout, mask: as `positions` takes them.
+
+    Returns:
+        A copy with this rank's S rows along `dim`, in the layout's order.
+
+    Raises `InputError`: for an x that is no tensor or has no such dimension, and as `positions`.
+    """
     dim = _dimension(x, dim)
     index = positions(mesh, seq_len=x.shape[dim], layout=layout, mask=mask, device=x.device)
     return x.index_select(dim, index)
@@ -66,10 +86,20 @@ def unshard(
     layout: Layout | str = "zigzag",
     mask: Mask | str | None = None,
 ) -> Tensor:
-    """The whole tensor on every rank, from the ranks' shards along `dim`; every rank must call it.
+    """The whole tensor on every rank, from the ranks' shards; every rank must call it.
 
-    Raises `InputError` for a tensor that wants gradients: what they would mean depends on the loss. `MismatchError`
-    on every rank, where the transport can tell, if they differ in dtype, shape, dim or layout.
+    Args:
+        x: this rank's S rows along `dim`, as `shard` cuts them.
+        mesh, seq_len, layout, mask: as `positions` takes them.
+
+    Returns:
+        A new tensor with `seq_len` rows along `dim`.
+
+    Raises:
+        InputError: a tensor that wants gradients (what they would mean depends on the loss), or as `shard`.
+        LayoutError: another number of rows than the layout gives this rank.
+        MismatchError: ranks that differ in dtype, shape, dim or layout; on every rank, where the transport can tell.
+        CommunicationError: something else went wrong between ranks.
     """
     mesh = as_mesh(mesh)
     try:
