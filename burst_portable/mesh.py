@@ -127,6 +127,7 @@ class Mesh:
             return for_device(device_type, backend).transport(group, deadline)
 
         def connect(device_type: str) -> Transport:
+            place_in(members)  # it may have been destroyed since
             if inner in (None, 1, ranks):
                 return transport(members, device_type)
             connected = partial(transport, device_type=device_type)

@@ -24,7 +24,10 @@ def compare_accounts(group: dist.ProcessGroup, mine: str) -> str:
 
     Takes a few seconds at most. Empty where the store cannot be reached, or the group has one rank.
     """
-    ranks = dist.get_process_group_ranks(group)
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except KeyError:  # torch has forgotten it
+        return "this rank has destroyed the process group: make a Mesh of the one that there is now"
     place = f"{mine[:_LONGEST]} [group {group.group_name}: {_few(ranks)}]"
     asking = _Asking(ranks, place)
     # A store blocks for minutes where its host is stopped: then what it said so far is all.

@@ -16,6 +16,7 @@ import burst_portable as bp
 from burst_portable.api import _prepare
 from burst_portable.backends.registry import for_device
 from burst_portable.choices import requested
+from burst_portable.comm.accounts import compare_accounts
 from burst_portable.comm.local import Fabric, LocalTransport, run_threads
 from burst_portable.config import Config
 from burst_portable.errors import BackendUnavailableError, InputError, MismatchError, UnknownNameError, UnsupportedError
@@ -124,6 +125,19 @@ def test_process_groups_that_are_none(one_process):
     dist.destroy_process_group(gone)
     with pytest.raises(InputError, match="does not know this process group"):
         bp.Mesh.from_group(gone)
+
+
+def test_a_mesh_whose_group_was_destroyed(one_process):
+    x, group = torch.randn(1, 4, 2, 8), dist.group.WORLD
+    mesh = bp.Mesh.from_group()
+    dist.destroy_process_group()
+    with pytest.raises(InputError, match=r"does not know this process group; .*has not been initialized"):
+        bp.attention(x, x, x, mesh=mesh)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(InputError, match=r"does not know this process group; .*not registered"):
+        bp.attention(x, x, x, mesh=mesh)
+    assert "this rank has destroyed the process group: make a Mesh" in compare_accounts(group, "waiting")
+    assert bp.attention(x, x, x).shape == x.shape  # the new group has a mesh of its own
 
 
 def test_the_least_recently_used_call_is_forgotten():
