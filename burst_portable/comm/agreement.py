@@ -16,6 +16,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from burst_portable.comm.base import Transport
 from burst_portable.errors import BurstError, CommunicationError, DeadlineError, MismatchError, PeerLostError, explain
 
@@ -138,7 +140,8 @@ def tell_refusal(transport: Transport, error: Exception, deadline: float = _TELL
     """
     told = str(error) if isinstance(error, BurstError) else f"{type(error).__name__}: {error}"
     try:
-        agree(transport, statement({REFUSED: told[:1000]}), deadline=min(_TELLING, deadline))
+        with torch._C._DisableFuncTorch():  # what is refused may be a transform: it would wrap the messages, too
+            agree(transport, statement({REFUSED: told[:1000]}), deadline=min(_TELLING, deadline))
     except CommunicationError:
         return  # this rank's own error says more
 

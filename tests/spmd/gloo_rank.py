@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 
 import burst_portable as bp
@@ -22,7 +23,7 @@ from burst_portable.config import Config
 from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES, Case
 from burst_portable.conformance.tolerances import judge
 from burst_portable.cost import rank_cost
-from burst_portable.errors import CommunicationError
+from burst_portable.errors import BurstError, CommunicationError
 from burst_portable.rates import Rates
 from tests.forked import run_forked
 from tests.spmd.attention import expected, make_inputs, on_one_rank
@@ -110,6 +111,30 @@ def late(rank: int) -> str:
     return message
 
 
+def told(function, *arguments) -> str:
+    """The error that a call ends with."""
+    try:
+        function(*arguments)
+    except BurstError as error:
+        return str(error)
+    return ""
+
+
+def refused(mesh: bp.Mesh) -> dict[str, str]:
+    """What cannot be, tried on all ranks."""
+    x = torch.randn(1, 4, 2, 8)
+
+    def tangent() -> None:
+        with forward_ad.dual_level():
+            bp.attention(forward_ad.make_dual(x, x), x, x, mesh=mesh)
+
+    return {
+        "grad": told(torch.func.grad(lambda q: bp.attention(q, x, x, mesh=mesh).sum()), x),
+        "vmap": told(torch.vmap(lambda q: bp.attention(q, x, x, mesh=mesh)), torch.stack([x, x])),
+        "tangent": told(tangent),
+    }
+
+
 def main(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
@@ -124,6 +149,8 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     found["sub_groups"] |= wrong(pair, replace(own, strategy="ulysses", mask="full"))
     found["two_levels"] = two_levels(ranks)
     found["sent"], found["planned"] = bytes_sent(ranks)
+    found["refused"] = refused(mesh)
+    found["cases"] |= {"after refusals": wrong(mesh, cases(ranks)[0])}
     dist.barrier()
     found["late"] = late(rank)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,19 @@ def test_bytes_on_the_wire_are_the_plan_s(answers):
     for found in answers:
         assert found["sent"] == found["planned"]
         assert found["sent"] > 0
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("grad", r"transformed by torch\.func"),
+        ("vmap", r"transformed by torch\.func"),
+        ("tangent", "no forward-mode derivative"),
+    ],
+)
+def test_refusals_are_told_over_processes(answers, what, words):
+    for found in answers:
+        assert re.search(words, found["refused"][what])
 
 
 def test_the_library_is_told_that_nobody_is_there(answers):
