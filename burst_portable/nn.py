@@ -124,29 +124,43 @@ class SelfAttention(nn.Module):
 
     if TYPE_CHECKING:  # torch's own takes and gives anything
 
-        def __call__(self, x: Tensor, *, seq_len: int | None = None, position_ids: Tensor | None = None) -> Tensor: ...
+        def __call__(
+            self,
+            x: Tensor,
+            *,
+            seq_len: int | None = None,
+            position_ids: Tensor | None = None,
+            mask: Mask | str | None = None,
+        ) -> Tensor: ...
 
-    def forward(self, x: Tensor, *, seq_len: int | None = None, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        seq_len: int | None = None,
+        position_ids: Tensor | None = None,
+        mask: Mask | str | None = None,
+    ) -> Tensor:
         """``[B, S, dim]`` -> ``[B, S, dim]``, S the rows of this rank.
 
         Args:
             seq_len: tokens of the whole sequence; None means those of a `Layout`, or that all ranks hold equally many.
             position_ids: ``[S]`` or ``[B, S]``, for rotary positions that count otherwise (packed documents).
+            mask: of this call, as of a batch's own documents; None is the module's.
         """
+        mask = self.mask if mask is None else mask
         try:
-            length = self._whole_length(x, seq_len)
-            q, k, v = self._projected(x, length, position_ids)
+            length = self._whole_length(x, seq_len, mask)
+            q, k, v = self._projected(x, length, position_ids, mask)
         except Exception as refusal:
             tell_the_others(self.mesh, refusal, x)
             raise
-        out = attention(
-            q, k, v, mask=self.mask, mesh=self.mesh, strategy=self.strategy, layout=self.layout, seq_len=length
-        )
+        out = attention(q, k, v, mask=mask, mesh=self.mesh, strategy=self.strategy, layout=self.layout, seq_len=length)
         projected: Tensor = self.out(out.flatten(-2))
         return projected
 
     @outside_graphs
-    def _whole_length(self, x: Tensor, seq_len: int | None) -> int:
+    def _whole_length(self, x: Tensor, seq_len: int | None, mask: Mask | str) -> int:
         """Tokens of the whole sequence, of which x holds as many as the layout gives to this rank."""
         check_tensor("x", x)
         if x.dim() != 3 or x.shape[-1] != self.q.in_features:
@@ -154,10 +168,12 @@ class SelfAttention(nn.Module):
             raise ShapeError(explain("x is no input of this module", got=tuple(x.shape), allowed=allowed))
         said = None if seq_len is None else size("seq_len", seq_len)
         length = whole_length(self.layout, said, x.shape[1], self.mesh)
-        check_rows(layout_of(self.layout, length, self.mesh.size, mask_of(self.mask, length)), x.shape[1], self.mesh)
+        check_rows(layout_of(self.layout, length, self.mesh.size, mask_of(mask, length)), x.shape[1], self.mesh)
         return length
 
-    def _projected(self, x: Tensor, length: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(
+        self, x: Tensor, length: int, position_ids: Tensor | None, mask: Mask | str
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V, with their positions in Q and K."""
         q = self.q(x).unflatten(-1, (self.heads, self.head_dim))
         k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
@@ -165,7 +181,7 @@ class SelfAttention(nn.Module):
             return q, k, v
         where = position_ids
         if where is None:
-            where = positions(self.mesh, seq_len=length, layout=self.layout, mask=self.mask, device=x.device)
+            where = positions(self.mesh, seq_len=length, layout=self.layout, mask=mask, device=x.device)
         return rotate(q, where, self.theta), rotate(k, where, self.theta), v
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 import runpy
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import burst_portable as bp
 from burst_portable.errors import DtypeError, InputError, LayoutError, MismatchError, ShapeError, UnsupportedError
@@ -178,6 +180,36 @@ def test_masks_by_name_in_a_layout_that_reads_them(mask):
     (alone,), two = bp.run_local(1, work), bp.run_local(2, work)
     for found in two:
         torch.testing.assert_close(found, alone)
+
+
+@pytest.mark.parametrize("layout", ["document_zigzag", "striped"])
+def test_a_batch_brings_its_own_documents(layout):
+    """Each recomputed in backward, after the module has seen the next batch with other documents."""
+    x, batches = torch.randn(1, 23, 16), [(0, 5, 23), (0, 9, 14, 23)]
+    module = SelfAttention(16, 4, 2, mesh=bp.Mesh.single())
+    for ends in batches:  # each document by itself
+        sum(module(x[:, a:b]).square().sum() for a, b in pairwise(ends)).backward()
+    weights, expected = module.state_dict(), [p.grad for p in module.parameters()]
+
+    def work(mesh):
+        mine = SelfAttention(16, 4, 2, mesh=mesh, layout=layout)
+        mine.load_state_dict(weights)
+        losses = []
+        for ends in batches:
+            batch = bp.shard_batch(torch.zeros(1, 23, dtype=torch.int64), documents=ends, mesh=mesh, layout=layout)
+            mask = bp.Mask.documents(ends)
+            options = {"seq_len": 23, "position_ids": batch["position_ids"], "mask": mask}
+            rows = bp.shard(x, mesh, layout=layout, mask=mask)
+            losses.append(checkpoint(mine, rows, use_reentrant=False, **options).square().sum())
+        for loss in losses:
+            loss.backward()
+        sum_gradients(mine.parameters(), mesh)
+        return [p.grad for p in mine.parameters()]
+
+    for found in bp.run_local(2, work):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    with pytest.raises(InputError, match="mask"):
+        module(x, mask=5)
 
 
 def test_copies_and_pickles_of_a_module_compute_alike():
