@@ -1,6 +1,7 @@
-"""What a call runs on: its plan, its backend and its kernel. Everything that can be refused is refused here.
+"""What a call runs on: `choose` settles its plan, backend and kernel. Everything that can be refused is refused here.
 
-Nothing is sent and nothing is computed: `attention` runs what is chosen, and `explain` tells it.
+Nothing is sent and nothing is computed: `attention` runs what is chosen, and `explain` tells it. `plan_on` gives the
+plan alone, before there are tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from burst_portable.values import size
 
 
 class Request(NamedTuple):
-    """What a call asks for besides its tensors: part of the key that its plan is looked up by."""
+    """The arguments of a call besides its tensors; part of the key that its plan is looked up by."""
 
     mask: Mask | str
     strategy: Strategy | str
@@ -61,7 +62,10 @@ def requested(
     kernel: str,
     deterministic: bool | None,
 ) -> Request:
-    """The options as they are looked up by. 1, 1.0 and True are equal keys, so numbers are made what they must be."""
+    """The arguments with numbers made ints or floats, since 1, 1.0 and True are equal as keys.
+
+    Raises `InputError` for numbers, names and choices that are of a wrong type.
+    """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     elif not isinstance(deterministic, bool):
@@ -80,7 +84,13 @@ def requested(
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a call runs, and what its kernels are asked."""
+    """What a call runs.
+
+    Attributes:
+        problem: what the kernel was asked whether it serves it: heads of one rank, where heads are sharded.
+        why_kernel: why this kernel, for people.
+        options: what the kernel is called with.
+    """
 
     plan: Plan
     backend: Backend
@@ -93,7 +103,7 @@ class Choices:
 def choose(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, request: Request, device: str | None = None
 ) -> Choices:
-    """Settle a call for its tensors, or for tensors like these on another type of device.
+    """Settle a call for its tensors, or for tensors like these on another type of device (`device`).
 
     Raises what `attention` raises before a byte moves.
     """
@@ -123,7 +133,7 @@ def choose(
 
 
 def plan_for_kernel(plan: Plan, kernel: Kernel) -> Plan:
-    """A plan as this kernel is best given it: rows of head shards as they come, if it takes any tiles in one launch."""
+    """The plan as it suits this kernel: rows of head shards as they come, if it takes any tiles in one launch."""
     return in_rank_order(plan) if plan.reshard and not takes_pieces(kernel) else plan
 
 
@@ -136,7 +146,7 @@ def _plan(
     backend: Backend,
     kernel: Callable[[], Kernel],
 ) -> Plan:
-    """The plan of a call; `kernel` gives what will compute all heads, asked where plans are priced."""
+    """The plan of a call. `kernel` chooses the kernel for all heads, and is called only where plans are priced."""
     rows = q.shape[1]
     length = whole_length(request.layout, request.seq_len, rows, mesh)
     mask = mask_of(request.mask, length)
@@ -161,9 +171,10 @@ def _strategy(
     asked: Strategy | str, mesh: Mesh, device: str, backend: Backend, kernel: Callable[[], Kernel],
     dtype: torch.dtype, head_dim: int,
 ) -> Strategy:  # fmt: skip
-    """The strategy that a user passed; "auto" predicts with the file of rates that the settings name, or with what was
-    measured on machines like this one."""
-    if not isinstance(asked, str) or asked != "auto":  # arrays are compared one by one
+    """The strategy that a user passed. "auto" predicts with the file of rates that the settings name, or else with
+    what was measured on machines like this one.
+    """
+    if not isinstance(asked, str) or asked != "auto":  # a str first: an array would be compared by elements
         return strategy_of(asked)
     named = str(dtype).removeprefix("torch.")
     rates = rates_of(backend, mesh.size, kernel(), mesh.config.rates, named, head_dim)
@@ -191,16 +202,18 @@ def plan_on(
 ) -> Plan:
     """What `attention` would do on this mesh, before there are tensors; above all, with which layout it is fastest.
 
-    As `plan`, but with what is known of this machine, its links and the kernel that will compute. `.layout` of it goes
-    to `shard` and to `attention`, `.reason` says why; every rank that asks the same is told the same.
+    As `plan`, but with what is known of this machine, its links and the kernel that will compute. Pass its `.layout`
+    to `shard` and to `attention`; `.reason` says why. The same question has the same answer on every rank.
 
     Args:
-        mesh, mask, strategy, layout, kernel, deterministic: as `attention` takes them; the layout "auto" is the one
-            whose plan is predicted to take least.
+        mesh, mask, strategy, kernel, deterministic: as `attention` takes them.
+        seq_len, heads, kv_heads, head_dim, value_dim, layout, batch: as `plan` takes them.
         dtype: of q, k and v.
-        device: theirs; None for torch's default.
+        device: of q, k and v; None for torch's default.
 
-    Raises as `plan`, and `UnsupportedError` where no kernel, or not the one that was named, serves such a call.
+    Raises:
+        InputError: as `plan`, and a dtype or device that torch does not know.
+        UnsupportedError: no kernel, or not the one that was named, serves such a call; or as `plan`.
     """
     mesh = as_mesh(mesh)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -227,9 +240,9 @@ def strategy_on(
     kernel: str = "auto",
     deterministic: bool | None = None,
 ) -> Strategy:
-    """The strategy that a user passed, with all that `auto` is to know of this machine: see `plan_on`."""
+    """The strategy that a user passed; "auto" with the rates of this machine: see `plan_on`."""
     if not isinstance(dtype, torch.dtype):
-        raise InputError(explain("dtype is none of torch's", got=shown(dtype), allowed="such as torch.bfloat16"))
+        raise InputError(explain("dtype is not one of torch's", got=shown(dtype), allowed="such as torch.bfloat16"))
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     sizes = size("heads", heads), size("kv_heads", kv_heads), size("head_dim", head_dim)

@@ -75,7 +75,7 @@ def whole_documents(cumulative: Sequence[int], ranks: int) -> Layout:
 
 
 def _evenest(documents: Sequence[tuple[int, int]], ranks: int, shortest: int) -> _Dealt:
-    """Dealt out with a few cut, none that is shorter than so many rows."""
+    """The most even way found to deal documents out with some of the longest cut, none shorter than `shortest` rows."""
     most = sum(stop - start >= shortest for start, stop in documents)
     cut, best = 0, _Dealt(documents, 0, ranks)
     while best.uneven > _UNEVEN and cut < most:
@@ -91,7 +91,7 @@ class _Dealt:
         self._pairs, self._rows = [0] * ranks, [0] * ranks
         self._all = sum((b - a) ** 2 for a, b in documents), sum(b - a for a, b in documents)
         chunks: list[list[Segment]] = [[] for _ in range(ranks)]
-        rests: list[tuple[int, int, int]] = []  # first row of its document, its own first, past its last
+        rests: list[tuple[int, int, int]] = []  # rows past the last whole block: (start of their document, first, stop)
         for index, (start, stop) in enumerate(documents[:cut]):
             block = min(_BLOCK, (stop - start) // (2 * ranks))
             blocks = (stop - start) // block
@@ -117,7 +117,7 @@ class _Dealt:
         self.idle = not all(self._rows)
 
     def _give(self, rank: int, start: int, first: int, past: int) -> Segment:
-        """Rows [first, past) of a document that begins at `start`."""
+        """Give a rank the rows [first, past) of a document that begins at `start`; returns them."""
         self._pairs[rank] += (past - start) ** 2 - (first - start) ** 2
         self._rows[rank] += past - first
         return Segment(first, past - first)
@@ -142,8 +142,8 @@ NAMES = (*LAYOUTS, *OF_DOCUMENTS)
 def make_layout(name: str, length: int, ranks: int, mask: Mask | None = None) -> Layout:
     """The layout of that name; `OF_DOCUMENTS` read the documents from the mask.
 
-    Raises `UnknownNameError` for a name that is none, `InputError` for sizes that are none, `LayoutError` for lengths
-    and ranks that do not fit.
+    Raises `UnknownNameError` for a name that is not in `NAMES`, `InputError` for lengths and ranks that are no sizes,
+    `LayoutError` for those that do not fit together, and for a mask without documents where they are needed.
     """
     # Checked outside the cache, where 2, 2.0 and True would find each other's layouts.
     length, ranks = size("length", length), size("ranks", ranks)
@@ -155,7 +155,7 @@ def make_layout(name: str, length: int, ranks: int, mask: Mask | None = None) ->
 
 
 def suited(mask: Mask, length: int, ranks: int) -> Iterator[Layout]:
-    """Layouts that may be the best for a mask; the first is taken where nothing speaks for another."""
+    """Layouts that may be the fastest for a mask; of equally fast ones, the first is taken."""
     yield make_layout("zigzag", length, ranks)
     if ranks > 1:
         yield make_layout("contiguous", length, ranks)

@@ -45,7 +45,7 @@ def checked_config(config: object) -> Config:
     if config is None:
         return from_environment()
     if not isinstance(config, Config):
-        raise InputError(explain("config is none", got=shown(config), allowed="burst_portable.config.Config"))
+        raise InputError(explain("config is not a Config", got=shown(config), allowed="burst_portable.config.Config"))
     return config
 
 

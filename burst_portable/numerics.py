@@ -159,7 +159,7 @@ def _seen(out: Tensor, lse: Tensor) -> Tensor:
 
 
 def _check_parts(parts: Sequence[State]) -> None:
-    """Refuse parts that are none, or that differ."""
+    """Refuse what is no partial result, and parts that do not go together."""
     if not isinstance(parts, list | tuple) or not parts:
         raise InputError(explain("merge needs a list of at least one partial result (out, LSE)", got=shown(parts)))
     for part in parts:

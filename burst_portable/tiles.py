@@ -27,9 +27,9 @@ from burst_portable.layout import Segment
 from burst_portable.mask import UNBOUNDED, Mask, Region, first_overlap
 from burst_portable.values import as_int
 
-_COUNTED = 64  # blocks of rows: of more, what they visit is estimated
-_PAIRS_KEPT = 1 << 14  # pairs of blocks whose tiles a plan keeps
-_SEARCHED = 4  # up to so many segments, looking at each is faster than searching
+_COUNTED = 64  # blocks of rows; with more of them, `visited` is estimated
+_PAIRS_KEPT = 1 << 14  # pairs of blocks whose tiles are kept
+_SEARCHED = 4  # segments; up to so many, looking at each is faster than bisection
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,10 @@ class Tile:
         )
 
     def visited(self, block: int, down: int = 0) -> int:
-        """Pairs of the blocks that a kernel computes, `block` rows and columns at once, the hidden ones included.
+        """Pairs that a kernel computes which takes `block` rows and columns at once, those hidden by the band included.
 
-        Blocks of rows begin at multiples of their size, of columns where their rows see the first. `down`: of the tile
-        that is shifted by so many rows.
+        Blocks of rows begin at multiples of `block`, blocks of columns at the first column that their rows see.
+        `down`: shifts the tile by so many rows first.
         """
         if block == 1:
             return self.area
@@ -106,7 +106,7 @@ class Tile:
 
 
 class Tiles(tuple[Tile, ...]):
-    """The disjoint tiles of one block pair. What is asked of all of them is worked out once, their hash too."""
+    """The disjoint tiles of one block pair. Properties of all of them together are computed once, their hash too."""
 
     _visited: dict[tuple[int, int], int]
 
@@ -129,18 +129,18 @@ class Tiles(tuple[Tile, ...]):
 
     @cached_property
     def rows(self) -> tuple[int, int]:
-        """Of all of them together, a row that several have counted each time; and of the tallest."""
+        """(rows of all of them together, rows of the tallest one); a row in several tiles counts in each."""
         rows = [t.q_stop - t.q_start for t in self]
         return sum(rows), max(rows, default=0)
 
     @cached_property
     def columns(self) -> int:
-        """Of all of them together, one that several have counted each time."""
+        """Columns of all of them together; a column in several tiles counts in each."""
         return sum(t.k_stop - t.k_start for t in self)
 
     @cached_property
     def box(self) -> tuple[int, int, int, int]:
-        """Rows from and up to, and columns from and up to, that hold all of them; there must be some."""
+        """(q_start, q_stop, k_start, k_stop) of the smallest box around all of them; there must be some."""
         return (
             min([t.q_start for t in self]),
             max([t.q_stop for t in self]),
@@ -150,7 +150,7 @@ class Tiles(tuple[Tile, ...]):
 
     @cached_property
     def covered(self) -> tuple[int, int]:
-        """Rows, and columns, in any of them."""
+        """(rows, columns) that are in any of them, each counted once."""
         return covered([(t.q_start, t.q_stop) for t in self]), covered([(t.k_start, t.k_stop) for t in self])
 
     def visited(self, block: int, down: int = 0) -> int:
@@ -220,7 +220,7 @@ def find_tiles(mask: Mask, queries: Sequence[Segment], keys: Sequence[Segment]) 
 
 
 class BlockPairs:
-    """A mask between the blocks of all ranks: what is asked of a pair is worked out once, for all who plan with it."""
+    """A mask between the blocks of all ranks. A pair's tiles are computed once, for every plan made with it."""
 
     def __init__(self, mask: Mask, queries: Sequence[Sequence[Segment]], keys: Sequence[Sequence[Segment]]) -> None:
         self._mask, self._queries, self._keys = mask, queries, keys
@@ -237,7 +237,7 @@ class BlockPairs:
         return self._seen[pair]
 
     def tiles(self, q_owner: int, k_owner: int) -> Tiles:
-        """Those of one rank's queries against the other's keys; of the last few thousand pairs, they are kept."""
+        """The tiles of one rank's queries against the other's keys. Those of a few thousand pairs are kept."""
         pair = q_owner, k_owner
         found = self._tiles.get(pair)
         if found is None:  # asked once: another thread, which plans for another rank, may clear them
@@ -259,7 +259,7 @@ class BlockPairs:
 
 
 class _Rows(NamedTuple):
-    """The rows of a segment of queries that lie in a region, and between which positions the keys are that they see."""
+    """The rows of a segment of queries that lie in a region, and the range of positions of the keys that they see."""
 
     region: Region
     segment: Segment

@@ -46,7 +46,9 @@ class AutoStrategy:
     def __post_init__(self) -> None:
         check_inner(self.inner)
         if not isinstance(self.rates, Rates):
-            raise InputError(explain("rates are none", got=shown(self.rates), allowed="burst_portable.rates.Rates"))
+            raise InputError(
+                explain("rates are not Rates", got=shown(self.rates), allowed="burst_portable.rates.Rates")
+            )
 
     def seconds(self, plan: Plan) -> float:
         """What plans are compared by: the predicted time at these rates, of a sample where there are many ranks."""

@@ -43,7 +43,7 @@ def one_process():
         ({"inner": 3}, "inner does not divide the ranks; got 3, 2 ranks; allowed: 1, 2"),
         ({"inner": 1.0}, "inner is no size"),
         ({"connect": None}, "connects by a function"),
-        ({"config": {"deadline": 3}}, "config is none"),
+        ({"config": {"deadline": 3}}, "config is not a Config"),
         ({"backend": "cpo"}, "did you mean 'cpu'"),
         ({"backend": None}, "unknown backend; got None"),
         ({"backend": ["cpu"]}, "unknown backend"),
