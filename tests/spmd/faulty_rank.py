@@ -92,7 +92,7 @@ class StrikingRuntime:
 
     def __init__(self, inner, event) -> None:
         self._inner, self._event, self.transport = inner, event, inner.transport
-        self.inbox, self.post, self.copies = inner.inbox, inner.post, inner.copies
+        self.inbox, self.post, self.copying = inner.inbox, inner.post, inner.copying
 
     def attend(self, *arguments):
         self._event()
