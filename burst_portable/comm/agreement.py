@@ -157,6 +157,10 @@ def _difference(texts: Sequence[str], stated: Sequence[bytes]) -> str:
     if refusals := [f"rank {r} refused: {f[REFUSED]}" for r, f in enumerate(facts) if REFUSED in f]:
         return "; ".join(refusals)
     names = sorted({name for f in facts for name in f})
+    if (
+        all("pass" in f for f in facts) and len({f["pass"] for f in facts}) > 1
+    ):  # most facts are of one kind of pass only
+        names = ["pass", *(name for name in names if name != "pass" and all(name in f for f in facts))]
     told = [_sides(name, [f.get(name, "-") for f in facts]) for name in names]
     for name, start in (("passes begun", 16), ("backward of the pass", 24)):
         told.append(_sides(name, [str(int.from_bytes(one[start : start + 8], "little")) for one in stated]))

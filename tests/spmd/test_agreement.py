@@ -138,6 +138,20 @@ def test_what_is_no_tensor_at_all_is_told_too():
     assert "rank 1 refused" in bp.run_local(2, work)[0]
 
 
+def test_of_calls_of_different_kinds_only_what_both_state_is_told():
+    def work(mesh):
+        x = torch.ones(1, 8, 2, 4)
+        with pytest.raises(MismatchError) as caught:
+            bp.attention(x, x, x, mesh=mesh) if mesh.rank else bp.unshard(x, mesh, seq_len=16, layout="contiguous")
+        return str(caught.value)
+
+    for message in bp.run_local(2, work):
+        assert (
+            "got pass: unshard on rank 0 but forward on rank 1; layout: contiguous on rank 0 but zigzag on" in message
+        )
+        assert "- on rank" not in message
+
+
 def test_a_planted_silence_is_seen():
     """Without the question, the same disagreement gives a number: what the question is for."""
 
