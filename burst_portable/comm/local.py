@@ -2,7 +2,8 @@
 
     results = run_threads(4, lambda transport: ...)      # one result a rank
 
-A rank that raises ends the others at their next hop, and its own error is the one that is raised.
+A rank that raises ends the others at their next hop, and its own error is the one that is raised. A rank that returns
+while others wait for it ends them too.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Fabric:
     def __init__(self, size: int, deadline: float) -> None:
         self.size, self.deadline = size, deadline
         self.failed: int | None = None
+        self.returned: set[int] = set()
         self.sent: dict[int, int] = defaultdict(int)
         self._lock = threading.Lock()
         self._said: dict[int, tuple[threading.Event, dict[int, bytes]]] = {}
@@ -81,16 +83,24 @@ class Fabric:
                 event.set()
         return event, said
 
-    def wait(self, event: threading.Event, where: str, whom: Callable[[], str], seconds: float) -> None:
-        """Until an event, a failed rank, or the deadline; `whom` says who is missing."""
+    def wait(self, event: threading.Event, where: str, missing: Callable[[], list[int]], seconds: float) -> None:
+        """Until an event, a rank that failed or is not coming, or the deadline; `missing` are those waited for."""
         deadline = time.monotonic() + seconds
         while not event.wait(_POLL):
             if self.failed is not None:
-                raise PeerLostError(f"{where}: rank {self.failed} failed, waiting for {whom()}")
+                raise PeerLostError(f"{where}: rank {self.failed} failed, waiting for {_ranks(missing())}")
+            gone = self.returned.intersection(missing())
+            if gone and not event.is_set():  # what it did, it did before it returned
+                raise PeerLostError(
+                    explain(
+                        f"{where}: {_ranks(sorted(gone))} returned without this call",
+                        next_step="all ranks must make the same calls in the same order",
+                    )
+                )
             if time.monotonic() >= deadline:
                 raise DeadlineError(
                     explain(
-                        f"{where}: nothing came from {whom()} in {seconds:g} s",
+                        f"{where}: nothing came from {_ranks(missing())} in {seconds:g} s",
                         next_step="find out what that rank is doing, or raise the deadline",
                     )
                 )
@@ -102,6 +112,10 @@ class Fabric:
                 self.failed = rank
 
 
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
 class _End:
     """A rank's handle on a transfer."""
 
@@ -111,7 +125,7 @@ class _End:
         self._where = f"rank {rank}, {label}"
 
     def wait(self) -> None:
-        self._fabric.wait(self._transfer.done, self._where, lambda: f"rank {self._peer}", self._fabric.deadline)
+        self._fabric.wait(self._transfer.done, self._where, lambda: [self._peer], self._fabric.deadline)
         if self._transfer.mismatch:
             raise MismatchError(
                 explain(
@@ -137,10 +151,10 @@ class LocalTransport(Transport):
         event, said = self.fabric.share(self.rank, self._turn, data)
         where = f"rank {self.rank}, {label}"
 
-        def whom() -> str:
-            return f"rank {', '.join(str(rank) for rank in range(self.size) if rank not in said)}"
+        def missing() -> list[int]:
+            return [rank for rank in range(self.size) if rank not in said]
 
-        self.fabric.wait(event, where, whom, self.fabric.deadline if deadline is None else deadline)
+        self.fabric.wait(event, where, missing, self.fabric.deadline if deadline is None else deadline)
         return [said[rank] for rank in range(self.size)]
 
     def post(
@@ -169,6 +183,7 @@ def run_threads(ranks: int, work: Callable[[LocalTransport], T], *, deadline: fl
     def body(rank: int) -> None:
         try:
             results[rank] = work(LocalTransport(fabric, rank))
+            fabric.returned.add(rank)
         except BaseException as error:  # noqa: BLE001  (handed to the caller below)
             errors.append((rank, error))
             fabric.fail(rank)

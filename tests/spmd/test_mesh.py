@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -17,9 +18,17 @@ from burst_portable.api import _prepare
 from burst_portable.backends.registry import for_device
 from burst_portable.choices import requested
 from burst_portable.comm.accounts import compare_accounts
+from burst_portable.comm.base import Message
 from burst_portable.comm.local import Fabric, LocalTransport, run_threads
 from burst_portable.config import Config
-from burst_portable.errors import BackendUnavailableError, InputError, MismatchError, UnknownNameError, UnsupportedError
+from burst_portable.errors import (
+    BackendUnavailableError,
+    InputError,
+    MismatchError,
+    PeerLostError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from burst_portable.mesh import as_mesh
 
 
@@ -79,6 +88,35 @@ def test_what_run_local_refuses(arguments, message):
     with pytest.raises(InputError, match=message):
         bp.run_local(**{"ranks": 2, "work": lambda mesh: mesh.rank} | arguments)
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_a_rank_that_returned_is_not_waited_for(again):
+    """Long before the deadline. What it did before it returned counts: the first call, and its message, are there."""
+
+    def work(mesh):
+        rows = torch.randn(1, 8, 2, 4)
+        for _ in range(again if mesh.rank == 1 else 2):
+            bp.attention(rows, rows, rows, mesh=mesh)
+
+    begun = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"rank [02], asking whether ranks agree on .*: rank 1 returned without"):
+        bp.run_local(3, work)
+    assert time.monotonic() - begun < 20
+
+
+def test_what_a_rank_sent_before_it_returned_arrives():
+    def work(transport):
+        buffer = torch.full((4,), transport.rank, dtype=torch.uint8)
+        if transport.rank == 0:
+            transport.post([Message(buffer, 1)], [])
+            return None
+        time.sleep(0.3)
+        _, (arriving,) = transport.post([], [Message(buffer, 0)])
+        arriving.wait()
+        return buffer.tolist()
+
+    assert run_threads(2, work)[1] == [0, 0, 0, 0]
 
 
 def test_a_named_backend_serves_or_raises():
