@@ -89,7 +89,7 @@ class Fabric:
         while not event.wait(_POLL):
             if self.failed is not None:
                 raise PeerLostError(f"{where}: rank {self.failed} failed, waiting for {_ranks(missing())}")
-            gone = self.returned.intersection(missing())
+            gone = self.returned and self.returned.intersection(missing())
             if gone and not event.is_set():  # what it did, it did before it returned
                 raise PeerLostError(
                     explain(
