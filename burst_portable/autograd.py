@@ -26,25 +26,34 @@ _SAVED = 5  # tensors of a group of heads: see `by_heads.Saved`
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Everything about an attention but its tensors; `forward` and `backward` are what ranks agree on."""
+    """Everything about an attention but its tensors.
+
+    Attributes:
+        forward, backward: what the ranks agree on before each pass.
+        inboxes: bytes, forward and backward: see `messages.Inboxes`.
+        by_out: whether the backward kernel is given out instead of delta.
+        with_lse: whether the caller asked for LSE; where heads are resharded, it travels home then.
+        row_delta: `numerics.row_delta`, or the kernel's own, which is faster.
+        alone: whether one rank holds the whole sequence.
+    """
 
     plan: Plan
     runtime: Runtime
     options: Options
     forward: Statement
     backward: Statement
-    inboxes: tuple[int, int] = (0, 0)  # bytes that a rank gets from another, forward and backward: see `messages`
-    by_out: bool = False  # whether backward kernels are given out in place of delta
-    with_lse: bool = True  # whether LSE is asked for: where heads are resharded, it travels
-    row_delta: Callable[[Tensor, Tensor], Tensor] = numerics.row_delta  # or the kernel's own, in one pass
-    alone: bool = field(init=False)  # whether one rank holds the whole sequence
+    inboxes: tuple[int, int] = (0, 0)
+    by_out: bool = False
+    with_lse: bool = True
+    row_delta: Callable[[Tensor, Tensor], Tensor] = numerics.row_delta
+    alone: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "alone", self.plan.problem.ranks == 1)
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out in q's dtype, LSE) of tensors that are sharded as the plan's passes want them."""
+    """(out as q, LSE ``[B, Hq, S]`` in the accumulation dtype) of this rank's rows, where heads are not resharded."""
     pass_plan = call.plan.forward
     if _whole(call, sinks):
         state = by_heads.attend(pass_plan, call.runtime, call.options, q, k, v, None)
@@ -56,7 +65,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
 
 
 def _whole(call: Call, sinks: Tensor | None) -> bool:
-    """Whether one call of the kernel computes all: on one rank. Sinks are added to an out that is not rounded yet."""
+    """Whether one kernel call computes everything: one rank, no sinks (they are merged before out is rounded)."""
     return call.alone and sinks is None
 
 
@@ -75,7 +84,7 @@ class Attention(torch.autograd.Function):
         else:
             out, kept = map(_no_view, forward(call, q, k, v, sinks))
             ctx.save_for_backward(q, k, v, out, kept, sinks)
-            lse = kept if call.with_lse else None  # torch takes its time for each result
+            lse = kept if call.with_lse else None  # every result costs torch time
         ctx.call, ctx.number = call, transport.passes
         transport.end()
         if lse is not None:
@@ -87,7 +96,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             _refuse_twice(ctx.call)
-        saved = ctx.saved_tensors  # once: checkpointing recomputes them, and gives each away a single time
+        saved = ctx.saved_tensors  # read once: where they are recomputed, checkpointing hands each out a single time
         with own_precision(saved[0].device.type):
             _begin(ctx.call, forward=ctx.number)
             run = _backward_by_heads if ctx.call.plan.reshard else _backward
@@ -102,8 +111,11 @@ def _no_view(x: Tensor) -> Tensor:
 
 
 def _refuse_twice(call: Call) -> NoReturn:
-    """Refuse to be part of a graph of gradients. torch's `once_differentiable` refuses later, and not always: where
-    autograd.grad is asked for some inputs, what passes through our gradients would be left out in silence."""
+    """Refuse a backward pass that is itself to be differentiated.
+
+    torch's `once_differentiable` refuses only when that is done, and not always: where autograd.grad is asked for some
+    inputs alone, second derivatives that pass through ours would be left out in silence.
+    """
     refusal = UnsupportedError(
         explain(
             "attention is differentiable once",
@@ -126,7 +138,7 @@ def _by_heads(
 
 def _backward(call: Call, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[Gradients, Tensor | None]:
     q, k, v, out, lse, sinks = saved
-    if dout is None:  # a rank whose result nobody used still takes part: others wait for it
+    if dout is None:  # nobody used this rank's result, but the other ranks wait for its part of the pass
         dout = torch.zeros_like(out)
     dout = as_kernels_take(dout)
     pass_plan, rank = call.plan.backward, call.runtime.transport.rank
@@ -151,7 +163,10 @@ def _backward_by_heads(call: Call, saved: tuple[Any, ...], dout: Tensor | None) 
 
 
 def _begin(call: Call, *, forward: int = 0) -> None:
-    """All ranks make the same call, and a pass of it begins: backward if `forward` is the number of its forward."""
+    """Agree with all ranks on the call, and begin one of its passes.
+
+    forward: for a backward pass, the number of its forward pass.
+    """
     transport = call.runtime.transport
     if transport.size == 1:
         return
@@ -163,7 +178,7 @@ def _begin(call: Call, *, forward: int = 0) -> None:
 def apply(
     call: Call, mesh: Mesh, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention with gradients where any are wanted, and nothing kept where none are."""
+    """(out ``[B, S, Hq, Dv]``, LSE ``[B, Hq, S]`` or None); tensors are kept only where gradients are wanted."""
     if (wrap := installed.get()) is not None:
         call = replace(call, runtime=wrap(call.runtime, call.plan, mesh))
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
