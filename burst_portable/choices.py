@@ -66,11 +66,7 @@ def requested(
 
     Raises `InputError` for numbers, names and choices that are of a wrong type.
     """
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    elif not isinstance(deterministic, bool):
-        allowed = "True, False, or None to do as torch does"
-        raise InputError(explain("deterministic is no choice", got=shown(deterministic), allowed=allowed))
+    deterministic = _checked_deterministic(deterministic)
     if seq_len is not None:
         seq_len = size("seq_len", seq_len)
     if scale is not None:
@@ -80,6 +76,16 @@ def requested(
     if not isinstance(kernel, str):
         raise InputError(explain("kernel is no name", got=shown(kernel), allowed="'auto', or a kernel of the backend"))
     return Request(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)
+
+
+def _checked_deterministic(given: bool | None) -> bool:
+    """The choice that a user passed; None does as torch does."""
+    if given is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(given, bool):
+        allowed = "True, False, or None to do as torch does"
+        raise InputError(explain("deterministic is no choice", got=shown(given), allowed=allowed))
+    return given
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,16 +249,13 @@ def strategy_on(
     """The strategy that a user passed; "auto" with the rates of this machine: see `plan_on`."""
     if not isinstance(dtype, torch.dtype):
         raise InputError(explain("dtype is not one of torch's", got=shown(dtype), allowed="such as torch.bfloat16"))
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     sizes = size("heads", heads), size("kv_heads", kv_heads), size("head_dim", head_dim)
     device_type = (checked_device(device) or torch.get_default_device()).type
     problem = KernelProblem(
         dtype, device_type, *sizes, sizes[2] if value_dim is None else size("value_dim", value_dim),
-        deterministic=deterministic,
+        deterministic=_checked_deterministic(deterministic),
     )  # fmt: skip
     backend = mesh.backend_for(device_type)
     named = mesh.config.kernel if kernel == "auto" else kernel
-    return _strategy(
-        strategy, mesh, device_type, backend, lambda: choose_kernel(backend, problem, named)[0], dtype, sizes[2]
-    )
+    chosen, _ = choose_kernel(backend, problem, named)  # refused now, also where the strategy does not ask for it
+    return _strategy(strategy, mesh, device_type, backend, lambda: chosen, dtype, sizes[2])

@@ -52,6 +52,8 @@ def test_what_is_named_stays():
     [
         ({"layout": "zigzig"}, UnknownNameError, "did you mean 'zigzag'"),
         ({"kernel": "none"}, UnknownNameError, "kernel"),
+        ({"kernel": "none", "strategy": "ring"}, UnknownNameError, "kernel"),
+        ({"deterministic": "no"}, InputError, "deterministic is no choice; got 'no'"),
         ({"dtype": 2}, InputError, "dtype"),
         ({"device": "cpus"}, InputError, "device"),
         ({"kv_heads": 3}, InputError, "multiple"),
