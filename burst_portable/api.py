@@ -15,6 +15,7 @@ from burst_portable.autocast import as_autocast_would, own_precision
 from burst_portable.autograd import Call, apply
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.checks import (
+    check_data,
     check_no_transforms,
     check_tensor,
     check_tensors,
@@ -193,6 +194,7 @@ def _prepare(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, request: Request, with_lse: bool
 ) -> Call:
     """Everything that can be refused is refused here, before a byte moves."""
+    check_data(mesh, q, k, v)
     chosen = choose(q, k, v, sinks, mesh, request)
     transport, _ = mesh.transport_for(q.device.type, direct=chosen.plan.direct)
     if chosen.plan.direct and not transport.direct:

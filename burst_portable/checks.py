@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from burst_portable.comm.agreement import tell_refusal
@@ -63,6 +64,9 @@ def check_no_transforms(*tensors: object) -> None:
                 next_step="put what vmap maps over into the batch, and take gradients with backward()",
             )
         )
+    if torch._C._is_tracing():  # sizes are tensors then, and messages would not be in the trace
+        next_step = "compile the model with torch.compile, where attention runs between graphs"
+        raise UnsupportedError(explain("attention cannot be traced", got="torch.jit.trace", next_step=next_step))
     if forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and _has_tangent(x) for x in tensors):
         raise UnsupportedError(
             explain(
@@ -75,6 +79,18 @@ def check_no_transforms(*tensors: object) -> None:
 
 def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
+
+
+def check_data(mesh: Mesh, *tensors: Tensor) -> None:
+    """Refuse to send tensors that have none: those of FakeTensorMode, and so of torch.export. One rank takes them."""
+    if mesh.size > 1 and any(isinstance(x, FakeTensor) for x in tensors):
+        raise UnsupportedError(
+            explain(
+                "tensors without data cannot be sent to other ranks",
+                got="a FakeTensor, as FakeTensorMode and torch.export make them",
+                next_step="use Mesh.single() there, with this rank's rows",
+            )
+        )
 
 
 def check_tensor(name: str, x: object) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from burst_portable.comm.base import Transport
 from burst_portable.errors import BurstError, CommunicationError, DeadlineError, MismatchError, PeerLostError, explain
@@ -140,7 +141,8 @@ def tell_refusal(transport: Transport, error: Exception, deadline: float = _TELL
     """
     told = str(error) if isinstance(error, BurstError) else f"{type(error).__name__}: {error}"
     try:
-        with torch._C._DisableFuncTorch():  # what is refused may be a transform: it would wrap the messages, too
+        # What is refused may be a transform, a trace or a mode of torch's: it would take hold of the messages, too.
+        with torch._C._DisableFuncTorch(), torch._C.DisableTorchFunction(), _disable_current_modes():
             agree(transport, statement({REFUSED: told[:1000]}), deadline=min(_TELLING, deadline))
     except CommunicationError:
         return  # this rank's own error says more

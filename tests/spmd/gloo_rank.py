@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,6 +25,7 @@ from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES, Case
 from burst_portable.conformance.tolerances import judge
 from burst_portable.cost import rank_cost
 from burst_portable.errors import BurstError, CommunicationError
+from burst_portable.nn import SelfAttention
 from burst_portable.rates import Rates
 from tests.forked import run_forked
 from tests.spmd.attention import expected, make_inputs, on_one_rank
@@ -128,7 +130,15 @@ def refused(mesh: bp.Mesh) -> dict[str, str]:
         with forward_ad.dual_level():
             bp.attention(forward_ad.make_dual(x, x), x, x, mesh=mesh)
 
+    def fake() -> None:
+        with FakeTensorMode():
+            bp.attention(*(torch.randn(1, 4, 2, 8) for _ in range(3)), mesh=mesh)
+
+    module, rows = SelfAttention(16, 2, mesh=mesh), torch.randn(1, 4, 16)
     return {
+        "fake": told(fake),
+        "export": told(torch.export.export, module, (rows,)),
+        "trace": told(torch.jit.trace, module, (rows,)),
         "grad": told(torch.func.grad(lambda q: bp.attention(q, x, x, mesh=mesh).sum()), x),
         "vmap": told(torch.vmap(lambda q: bp.attention(q, x, x, mesh=mesh)), torch.stack([x, x])),
         "tangent": told(tangent),

@@ -58,6 +58,9 @@ def test_bytes_on_the_wire_are_the_plan_s(answers):
     [
         ("grad", r"transformed by torch\.func"),
         ("vmap", r"transformed by torch\.func"),
+        ("fake", "tensors without data cannot be sent"),
+        ("export", "tensors without data cannot be sent"),
+        ("trace", "attention cannot be traced"),
         ("tangent", "no forward-mode derivative"),
     ],
 )
