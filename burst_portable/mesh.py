@@ -89,7 +89,8 @@ class Mesh:
                 explain(
                     "a mesh of several ranks cannot be pickled: it holds connections",
                     got=self,
-                    next_step="save a module's state_dict(), and make mesh and module anew",
+                    next_step="save a module's state_dict(), and make mesh and module anew; let a data loader fork its "
+                    "workers, or cut batches outside of them",
                 )
             )
         return Mesh.single, (self.config, self.backend)

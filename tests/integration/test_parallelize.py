@@ -286,3 +286,16 @@ def test_the_layout_that_is_predicted_to_be_fastest(kind: str, layout: str):
     assert first == second
     assert first[0] == layout
     assert first[1] in OF_DOCUMENTS
+
+
+def test_a_layout_of_a_model_on_no_device():
+    """Before its weights are loaded: a layout that is named will do, and auto has nothing to ask."""
+
+    def work(mesh: Mesh) -> None:
+        with torch.device("meta"):
+            model = make("llama")
+        with pytest.raises(InputError, match=r"model on meta; .*or name a layout"):
+            parallelize(model, mesh, layout="auto")
+        parallelize(model, mesh, layout="striped")
+
+    run_local(2, work)

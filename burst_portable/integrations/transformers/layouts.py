@@ -35,6 +35,11 @@ class Layouts:
         self._kept: dict[tuple[int, tuple[int, ...] | None], Layout] = {}
         if name == "auto" and mesh.size > 1:
             like = next(model.parameters())
+            if like.is_meta:
+                next_step = "parallelize it when its weights are on a device, or name a layout"
+                raise InputError(
+                    explain('layout="auto" asks the model\'s device', got="a model on meta", next_step=next_step)
+                )
             dtype = torch.get_autocast_dtype(like.device.type) if like.dtype is torch.float32 else like.dtype
             self._strategy = strategy_on(
                 mesh, strategy, like.device.type, **sizes_of(model.config), dtype=dtype, kernel=kernel
