@@ -29,7 +29,7 @@ class Call:
     """Everything about an attention but its tensors.
 
     Attributes:
-        forward, backward: what the ranks agree on before each pass.
+        forward_statement, backward_statement: what the ranks agree on before each pass.
         inboxes: bytes, forward and backward: see `messages.Inboxes`.
         by_out: whether the backward kernel is given out instead of delta.
         with_lse: whether the caller asked for LSE; where heads are resharded, it travels home then.
@@ -40,8 +40,8 @@ class Call:
     plan: Plan
     runtime: Runtime
     options: Options
-    forward: Statement
-    backward: Statement
+    forward_statement: Statement
+    backward_statement: Statement
     inboxes: tuple[int, int] = (0, 0)
     by_out: bool = False
     with_lse: bool = True
@@ -170,9 +170,11 @@ def _begin(call: Call, *, forward: int = 0) -> None:
     transport = call.runtime.transport
     if transport.size == 1:
         return
-    said, inbox = (call.backward, call.inboxes[1]) if forward else (call.forward, call.inboxes[0])
-    agree(transport, said, forward=forward)
-    transport.begin(said.digest + forward.to_bytes(8, "little"), inbox)
+    stated, inbox = call.forward_statement, call.inboxes[0]
+    if forward:
+        stated, inbox = call.backward_statement, call.inboxes[1]
+    agree(transport, stated, forward=forward)
+    transport.begin(stated.digest + forward.to_bytes(8, "little"), inbox)
 
 
 def apply(

@@ -105,8 +105,8 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
     sinks = None if x.sinks is None else x.sinks.to(device)
     context: Any = _Context()
     with torch.no_grad():
-        agree(runtime.transport, call.forward)
-        runtime.transport.begin(call.forward.digest)
+        agree(runtime.transport, call.forward_statement)
+        runtime.transport.begin(call.forward_statement.digest)
         out, lse = Attention.forward(context, q, k, v, sinks, call)
         dq, dk, dv, dsinks, _ = (None if g is None else g.cpu() for g in Attention.backward(context, dout, None))
     assert lse is not None, "it is asked for unless a call says otherwise"
