@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable.comm.base import Message
 from burst_portable.comm.local import run_threads
 from burst_portable.errors import DeadlineError, LayoutError, MismatchError, PeerLostError
 
@@ -44,12 +45,17 @@ def test_a_rank_that_fails_ends_the_others():
 
 
 def test_a_late_rank_is_named():
-    def work(transport):
-        if transport.rank == 0:
-            from burst_portable.comm.base import Message
+    given_up = threading.Event()
 
-            _, (handle,) = transport.post([], [Message(torch.empty(8, dtype=torch.uint8), 1)], "step 3")
+    def work(transport):
+        if transport.rank == 1:
+            given_up.wait(5)
+            return
+        _, (handle,) = transport.post([], [Message(torch.empty(8, dtype=torch.uint8), 1)], "step 3")
+        try:
             handle.wait()
+        finally:
+            given_up.set()
 
     with pytest.raises(DeadlineError, match="rank 0, step 3: nothing came from rank 1"):
         run_threads(2, work, deadline=0.2)
