@@ -283,5 +283,5 @@ def partial_attention(
     options = Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap))
     chosen, _ = choose_kernel(backend, KernelProblem.of(q, k, v, options, q.device.type), kernel)
     q, k, v = map(as_kernels_take, (q, k, v))
-    with torch.no_grad(), own_precision(q.device.type):
+    with torch.no_grad(), own_precision(q.device):
         return finished(chosen.attend(q, k, v, tiles, options), q.dtype)

@@ -12,6 +12,8 @@ _NOTHING = nullcontext()
 
 def as_autocast_would(q: Tensor, k: Tensor, v: Tensor, device_type: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """In autocast's dtype where it is on for their device, or for the one that is meant; float64 is left alone."""
+    if not torch._C._is_any_autocast_enabled():  # one quick question, where the answer is nearly always no
+        return q, k, v
     if device_type is None:
         if not isinstance(q, Tensor):  # refused later, with all that is no tensor
             return q, k, v
@@ -28,8 +30,8 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def own_precision(device_type: str) -> AbstractContextManager[object]:
+def own_precision(device: torch.device) -> AbstractContextManager[object]:
     """Autocast ends here: it would cut the products inside a kernel down to 16 bits."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
     return _NOTHING

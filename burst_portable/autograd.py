@@ -97,7 +97,7 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             _refuse_twice(ctx.call)
         saved = ctx.saved_tensors  # read once: where they are recomputed, checkpointing hands each out a single time
-        with own_precision(saved[0].device.type):
+        with own_precision(saved[0].device):
             _begin(ctx.call, forward=ctx.number)
             run = _backward_by_heads if ctx.call.plan.reshard else _backward
             grads, dsinks = run(ctx.call, saved, dout)
@@ -183,8 +183,10 @@ def apply(
     """(out ``[B, S, Hq, Dv]``, LSE ``[B, Hq, S]`` or None); tensors are kept only where gradients are wanted."""
     if (wrap := installed.get()) is not None:
         call = replace(call, runtime=wrap(call.runtime, call.plan, mesh))
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    with own_precision(q.device.type), hidden_from_checkpoints():
+    wanted = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    )
+    with own_precision(q.device), hidden_from_checkpoints():
         _begin(call)
         if wanted:
             # torch has no types for it

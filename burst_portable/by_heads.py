@@ -150,7 +150,8 @@ def gradients(pass_plan: PassPlan, runtime: Runtime, options: Options, dout: Ten
 
 def _only(pass_plan: PassPlan) -> Compute | None:
     """The one computation of a pass over all rows; None where the mask hides everything."""
-    return next((step.compute for step in pass_plan.steps_of(0)), None)
+    steps = pass_plan.steps_of(0)
+    return steps[0].compute if steps else None
 
 
 def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -89,7 +89,7 @@ def measure(
     named = mesh.config.kernel if kernel == "auto" else kernel
     chosen, _ = choose_kernel(backend, problem, named)
     try:
-        with torch.no_grad(), own_precision(device.type):
+        with torch.no_grad(), own_precision(device):
             return _Measurement(mesh, device, backend, chosen, problem, shape.length, told).facts()
     except torch.OutOfMemoryError as error:
         raise DeviceError(

@@ -315,7 +315,7 @@ def test_a_planted_bug_of_keys_apart(bug, tmp_path, machine, monkeypatch):
     if source is configs:
         monkeypatch.setattr(launch_tables, "writing_cuts", module.writing_cuts)
     else:
-        for name in ("compiled_kernels", "processors", "current_stream", "on"):  # as emulated
+        for name in ("compiled_kernels", "current_stream", "on"):  # as emulated
             monkeypatch.setattr(module, name, getattr(hopper_kernel, name))
         monkeypatch.setattr(hopper_cases, "KERNEL", module.HopperKernel())
     given = served_apart_inputs(monkeypatch, 2, 1, 1, 128, seen_by_all(300, 310), (256, 310))

@@ -61,7 +61,6 @@ class EmulatedKernels:
 def emulate(monkeypatch: Any, kernels: EmulatedKernels) -> None:
     """From now on, and until the test ends, the Hopper kernel launches them."""
     monkeypatch.setattr(hopper_kernel, "compiled_kernels", lambda: kernels)
-    for module in (hopper_kernel, launch_tables):
-        monkeypatch.setattr(module, "processors", lambda device: _PROCESSORS)
+    monkeypatch.setattr(launch_tables, "processors", lambda device: _PROCESSORS)
     monkeypatch.setattr(hopper_kernel, "current_stream", lambda device: 0)
     monkeypatch.setattr(hopper_kernel, "on", lambda device: nullcontext())

@@ -6,7 +6,7 @@ Triton is imported when a kernel is first launched, never before.
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from burst_portable.backends.cuda.hopper.configs import (
     BackwardConfig,
     BackwardCut,
 )
-from burst_portable.backends.cuda.hopper.launch import compiled_kernels, processors
+from burst_portable.backends.cuda.hopper.launch import compiled_kernels
 from burst_portable.backends.cuda.hopper.launch_tables import LaunchTables, OnDevice
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
@@ -35,7 +35,6 @@ TRITON_FROM, TRITON_BELOW = (3, 6), (3, 10)
 """Versions whose Gluon compiles these kernels; tests/kernels/test_hopper_compile.py is the evidence."""
 
 _LOG2E = 1.4426950408889634
-_L2_SHARE = 8 << 20  # bytes of K and V (backward: Q and dO) that heads running side by side should share in the L2
 _PLAIN = torch.contiguous_format
 
 
@@ -103,12 +102,9 @@ class HopperKernel:
             state = (out, lse)
         out, lse = state
         _check_last_stride("lse", lse)
-        table = self._tables.forward(q, tiles, every_block=fresh)
+        table = self._tables.forward(q, k, tiles, every_block=fresh)
         config = table.cut
         compiled = compiled_kernels()
-        group = heads // k.shape[2]
-        head_group = _head_group(heads, group, k.shape[1] * dim * 4)
-        items = table.blocks * batch * heads
         mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16
         with on(q.device):
             stream = current_stream(q.device)
@@ -117,12 +113,12 @@ class HopperKernel:
             v, v_rows = compiled.readable("v", v, config.BN, dim)
             compiled.forward(
                 (q.device.index, q.dtype, mode, dim, config.W),
-                (min(items, processors(q.device.index)), 1, 1),
+                table.grid,
                 (
                     q_rows, k_rows, v_rows, compiled.rows("out", out, 64, dim),
                     out, lse, table.numbers, compiled.counter(q.device, stream),
                     options.scale * _LOG2E, rows, *out.stride()[:3], lse.stride(0), lse.stride(1),
-                    items, heads, group, table.blocks, head_group,
+                    *table.heads,
                 ),
                 (config.BN, dim, config.NS, mode, config.W, config.REGS),
                 {"num_warps": 4, "maxnreg": config.maxnreg},
@@ -215,18 +211,14 @@ def _launch_backward(
 ) -> None:
     """Add to dq, and add to dk and dv or write them: these in one piece then. On the current device."""
     compiled = compiled_kernels()
-    batch, rows, heads, dim = q.shape
-    config, span = table.cut.config, table.cut.span
-    group = heads // k.shape[2]
-    units = heads // span
-    head_group = _head_group(units, group // span, rows * dim * 4 * group)
+    config, dim = table.cut.config, q.shape[3]
     dq, dk, dv = into
     q, q_rows = compiled.readable("q", q, config.BM, dim)
     k, k_rows = compiled.readable("k", k, 64, dim)
     v, v_rows = compiled.readable("v", v, 64, dim)
     compiled.backward(
         (q.device.index, q.dtype, dim, store),
-        (head_group, table.blocks, batch * units // head_group),
+        table.grid,
         (
             q_rows, k_rows, v_rows,
             compiled.rows("dout", dout, config.BM, dim),
@@ -234,7 +226,7 @@ def _launch_backward(
             compiled.rows("dq", dq, 64, 64),
             compiled.rows("dk", dk, 64, dim),
             compiled.rows("dv", dv, 64, dim),
-            dk, dv, table.numbers, scale, scale * _LOG2E, batch * heads, heads, group, span, head_group, k.shape[1],
+            dk, dv, table.numbers, scale, scale * _LOG2E, *table.heads, k.shape[1],
         ),
         (config.BM, dim, config.NQ, _folds(q.dtype), int(store), config.REGS),
         {"num_warps": 4, "maxnreg": config.maxnreg},
@@ -288,13 +280,6 @@ def _row_terms(
         current_stream(dout.device),
     )  # fmt: skip
     return made
-
-
-@lru_cache(maxsize=256)
-def _head_group(heads: int, group: int, bytes_a_key_head: int) -> int:
-    """How many query heads run side by side: as many as share the L2, whole groups of a K/V head, a divisor of all."""
-    wanted = max(1, _L2_SHARE // max(1, bytes_a_key_head)) * group
-    return max(d for d in range(1, heads + 1) if heads % d == 0 and (d <= wanted or d == 1))
 
 
 def _nothing_seen(q: Tensor, dtype: torch.dtype) -> State:

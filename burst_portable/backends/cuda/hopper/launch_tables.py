@@ -23,6 +23,7 @@ from burst_portable.backends.cuda.hopper.tables import LaunchTable
 from burst_portable.tiles import Tiles
 
 _KEPT = 256
+_L2_SHARE = 8 << 20  # bytes of K and V (backward: Q and dO) that heads running side by side should share in the L2
 
 C = TypeVar("C", ForwardConfig, BackwardCut)
 T = TypeVar("T")
@@ -30,11 +31,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OnDevice(Generic[C]):
-    """A launch table's numbers, its outer blocks, and the cut that it is for."""
+    """What a launch needs besides its tensors.
+
+    cut: how blocks are cut.
+    numbers: the launch table's.
+    grid: how many programs.
+    heads: how the kernel tells heads apart: its parameters of that, in their order.
+    """
 
     cut: C
     numbers: Tensor
-    blocks: int
+    grid: tuple[int, int, int]
+    heads: tuple[int, ...]
 
 
 class LaunchTables:
@@ -43,22 +51,25 @@ class LaunchTables:
     def __init__(self) -> None:
         self._made: OrderedDict[Hashable, Any] = OrderedDict()
 
-    def forward(self, q: Tensor, tiles: Tiles, *, every_block: bool) -> OnDevice[ForwardConfig]:
+    def forward(self, q: Tensor, k: Tensor, tiles: Tiles, *, every_block: bool) -> OnDevice[ForwardConfig]:
         """See `configs.forward_cut`."""
-        batch, rows, heads, dim = q.shape
-        heads *= batch
 
         def made() -> OnDevice[ForwardConfig]:
-            at_once = processors(q.device.index)
-            return _on_device(*forward_cut(tiles, rows, dim, heads, at_once, every_block=every_block), q.device)
+            batch, rows, heads, dim = q.shape
+            at_once, group = processors(q.device.index), heads // k.shape[2]
+            cut, table = forward_cut(tiles, rows, dim, batch * heads, at_once, every_block=every_block)
+            items = table.blocks * batch * heads
+            side_by_side = _side_by_side(heads, group, k.shape[1] * dim * 4)
+            told = (items, heads, group, table.blocks, side_by_side)
+            return OnDevice(cut, _sent(table, q.device), (min(items, at_once), 1, 1), told)
 
-        return self._kept(("forward", tiles, rows, dim, heads, every_block, q.device), made)
+        return self._kept(("forward", tiles, q.shape, k.shape, every_block, q.device), made)
 
     def adding(self, q: Tensor, k: Tensor, tiles: Tiles) -> OnDevice[BackwardCut]:
         """See `configs.adding_cut`."""
 
         def made() -> OnDevice[BackwardCut]:
-            return _on_device(*adding_cut(tiles, _pass(q, k)), q.device)
+            return _backward(*adding_cut(tiles, _pass(q, k)), q, k)
 
         return self._kept(("adding", tiles, q.shape, k.shape, q.device), made)
 
@@ -66,7 +77,7 @@ class LaunchTables:
         """See `configs.writing_cuts`."""
 
         def made() -> tuple[OnDevice[BackwardCut], ...]:
-            return tuple(_on_device(*cut, q.device) for cut in writing_cuts(tiles, _pass(q, k)))
+            return tuple(_backward(*cut, q, k) for cut in writing_cuts(tiles, _pass(q, k)))
 
         return self._kept(("writing", tiles, q.shape, k.shape, q.device), made)
 
@@ -80,8 +91,23 @@ class LaunchTables:
         return made
 
 
-def _on_device(cut: C, table: LaunchTable, device: torch.device) -> OnDevice[C]:
-    return OnDevice(cut, torch.tensor(table.numbers, dtype=torch.int32).to(device), table.blocks)
+def _backward(cut: BackwardCut, table: LaunchTable, q: Tensor, k: Tensor) -> OnDevice[BackwardCut]:
+    batch, rows, heads, dim = q.shape
+    group, units = heads // k.shape[2], heads // cut.span
+    side_by_side = _side_by_side(units, group // cut.span, rows * dim * 4 * group)
+    told = (batch * heads, heads, group, cut.span, side_by_side)
+    grid = (side_by_side, table.blocks, batch * units // side_by_side)
+    return OnDevice(cut, _sent(table, q.device), grid, told)
+
+
+def _sent(table: LaunchTable, device: torch.device) -> Tensor:
+    return torch.tensor(table.numbers, dtype=torch.int32).to(device)
+
+
+def _side_by_side(heads: int, group: int, bytes_a_key_head: int) -> int:
+    """How many query heads run side by side: as many as share the L2, whole groups of a K/V head, a divisor of all."""
+    wanted = max(1, _L2_SHARE // max(1, bytes_a_key_head)) * group
+    return max(d for d in range(1, heads + 1) if heads % d == 0 and (d <= wanted or d == 1))
 
 
 def _pass(q: Tensor, k: Tensor) -> Pass:
