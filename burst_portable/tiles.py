@@ -233,7 +233,7 @@ class BlockPairs:
         """Whether any query of one rank sees any key of the other."""
         pair = q_owner, k_owner
         if pair not in self._seen:
-            self._seen[pair] = next(self._pieces(q_owner, k_owner), None) is not None
+            self._seen[pair] = next(self._boxes(q_owner, k_owner), None) is not None
         return self._seen[pair]
 
     def tiles(self, q_owner: int, k_owner: int) -> Tiles:
@@ -243,19 +243,19 @@ class BlockPairs:
         if found is None:  # asked once: another thread, which plans for another rank, may clear them
             if len(self._tiles) >= _PAIRS_KEPT:
                 self._tiles.clear()
-            self._tiles[pair] = found = Tiles(Tile(*box) for box in fused(list(self._pieces(q_owner, k_owner))))
+            self._tiles[pair] = found = Tiles(Tile(*box) for box in fused(list(self._boxes(q_owner, k_owner))))
         return found
 
     def area(self, q_owner: int, k_owner: int) -> int:
         """How many pairs of both blocks the mask lets through, without their tiles."""
-        return sum(map(box_area, self._pieces(q_owner, k_owner)))
+        return sum(map(box_area, self._boxes(q_owner, k_owner)))
 
-    def _pieces(self, q_owner: int, k_owner: int) -> Iterator[Box]:
+    def _boxes(self, q_owner: int, k_owner: int) -> Iterator[Box]:
         if q_owner not in self._rows:
             self._rows[q_owner] = list(_rows(self._mask, self._queries[q_owner]))
         if k_owner not in self._searches:
             self._searches[k_owner] = _KeySearch(self._keys[k_owner])
-        return _pieces(self._rows[q_owner], self._searches[k_owner])
+        return _boxes(self._rows[q_owner], self._searches[k_owner])
 
 
 class _Rows(NamedTuple):
@@ -281,10 +281,10 @@ def _rows(mask: Mask, queries: Sequence[Segment]) -> Iterator[_Rows]:
         offset += q.count
 
 
-def _pieces(rows: Iterable[_Rows], keys: _KeySearch) -> Iterator[Box]:
+def _boxes(rows: Iterable[_Rows], keys: _KeySearch) -> Iterator[Box]:
     for some in rows:
         for k, k_offset in keys.between(some.first_key, some.last_key):
-            if box := _piece(some, k, k_offset):
+            if box := _box(some, k, k_offset):
                 yield box
 
 
@@ -307,8 +307,8 @@ class _KeySearch:
         return self._pairs[bisect_left(self._lasts, first) : bisect_right(self._starts, last)]
 
 
-def _piece(rows: _Rows, k: Segment, k_offset: int) -> Box | None:
-    """Rows of one region on one segment of keys."""
+def _box(rows: _Rows, k: Segment, k_offset: int) -> Box | None:
+    """The box that rows of one region see of one segment of keys; None if they see nothing of it."""
     region, q, q_offset, q_start, q_stop, _, _ = rows
     if region.k_start > k.last or region.k_stop <= k.start:
         return None

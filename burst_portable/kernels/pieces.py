@@ -28,8 +28,8 @@ from burst_portable.numerics import State, accumulation_dtype, empty_state, merg
 from burst_portable.tiles import Tile, Tiles
 
 
-class Place(Protocol):
-    """Where a piece lies in its block. What else a piece says is between a kernel and its operator."""
+class Piece(Protocol):
+    """Where a piece of a tile lies in its block. What else a piece says is between a kernel and its operator."""
 
     @property
     def rows(self) -> slice: ...
@@ -38,7 +38,7 @@ class Place(Protocol):
     def columns(self) -> slice: ...
 
 
-P = TypeVar("P", bound=Place)
+P = TypeVar("P", bound=Piece)
 
 
 def only_piece(pieces: Iterable[P], rows: int, columns: int) -> P | None:

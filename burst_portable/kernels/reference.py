@@ -2,7 +2,7 @@
 
 It computes one step wider than its inputs (float32 for 16 bits, float64 for float32), so that what is left of an
 error is rounding at the ends. What others are held to is `conformance.oracle`, which shares nothing with this.
-Rows are taken in pieces, so that scores never hold more than `SCORES` elements: no S x S, whatever the tile.
+Rows are taken in chunks, so that scores never hold more than `SCORES` elements: no S x S, whatever the tile.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class ReferenceKernel:
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
     ) -> State:
         state = empty_state(q, v.shape[-1]) if state is None else state
-        for piece in _pieces(tiles, q):
-            rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop)
+        for chunk in _row_chunks(tiles, q):
+            rows, columns = slice(chunk.q_start, chunk.q_stop), slice(chunk.k_start, chunk.k_stop)
             groups = k.shape[2]
-            scores, _ = _scores(_grouped(q[:, rows], groups), _heads_first(k[:, columns], q.dtype), piece, options)
+            scores, _ = _scores(_grouped(q[:, rows], groups), _heads_first(k[:, columns], q.dtype), chunk, options)
             lse = torch.logsumexp(scores, -1)
             p = torch.exp(scores - anchored(lse).unsqueeze(-1))
             out = _ungrouped(_matmul(p, _heads_first(v[:, columns], q.dtype)))
@@ -63,11 +63,11 @@ class ReferenceKernel:
             delta = row_delta(dout, out)
         dq, dk, dv = into
         groups = k.shape[2]
-        for piece in _pieces(tiles, q):
-            rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop)
+        for chunk in _row_chunks(tiles, q):
+            rows, columns = slice(chunk.q_start, chunk.q_stop), slice(chunk.k_start, chunk.k_stop)
             q_rows, dout_rows = _grouped(q[:, rows], groups), _grouped(dout[:, rows], groups)
             k_columns, v_columns = _heads_first(k[:, columns], q.dtype), _heads_first(v[:, columns], q.dtype)
-            scores, slope = _scores(q_rows, k_columns, piece, options)
+            scores, slope = _scores(q_rows, k_columns, chunk, options)
             row_lse = lse[:, :, rows].unflatten(1, (groups, -1)).unsqueeze(-1)
             row_delta_ = delta[:, :, rows].unflatten(1, (groups, -1)).unsqueeze(-1)
             p = torch.exp(scores - anchored(row_lse))
@@ -81,14 +81,14 @@ class ReferenceKernel:
 # [B, G, columns, D]. K and V are never repeated.
 
 
-def _pieces(tiles: Tiles, q: Tensor) -> Iterator[Tile]:
-    """Row pieces of the tiles, small enough."""
+def _row_chunks(tiles: Tiles, q: Tensor) -> Iterator[Tile]:
+    """The tiles cut into chunks of rows whose scores fit into `SCORES` elements."""
     for tile in tiles:
         step = max(1, SCORES // (q.shape[0] * q.shape[2] * tile.columns))
         for start in range(tile.q_start, tile.q_stop, step):
-            piece = tile.clipped(start, min(start + step, tile.q_stop), tile.k_start, tile.k_stop)
-            assert piece is not None, "a tile has no empty rows"
-            yield piece
+            chunk = tile.clipped(start, min(start + step, tile.q_stop), tile.k_start, tile.k_stop)
+            assert chunk is not None, "a tile has no empty rows"
+            yield chunk
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:

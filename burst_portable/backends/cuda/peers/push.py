@@ -53,7 +53,7 @@ class Pusher:
         for one in leaving:
             for part in one.parts:
                 sizes[part.peer] += part.size
-        messages = [_message(one, part, address) for one in leaving for part in one.parts]
+        messages = [_raw(one, part, address) for one in leaving for part in one.parts]
         if len(messages) < 2 or (not alone and max(sizes.values()) > LONGEST):
             return []
         if any(number % _UNIT for message in messages for number in message):
@@ -67,23 +67,23 @@ def pusher() -> Pusher | None:
     return None if find_spec("triton") is None or kernel_driver() is None else Pusher()
 
 
-Message = tuple[int, int, int, int, int, int]
+RawMessage = tuple[int, int, int, int, int, int]
 """(source, target, bytes, those of a line, from one line to the next here, and there)."""
 
 
-def _message(one: Parts | Strips, part: Part | Strip, address: Address) -> Message:
+def _raw(one: Parts | Strips, part: Part | Strip, address: Address) -> RawMessage:
     """What comes in one piece is one line."""
     lines = (part.width, part.step, part.jump) if isinstance(part, Strip) else (max(_UNIT, part.size), 0, 0)
     return one.buffer.data_ptr() + part.start, address(part), part.size, *lines
 
 
-def _batches(messages: list[Message]) -> Iterator[list[Message]]:
+def _batches(messages: list[RawMessage]) -> Iterator[list[RawMessage]]:
     rest = iter(messages)
     while some := list(islice(rest, _AT_ONCE)):
         yield some
 
 
-def _launch(messages: list[Message]) -> tuple[tuple[int, int, int], list[int]]:
+def _launch(messages: list[RawMessage]) -> tuple[tuple[int, int, int], list[int]]:
     """Its grid and its parameters."""
     spare = [(0,) * 6] * (_AT_ONCE - len(messages))
     sources, targets, *counts = zip(*messages, *spare, strict=True)
