@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from burst_portable import Mesh, run_local
-from burst_portable.errors import InputError
+from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations import gradients as summing
 from burst_portable.integrations.transformers import loss as losses
-from burst_portable.integrations.transformers import parallelize, sum_gradients
+from burst_portable.integrations.transformers import parallelize, sum_gradients, sum_over_ranks
 from burst_portable.layouts import OF_DOCUMENTS
 from burst_portable.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy
@@ -85,6 +85,57 @@ def test_large_logits_that_are_part_of_others(monkeypatch: pytest.MonkeyPatch):
     expected = losses.causal_loss(logits, **options)
     monkeypatch.setattr(losses, "_PART", 7 * 64 * 4)
     torch.testing.assert_close(losses.causal_loss(logits, **options), expected)
+
+
+def _own_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
+    """Smoothed, as people put it into a model; it shifts labels unless they come shifted."""
+    if shift_labels is None:
+        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    count = (shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    logits, labels = logits.reshape(-1, vocab_size), shift_labels.reshape(-1)
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1) / count
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_loss_function_of_one_s_own(when: str):
+    model, ids = make("llama"), tokens()
+    alone = copy.deepcopy(model)
+    alone.loss_function = _own_loss
+    expected = alone(input_ids=ids, labels=ids).loss
+    expected.backward()
+
+    def work(mesh: Mesh) -> None:
+        mine = copy.deepcopy(model)
+        if when == "before":
+            mine.loss_function = _own_loss
+        handle = parallelize(mine, mesh)
+        if when == "after":
+            mine.loss_function = _own_loss
+        loss = mine(**handle.shard(ids)).loss
+        loss.backward()
+        sum_gradients(mine.parameters(), mesh)
+        torch.testing.assert_close(sum_over_ranks(loss.detach(), mesh), expected.detach())
+        for got, wanted in zip(mine.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-9, atol=1e-12)
+        handle.undo()
+        assert mine.loss_function is _own_loss
+
+    run_local(2, work)
+
+
+def test_a_loss_function_that_may_shift_labels_again_is_refused():
+    def work(mesh: Mesh) -> None:
+        model = make("llama")
+        handle = parallelize(model, mesh)
+        inputs = handle.shard(tokens())
+        model.loss_function = lambda logits, labels, **others: _own_loss(
+            logits, labels, **others | {"shift_labels": None}
+        )
+        for call in (lambda: handle.shard(tokens()), lambda: model(**inputs)):
+            with pytest.raises(UnsupportedError, match=r"shifts its labels.*takes shift_labels and num_items_in_batch"):
+                call()
+
+    run_local(2, work)
 
 
 def test_a_parameter_that_is_passed_twice_is_summed_once(monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -27,8 +28,22 @@ def loss_of(model: PreTrainedModel) -> Any:
 
 
 def shifts_labels(function: Any) -> bool:
-    """Whether a loss holds a token to the label of the next one."""
-    return function is ForCausalLMLoss
+    """Whether a loss holds a token to the label of the next one: then it can be given labels that are shifted already.
+
+    Raises `UnsupportedError` for somebody's own function that cannot: it may shift the labels of a shard by itself.
+    """
+    if "shift_labels" in inspect.signature(getattr(function, "forward", function)).parameters:  # or a module
+        return True
+    if function in LOSS_MAPPING.values():
+        return False
+    raise UnsupportedError(
+        explain(
+            "nobody knows whether this loss shifts its labels, which is done before the cut",
+            got=f"model.loss_function = {getattr(function, '__name__', type(function).__name__)}",
+            allowed="one of transformers, or one that takes shift_labels and num_items_in_batch, as theirs does",
+            next_step="or leave loss_function alone, and compute the loss from the logits and shift_labels",
+        )
+    )
 
 
 def sharded_loss(model: Any) -> ShardedLoss | None:
@@ -47,14 +62,17 @@ class ShardedLoss:
 
     def __init__(self, function: Any) -> None:
         self.function = function
-        self.needed = ("shift_labels", "num_items_in_batch") if shifts_labels(function) else ("num_items_in_batch",)
         self.awaited = False
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """What the function must be told beside labels."""
+        return ("shift_labels", "num_items_in_batch") if shifts_labels(self.function) else ("num_items_in_batch",)
 
     def expect(self, kwargs: dict[str, Any]) -> None:
         """Before a forward pass. Raises `InputError` for labels that came alone."""
         self.awaited = kwargs.get("labels") is not None
-        missing = [name for name in self.needed if kwargs.get(name) is None]
-        if self.awaited and missing:
+        if self.awaited and (missing := [name for name in self.needed if kwargs.get(name) is None]):
             raise InputError(
                 explain(
                     "labels of a shard need to be shifted before the cut, and divided by the tokens of all ranks",
@@ -74,7 +92,7 @@ class ShardedLoss:
                 )
             )
         self.awaited = False
-        if shifts_labels(self.function):
+        if self.function is ForCausalLMLoss:
             return causal_loss(*args, **kwargs)
         loss: Tensor = self.function(*args, **kwargs)
         return loss

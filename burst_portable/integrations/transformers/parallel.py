@@ -104,14 +104,18 @@ class Parallel:
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, wanted_mask)
         self.model.set_attn_implementation(NAME)
-        if self.mesh.size > 1 and self.model.base_model is not self.model:
-            self.model.loss_function = ShardedLoss(loss_of(self.model))
+        self._watch_loss(self.model)
         for module in self.model.modules():
             setattr(module, ATTRIBUTE, self)
             # Inner models are called on their own as well, by those who compute a loss themselves.
             if isinstance(module, PreTrainedModel) and "position_ids" in parameters_of(module):
                 self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def _watch_loss(self, model: PreTrainedModel) -> None:
+        """Also for a function that was put in its place since."""
+        if self.mesh.size > 1 and model.base_model is not model and sharded_loss(model) is None:
+            model.loss_function = ShardedLoss(loss_of(model))
 
     def undo(self) -> None:
         """Give the model back as it was. Calling it again does nothing."""
@@ -233,6 +237,7 @@ class Parallel:
             kwargs["use_cache"] = False
         if self.mesh.size > 1:
             check_router(module.config, kwargs)
+            self._watch_loss(module)
             if loss := sharded_loss(module):
                 loss.expect(kwargs)
         self.call, self._caller, self.attended = sequence, module, False
