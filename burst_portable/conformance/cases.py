@@ -6,6 +6,7 @@ All combinations are tens of thousands; `covering` picks few in which every *pai
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -95,6 +96,10 @@ MEMORY = ("rows", "heads", "padded", "sliced", "odd")
 that begin anywhere, not at multiples of 16 bytes."""
 
 
+SCALES = (None, 0.05, -0.2)
+"""1 / sqrt(head size), and others: a kernel must take the scale that it is given. Below 0 it may decline."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One attention to try, by the names of its choices."""
@@ -112,6 +117,7 @@ class Case:
     deterministic: bool = True
     values: str = "usual"
     memory: str = "rows"
+    scale: float | None = None  # of scores; None is 1 / sqrt(head size)
 
     def __str__(self) -> str:
         extra = "-softcap" * (self.softcap is not None) + "-sinks" * self.sinks
@@ -144,6 +150,11 @@ class Case:
     def sizes(self) -> tuple[int, int, int, int]:
         """Query heads, K/V heads, head size, value size: by name, or spelt out as ``4x2x80x64``."""
         return HEADS[self.heads] if self.heads in HEADS else _spelt(self.heads)
+
+    @property
+    def factor(self) -> float:
+        """What scores are multiplied by."""
+        return self.sizes[2] ** -0.5 if self.scale is None else self.scale
 
     def make_mask(self) -> Mask:
         return mask_of(self.mask, self.length)
@@ -212,6 +223,16 @@ def _softcap(text: str) -> float:
     return value
 
 
+def _scale(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise InputError(explain("this is no scale", got=repr(text), allowed="a finite number, such as 0.05"))
+    return value
+
+
 def _heads(text: str) -> str:
     if text not in HEADS:
         _spelt(text)
@@ -235,6 +256,7 @@ _READERS: Mapping[str, Callable[[str], object]] = {
     "deterministic": _one_of("answer", _YES),
     "values": _named("kind of values", VALUES),
     "memory": _named("way to lie in memory", MEMORY),
+    "scale": _scale,
 }
 
 

@@ -50,9 +50,10 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:
     """The oracle's answer in float64, and plain attention's in the case's dtype."""
     seen = oracle.dense_mask(case.make_mask(), case.length)
-    scale = case.sizes[2] ** -0.5
     exact, plain = (
-        oracle.attention(x.q, x.k, x.v, x.dout, seen, scale=scale, softcap=case.softcap, sinks=x.sinks, dtype=dtype)
+        oracle.attention(
+            x.q, x.k, x.v, x.dout, seen, scale=case.factor, softcap=case.softcap, sinks=x.sinks, dtype=dtype
+        )
         for dtype in (torch.float64, case.dtype)
     )
     return exact, plain

@@ -80,13 +80,23 @@ def kernel_problem(case: Case, device: str, plan: Plan | None = None) -> KernelP
     heads, kv_heads, head_dim, value_dim = case.sizes
     if plan is not None:
         heads, kv_heads = plan.forward.problem.heads, plan.forward.problem.kv_heads
-    capped = case.softcap is not None
-    return KernelProblem(case.dtype, device, heads, kv_heads, head_dim, value_dim, capped, case.deterministic)
+    options = options_of(case)
+    return KernelProblem(
+        case.dtype,
+        device,
+        heads,
+        kv_heads,
+        head_dim,
+        value_dim,
+        softcap=case.softcap is not None,
+        deterministic=case.deterministic,
+        positive_scale=options.positive_scale,
+    )
 
 
 def options_of(case: Case) -> Options:
     """Scale, softcap, determinism of a case."""
-    return Options(case.sizes[2] ** -0.5, case.softcap, case.deterministic)
+    return Options(case.factor, case.softcap, case.deterministic)
 
 
 def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, device: torch.device) -> Shard:

@@ -21,6 +21,7 @@ _SIMPLER: dict[str, tuple[object, ...]] = {
     "memory": ("rows",),
     "softcap": (None,),
     "sinks": (False,),
+    "scale": (None,),
     "deterministic": (True,),
     "batch": (1,),
 }

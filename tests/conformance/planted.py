@@ -50,6 +50,17 @@ class WrongScale(Around):
         return super().attend(q, k, v, tiles, replace(options, scale=options.scale**2), state=state)
 
 
+class OwnScale(Around):
+    """1/sqrt(D), forward and backward, whatever scale is given."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        return super().attend(q, k, v, tiles, replace(options, scale=q.shape[-1] ** -0.5), state=state)
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        own = replace(options, scale=q.shape[-1] ** -0.5)
+        super().attend_backward(dout, q, k, v, lse, tiles, own, delta=delta, out=out, into=into)
+
+
 class OtherTiles(Around):
     """Other pairs than asked for, forward and backward alike."""
 

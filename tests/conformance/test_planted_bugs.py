@@ -26,6 +26,7 @@ from tests.conformance.planted import Planted
 # Bug: the groups that each find it, by themselves, in a quick look.
 KERNELS = {
     planted.WrongScale: ("kernels", "attention", "claims"),
+    planted.OwnScale: ("kernels",),
     planted.BandOffByOne: ("kernels", "attention"),
     planted.BottomRight: ("kernels", "attention"),
     planted.StaleKeys: ("kernels", "attention"),

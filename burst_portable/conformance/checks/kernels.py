@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from burst_portable.conformance.blocks import Trespass, run_kernel, run_whole
-from burst_portable.conformance.cases import DTYPES, HEADS, MASKS, MEMORY, VALUES, Axes, Case, Choices, covering
+from burst_portable.conformance.cases import DTYPES, HEADS, MASKS, MEMORY, SCALES, VALUES, Axes, Case, Choices, covering
 from burst_portable.conformance.checks.attending import judged
 from burst_portable.conformance.checks.sizes import HEAD_SIZES
 from burst_portable.conformance.checks.steady import grown
@@ -31,6 +31,7 @@ AXES: Axes = {
     "softcap": (None, 5.0),
     "deterministic": (True, False),
     "memory": MEMORY,
+    "scale": SCALES,
 }
 
 
@@ -88,6 +89,7 @@ def cases(effort: str, axes: Axes) -> Iterator[Case]:
         yield Case("causal", "contiguous", ranks=3, length=48)  # blocks of one shape: what is kept of one fits the next
         yield Case("causal", "zigzag", ranks=2, heads="mha", dtype=torch.bfloat16, deterministic=False)
         yield Case("causal", "contiguous", ranks=1)
+        yield from (Case("causal", "contiguous", scale=scale) for scale in SCALES[1:])
         return
     yield from covering(axes)
     for size in HEAD_SIZES:
