@@ -152,6 +152,24 @@ def written_just_before(transport: Transport, device: torch.device) -> str:
     return "" if float(total) == right else "a message was read before it was written, or used before it came"
 
 
+def sent(transport: Transport, device: torch.device) -> str:
+    """What is sent may be written over once its handle has been waited for, however late the other end is."""
+    count = 1 << 24  # more than a link takes before anybody receives: the rest is still in the sender's memory
+    if transport.rank == 0:
+        out = torch.full((count,), 1, dtype=torch.uint8, device=device)
+        leaving, _ = transport.post([Message(out, 1)], [])
+        _wait(leaving)
+        out.fill_(0)
+    elif transport.rank == 1:
+        came = _empty(transport, count, device)
+        time.sleep(0.1)
+        _, arriving = transport.post([], [Message(came, 0)])
+        _wait(arriving)
+        if not bool((came == 1).all()):
+            return "a message changed when its sender, who had waited for the handle, wrote over it"
+    return ""
+
+
 def late(transport: Transport, device: torch.device) -> str:
     """A rank that posts late is waited for."""
     rank, size = transport.rank, transport.size
@@ -202,5 +220,18 @@ def exchanged(transport: Transport, device: torch.device) -> str:
 
 JOBS: dict[str, Job] = {
     job.__name__: job
-    for job in (numbers, sizes, order, everyone, gathered, laps, apart, unchanged, written_just_before, late, exchanged)
+    for job in (
+        numbers,
+        sizes,
+        order,
+        everyone,
+        gathered,
+        laps,
+        apart,
+        unchanged,
+        written_just_before,
+        sent,
+        late,
+        exchanged,
+    )
 }

@@ -48,6 +48,7 @@ TRANSPORTS = {
     planted.DropsLastHop: ("transport", "attention"),
     planted.ReusesBuffers: ("transport", "attention"),
     planted.DoesNotWait: ("transport", "memory"),
+    planted.SentTooEarly: ("transport",),
     planted.SendsOthersShares: ("transport",),
     planted.LendsWhatItCopies: ("transport",),
 }
@@ -93,7 +94,7 @@ def test_a_transport_that_is_claimed_and_not_there_is_caught(real):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bug", [planted.DropsLastHop, planted.DoesNotWait, None])
+@pytest.mark.parametrize("bug", [planted.DropsLastHop, planted.DoesNotWait, planted.SentTooEarly, None])
 def test_a_bug_between_processes_is_caught(bug, real):
     """`None`: the same wrapping without one passes."""
     report = examine(Planted(wire=bug or planted.Through, real=real), "group")
