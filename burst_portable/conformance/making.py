@@ -12,7 +12,7 @@ from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.report import Result
 from burst_portable.conformance.shrink import smallest
 from burst_portable.conformance.subject import Subject
-from burst_portable.conformance.trial import Outcome, Trial
+from burst_portable.conformance.trial import Outcome, Trial, raised
 from burst_portable.errors import unknown_name
 
 _SHRUNK = 3  # failures of a group whose smallest case is looked for at length; the rest mostly say the same
@@ -58,7 +58,7 @@ def attempt(trial: Trial, case: Case | None = None) -> Outcome:
         return trial.attempt(case or trial.case or Case())
     # A backend under examination may fail in any way, and the next trial should still be made.
     except Exception as error:  # noqa: BLE001
-        return Outcome(wrong=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+        return Outcome(wrong=raised(error))
 
 
 def shrunk(trial: Trial, attempts: int = _AT_LENGTH) -> Case | None:

@@ -6,13 +6,14 @@ import multiprocessing
 import pickle
 import signal
 import tempfile
-import traceback
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,18 @@ from burst_portable.conformance.inputs import make_inputs
 from burst_portable.conformance.poison import fresh_memory_is_nan
 from burst_portable.conformance.running import Shard, run_rank
 from burst_portable.conformance.subject import Subject, as_it_is
+from burst_portable.conformance.trial import raised
+from burst_portable.errors import CommunicationError
 
 _START = 120.0  # seconds until all ranks have imported torch and met
+_LAST_WORDS = 3.0  # seconds that the others have when one has failed: it need not be the one whose fault it is
 _JOBS = "jobs"
 
 Work = str | Case
+
+
+class RankError(Exception):
+    """Ranks that are processes did not all come to their end."""
 
 
 def devices(backend: Backend) -> int | None:
@@ -78,7 +86,7 @@ def deaf_to_interrupts() -> Iterator[None]:
 
 
 def _spawn(subject: Subject, ranks: int, work: Work) -> list[Any]:
-    """Start, wait, collect. Raises `RuntimeError` with what the first failing rank said."""
+    """Start, wait, collect. Raises `RankError` with what went wrong, and on which rank."""
     context = multiprocessing.get_context("spawn")
     lean = replace(carried(subject), wrap=as_it_is)
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +101,7 @@ def _spawn(subject: Subject, ranks: int, work: Work) -> list[Any]:
             pipes.append(mine)
             processes.append(process)
         try:
-            return _collect(pipes)
+            return _collect(pipes, processes)
         finally:
             for process in processes:
                 process.join(2)
@@ -102,19 +110,30 @@ def _spawn(subject: Subject, ranks: int, work: Work) -> list[Any]:
                     process.join()
 
 
-def _collect(pipes: Sequence[Connection]) -> list[Any]:
-    told = []
-    for rank, pipe in enumerate(pipes):
-        if not pipe.poll(_START):
-            raise RuntimeError(f"rank {rank} said nothing for {_START:g} s")
-        try:
-            ok, result = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            raise RuntimeError(f"rank {rank} ended without a word") from None
-        if not ok:
-            raise RuntimeError(f"rank {rank}: {result}")
-        told.append(result)
-    return told
+def _collect(pipes: Sequence[Connection], processes: Sequence[BaseProcess]) -> list[Any]:
+    told: dict[int, Any] = {}
+    failed: list[tuple[bool, str]] = []  # whether another rank may have caused it, and what to say
+    waiting = dict(enumerate(pipes))
+    until = time.monotonic() + _START
+    while waiting and (ready := wait(waiting.values(), max(0.0, until - time.monotonic()))):
+        for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+            try:
+                ok, result = pickle.loads(waiting.pop(rank).recv_bytes())
+            except EOFError:
+                processes[rank].join(_LAST_WORDS)
+                ok, result = False, (False, f"ended without a word, with exit code {processes[rank].exitcode}")
+            if ok:
+                told[rank] = result
+            else:
+                failed.append((result[0], f"rank {rank}: {result[1]}"))
+            until = time.monotonic() + (_LAST_WORDS if failed else _START)
+    silent = [f"rank {rank} said nothing" for rank in waiting]
+    if failed:
+        # What a rank raised of its own explains more than what others raised because of it.
+        raise RankError("; ".join([min(failed, key=lambda one: one[0])[1], *silent]))
+    if silent:
+        raise RankError(f"{'; '.join(silent)} for {_START:g} s")
+    return [told[rank] for rank in range(len(pipes))]
 
 
 def _rank(pipe: Connection, subject: Subject, rank: int, ranks: int, store: str, work: Work) -> None:
@@ -124,8 +143,7 @@ def _rank(pipe: Connection, subject: Subject, rank: int, ranks: int, store: str,
         # By value: multiprocessing would hand tensors over in shared memory, which ends with this process.
         pipe.send_bytes(pickle.dumps((True, _run(subject, rank, ranks, store, work))))
     except BaseException as error:  # noqa: BLE001  (told to the parent, which raises it)
-        last = traceback.format_exception_only(error)[-1].strip()
-        pipe.send_bytes(pickle.dumps((False, last)))
+        pipe.send_bytes(pickle.dumps((False, (isinstance(error, CommunicationError), raised(error)))))
 
 
 def _run(subject: Subject, rank: int, ranks: int, store: str, work: Work) -> Any:

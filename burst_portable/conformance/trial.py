@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
 
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.subject import Subject
+
+_LENGTH = 400  # characters of what an exception says
+_NOT_THEIRS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 Errors = Mapping[str, tuple[float, float]]
 """Quantity -> (error, allowed)."""
@@ -77,6 +84,14 @@ class Check:
     title: str
     trials: Callable[[Subject], Iterator[Trial]]
     of_case: Callable[[Subject, Case, str], Trial] | None = None
+
+
+def raised(error: BaseException) -> str:
+    """What a backend raised, in one line, and where in its own code: not in this suite or in torch."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:_LENGTH]}"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    return f"{text} (in {theirs[-1].filename}:{theirs[-1].lineno})" if theirs else text
 
 
 def plain(check: str, name: str, attempt: Callable[[], Outcome]) -> Trial:

@@ -1,0 +1,63 @@
+"""Of ranks that are processes, the report names the one whose fault it is, and where in the backend's code."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+from burst_portable.conformance import processes
+from burst_portable.conformance.processes import RankError, _collect
+from burst_portable.conformance.trial import raised
+
+CAME = (True, "shard")
+LOST = (False, (True, "PeerLostError: receiving from rank 1 failed"))
+OWN = (False, (False, "KeyError: 'lane 7' (in wire.py:95)"))
+
+
+def collect(monkeypatch, *said):
+    """What comes of ranks that say these things: None says nothing, an exit code is all that is left of a process."""
+    monkeypatch.setattr(processes, "_START", 0.2)
+    monkeypatch.setattr(processes, "_LAST_WORDS", 0.1)
+    ends, pipes, ranks = [], [], []
+    for word in said:
+        mine, theirs = multiprocessing.Pipe(duplex=False)
+        if isinstance(word, tuple):
+            theirs.send_bytes(pickle.dumps(word))
+        elif word is not None:
+            theirs.close()
+        ends.append(theirs)
+        pipes.append(mine)
+        ranks.append(SimpleNamespace(join=lambda seconds: None, exitcode=word))
+    return _collect(pipes, ranks)
+
+
+def test_all_that_came_is_in_the_order_of_ranks(monkeypatch):
+    assert collect(monkeypatch, (True, "a"), (True, "b"), (True, "c")) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    {
+        "its own error before a lost peer": ((LOST, OWN, LOST), "rank 1: KeyError: 'lane 7' (in wire.py:95)"),
+        "a process that ended": ((LOST, -11), "rank 1: ended without a word, with exit code -11"),
+        "one that hangs": ((LOST, None), f"rank 0: {LOST[1][1]}; rank 1 said nothing"),
+        "one that hangs, unnoticed": ((CAME, None), "rank 1 said nothing for 0.2 s"),
+    }.values(),
+)
+def test_the_rank_whose_fault_it_is_is_named(monkeypatch, said, text):
+    with pytest.raises(RankError) as caught:
+        collect(monkeypatch, *said)
+    assert str(caught.value) == text
+
+
+def test_where_a_backend_raised_is_told():
+    def driver():
+        raise OSError("link\nis down")
+
+    with pytest.raises(OSError, match="link") as caught:
+        driver()
+    line = driver.__code__.co_firstlineno + 1
+    assert raised(caught.value) == f"OSError: link is down (in {__file__}:{line})"
