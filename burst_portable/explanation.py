@@ -114,11 +114,16 @@ def _backend(chosen: Choices, mesh: Mesh) -> Choice:
     device = chosen.problem.device
     why = f"the first for tensors on {device} that can run here" if mesh.backend == "auto" else "named by the mesh"
     others = {
-        name: refusal(name, device) or "it can serve too, and comes later"
+        name: refusal(name, device) or _passed_over(named=mesh.backend != "auto")
         for name in known()
         if name != chosen.backend.name
     }
     return Choice(chosen.backend.name, why, others)
+
+
+def _passed_over(*, named: bool) -> str:
+    """Why not one that could: what was named need not come first."""
+    return "it can serve too, and was not named" if named else "it can serve too, and comes later"
 
 
 def _layout(plan: Plan, mesh: Mesh) -> str:
@@ -158,5 +163,6 @@ def _kernel(chosen: Choices) -> Choice:
     for kernel in chosen.backend.kernels():
         if kernel.name != chosen.kernel.name:
             support = kernel.supports(chosen.problem)
-            others[kernel.name] = "it can serve too, and comes later" if support.ok else support.reason
+            passed_over = _passed_over(named=chosen.why_kernel.startswith("named"))
+            others[kernel.name] = passed_over if support.ok else support.reason
     return Choice(chosen.kernel.name, chosen.why_kernel, others)

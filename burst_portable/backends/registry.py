@@ -17,7 +17,7 @@ from burst_portable.errors import BackendUnavailableError, UnsupportedError, exp
 from burst_portable.measured_rates import read_rates
 
 if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
-    from burst_portable.backends.base import Backend, LinkCounters, Meter, Peaks, Rates, Tracer
+    from burst_portable.backends.base import Backend, LinkCounters, Meter, Peaks, Probe, Rates, Tracer
     from burst_portable.kernels.contract import Kernel, KernelProblem
 
 GROUP = "burst_portable.backends"
@@ -27,8 +27,30 @@ _OURS = {name: f"burst_portable.backends.{name}:backend" for name in ("cpu", "cu
 
 def known() -> dict[str, str]:
     """Every backend's name, and where it comes from (``module:attribute``). No package can take the names of ours."""
-    theirs = {point.name: point.value for point in entry_points(group=GROUP) if point.name not in _OURS}
-    return {**_OURS, **theirs}
+    return {name: homes[0] for name, homes in _registered().items()}
+
+
+def passed_over() -> list[str]:
+    """What is wrong with packages that registered a name of ours: they are never used."""
+    return [
+        explain(
+            f"the backend {name!r} (from {home}) is not used",
+            got="a name that burst_portable has itself",
+            next_step=f"register another name than {', '.join(_OURS)}",
+        )
+        for name in _OURS
+        for home in _registered()[name][1:]
+    ]
+
+
+def _registered() -> dict[str, list[str]]:
+    """Every name, and all that were registered under it; ours first."""
+    homes = {name: [home] for name, home in _OURS.items()}
+    for point in entry_points(group=GROUP):
+        found = homes.setdefault(point.name, [])
+        if point.value not in found:
+            found.append(point.value)
+    return homes
 
 
 @lru_cache(maxsize=32)
@@ -38,10 +60,14 @@ def load(name: str) -> Backend:
     Raises `UnknownNameError` for a name that is none, `BackendUnavailableError` for one that cannot be
     imported: a package is absent, too old, or broken.
     """
-    table = known()
+    table = _registered()
     if name not in table:
         raise unknown_name("backend", name, table)
-    return _imported(name, table[name])
+    homes = table[name]
+    if name not in _OURS and len(homes) > 1:
+        what = f"packages register the name {name!r} at once"
+        raise BackendUnavailableError(explain(what, got=", ".join(sorted(homes)), next_step="uninstall all but one"))
+    return _imported(name, homes[0])
 
 
 def _imported(name: str, home: str) -> Backend:
@@ -59,18 +85,56 @@ def _imported(name: str, home: str) -> Backend:
             explain(f"{what} needs {missing}, which is absent", got=error, next_step=next_step)
         ) from error
     # Whatever a vendor's module does when it is imported, the user must hear which one it was.
-    except Exception as error:
-        got = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    except (Exception, SystemExit) as error:
         next_step = f"`python -c 'import {module}'` shows where; reinstall that package, or remove it"
         raise BackendUnavailableError(
-            explain(f"{what} is broken: it fails to import", got=got, next_step=next_step)
+            explain(f"{what} is broken: it fails to import", got=_in_a_line(error), next_step=next_step)
         ) from error
     if lacking := [part for part in _PARTS if not hasattr(backend, part)]:
         next_step = f"upgrade the package of {module}: it was written for another version of burst_portable"
         raise BackendUnavailableError(
             explain(f"{what} is no backend: it has no {', '.join(lacking)}", next_step=next_step)
         )
+    if reason := _misshapen(backend, name):
+        next_step = "backends/README.md says what a backend is, step by step"
+        raise BackendUnavailableError(explain(f"{what} is no backend: {reason}", next_step=next_step))
     return backend
+
+
+def _misshapen(backend: Backend, name: str) -> str:
+    """What is there and is something else than it must be; empty for a backend. Nothing of it is called."""
+    from burst_portable.backends.base import Capabilities, Rates
+
+    if isinstance(backend, type):
+        return f"it is a class; register an object of it, backend = {backend.__name__}()"
+    if backend.name != name or name == "auto":
+        return f"it calls itself {backend.name!r}; the name that is registered must be its own, and not 'auto'"
+    if missing := [part for part in ("probe", "kernels") if not callable(getattr(backend, part))]:
+        return f"its {' and '.join(missing)} must be methods"
+    capabilities = backend.capabilities
+    if not isinstance(capabilities, Capabilities):
+        return f"its capabilities are a {type(capabilities).__name__}, not a Capabilities"
+    if not isinstance(capabilities.rates, Rates):
+        return f"the rates of its capabilities are a {type(capabilities.rates).__name__}, not a Rates"
+    return ""
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def probed(backend: Backend) -> Probe:
+    """What its probe says of this machine; a probe that does not do what it must says no, with what is wrong."""
+    from burst_portable.backends.base import Probe
+
+    try:
+        probe = backend.probe()
+    # It must not raise. One that does is in nobody's way but that of who names it.
+    except Exception as error:  # noqa: BLE001
+        return Probe(False, f"it is broken: its probe raised {_in_a_line(error)}")
+    if not isinstance(probe, Probe):
+        return Probe(False, f"it is broken: its probe gave a {type(probe).__name__}, not a Probe")
+    return probe if probe.ok or probe.reason else Probe(False, "it does not say why", probe.facts)
 
 
 def refusal(name: str, device_type: str | None = None) -> str:
@@ -82,7 +146,7 @@ def refusal(name: str, device_type: str | None = None) -> str:
     own = backend.capabilities.device_type
     if device_type not in (None, own):
         return f"it takes tensors on {own}"
-    probe = backend.probe()
+    probe = probed(backend)
     return "" if probe.ok else probe.reason
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import known, load
+from burst_portable.backends.registry import known, load, probed
 from burst_portable.errors import BackendUnavailableError, explain, unknown_name
 
 
@@ -44,7 +44,7 @@ def _briefly(name: str, reason: str) -> str:
 
 def _missing(backend: Backend, ranks: int) -> str | None:
     """Why a backend cannot run so many ranks on this machine, or None."""
-    probe = backend.probe()
+    probe = probed(backend)
     if not probe.ok:
         return probe.reason
     if backend.capabilities.streams:

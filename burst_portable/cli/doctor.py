@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from burst_portable import __version__
-from burst_portable.backends.registry import known, load
+from burst_portable.backends.registry import known, load, passed_over, probed
 from burst_portable.cli.output import JSON_HELP, JsonOption
 from burst_portable.config import Config, from_environment
 from burst_portable.errors import BackendUnavailableError, InputError, unknown_name
@@ -60,6 +60,7 @@ def examine() -> Facts:
         "unknown": _unknown(settings, backends),
         "rates": _rates(settings.rates),
         "backends": backends,
+        "passed_over": passed_over(),
     }
 
 
@@ -102,7 +103,7 @@ def _backends() -> dict[str, Facts]:
 def _backend(name: str, home: str) -> Facts:
     try:
         backend = load(name)
-        probe = backend.probe()
+        probe = probed(backend)
         capabilities = backend.capabilities
         kernels = [_kernel(kernel, capabilities.device_type) for kernel in backend.kernels()] if probe.ok else []
     except BackendUnavailableError as error:  # it says itself whether something is absent, too old or broken

@@ -24,7 +24,7 @@ def show(facts: Facts) -> None:
         "hop deadline {deadline:g} s, local kernel {kernel}, transport {transport}".format(**facts["settings"]),
         markup=False,
     )
-    for told in facts["unknown"]:
+    for told in (*facts["unknown"], *facts["passed_over"]):
         say.print(labelled("warning", told, style="yellow"))
     say.print(_rates(facts["rates"]), markup=False)
     say.print("", _backends(facts["backends"]), "")

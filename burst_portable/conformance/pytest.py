@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import load
+from burst_portable.backends.registry import load, probed
 from burst_portable.conformance.making import attempt, rerun, shrunk, trials_of
 from burst_portable.conformance.poison import examining
 from burst_portable.conformance.subject import Subject
@@ -65,7 +65,7 @@ def backend_checks(
     group that does not exist.
     """
     found = load(backend) if isinstance(backend, str) else backend
-    probe = found.probe()
+    probe = probed(found)
     if not probe.ok:
         return pytest.mark.parametrize("check", [pytest.param(None, marks=pytest.mark.skip(reason=probe.reason))])
     subject = Subject(found, ranks, effort, kernel, deadline=deadline)

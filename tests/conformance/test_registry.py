@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import burst_portable
 from burst_portable.backends import registry
 from burst_portable.backends.base import wrong_with
+from burst_portable.cli import doctor
 from burst_portable.cli.backends import choose_backend
+from burst_portable.conformance import check_backend
 from burst_portable.errors import BackendUnavailableError
 from burst_portable.kernels.contract import KernelProblem
 from burst_portable.kernels.lazy import LazyKernel
@@ -25,11 +28,13 @@ def installed(tmp_path, monkeypatch):
     for cache in caches:
         cache.cache_clear()
 
-    def install(source: str, name: str = "theirs", target: str = "their_backend:backend") -> str:
-        (tmp_path / "their_backend.py").write_text(source)
-        info = tmp_path / f"{name}_package-1.0.dist-info"
+    def install(source: str, name: str = "theirs", target: str = "their_backend:backend", package: str = "") -> str:
+        if source or not package:
+            (tmp_path / "their_backend.py").write_text(source)
+        package = package or f"{name}_package"
+        info = tmp_path / f"{package}-1.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-package\nVersion: 1.0\n")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{name} = {target}\n")
         return name
 
@@ -40,6 +45,20 @@ def installed(tmp_path, monkeypatch):
 
 
 REQUIRE = "from burst_portable.backends.base import require\n"
+BACKEND = """
+from burst_portable.backends.base import Capabilities, Probe, Rates
+from burst_portable.kernels.reference import ReferenceKernel
+
+class Theirs:
+    name = "theirs"
+    capabilities = Capabilities("cpu", "gloo", False, Rates(tflops=0.05, gbps=1.0))
+
+    def probe(self):
+        return Probe(True)
+
+    def kernels(self):
+        return (ReferenceKernel(),)
+"""
 WRONG = {
     "absent, imported": ("import their_vendor\n", "needs their_vendor, which is absent", "install their_vendor"),
     "absent, required": (REQUIRE + "require('vendor-torch', '2.0')\n", "vendor-torch is not installed", "pip install"),
@@ -51,6 +70,16 @@ WRONG = {
     "broken": ("1 / 0\n", "is broken: it fails to import; got ZeroDivisionError", "python -c 'import their_backend'"),
     "broken by an import": ("from torch import no_such_name\n", "is broken", "reinstall that package"),
     "no backend": ("backend = object()\n", "it has no name, capabilities, probe", "upgrade the package"),
+    "a class": (BACKEND + "backend = Theirs\n", "it is a class; register an object", "backend = Theirs()"),
+    "another name": (BACKEND + "Theirs.name = 'other'\nbackend = Theirs()\n", "it calls itself 'other'", "README.md"),
+    "no methods": (BACKEND + "Theirs.kernels = ()\nbackend = Theirs()\n", "its kernels must be methods", "README.md"),
+    "no capabilities": (BACKEND + "Theirs.capabilities = {}\nbackend = Theirs()\n", "are a dict, not a C", "README.md"),
+    "no rates": (
+        BACKEND + "Theirs.capabilities = Capabilities('cpu', 'gloo', False, None)\nbackend = Theirs()\n",
+        "the rates of its capabilities are a NoneType, not a Rates",
+        "README.md",
+    ),
+    "leaves": ("import sys\nsys.exit(3)\n", "is broken: it fails to import; got SystemExit: 3", "reinstall"),
     "nothing of that name": ("", "is broken", "AttributeError"),
 }
 
@@ -78,9 +107,54 @@ def test_and_is_a_reason_where_no_other_serves_the_device(installed):
         registry.for_device("their_device")
 
 
+PROBES = {
+    "1 / 0": "it is broken: its probe raised ZeroDivisionError: division by zero",
+    "True": "it is broken: its probe gave a bool, not a Probe",
+    "Probe(False)": "it does not say why",
+}
+
+
+@pytest.mark.parametrize(("answer", "reason"), PROBES.items())
+def test_a_probe_that_is_none_is_a_reason_and_in_nobodys_way(installed, answer, reason):
+    """`explain` and `run` ask every backend."""
+    installed(BACKEND + f"Theirs.probe = lambda self: {answer}\nbackend = Theirs()\n")
+    with pytest.raises(BackendUnavailableError, match=reason):
+        registry.runnable("theirs")
+    with pytest.raises(BackendUnavailableError, match=reason):
+        check_backend("theirs", effort="quick")
+    q = torch.empty(1, 8, 2, 16)
+    assert burst_portable.explain(q, q, q, mask="causal").backend.others["theirs"] == reason
+    backend, _ = choose_backend("auto", 1)
+    assert backend.name == "cpu"
+    assert doctor.examine()["backends"]["theirs"]["reason"] == reason
+
+
+def test_a_device_that_torch_does_not_know_is_told_before_anything_is_tried(installed):
+    backend = BACKEND + "Theirs.capabilities = Capabilities('their_chip', 'gloo', True, Rates(tflops=1.0, gbps=1.0))\n"
+    installed(backend + "backend = Theirs()\n")
+    with pytest.raises(BackendUnavailableError, match="torch knows no such device; got 'their_chip'"):
+        check_backend("theirs", effort="quick")
+
+
+def test_what_is_named_need_not_come_first(installed):
+    installed(BACKEND + "backend = Theirs()\n")
+    q = torch.empty(1, 8, 2, 16)
+    (told,) = burst_portable.run_local(1, lambda mesh: burst_portable.explain(q, q, q, mesh=mesh), backend="theirs")
+    assert told.backend.others["cpu"] == "it can serve too, and was not named"
+
+
+def test_two_packages_of_one_name_are_both_refused(installed):
+    installed(BACKEND + "backend = Theirs()\n")
+    installed("", target="their_backend:other", package="another_package")
+    with pytest.raises(BackendUnavailableError, match="got their_backend:backend, their_backend:other; uninstall"):
+        registry.load("theirs")
+
+
 def test_no_package_takes_the_name_of_one_of_ours(installed):
     installed("1 / 0\n", name="cpu")
     assert registry.known()["cpu"] == "burst_portable.backends.cpu:backend"
+    (told,) = registry.passed_over()
+    assert "'cpu' (from their_backend:backend) is not used; got a name that burst_portable has itself" in told
 
 
 PACKAGES = {
