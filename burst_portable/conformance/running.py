@@ -21,7 +21,7 @@ from burst_portable.conformance.cases import Case
 from burst_portable.conformance.inputs import Inputs, in_memory
 from burst_portable.conformance.oracle import Answer
 from burst_portable.conformance.subject import Subject
-from burst_portable.kernels.contract import KernelProblem, Options
+from burst_portable.kernels.contract import Kernel, KernelProblem, Options
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.planning import planned
@@ -92,6 +92,15 @@ def kernel_problem(case: Case, device: str, plan: Plan | None = None) -> KernelP
         deterministic=case.deterministic,
         positive_scale=options.positive_scale,
     )
+
+
+def serves(kernel: Kernel, case: Case, device: str) -> bool:
+    """Whether it claims a case. One that cannot even be asked is tried with it, and fails with what it raised."""
+    try:
+        return bool(kernel.supports(kernel_problem(case, device)).ok)
+    # Trials are listed before the first is made, and what is raised then would end them all.
+    except Exception:  # noqa: BLE001
+        return True
 
 
 def options_of(case: Case) -> Options:

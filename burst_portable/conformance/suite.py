@@ -12,7 +12,7 @@ import torch
 
 from burst_portable import __version__
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import choose_kernel, known, load
+from burst_portable.backends.registry import choose_kernel, known, load, probed
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.making import Maker, listed
 from burst_portable.conformance.poison import examining
@@ -66,9 +66,9 @@ def check_backend(
     """
     found = load(backend) if isinstance(backend, str) else backend
     subject = Subject(found, ranks, effort, kernel, wrap, deadline)
+    facts = _able(found)
     _check_arguments(subject, tier, processes)
     only, cases = tuple(only), tuple(cases)
-    facts = _able(found)
     started = time.monotonic()
     with examining():
         results = tuple(_made(subject, only, cases, processes, fail_fast, progress))
@@ -125,13 +125,23 @@ def _check_arguments(subject: Subject, tier: str | None, processes: int) -> None
 
 
 def _able(backend: Backend) -> dict[str, object]:
-    probe = backend.probe()
+    probe = probed(backend)
     if not probe.ok:
         raise BackendUnavailableError(
             explain(
                 f"the backend {backend.name!r} cannot run here", got=probe.reason, next_step="burst-portable doctor"
             )
         )
+    kind = backend.capabilities.device_type
+    try:
+        torch.device(kind)
+    except RuntimeError as error:
+        what = f"the probe of the backend {backend.name!r} says that it can run here, and torch knows no such device"
+        raise BackendUnavailableError(
+            explain(what, got=repr(kind), next_step="the vendor's package must have registered it by then")
+        ) from error
+    if (told := probe.facts.get("tier", "device")) not in TIERS:
+        raise unknown_name(f"tier of evidence in the probe of the backend {backend.name!r}", told, TIERS)
     return dict(probe.facts)
 
 

@@ -218,6 +218,20 @@ class NoReasons(Around):
         return type(support)(support.ok)
 
 
+class CannotBeAsked(Around):
+    """Raises where it is to say whether it serves a problem."""
+
+    def supports(self, problem):
+        raise KeyError(problem.head_dim)
+
+
+class SaysTrue(Around):
+    """A bool where a `Support` is due."""
+
+    def supports(self, problem):
+        return True
+
+
 class FewSizes(Around):
     """Nothing is wrong with it: it serves what kernels for tensor cores often do, and refuses all else."""
 

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
+from typing import ClassVar
 
 import pytest
+import torch
 
 from burst_portable import numerics
+from burst_portable.backends.base import Probe
 from burst_portable.backends.registry import load
 from burst_portable.conformance import check_backend
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.report import Report
+from burst_portable.errors import InputError
 from burst_portable.profiling import events
 from burst_portable.profiling.partition import Timeline
 from burst_portable.profiling.recording import RecordingRuntime
@@ -41,6 +46,8 @@ KERNELS = {
     planted.ForgetsRows: ("kernels", "blind"),
     planted.ClaimsTooMuch: ("claims",),
     planted.NoReasons: ("claims",),
+    planted.CannotBeAsked: ("claims", "kernels"),
+    planted.SaysTrue: ("claims", "kernels"),
     planted.Unsteady: ("kernels", "steady"),
     planted.SideStream: ("memory",),
 }
@@ -91,6 +98,42 @@ def test_a_bug_in_a_transport_is_caught(bug, group, real):
 def test_a_transport_that_is_claimed_and_not_there_is_caught(real):
     report = check_backend(Planted(real=real, direct_transport="peer_copy"), cases=["claims:direct-transport"])
     assert "no connect_direct" in report.failures[0].message
+
+
+class ClaimsStreams(Planted):
+    """The group "group" then wants a device for every rank, and is skipped."""
+
+    @property
+    def capabilities(self):
+        return replace(super().capabilities, streams=True)
+
+
+def test_streams_that_are_claimed_of_a_cpu_are_caught():
+    report = check_backend(ClaimsStreams(), cases=["claims:streams"])
+    assert "torch records no event on cpu" in report.failures[0].message
+
+
+class ToldBy(Planted):
+    """Says these facts of its machine."""
+
+    facts: ClassVar[dict[str, object]] = {}
+
+    def probe(self):
+        return Probe(True, facts=self.facts)
+
+
+def test_facts_that_no_report_holds_are_named():
+    ToldBy.facts = {"chips": 2, "memory": torch.ones(2)}
+    report = check_backend(ToldBy(), cases=["claims:probe"])
+    assert "'memory' is a Tensor" in report.failures[0].message
+
+
+def test_a_kind_of_evidence_that_is_none_is_refused_before_anything_is_tried():
+    ToldBy.facts = {"tier": "gold"}
+    with pytest.raises(InputError, match=r"tier of evidence in the probe of the backend 'planted'; got 'gold'"):
+        check_backend(ToldBy(), cases=["claims:probe"])
+    ToldBy.facts = {"tier": "stand-in"}
+    assert check_backend(ToldBy(), cases=["claims:probe"]).tier == "stand-in"
 
 
 @pytest.mark.full

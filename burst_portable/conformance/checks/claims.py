@@ -16,7 +16,7 @@ from burst_portable.conformance.cases import DTYPES, Case
 from burst_portable.conformance.checks.attending import judged
 from burst_portable.conformance.checks.sizes import HEAD_SIZES
 from burst_portable.conformance.inputs import make_inputs
-from burst_portable.conformance.running import kernel_problem
+from burst_portable.conformance.running import kernel_problem, serves
 from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Check, Outcome, Trial, plain
 from burst_portable.errors import UnknownNameError, UnsupportedError
@@ -65,11 +65,7 @@ def _made(ask: Callable[..., str], *arguments: object) -> Outcome:
 
 
 def _declines(subject: Subject, kernel: Kernel, cases: Sequence[Case]) -> bool:
-    try:
-        return not any(kernel.supports(kernel_problem(case, subject.device.type)).ok for case in cases)
-    # Asking is not to raise. Where it does, the trial is listed, and fails with what was raised.
-    except Exception:  # noqa: BLE001
-        return False
+    return not any(serves(kernel, case, subject.device.type) for case in cases)
 
 
 def _device(subject: Subject) -> str:
@@ -81,7 +77,11 @@ def _probe(subject: Subject) -> str:
     probe = subject.backend.probe()
     if not probe.ok:
         return f"it is examined though its probe says no: {probe.reason}"
-    json.dumps(dict(probe.facts))  # a report must hold them
+    for name, fact in probe.facts.items():
+        try:
+            json.dumps({name: fact})
+        except TypeError:
+            return f"a report must hold its facts, and {name!r} is a {type(fact).__name__}: plain data is needed"
     return ""
 
 
@@ -93,6 +93,10 @@ def _process_group(subject: Subject) -> str:
 def _streams(subject: Subject) -> str:
     if not subject.backend.capabilities.streams:
         return ""
+    try:
+        torch.Event(subject.device).record()
+    except RuntimeError as error:
+        return f"it claims streams, and torch records no event on {subject.device}: {str(error).splitlines()[0]}"
     module = torch.get_device_module(subject.device)
     missing = [name for name in ("Stream", "Event", "current_stream", "synchronize") if not hasattr(module, name)]
     return f"it claims streams, and torch.{subject.device.type} has no {', '.join(missing)}" if missing else ""

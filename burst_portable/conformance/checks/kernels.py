@@ -15,7 +15,7 @@ from burst_portable.conformance.checks.sizes import HEAD_SIZES
 from burst_portable.conformance.checks.steady import grown
 from burst_portable.conformance.inputs import Inputs, make_inputs
 from burst_portable.conformance.oracle import Answer
-from burst_portable.conformance.running import kernel_problem
+from burst_portable.conformance.running import kernel_problem, serves
 from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Check, Outcome, Trial, plain
 from burst_portable.kernels.contract import Kernel
@@ -62,13 +62,13 @@ def plainest(kernel: Kernel, device: str) -> Choices:
 
 def fitted(case: Case, kernel: Kernel, device: str) -> Case:
     """A case of the quick look; with the plainest choices where the kernel does not serve those of the case."""
-    if kernel.supports(kernel_problem(case, device)).ok:
+    if serves(kernel, case, device):
         return case
     return replace(case, **plainest(kernel, device))
 
 
 def _serves(kernel: Kernel, device: str, **choices: Any) -> bool:
-    return kernel.supports(kernel_problem(Case(**{"heads": "mha", **choices}), device)).ok
+    return serves(kernel, Case(**{"heads": "mha", **choices}), device)
 
 
 def declined(kernel: Kernel, device: str) -> Iterator[Case]:
