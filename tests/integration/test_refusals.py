@@ -23,6 +23,8 @@ from transformers import (
     MambaForCausalLM,
     MobileBertConfig,
     MobileBertForMaskedLM,
+    OPTConfig,
+    OPTForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
 )
@@ -93,6 +95,20 @@ def test_attention_dropout_in_training():
             model(**handle.shard(tokens(1, 8)))
         model.eval()
         assert model(**handle.shard(tokens(1, 8))).loss > 0
+
+
+def test_layers_that_are_dropped_in_training():
+    """Each rank would drop others: as many of them, and attention would mix layers in silence."""
+    config = OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.5)
+
+    def work(mesh: Mesh) -> None:
+        model = OPTForCausalLM(config)
+        with parallelize(model, mesh) as handle:
+            with pytest.raises(UnsupportedError, match=r"layerdrop=0\.5; allowed: 0; set layerdrop=0"):
+                model.train()(**handle.shard(tokens(1, 8)))
+            assert model.eval()(**handle.shard(tokens(1, 8))).loss > 0
+
+    run_local(2, work)
 
 
 def test_generating():

@@ -71,6 +71,24 @@ def _is_table_of_positions(name: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and "position" in name
 
 
+def drops_layers(model: nn.Module) -> bool:
+    """Whether there are modules that may leave layers out at random."""
+    return any(hasattr(m, "layerdrop") for m in model.modules())
+
+
+def check_layerdrop(model: Any) -> None:
+    """Refuse to train with layers that are left out at random: ranks would leave out different ones."""
+    if rates := [m.layerdrop for m in model.modules() if m.training and getattr(m, "layerdrop", 0)]:
+        raise UnsupportedError(
+            explain(
+                "layers that are dropped at random, which each rank draws for itself",
+                got=f"layerdrop={max(rates)}",
+                allowed=0,
+                next_step="set layerdrop=0 in the config that the model is made from",
+            )
+        )
+
+
 def check_positions(config: Any, seq_len: int) -> None:
     """Refuse what depends on positions in a way that a shard would get wrong."""
     _check_rope(config, seq_len)

@@ -13,7 +13,12 @@ from burst_portable.compiling import never_compiled
 from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, explain
 from burst_portable.integrations.transformers.arguments import check_arguments, checked_positions, parameters_of, takes
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, CallSequence, attend
-from burst_portable.integrations.transformers.checks import check_model, check_positions
+from burst_portable.integrations.transformers.checks import (
+    check_layerdrop,
+    check_model,
+    check_positions,
+    drops_layers,
+)
 from burst_portable.integrations.transformers.layouts import Layouts
 from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of, sharded_loss, shifts_labels
 from burst_portable.integrations.transformers.masks import wanted_mask
@@ -94,6 +99,7 @@ class Parallel:
         self._caller: Any = None
         self._before = model.config._attn_implementation
         self._hooks: list[Any] = []
+        self._drops_layers = drops_layers(model)
         self._install()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
@@ -236,6 +242,8 @@ class Parallel:
         if takes(module, "use_cache"):
             kwargs["use_cache"] = False
         if self.mesh.size > 1:
+            if self._drops_layers:
+                check_layerdrop(module)
             check_router(module.config, kwargs)
             self._watch_loss(module)
             if loss := sharded_loss(module):
