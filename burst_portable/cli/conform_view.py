@@ -20,8 +20,31 @@ _SHOWN = 12  # failures; the files have all
 
 @contextmanager
 def progress() -> Iterator[Told]:
-    """On stderr: on a terminal a bar, gone when the work is done; in a file or a log a line for each group."""
+    """On stderr: on a terminal a bar, gone when the work is done; in a file or a log a line for each group.
+
+    Who ends the command hears what it was at: a kernel or a rank may hang.
+    """
     place = console(stderr=True)
+    at = ""
+    with _shown(place) as shown:
+
+        def told(done: int, total: int, trial: Trial, outcome: Outcome | None) -> None:
+            nonlocal at
+            at = trial.text
+            shown(done, total, trial, outcome)
+
+        try:
+            yield told
+        except Exception:
+            raise
+        except BaseException:
+            if at:
+                place.print(f"ended while trying {at}", markup=False, soft_wrap=True)
+            raise
+
+
+@contextmanager
+def _shown(place: Console) -> Iterator[Told]:
     if not place.is_terminal:
         yield _Lines(place)
         return

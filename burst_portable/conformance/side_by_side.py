@@ -1,7 +1,8 @@
 """Trials in several processes at once: on a GPU nearly all of their time is compiling, which needs cores.
 
-Each process lists the same trials and is told their numbers. One that dies fails its trial, which is named, and another
-takes its place; so does one whose trial failed, for what a device keeps of an error (CUDA's, say) is of its process.
+Each process lists the same trials and is told their numbers. One that dies, or never comes to an end, fails its trial,
+which is named, and another takes its place; so does one whose trial failed, for what a device keeps of an error
+(CUDA's, say) is of its process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Outcome, Trial
 
 _LAST_WORDS = 5.0  # seconds that a process has to end
+_LONGEST = 900.0  # seconds for a trial, with the process's start and all that is compiled for it
 
 Made = tuple[Outcome, Result]
 
@@ -71,7 +73,7 @@ class _Worker:
             self._start()
         try:
             self._pipe.send(number)
-            made: Made = self._pipe.recv()
+            made = self._pipe.recv() if self._pipe.poll(_LONGEST) else self._hangs(trial)
         except (EOFError, OSError):
             made = self._died(trial)
         if not made[0].ok:
@@ -99,6 +101,11 @@ class _Worker:
         with deaf_to_interrupts():
             self._process.start()
         theirs.close()
+
+    def _hangs(self, trial: Trial) -> Made:
+        self.give_up()
+        outcome = Outcome(wrong=f"it had not ended after {_LONGEST:g} s, and its process was ended")
+        return outcome, result_of(self._subject, trial, outcome, _LONGEST)
 
     def _died(self, trial: Trial) -> Made:
         assert self._process is not None, "it was asked"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from burst_portable.conformance import check_backend
+from burst_portable.conformance import check_backend, side_by_side
 from burst_portable.errors import InputError
 from tests.conformance import planted
 from tests.conformance.planted import Around, Planted
@@ -24,6 +24,15 @@ class DiesOfSoftcap(Around):
     def attend(self, q, k, v, tiles, options, *, state=None):
         if options.softcap is not None:
             os._exit(7)
+        return super().attend(q, k, v, tiles, options, state=state)
+
+
+class HangsInSoftcap(Around):
+    """As a kernel does that waits for a flag which nobody sets."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        if options.softcap is not None:
+            time.sleep(1000)
         return super().attend(q, k, v, tiles, options, state=state)
 
 
@@ -76,6 +85,16 @@ def test_a_trial_that_breaks_its_process_fails_alone(bug, said):
 
 
 @pytest.mark.full
+def test_a_trial_that_never_ends_fails_alone(monkeypatch):
+    """The limit is more than what a process takes to start here, beside another one."""
+    monkeypatch.setattr(side_by_side, "_LONGEST", 20.0)
+    cases = ["sizes:softcap=5.0,batch=1", "sizes:ranks=1,length=5", "sizes:ranks=1,length=6"]
+    report = check_backend(Planted(HangsInSoftcap), cases=cases, processes=2)
+    assert [one.ok for one in report.results] == [False, True, True]
+    assert report.results[0].message == "it had not ended after 20 s, and its process was ended"
+
+
+@pytest.mark.full
 def test_the_first_failure_ends_it():
     cases = ["attention:mask=full,ranks=1", "attention:mask=window,ranks=1"] + ["attention:mask=full,ranks=4"] * 20
     report = check_backend(Planted(planted.BandOffByOne), cases=cases, processes=2, fail_fast=True)
@@ -98,7 +117,7 @@ sys.exit(main())
 
 
 def test_ctrl_c_in_a_terminal_while_processes_start():
-    """It reaches all of them, which import torch by then; the first one ends the others, and none says a word."""
+    """It reaches all of them, which import torch by then; the first one ends the others, and alone says what it was at."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", LISTENING], start_new_session=True, **pipes)
     try:
@@ -112,7 +131,8 @@ def test_ctrl_c_in_a_terminal_while_processes_start():
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (process.returncode, out, err) == (128 + signal.SIGINT, "", "")
+    assert (process.returncode, out) == (128 + signal.SIGINT, "")
+    assert err == "ended while trying claims:device\n"
     until = time.monotonic() + 5
     while any(map(_runs, found)):
         assert time.monotonic() < until
