@@ -117,7 +117,7 @@ sys.exit(main())
 
 
 def test_ctrl_c_in_a_terminal_while_processes_start():
-    """It reaches all of them, which import torch by then; the first one ends the others, and alone says what it was at."""
+    """It reaches all of them, which import torch by then; the first ends the others, and alone says where it was."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", LISTENING], start_new_session=True, **pipes)
     try:
