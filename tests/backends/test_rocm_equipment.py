@@ -46,6 +46,7 @@ def test_launches_of_one_chip_on_the_fake_driver(equipment):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("chip", ["gfx90a", "gfx942", "gfx950"])
 def test_every_launch_and_kernel_of(equipment, chip):
     report = equipment("machine_code").report([chip], quick=False)
