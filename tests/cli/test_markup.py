@@ -25,7 +25,8 @@ def test_the_doctor_shows_brackets(capsys):
     settings = {"deadline": 1.0, "kernel": NAMED, "transport": NAMED}
     doctor_view.show(
         {"version": "1", "python": "3", "platform": NAMED, "packages": {"p": NAMED}, "settings": settings,
-         "unknown": [NAMED], "passed_over": [NAMED], "rates": {"file": NAMED, "ok": False, "reason": NAMED}, "backends": {NAMED: backend}}
+         "unknown": [NAMED], "passed_over": [NAMED], "rates": {"file": NAMED, "ok": False, "reason": NAMED},
+         "backends": {NAMED: backend}}
     )  # fmt: skip
     printed = "".join(c for c in capsys.readouterr().out if not c.isspace())
     # Platform, package, settings, warnings, rates; name, reason, device, group, origin; fact; title, column, row; line.
