@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.attention import ROWS, Row, prepare, reference
+from benchmarks.attention import ROWS, Row, flops_of, prepare, reference
 from benchmarks.providers import PROVIDERS, Calls, Task, make_task
 from benchmarks.report import Result, setting
 from benchmarks.script import accelerator, end, names
@@ -124,11 +124,7 @@ def _measured(
 ) -> Iterator[Line]:
     for provider, both in calls.items():
         for which, call in zip(("forward", "backward"), both, strict=True):
-            yield Line(task.name, provider, which, numbers, spend(meter, call, seconds), _flops(row, task, which))
-
-
-def _flops(row: Row, task: Task, which: str) -> int:
-    return (4 if which == "forward" else 10) * task.mask.area(row.length, row.length) * row.heads[0] * row.head
+            yield Line(task.name, provider, which, numbers, spend(meter, call, seconds), flops_of(row, task, which))
 
 
 def main() -> None:
