@@ -239,8 +239,9 @@ def _causal(task: Task) -> bool:
     return task.mask.name == "causal"
 
 
+PLAIN = "plain call"
 OTHERS = {
-    "plain call": Contestant("plain call", plain),
+    PLAIN: Contestant(PLAIN, plain),
     "ulysses by the book": Contestant("ulysses by the book", plain_ulysses, "contiguous"),
     "ring-flash-attn zigzag": Contestant("ring-flash-attn zigzag", zigzag_ring, "zigzag"),
     "context_parallel": Contestant("context_parallel", context_parallel("allgather"), "zigzag"),

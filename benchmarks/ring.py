@@ -29,7 +29,7 @@ if not __package__:  # started as a script by torchrun
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import burst_portable as bp
-from benchmarks.other_rings import OTHERS
+from benchmarks.other_rings import OTHERS, PLAIN
 from benchmarks.providers import Absent
 from benchmarks.ranks import Clock, Guard, connect, join, leave
 from benchmarks.ring_report import Measured, print_tables, write
@@ -233,7 +233,7 @@ class Run:
         failed = self.clock.slowest(float(bool(result.reason)))
         if failed and not result.reason:
             result.reason = "FAILED on another rank"
-        elif not failed and contestant.name != "plain call" and "nothing sent" not in contestant.name:
+        elif not failed and contestant.name != PLAIN and "nothing sent" not in contestant.name:
             result.errors = errors(found, task, right, self.clock, mesh)
             if not all(error < ERROR_LIMIT for error in result.errors.values()):
                 result.reason = f"WRONG: {result.errors}"
@@ -263,6 +263,7 @@ class Run:
             for which, times in entry.seconds.items():
                 seconds = statistics.median(times)
                 entry.result.milliseconds[which] = round(seconds * 1e3, 4)
+                entry.result.rounds[which] = [round(one * 1e3, 4) for one in times]
                 entry.result.tflops[which] = round(flops * (2.5 if "backward" in which else 1) / seconds / 1e12, 4)
 
     def measure_links(self) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
 from benchmarks import picture
+from benchmarks.other_rings import OTHERS, PLAIN
 from benchmarks.report import setting
 
 KINDS = ("forward", "backward", "forward, cold", "backward, cold")
@@ -28,6 +31,7 @@ class Measured:
     errors: dict[str, float] = field(default_factory=dict)
     tflops: dict[str, float] = field(default_factory=dict)
     milliseconds: dict[str, float] = field(default_factory=dict)
+    rounds: dict[str, list[float]] = field(default_factory=dict)  # milliseconds of each round
     seconds_to_start: float = 0.0
 
 
@@ -52,8 +56,28 @@ def print_tables(results: list[Measured], links: list[dict[str, object]]) -> Non
             if result.chose and "nothing sent" not in name:
                 line += f"  [{result.chose}; {result.layout}]"
             print(line)
+        for line in comparisons(here):
+            print(f"  {line}")
     for link in links:
         print(f"links, {link['transport']}: {link['bytes']} bytes to the next rank, {link['gbps']} GB/s")
+
+
+def comparisons(here: dict[str, Measured]) -> Iterator[str]:
+    """`auto` beside each of the others, both passes together, round by round: what drifts, drifts for both."""
+    for name, ours in here.items():
+        for other, theirs in here.items():
+            peer = other in OTHERS and other != PLAIN
+            if ours.chose and ours.rounds and theirs.rounds and peer and "nothing sent" not in name:
+                yield f"{name} beside {other}: {compared(ours.rounds, theirs.rounds)}"
+
+
+def compared(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> str:
+    """By how much ours is faster, the median of the rounds, and in how many of them it is."""
+    one, other = (
+        [sum(passes) for passes in zip(*(x[kind] for kind in KINDS[:2]), strict=True)] for x in (ours, theirs)
+    )
+    gains = [b / a - 1 for a, b in zip(one, other, strict=True)]
+    return f"{statistics.median(gains):+.1%}, faster in {sum(gain > 0 for gain in gains)} of {len(gains)} rounds"
 
 
 def write(results: list[Measured], links: list[dict[str, object]], folder: Path, label: str) -> None:

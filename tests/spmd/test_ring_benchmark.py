@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import burst_portable as bp
 from benchmarks.other_rings import OTHERS, Local, plain
 from benchmarks.ranks import Links
 from benchmarks.ring import Entry, _dense
-from benchmarks.ring_report import Measured
+from benchmarks.ring_report import Measured, compared
 from benchmarks.ring_rows import Row
 from benchmarks.rings import Task, ours
 
@@ -30,6 +31,13 @@ def test_long_calls_are_made_less_often(seconds, later):
     entry.seconds["forward, cold"] = [seconds]
     assert entry.due("forward", 1) == later
     assert entry.due("forward", 9) == later[:1]
+
+
+def test_rounds_are_compared_each_with_its_own():
+    """A drift that is larger than the gain: 1 % in three rounds of four, while the device becomes half as fast."""
+    ours = {"forward": [10.0, 14.0, 20.0, 20.0], "backward": [90.0, 126.0, 180.0, 180.0], "forward, cold": [1.0]}
+    theirs = {"forward": [11.0, 15.4, 19.0, 22.0], "backward": [90.0, 126.0, 180.0, 180.0], "forward, cold": [5.0]}
+    assert compared(ours, theirs) == "+1.0%, faster in 3 of 4 rounds"
 
 
 @pytest.mark.slow
@@ -57,6 +65,7 @@ def test_on_cpus(tmp_path):
     assert f"tiny, auto: auto gloo chose {auto['chose']}, layout {auto['layout']}\n" in found.stdout
     assert f"[{auto['chose']}; {auto['layout']}]\n" in found.stdout
     assert [by_name[name]["layout"] for name in ("ring+fetch gloo", "ulysses by the book")] == ["zigzag", "contiguous"]
+    assert re.search(r"auto gloo beside ulysses by the book: [+-][\d.]+%, faster in \d of \d rounds", found.stdout)
     assert by_name["ring+fetch gloo"]["chose"] == ""
     assert "cudnn or flash" in by_name["context_parallel"]["reason"]
     assert by_name["ring+fetch gloo, nothing sent"]["milliseconds"]
