@@ -128,7 +128,7 @@ class Still(Transport):
     def __init__(self, inner: Transport) -> None:
         self._inner, self.moving = inner, True
         self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
-        self.direct, self.picks = inner.direct, inner.picks
+        self.direct, self.picks, self.lasting = inner.direct, inner.picks, True
         self._kept: dict[bytes, list[Tensor]] = {}
         self._pass: list[Tensor] = []
 
@@ -163,9 +163,6 @@ class Still(Transport):
         if self.moving:
             return self._inner.exchange(leaving, arriving, label, alone=alone)
         return Exchange([self], [self])
-
-    def duplicate(self, came: Tensor) -> tuple[Tensor, Any]:
-        return self._inner.duplicate(came) if self.moving else (came, self)
 
     def wait(self) -> None:
         """As a handle: it is there."""

@@ -59,10 +59,7 @@ def run_forward(
     saved: list[Saved] = []
     leaving: list[ToSequence] = []
     arrived = _with_shared(arriving.wait() for arriving in coming)
-    must_copy = keep and not reshard.lasting
     for group, arriving, (queries, keys, values) in zip(groups, coming, arrived, strict=True):
-        if must_copy:  # beside the kernel
-            arriving.keep()
         group_sinks = None if sinks is None else sinks[_own_heads(plan, group, runtime)]
         group_out, group_lse = attend(plan.forward, runtime, options, queries, keys, values, group_sinks)
         group_out = group_out.to(q.dtype)
@@ -73,7 +70,7 @@ def run_forward(
         arriving.left()
         if keep:
             saved.append((queries, keys, values, group_out, group_lse))
-    if must_copy:
+    if keep and not reshard.lasting:  # while the last results leave
         saved = _copied(saved, coming)
     for results in leaving:
         results.wait()

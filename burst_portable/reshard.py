@@ -24,7 +24,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from burst_portable.comm.base import Exchange, Handle, Part, Parts, Strip, Strips
+from burst_portable.comm.base import Exchange, Part, Parts, Strip, Strips
 from burst_portable.heads import Span
 from burst_portable.layout import Layout
 from burst_portable.messages import Field, head_room
@@ -115,8 +115,6 @@ class Reshard:
             arriving.append(Parts(inbox, here))
             came.append((inbox.view(made.dtype).view(ranks, self.rows[rank], *made.shape[1:]), result, heads))
         exchange = self.transport.exchange(leaving, arriving, "to sequence", alone=alone)
-        with self.copying():
-            exchange.copy_own()
         return ToSequence(self, exchange, came, leaving)
 
     def _inbox(self, size: int, row: int, *, back: bool) -> tuple[Tensor, int]:
@@ -145,24 +143,16 @@ class ToHeads:
     ) -> None:
         self._reshard, self._exchange, self._sends = reshard, exchange, sends
         self._came, self._fields, self._batch = came, fields, batch
-        self._kept: tuple[Tensor, Handle] | None = None
 
     def wait(self) -> list[Tensor]:
         """``[B, S_all, h, D]`` each, rows in the plan's order; where that is the order of ranks, in the inbox."""
         self._exchange.wait()
         return _tensors(self._in_order(), self._fields, self._batch)
 
-    def keep(self) -> None:
-        """Begin to copy what has come to memory that stays when the pass is over, all in one copy."""
-        with self._reshard.copying():
-            self._kept = self._reshard.transport.duplicate(self._came)
-
     def kept(self) -> list[Tensor]:
-        """What `wait` gave, in that memory."""
-        assert self._kept is not None, "keep() comes first"
-        copied, handle = self._kept
-        handle.wait()
-        return _tensors(copied, self._fields, self._batch)
+        """What `wait` gave, in memory that stays when the pass is over."""
+        with self._reshard.copying():
+            return _tensors(self._came.clone(), self._fields, self._batch)
 
     def _in_order(self) -> Tensor:
         put = self._reshard.to_plan
@@ -186,7 +176,9 @@ class ToSequence:
         self._reshard, self._exchange, self._came, self._sends = reshard, exchange, came, sends
 
     def wait(self) -> None:
-        """Write what came into the results."""
+        """Write what came into the results. What this rank made of its own rows is copied while others' come."""
+        with self._reshard.copying():
+            self._exchange.copy_own()
         self._exchange.wait()
         with self._reshard.copying():
             for pieces, result, heads in self._came:

@@ -107,7 +107,7 @@ class Exchange:
         self._leaving, self._arriving, self._own = leaving, arriving, own
 
     def copy_own(self) -> None:
-        """Copy what this rank sends itself, while the rest is on its way."""
+        """Copy what this rank sends itself, once and before `wait`; best while the rest is on its way."""
         for source, target in self._own:
             target.copy_(source)
 
@@ -214,10 +214,6 @@ class Transport(ABC):
         out, back = ([m for m in side if m.peer != self.rank] for side in (sends, receives))
         own = ([m.buffer for m in side if m.peer == self.rank] for side in (sends, receives))
         return Exchange(*self.post(out, back, label), list(zip(*own, strict=True)))
-
-    def duplicate(self, came: Tensor) -> tuple[Tensor, Handle]:
-        """Begin to copy a contiguous tensor that has come: (a copy that stays when the pass is over, its handle)."""
-        return came.clone(), Exchange([], [])
 
     def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
         """sends[r] goes to rank r, receives[r] comes from it; uint8, any sizes; returns when all have arrived."""

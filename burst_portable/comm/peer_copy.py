@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 from zlib import crc32
 
 import torch
@@ -77,13 +77,13 @@ class PeerMemory(Protocol):
         """The copy stream goes on after what the current stream has been given so far."""
 
     def copy(self, leaving: Sequence[Parts | Strips], *, alone: bool) -> None:
-        """Copy parts of buffers to their places in inboxes, on the copy stream; of several, perhaps all at once.
+        """Copy parts of buffers to their places in inboxes, on the copy stream.
 
-        alone: no kernel runs beside it.
+        alone: no kernel runs beside it, so it may be done by one. Else all of it goes to other ranks.
         """
 
-    def copy_here(self, target: Tensor, source: Tensor) -> None:
-        """Copy bytes within this device, on the copy stream; both are in one piece."""
+    def copy_own(self, leaving: Sequence[Parts | Strips]) -> None:
+        """The same of parts that stay on this rank, on the current stream."""
 
     def sent(self) -> Handle:
         """A handle of what the copy stream has been given so far."""
@@ -123,7 +123,6 @@ class PeerCopyTransport(Transport):
         self._sent_to = _Places(self.size)
         self._coming = _Places(self.size)
         self._handed: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
-        self._written: list[Tensor] = []
 
     # Counted by the other transport: a rank that refuses its call tells it through that one, and counts a pass there.
 
@@ -165,7 +164,6 @@ class PeerCopyTransport(Transport):
     def end(self) -> None:
         self.memory.leave()
         self._open = False
-        self._written.clear()
 
     def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
         if not self._open or not size:
@@ -210,22 +208,15 @@ class PeerCopyTransport(Transport):
         mine = exchange_flag(self.size, index, self.rank)
         memory.fork()
         self._wait_for_room(targets, label)
+        own: list[Parts | Strips] = []
+        if not alone:
+            # Copies within a device are made by its multiprocessors. On the copy stream they wait for a kernel that
+            # holds all of these, and messages wait behind them.
+            leaving, own = _split(leaving, self.rank)
         memory.copy(leaving, alone=alone)
         memory.signal([(peer, mine) for peer in targets], self._mark, copying=True)
         came = exchange_flags(self.size, index, _peers(arriving))
-        return Exchange([memory.sent()], [_Arrivals(memory, came, self._mark, self._missing(label))])
-
-    def duplicate(self, came: Tensor) -> tuple[Tensor, Handle]:
-        """By a copy engine, beside whatever is computed.
-
-        The copy is kept until the pass ends: should the pass end in an error before its handle was waited for, the
-        copy stream may still write it later, when the memory would be somebody else's.
-        """
-        target = torch.empty_like(came)
-        self._written.append(target)
-        self.memory.fork()
-        self.memory.copy_here(target, came)
-        return target, self.memory.sent()
+        return _PeerExchange(memory, own, _Arrivals(memory, came, self._mark, self._missing(label)))
 
     def all_gather(self, send: Tensor, receives: Sequence[Tensor], label: str = "all_gather") -> None:
         if self._open:
@@ -304,6 +295,33 @@ class PeerCopyTransport(Transport):
                 next_step="tell `begin` how many bytes come, or take another transport",
             )
         )
+
+
+class _PeerExchange(Exchange):
+    """Messages between all ranks; what a rank sends itself is still to be copied where a kernel runs beside them."""
+
+    def __init__(self, memory: PeerMemory, own: Sequence[Parts | Strips], arrivals: _Arrivals) -> None:
+        super().__init__([memory.sent()], [arrivals])
+        self._memory, self._parts = memory, own
+
+    def copy_own(self) -> None:
+        if self._parts:
+            self._memory.copy_own(self._parts)
+
+
+def _split(leaving: Sequence[Parts | Strips], rank: int) -> tuple[list[Parts | Strips], list[Parts | Strips]]:
+    """(what goes to other ranks, what stays on this one)."""
+    sides: tuple[list[Parts | Strips], list[Parts | Strips]] = ([], [])
+    for one in leaving:
+        for side, parts in zip(sides, _split_parts(one.parts, rank), strict=True):
+            if parts:
+                side.append(one._replace(parts=parts))
+    return sides
+
+
+@lru_cache(maxsize=1024)
+def _split_parts(parts: tuple[Any, ...], rank: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    return tuple(part for part in parts if part.peer != rank), tuple(part for part in parts if part.peer == rank)
 
 
 def _peers(side: Sequence[Parts | Strips]) -> tuple[int, ...]:

@@ -50,9 +50,6 @@ class WrappedTransport(Transport):
     def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
         return self._inner.inbox(size, device, peer, place)
 
-    def duplicate(self, came: Tensor) -> tuple[Tensor, Handle]:
-        return self._inner.duplicate(came)
-
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
         return self._inner.share(data, label, deadline)
 

@@ -350,20 +350,6 @@ class SendsOthersShares(Through):
         return super().exchange([turned], arriving, label, alone=alone)
 
 
-class LendsWhatItCopies(Through):
-    """What is to stay is said to be copied, and is the inbox itself."""
-
-    def duplicate(self, came):
-        return came, _Nothing()
-
-    def end(self):
-        self.last.fill_(0)
-
-    def inbox(self, size, device, peer, place=None):
-        self.last = super().inbox(size, device, peer, place)
-        return self.last
-
-
 @dataclass(frozen=True)
 class Planted:
     """A backend with a bug around each of its kernels, or around its own transport between processes."""

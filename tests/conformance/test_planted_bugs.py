@@ -57,7 +57,6 @@ TRANSPORTS = {
     planted.DoesNotWait: ("transport", "memory"),
     planted.SentTooEarly: ("transport",),
     planted.SendsOthersShares: ("transport",),
-    planted.LendsWhatItCopies: ("transport",),
 }
 
 

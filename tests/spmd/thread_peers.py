@@ -82,22 +82,26 @@ class ThreadPeers:
         """What the thread has done so far is done."""
 
     def copy(self, leaving: Sequence[Parts | Strips], *, alone: bool) -> None:
-        def work(buffer: Tensor, part: Part | Strip) -> None:
-            lines, width, step, jump = part[3:] if isinstance(part, Strip) else (1, *[part.size] * 3)
-            assert width <= min(step, jump) <= max(step, jump) < 1 << 31, "what cuMemcpy2DAsync takes"
-            memory = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
-            at = buffer.storage_offset() * buffer.itemsize + part.start
-            inbox = self.world.inboxes[part.peer]
-            there = inbox.as_strided((lines, width), (jump, 1), part.place)
-            there.copy_(memory.as_strided((lines, width), (step, 1), at))
-            self.world.moved[self.rank][part.peer] += part.size * (part.peer != self.rank)
-
         for one in leaving:
             for part in one.parts:
-                self._do(partial(work, one.buffer, part), True)
+                assert alone or part.peer != self.rank, "it would wait for the kernel, and messages behind it"
+                self._do(partial(self._move, one.buffer, part), True)
 
-    def copy_here(self, target: Tensor, source: Tensor) -> None:
-        self._do(partial(target.copy_, source), True)
+    def copy_own(self, leaving: Sequence[Parts | Strips]) -> None:
+        for one in leaving:
+            for part in one.parts:
+                assert part.peer == self.rank
+                self._move(one.buffer, part)
+
+    def _move(self, buffer: Tensor, part: Part | Strip) -> None:
+        lines, width, step, jump = part[3:] if isinstance(part, Strip) else (1, *[part.size] * 3)
+        assert width <= min(step, jump) <= max(step, jump) < 1 << 31, "what cuMemcpy2DAsync takes"
+        memory = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
+        at = buffer.storage_offset() * buffer.itemsize + part.start
+        inbox = self.world.inboxes[part.peer]
+        there = inbox.as_strided((lines, width), (jump, 1), part.place)
+        there.copy_(memory.as_strided((lines, width), (step, 1), at))
+        self.world.moved[self.rank][part.peer] += part.size * (part.peer != self.rank)
 
     def sent(self) -> Done:
         done = Done(self)

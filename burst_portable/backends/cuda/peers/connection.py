@@ -103,8 +103,8 @@ def _host() -> str:
 
 def _proof(transport: PeerCopyTransport, device: torch.device) -> str:
     """What is wrong with what comes in passes of messages between all ranks; empty if all is well."""
-    # A kernel moves 16 bytes at once, so that engines are tried as well.
-    trials: list[Trial] = [_messages, _parts, partial(_lines, width=1024), partial(_lines, width=1000)]
+    # By a kernel, and by engines.
+    trials: list[Trial] = [_messages, _parts, partial(_lines, alone=True), partial(_lines, alone=False)]
     try:
         for turn, trial in enumerate(trials, 1):
             if wrong := _tried(transport, device, turn, trial):
@@ -150,20 +150,22 @@ def _parts(transport: PeerCopyTransport, mine: Tensor) -> dict[int, Tensor]:
     return _exchanged(transport, Parts(mine, tuple(Part(r, 0, _PROOF, place) for r in ranks)), _PROOF)
 
 
-def _lines(transport: PeerCopyTransport, mine: Tensor, width: int) -> dict[int, Tensor]:
+def _lines(transport: PeerCopyTransport, mine: Tensor, alone: bool) -> dict[int, Tensor]:
     """The same of lines that lie apart."""
-    step = 4096
+    width, step = 1024, 4096
     lines = _PROOF // step
     ranks = (*transport.others, transport.rank)
     strips = tuple(Strip(r, 0, transport.rank * _PROOF, lines, width, step, width) for r in ranks)
-    return _exchanged(transport, Strips(mine, strips), lines * width)
+    return _exchanged(transport, Strips(mine, strips), lines * width, alone)
 
 
-def _exchanged(transport: PeerCopyTransport, leaving: Parts | Strips, size: int) -> dict[int, Tensor]:
+def _exchanged(
+    transport: PeerCopyTransport, leaving: Parts | Strips, size: int, alone: bool = True
+) -> dict[int, Tensor]:
     inbox = transport.inbox(transport.size * _PROOF, leaving.buffer.device, transport.rank, 0)
     ranks = (*transport.others, transport.rank)
     arriving = Parts(inbox, tuple(Part(r, r * _PROOF, r * _PROOF + size, r * _PROOF) for r in ranks))
-    exchange = transport.exchange([leaving], [arriving], "trying peer copies", alone=True)
+    exchange = transport.exchange([leaving], [arriving], "trying peer copies", alone=alone)
     exchange.copy_own()
     exchange.wait()
     exchange.left()

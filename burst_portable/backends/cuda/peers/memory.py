@@ -124,24 +124,30 @@ class CudaPeerMemory:
         self._stream.wait_event(self._forked)
 
     def copy(self, leaving: Sequence[Parts | Strips], *, alone: bool) -> None:
-        if self._push is not None:
-            with on(self._device):  # a kernel starts in the current device's context
-                if self._push(self._copying, leaving, self._address, alone=alone):
-                    return
+        if not (alone and self._pushed(self._copying, leaving)):
+            self._by_driver(self._copying, leaving)
+
+    def copy_own(self, leaving: Sequence[Parts | Strips]) -> None:
+        if not self._pushed(self._compute, leaving):
+            self._by_driver(self._compute, leaving)
+
+    def _pushed(self, stream: int, leaving: Sequence[Parts | Strips]) -> bool:
+        """Whether a kernel does it."""
+        if self._push is None:
+            return False
+        with on(self._device):  # a kernel starts in the current device's context
+            return self._push(stream, leaving, self._address)
+
+    def _by_driver(self, stream: int, leaving: Sequence[Parts | Strips]) -> None:
+        """One copy after the other; to other devices, by a copy engine."""
         for one in leaving:
             source = one.buffer.data_ptr()
             for part in one.parts:
-                self._by_engine(part, source + part.start)
-
-    def _by_engine(self, part: Part | Strip, source: int) -> None:
-        target = self._address(part)
-        if isinstance(part, Part):
-            self._driver.copy(self._copying, target, source, part.size)
-        elif part.size:
-            self._driver.copy_lines(self._copying, target, source, part)
-
-    def copy_here(self, target: Tensor, source: Tensor) -> None:
-        self._driver.copy(self._copying, target.data_ptr(), source.data_ptr(), source.nbytes)
+                target = self._address(part)
+                if isinstance(part, Part):
+                    self._driver.copy(stream, target, source + part.start, part.size)
+                elif part.size:
+                    self._driver.copy_lines(stream, target, source + part.start, part)
 
     def _address(self, part: Part | Strip) -> int:
         """Where it goes, in the memory of a rank."""

@@ -3,12 +3,12 @@
 A copy engine takes messages one after the other, and 9 microseconds for each besides its bytes: between eight H200,
 1 MiB goes at 86 GB/s, 64 MiB at 369. A kernel writes to all ranks together, and the host says so once. Lines that lie
 apart cost it nothing: 50 MB to each of three H200, lines of 2 KiB, took 478 microseconds, where engines took 715, and
-packing them first 595. But it needs multiprocessors, so long messages that go beside kernels are left to the engines.
+packing them first 595. But it needs multiprocessors: beside a kernel that holds them all it begins when that one
+ends. So what goes beside kernels is left to the engines.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -17,8 +17,6 @@ from itertools import islice
 from burst_portable.backends.cuda.kernel_driver import Bound, Ready, kernel_driver, ready
 from burst_portable.comm.base import Part, Parts, Strip, Strips
 
-LONGEST = 16 << 20
-"""Bytes of a message that is pushed beside kernels, at most."""
 _AT_ONCE = 24  # messages of a launch
 _UNIT = 16  # bytes that a thread moves at once
 _PROGRAMS = 256  # for all messages of a launch
@@ -35,28 +33,22 @@ class Pusher:
         self._compiled = cache(_compiled)
         self._launches: dict[Hashable, list[Bound]] = {}
 
-    def __call__(self, stream: int, leaving: Sequence[Parts | Strips], address: Address, *, alone: bool) -> bool:
-        """Whether all of it is on its way. Nothing is where it is long and not alone, odd, or a single message."""
-        key = (alone, *[(one.buffer.data_ptr(), one.parts) for one in leaving])
+    def __call__(self, stream: int, leaving: Sequence[Parts | Strips], address: Address) -> bool:
+        """Whether all of it is on its way. Nothing is where it is odd, or a single message."""
+        key = tuple((one.buffer.data_ptr(), one.parts) for one in leaving)
         launches = self._launches.get(key)
         if launches is None:
             if len(self._launches) >= _KEPT:
                 self._launches.clear()
-            launches = self._launches[key] = self._made(leaving, address, alone)
+            launches = self._launches[key] = self._made(leaving, address)
         for launch in launches:
             launch(stream)
         return bool(launches)
 
-    def _made(self, leaving: Sequence[Parts | Strips], address: Address, alone: bool) -> list[Bound]:
+    def _made(self, leaving: Sequence[Parts | Strips], address: Address) -> list[Bound]:
         """The launches; none where others must do it."""
-        sizes = Counter[int]()
-        for one in leaving:
-            for part in one.parts:
-                sizes[part.peer] += part.size
         messages = [_raw(one, part, address) for one in leaving for part in one.parts]
-        if len(messages) < 2 or (not alone and max(sizes.values()) > LONGEST):
-            return []
-        if any(number % _UNIT for message in messages for number in message):
+        if len(messages) < 2 or any(number % _UNIT for message in messages for number in message):
             return []
         compiled = self._compiled()
         return [] if compiled is None else [compiled.bound(*_launch(some)) for some in _batches(messages)]
