@@ -33,11 +33,10 @@ class Planned:
 def planned(plan: Plan, pass_name: PassName, rank: int) -> Planned:
     """What a plan says of one rank."""
     cost = rank_cost(plan, pass_name, rank, Rates(1.0, 1.0))
-    if plan.reshard:  # one message there, one a tensor back, to and from every other rank
-        messages = sum(2 * (plan.problem.ranks - 1) * (1 + len(back)) for _, back in head_fields(plan, pass_name))
-    else:
-        steps = plan.steps(pass_name, rank)
-        messages = sum(len((*s.sends, *s.receives, *s.result_sends, *s.result_receives)) for s in steps)
+    steps = plan.steps(pass_name, rank)
+    messages = sum(len((*s.sends, *s.receives, *s.result_sends, *s.result_receives)) for s in steps)
+    if plan.reshard:  # one message there, one a tensor back, to and from every other rank that shares heads
+        messages += sum(2 * (plan.inner - 1) * (1 + len(back)) for _, back in head_fields(plan, pass_name))
     return Planned(cost.sent, cost.received, messages + 2 * (plan.problem.ranks - 1))
 
 

@@ -222,8 +222,18 @@ def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor |
     plan, backend, options = chosen.plan, chosen.backend, chosen.options
     p, forward, backward = plan.problem, plan.forward, plan.backward
     narrow = ", narrow gradients" if p.narrow else ""
-    moves = f"{plan.strategy} by {forward.route.name}, {backward.side} travels backward{narrow}"
-    routes = plan.reshard, plan.groups, forward.side, forward.route, backward.side, backward.route, backward.results
+    inside = f" in nodes of {plan.inner}" if plan.reshard and plan.nodes > 1 else ""
+    moves = f"{plan.strategy}{inside} by {forward.route.name}, {backward.side} travels backward{narrow}"
+    routes = (
+        plan.reshard,
+        plan.inner,
+        plan.groups,
+        forward.side,
+        forward.route,
+        backward.side,
+        backward.route,
+        backward.results,
+    )
     return statement(
         {
             "backend": backend.name,

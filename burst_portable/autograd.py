@@ -159,7 +159,8 @@ def _backward_by_heads(call: Call, saved: tuple[Any, ...], dout: Tensor | None) 
         problem, q = call.plan.problem, tensors[0]
         rows = problem.q_layout.count(call.runtime.transport.rank)
         dout = q.new_zeros((q.shape[0], rows, problem.heads, problem.value_dim))
-    return by_heads.run_backward(call.plan, call.runtime, call.options, arrived(dout), groups, sinks)
+    row_delta = None if call.by_out else call.row_delta
+    return by_heads.run_backward(call.plan, call.runtime, call.options, arrived(dout), groups, sinks, row_delta)
 
 
 def _begin(call: Call, *, forward: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Runs one pass of one rank where heads are resharded (Ulysses): one loop over groups of heads.
+"""Runs one pass of one rank where heads are resharded (Ulysses, USP): one loop over groups of heads.
 
 ::
 
@@ -6,24 +6,28 @@
     each group      wait for its rows   ->   compute   ->   start: send the results home
     all groups      wait for the results that come home
 
-While the kernel computes one group, the rows of later ones arrive and the results of earlier ones leave.
+While the kernel computes one group, the rows of later ones arrive and the results of earlier ones leave. Computing is
+one launch where all ranks share heads out; where those of a node do, it is a ring's steps between nodes (`executor`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from burst_portable import numerics
+from burst_portable import executor, numerics
 from burst_portable.heads import HeadGroup, Span, heads_of
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.numerics import State, accumulation_dtype, as_dtype
-from burst_portable.plans import Compute, PassPlan, Plan
+from burst_portable.plans import PassPlan, Plan
 from burst_portable.reshard import Reshard, ToHeads, ToSequence
-from burst_portable.runtime import Runtime
+from burst_portable.runtime import Queries, Runtime
+from burst_portable.steps import Compute
 
+RowDelta = Callable[[Tensor, Tensor], Tensor]
+"""`numerics.row_delta`, or a kernel's own."""
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """What backward needs of a group of heads: q, k, v, out and LSE, over all rows."""
 
@@ -84,16 +88,18 @@ def run_backward(
     dout: Tensor,
     saved: Sequence[Saved],
     sinks: Tensor | None,
+    row_delta: RowDelta | None,
 ) -> tuple[Gradients, Tensor | None]:
     """((dq, dk, dv), dsinks) of this rank's rows.
 
     Args:
         dout: ``[B, S_rank, Hq, Dv]``.
         saved: what `run_forward` kept.
+        row_delta: None where the kernel is given out, which does not travel, in place of delta.
 
     Returns:
-        dq, dk, dv: ``[B, S_rank, H, D]`` in dout's dtype; dsinks: ``[Hq]``, of the heads that this rank computes and
-        0 elsewhere, or None without sinks.
+        dq, dk, dv: ``[B, S_rank, H, D]`` in dout's dtype; dsinks: ``[Hq]``, of the heads and rows that this rank
+        computes and 0 elsewhere, or None without sinks.
     """
     problem, groups = plan.problem, plan.head_groups
     reshard = Reshard(plan, runtime, dout.device, backward=True)
@@ -109,7 +115,7 @@ def run_backward(
     shared: tuple[Tensor, ...] = ()  # gradients of K and V that several groups add to
     for group, arriving, kept in zip(groups, coming, saved, strict=True):
         (group_dout,) = arriving.wait()
-        group_dq, *of_kv = gradients(plan.backward, runtime, options, group_dout, kept)
+        group_dq, *of_kv = gradients(plan.backward, runtime, options, group_dout, kept, row_delta)
         shared = tuple(of_kv) if group.first else _sum(shared, of_kv)
         home: list[tuple[Tensor, Tensor, Span]] = [(group_dq, dq, group.queries)]
         if group.last:
@@ -127,27 +133,43 @@ def run_backward(
 def attend(
     pass_plan: PassPlan, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> State:
-    """(out in q's dtype or wider, LSE in the accumulation dtype) of all rows of some heads."""
-    compute = _only(pass_plan)
-    state = numerics.empty_state(q, v.shape[-1]) if compute is None else runtime.attend_whole(compute, q, k, v, options)
+    """(out in q's dtype or wider, LSE in the accumulation dtype) of the rows at hand of some heads."""
+    rank = runtime.transport.rank
+    if pass_plan.problem.ranks > 1:
+        state = executor.run_forward(pass_plan, rank, runtime, options, q, k, v)
+    elif compute := _only(pass_plan, rank):
+        state = runtime.attend_whole(compute, q, k, v, options)
+    else:
+        state = numerics.empty_state(q, v.shape[-1])
     if sinks is not None:
-        state = numerics.finished(state, q.dtype)
+        if pass_plan.problem.ranks == 1:
+            state = numerics.finished(state, q.dtype)
         numerics.add_sinks(state, sinks)
     return state[0], as_dtype(state[1], accumulation_dtype(q.dtype))
 
 
-def gradients(pass_plan: PassPlan, runtime: Runtime, options: Options, dout: Tensor, kept: Saved) -> Gradients:
-    """(dq, dk, dv) of all rows of some heads, in q's dtype or the accumulation dtype."""
+def gradients(
+    pass_plan: PassPlan,
+    runtime: Runtime,
+    options: Options,
+    dout: Tensor,
+    kept: Saved,
+    row_delta: RowDelta | None = None,
+) -> Gradients:
+    """(dq, dk, dv) of the rows at hand of some heads, in q's dtype or the accumulation dtype."""
     q, k, v, out, lse = kept
-    compute = _only(pass_plan)
-    if compute is None:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    return runtime.gradients(compute, (dout, q, k, v, out, lse), options)
+    rank = runtime.transport.rank
+    if pass_plan.problem.ranks > 1:
+        queries = Queries(q, dout, lse, row_delta(dout, out)) if row_delta else Queries(q, dout, lse, out=out)
+        return executor.run_backward(pass_plan, rank, runtime, options, queries, k, v)
+    if compute := _only(pass_plan, rank):
+        return runtime.gradients(compute, (dout, q, k, v, out, lse), options)
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-def _only(pass_plan: PassPlan) -> Compute | None:
+def _only(pass_plan: PassPlan, rank: int) -> Compute | None:
     """The one computation of a pass over all rows; None where the mask hides everything."""
-    steps = pass_plan.steps_of(0)
+    steps = pass_plan.steps_of(rank)
     return steps[0].compute if steps else None
 
 
@@ -158,7 +180,7 @@ def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]
 
 def _own_heads(plan: Plan, group: HeadGroup, runtime: Runtime) -> slice:
     """The group's heads among all query heads."""
-    start = heads_of(runtime.transport.rank, plan.problem.ranks, plan.problem.heads).start
+    start = heads_of(runtime.transport.rank % plan.inner, plan.inner, plan.problem.heads).start
     return slice(start + group.queries[0], start + group.queries[1])
 
 

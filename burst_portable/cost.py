@@ -15,8 +15,9 @@ from math import inf
 from burst_portable import memory_traffic
 from burst_portable.messages import head_fields, row_size
 from burst_portable.moves import Move
-from burst_portable.plans import PASSES, Compute, PassName, PassPlan, Plan, Problem, Step
+from burst_portable.plans import PASSES, PassName, PassPlan, Plan, Problem
 from burst_portable.rates import Rates
+from burst_portable.steps import Compute, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class PassCost:
         flops: exact mask area counts, see the top of this module.
         memory: bytes that its kernel calls move at least, see `pass_memory`.
         sent, received: bytes of messages.
-        hops: messages that it receives; where heads are resharded, exchanges that it takes part in.
+        hops: messages that it receives; where heads are resharded, exchanges that it takes part in count as well.
         launches, tiles: kernel launches, and the tiles in them.
         blocks_held: bytes of the largest set of foreign blocks held at once, those on their way included.
         seconds: predicted time of all of it.
@@ -70,14 +71,14 @@ def pass_memory(problem: Problem, pass_name: PassName, compute: Compute) -> int:
 
 
 def reshard_bytes(plan: Plan, pass_name: PassName, rank: int, *, received: bool = False) -> list[tuple[int, int]]:
-    """(bytes to head shards, bytes back) that a rank sends for each group of heads (Ulysses), or that it receives.
+    """(bytes to head shards, bytes back) that a rank sends for each group of heads, or that it receives.
 
     LSE is not in it: it comes home only where it is asked for.
     """
     p = plan.problem
-    rows = p.q_layout.count(rank)
+    rows, everyone = p.q_layout.count(rank), plan.forward.problem.q_layout.count(rank // plan.inner)
     # To head shards it sends its own rows to every other rank; back, the others' rows. It receives the other way round.
-    mine, theirs = rows * (p.ranks - 1), p.q_layout.length - rows
+    mine, theirs = rows * (plan.inner - 1), everyone - rows
     rows_there, rows_back = (theirs, mine) if received else (mine, theirs)
     return [
         (
@@ -99,15 +100,15 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
     link = sum(_transfer(m, size(m), plan.direct, rates) for m in coming)
     groups = reshard_bytes(plan, pass_name, rank) if plan.reshard else []
     if groups:
-        sent = sum(map(sum, groups))
-        received = sum(map(sum, reshard_bytes(plan, pass_name, rank, received=True)))
-        link = sum(map(sum, _exchanges(groups, plan, rates)))
+        sent += sum(map(sum, groups))
+        received += sum(map(sum, reshard_bytes(plan, pass_name, rank, received=True)))
+        link += sum(map(sum, _exchanges(groups, plan, rank, rates)))
     return PassCost(
         flops=plan.groups * pass_flops(pass_plan.problem, pass_name, sum(c.area for c in computes)),
         memory=plan.groups * sum(pass_memory(pass_plan.problem, pass_name, c) for c in computes),
         sent=sent,
         received=received,
-        hops=2 * len(groups) or len(coming),
+        hops=2 * len(groups) + len(coming),
         launches=plan.groups * len(computes),
         tiles=plan.groups * sum(c.count for c in computes),
         blocks_held=_most_held(steps, size),
@@ -146,21 +147,23 @@ def _sizes(pass_plan: PassPlan) -> Callable[[Move], int]:
     return lambda move: (move.rows[1] - move.rows[0]) * rows[move.result]
 
 
-def _exchanges(groups: Iterable[tuple[int, int]], plan: Plan, rates: Rates) -> list[tuple[float, float]]:
+def _exchanges(groups: Iterable[tuple[int, int]], plan: Plan, rank: int, rates: Rates) -> list[tuple[float, float]]:
     """(seconds to head shards, seconds back) for each group of heads, from the bytes."""
-    return [(_exchanged(there, plan, rates), _exchanged(back, plan, rates)) for there, back in groups]
+    return [(_exchanged(there, plan, rank, rates), _exchanged(back, plan, rank, rates)) for there, back in groups]
 
 
-def _exchanged(size: int, plan: Plan, rates: Rates) -> float:
-    """Seconds in which a rank sends so many bytes to all others alike, over its links inside and between nodes."""
-    ranks = plan.problem.ranks
-    others = ranks - 1
-    far = ranks - rates.node if 0 < rates.node < ranks else 0
+def _exchanged(size: int, plan: Plan, rank: int, rates: Rates) -> float:
+    """Seconds in which a rank sends so many bytes to all others alike that share its heads, over its links inside and
+    between nodes."""
+    node, first = rates.node or plan.problem.ranks, rank - rank % plan.inner
+    others = plan.inner - 1
+    inside = min(first + plan.inner, rank - rank % node + node) - max(first, rank - rank % node) - 1
+    far = others - inside
     near = 0.0
-    if others > far:
-        spread = rates.spreads(direct=True)
-        parts = 1 if spread else others - far
-        near = rates.transfer(size * (others - far) / others, parts, direct=True, spread=spread)
+    if inside:
+        spread = rates.spreads(plan.direct)
+        parts = 1 if spread else inside
+        near = rates.transfer(size * inside / others, parts, direct=plan.direct, spread=spread)
     return max(near, rates.transfer(size * far / others, far, outer=True) if far else 0.0)
 
 
@@ -227,7 +230,14 @@ def _in_turn(problem: Problem, steps: Sequence[Step], pass_name: PassName, rates
 @lru_cache(maxsize=512)
 def _by_blocks(pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates, direct: bool) -> float:
     """Seconds of one rank where blocks travel. Kept, as strategies that are compared have passes in common."""
-    line, size, packed, launched = _Timeline(direct, pass_name, rates), _sizes(pass_plan), set[tuple[int, int]](), False
+    line = _Timeline(direct, pass_name, rates)
+    _walk(line, pass_plan, pass_name, rank, rates)
+    return line.end
+
+
+def _walk(line: _Timeline, pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates) -> None:
+    """The steps of one rank, on its timeline."""
+    size, packed, launched = _sizes(pass_plan), set[tuple[int, int]](), False
     steps, narrow = pass_plan.steps_of(rank), pass_plan.problem.narrow
     kept = _in_turn(pass_plan.problem, steps, pass_name, rates)
     for step in steps:
@@ -242,15 +252,15 @@ def _by_blocks(pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates
         line.wait(step.result_arrivals)
         line.read_and_write(memory_traffic.added(step.result_arrivals, size, narrow=narrow))
         line.receive(step.result_receives, size)
-    return line.end
 
 
 def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates) -> float:
     """Seconds of one rank whose heads are resharded, group after group: see `by_heads`."""
-    work = sum(_work(pass_plan.problem, pass_name, s.compute, rates) for s in pass_plan.steps_of(0) if s.compute)
-    moving = _exchanges(reshard_bytes(plan, pass_name, rank), plan, rates)
+    work = sum(_work(pass_plan.problem, pass_name, s.compute, rates) for s in pass_plan.steps_of(rank) if s.compute)
+    moving = _exchanges(reshard_bytes(plan, pass_name, rank), plan, rank, rates)
     line = _Timeline(plan.direct, pass_name, rates)
-    passes = memory_traffic.resharded(plan, pass_name, rank, in_pieces=rates.in_pieces, picks=bool(rates.direct))
+    picks = plan.direct and bool(rates.direct)
+    passes = memory_traffic.resharded(plan, pass_name, rank, in_pieces=rates.in_pieces, picks=picks)
     arrivals, homes = [], []
     for (there, _), traffic in zip(moving, passes, strict=True):
         line.read_and_write(traffic.packed)
@@ -258,7 +268,10 @@ def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, 
     for at, (_, back), traffic in zip(arrivals, moving, passes, strict=True):
         line.wait_until(at)
         line.read_and_write(traffic.computed)
-        line.launch(work)
+        if plan.nodes > 1:
+            _walk(line, pass_plan, pass_name, rank, rates)
+        else:
+            line.launch(work)
         homes.append(line.exchange(back))
     for at, traffic in zip(homes, passes, strict=True):
         line.wait_until(at)
@@ -303,8 +316,8 @@ class PlanCost:
 
 def plan_seconds(plan: Plan, rates: Rates, ranks: Iterable[int]) -> float:
     """`PlanCost.seconds` over these ranks."""
-    if plan.reshard:  # ranks that hold equally many rows take equally long
-        ranks = {plan.layout.count(rank): rank for rank in ranks}.values()
+    if plan.reshard:  # ranks of a node that hold equally many rows take equally long
+        ranks = {(rank // plan.inner, plan.layout.count(rank)): rank for rank in ranks}.values()
     return sum(max([rank_seconds(plan, name, r, rates) for r in ranks]) for name in PASSES)
 
 

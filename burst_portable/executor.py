@@ -4,7 +4,7 @@
 
     for each step:  what arrives   ->   send on, receive ahead   ->   compute   ->   gradients after their block
 
-`plans.Step` says what each step holds, `moves.Move` when a message leaves and when it is needed.
+`steps.Step` says what each step holds, `moves.Move` when a message leaves and when it is needed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.messages import Field, fields, message_size
 from burst_portable.moves import Move
 from burst_portable.numerics import State, accumulation_dtype, empty_state
-from burst_portable.plans import PassPlan, Problem, Step
+from burst_portable.plans import PassPlan, Problem
 from burst_portable.runtime import Queries, Runtime
+from burst_portable.steps import Step
 
 Views = tuple[Tensor, ...]
 """The tensors of a block: (k, v), (q, dO, LSE, delta), or gradients; over messages, or a rank's own."""

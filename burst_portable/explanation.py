@@ -15,7 +15,7 @@ from burst_portable.choices import Choices, choose, requested
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
-from burst_portable.plans import TRAVELS, PassName, PassPlan, Plan
+from burst_portable.plans import PASSES, TRAVELS, PassName, Plan
 from burst_portable.strategies.base import Strategy
 
 
@@ -140,17 +140,19 @@ def _mask(plan: Plan) -> str:
 
 
 def _moves(plan: Plan) -> dict[str, str]:
-    def what(name: PassName, pass_plan: PassPlan) -> str:
+    def what(name: PassName) -> str:
         if plan.problem.ranks == 1:
             return "nothing, one rank holds all"
-        how = pass_plan.route.name
-        if plan.reshard:
-            how = f"all_to_all, {plan.groups} groups of heads" if plan.groups > 1 else "all_to_all"
-        elif name == "backward" and plan.problem.narrow:
+        how = plan.moves(name)
+        if plan.reshard and plan.nodes > 1:
+            how += f", nodes of {plan.inner} ranks"
+        if plan.groups > 1:
+            how += f", {plan.groups} groups of heads"
+        if name == "backward" and plan.problem.narrow:
             how += ", gradients in the dtype of the inputs"
-        return f"{TRAVELS[name, plan.reshard or pass_plan.side]} ({how})"
+        return f"{TRAVELS[name, plan.travels(name)]} ({how})"
 
-    return {name: what(name, pass_plan) for name, pass_plan in plan.passes()}
+    return {name: what(name) for name in PASSES}
 
 
 def _transport(chosen: Choices, mesh: Mesh) -> Choice:

@@ -103,9 +103,25 @@ class Layout:
         """A rank's global positions, in the order of its rows."""
         return [p for s in self.shards[rank] for p in s.positions()]
 
-    def joined(self) -> Layout:
-        """All shards on one rank, one after the other: what a rank holds after an all-gather."""
-        return Layout(f"joined {self.name}", self.length, (tuple(s for shard in self.shards for s in shard),))
+    def joined(self, each: int | None = None) -> Layout:
+        """The shards of `each` ranks in turn on one rank, one after the other; of all ranks unless given."""
+        each = each or self.ranks
+        groups = (self.shards[first : first + each] for first in range(0, self.ranks, each))
+        return Layout(f"joined {self.name}", self.length, tuple(tuple(chain.from_iterable(group)) for group in groups))
+
+    def sorted(self) -> Layout:
+        """The same positions on every rank, segments by where they start; those that follow each other are one."""
+        return Layout(f"sorted {self.name}", self.length, tuple(map(_sorted, self.shards)))
+
+
+def _sorted(shard: Iterable[Segment]) -> tuple[Segment, ...]:
+    found: list[Segment] = []
+    for s in sorted(shard, key=lambda s: s.start):
+        if found and found[-1].step == s.step == 1 and found[-1].last + 1 == s.start:
+            found[-1] = Segment(found[-1].start, found[-1].count + s.count)
+        else:
+            found.append(s)
+    return tuple(found)
 
 
 def _listed(shards: Iterable[Iterable[Segment]]) -> tuple[tuple[Segment, ...], ...]:

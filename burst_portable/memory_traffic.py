@@ -14,7 +14,8 @@ from typing import NamedTuple, Protocol
 from burst_portable.layout import Layout
 from burst_portable.messages import head_fields
 from burst_portable.moves import Move
-from burst_portable.plans import Compute, PassName, PassPlan, Plan
+from burst_portable.plans import PassName, PassPlan, Plan
+from burst_portable.steps import Compute
 
 Size = Callable[[Move], int]
 """Bytes of a message."""
@@ -82,16 +83,18 @@ def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Merg
 
 
 @lru_cache(maxsize=64)
-def comes_in_order(layout: Layout, in_pieces: bool) -> bool:
+def comes_in_order(layout: Layout, inner: int, in_pieces: bool) -> bool:
     """Whether a head shard is computed as it comes, rank after rank; else its rows are put in natural order first.
 
     It is where that is the natural order. It also is where ranks hold few segments, for a kernel that takes any tiles
-    in one launch: many segments would be a crowd of tiles.
+    in one launch: many segments would be a crowd of tiles. `inner`: ranks that share heads out; if these are not all,
+    rows of segments with steps stay as they come (`Layout.sorted`).
     """
     if not in_pieces and max(map(len, layout.shards)) <= _SEGMENTS:
         return True
-    joined = [s for shard in layout.shards for s in shard]
-    return all(s.step == 1 for s in joined) and all(a.last + 1 == b.start for a, b in pairwise(joined))
+    if inner == layout.ranks and any(s.step > 1 for shard in layout.shards for s in shard):
+        return False
+    return all(a.start < b.start for shard in layout.joined(inner).shards for a, b in pairwise(shard))
 
 
 class Resharded(NamedTuple):
@@ -109,8 +112,8 @@ def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, pi
     so not counted.
     """
     p = plan.problem
-    mine, everyone = p.q_layout.count(rank) * p.ranks, p.q_layout.length
-    as_it_comes = comes_in_order(p.q_layout, in_pieces)
+    mine, everyone = p.q_layout.count(rank) * plan.inner, plan.forward.problem.q_layout.count(rank // plan.inner)
+    as_it_comes = comes_in_order(p.q_layout, plan.inner, in_pieces)
     groups = []
     for there, back in head_fields(plan, pass_name):
         coming, leaving = (sum(field.bytes(p.batch) for field in fields) for fields in (there, back))

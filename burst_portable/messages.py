@@ -26,7 +26,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from burst_portable.moves import Move, Side
-from burst_portable.plans import PassName, PassPlan, Plan, Problem
+from burst_portable.plans import PASSES, PassName, PassPlan, Plan, Problem
 
 ALIGNMENT = 16
 """Bytes: in every row, a field starts at a multiple of it, since kernels load straight from the message."""
@@ -75,10 +75,13 @@ def row_size(problem: Problem, side: Side, *, result: bool) -> int:
 
 
 def head_fields(plan: Plan, pass_name: PassName) -> list[tuple[tuple[Field, ...], tuple[Field, ...]]]:
-    """For each group of heads: the fields that a rank gets from every other before, and sends to every other after."""
+    """For each group of heads: the fields that a rank gets from every other before, and sends to every other after.
+
+    Every other of its node, see `Plan.inner`.
+    """
     p, part = plan.problem, plan.forward.problem
     data, d, dv = p.itemsize, p.head_dim, p.value_dim
-    gradients = max(data, 4) if p.kv_heads < p.ranks else data  # ranks add up what they have of a shared head
+    gradients = max(data, 4) if p.kv_heads < plan.inner else data  # ranks add up what they have of a shared head
     groups: list[tuple[tuple[Field, ...], tuple[Field, ...]]] = []
     for group in plan.head_groups:
         q, out = Field(part.heads, d, data), Field(part.heads, dv, data)
@@ -91,11 +94,15 @@ def head_fields(plan: Plan, pass_name: PassName) -> list[tuple[tuple[Field, ...]
     return groups
 
 
-def head_room(problem: Problem, row: int, *, back: bool) -> int:
-    """Bytes of every rank's inbox that one exchange takes, at `row` bytes a row; `back`: from head shards."""
-    ranks = problem.ranks
-    rows = ranks * max(map(problem.q_layout.count, range(ranks))) if back else problem.q_layout.length
-    return _aligned(rows * row)
+def head_room(plan: Plan, row: int, *, back: bool) -> int:
+    """Bytes of every rank's inbox that one exchange takes, at `row` bytes a row; `back`: from head shards.
+
+    As many on all ranks, though nodes may hold more or fewer rows.
+    """
+    shards, nodes = plan.problem.q_layout, plan.forward.problem.q_layout
+    if back:
+        return _aligned(plan.inner * max(map(shards.count, range(shards.ranks))) * row)
+    return _aligned(max(map(nodes.count, range(nodes.ranks))) * row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,32 +120,33 @@ class Inboxes:
 
 
 def inboxes(plan: Plan, rank: int) -> Inboxes:
-    """The inboxes of a plan as one rank needs them. Blocks that are needed together lie one after the other."""
-    if plan.reshard:  # `reshard` counts the places
-        return Inboxes(_reshard_inbox(plan, "forward"), _reshard_inbox(plan, "backward"))
+    """The inboxes of a plan as one rank needs them. Blocks that are needed together lie one after the other.
+
+    What is resharded lies in front of them, where `reshard` counts the places.
+    """
+    resharded = [_reshard_inbox(plan, name) if plan.reshard else 0 for name in PASSES]
     places: dict[Move, int] = {}
     sizes = []
-    for _, pass_plan in plan.passes():
-        most = 0
-        for target in range(pass_plan.problem.ranks):
-            found, end = _places(pass_plan, target)
+    for (_, pass_plan), most in zip(plan.passes(), resharded, strict=True):
+        for target in range(plan.problem.ranks if plan.nodes > 1 else 0):
+            found, end = _places(pass_plan, target, max(resharded))
             most = max(most, end)
             for move, place in found.items():
                 if rank in (target, move.source):
                     assert places.setdefault(move, place) == place, "one place, forward and backward"
-        sizes.append(-(-most // pass_plan.problem.ranks))
+        sizes.append(-(-most // plan.problem.ranks))
     return Inboxes(sizes[0], sizes[1], places)
 
 
-def _places(pass_plan: PassPlan, target: int) -> tuple[dict[Move, int], int]:
-    """The place of every message that comes to a rank, and where the last one ends.
+def _places(pass_plan: PassPlan, target: int, start: int) -> tuple[dict[Move, int], int]:
+    """The place of every message that comes to a rank, from `start` on, and where the last one ends.
 
     Inputs come first: a block that travels in both passes is the same `Move` in both, and so has one place.
     """
     steps = pass_plan.steps_of(target)
     inputs = [list(moves) for step in steps for _, moves in groupby(step.receives, lambda m: m.needed)]
     places: dict[Move, int] = {}
-    end = 0
+    end = start
     for moves in (*inputs, *([move] for step in steps for move in step.result_receives)):
         end = _aligned(end)
         for move in moves:
@@ -148,13 +156,13 @@ def _places(pass_plan: PassPlan, target: int) -> tuple[dict[Move, int], int]:
 
 
 def _reshard_inbox(plan: Plan, pass_name: PassName) -> int:
-    """Bytes of an inbox where heads are resharded, divided by the ranks; with the LSE, which may be asked for."""
+    """Bytes of an inbox that exchanges take where heads are resharded; with the LSE, which may be asked for."""
     p, size = plan.problem, 0
     for there, back in head_fields(plan, pass_name):
         lse = Field(plan.forward.problem.heads, None, max(p.itemsize, 4))
-        size += head_room(p, sum(field.size(p.batch) for field in there), back=False)
-        size += sum(head_room(p, field.bytes(p.batch), back=True) for field in (*back, lse))
-    return -(-size // p.ranks)
+        size += head_room(plan, sum(field.size(p.batch) for field in there), back=False)
+        size += sum(head_room(plan, field.bytes(p.batch), back=True) for field in (*back, lse))
+    return size
 
 
 def _aligned(size: int) -> int:

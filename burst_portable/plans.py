@@ -10,22 +10,25 @@ leaves, and what is computed::
 It needs no device and no torch: it can be made, printed, costed and verified for any number of ranks on any
 machine. A rank's steps are made when they are asked for, so planning one rank of a thousand costs one rank's time.
 
-A block is one rank's shard of one side, and that rank is its owner: see `moves`.
+A block is one rank's shard of one side, and that rank is its owner: see `moves`. Where heads are resharded inside nodes
+and blocks travel between them, ranks of the same place in their nodes are a ring of their own, and all these rings do
+alike; a block is then what a rank has after the reshard.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from functools import lru_cache
+from typing import Literal
 
 from burst_portable.heads import HeadGroup, head_groups
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.moves import Move, Needs, Route, Side
-from burst_portable.tiles import BlockPairs, Tiles, covered
+from burst_portable.steps import BlockTiles, Compute, Steps, renamed, scheduled
+from burst_portable.tiles import BlockPairs, Tiles
 
 PassName = Literal["forward", "backward"]
 PASSES: tuple[PassName, ...] = ("forward", "backward")
@@ -35,8 +38,14 @@ TRAVELS: dict[tuple[str, str], str] = {
     ("backward", "q"): "Q, dO, LSE and delta travel, dQ after them",
     ("forward", "heads"): "all rows of some heads come before, out goes back after",
     ("backward", "heads"): "all rows of some heads of dO come before, gradients go back after",
+    ("forward", "heads+kv"): "all rows of the node of some heads come before, out goes back after; between nodes K and "
+    "V travel",
+    ("backward", "heads+kv"): "all rows of the node of some heads of dO come before, gradients go back after; between "
+    "nodes K and V travel, dK and dV after them",
+    ("backward", "heads+q"): "all rows of the node of some heads of dO come before, gradients go back after; between "
+    "nodes Q, dO, LSE and delta travel, dQ after them",
 }
-"""What travels, in words, by pass and by side ("kv", "q"), or "heads" where they are resharded."""
+"""What travels, in words, by pass and by `Plan.travels`."""
 _RANKS_KEPT = 64  # ranks whose steps a pass keeps
 
 
@@ -74,105 +83,6 @@ class Problem:
         return self.mask.area(self.q_layout.length, self.k_layout.length)
 
 
-class BlockTiles(NamedTuple):
-    """The tiles of one pair of blocks, and where the pair's first row and column lie among those of a `Compute`."""
-
-    tiles: Tiles
-    row: int = 0
-    column: int = 0
-
-
-@dataclass(frozen=True)
-class Compute:
-    """One kernel launch: a rank's own block of one side with one or several blocks of the other.
-
-    Several blocks lie one after the other in memory, in the order of their owners here.
-    """
-
-    q_owners: tuple[int, ...]
-    k_owners: tuple[int, ...]
-    blocks: tuple[BlockTiles, ...]
-
-    @property
-    def pairs(self) -> tuple[tuple[int, int], ...]:
-        """(owner of queries, owner of keys)."""
-        return tuple((q, k) for q in self.q_owners for k in self.k_owners)
-
-    @property
-    def label(self) -> str:
-        """Its name in traces and printed plans: q1 x kv0, or q1 x kv0+3 for several."""
-        q, k = ("+".join(map(str, owners)) for owners in (self.q_owners, self.k_owners))
-        return f"q{q} x kv{k}"
-
-    @cached_property
-    def tiles(self) -> Tiles:
-        """The tiles of all its pairs; rows and columns count from the first block of each side on."""
-        return Tiles(
-            tile.shifted(row, column) if row or column else tile for tiles, row, column in self.blocks for tile in tiles
-        )
-
-    # The rest does without `tiles`: most plans are only priced, and shifting tiles for that would take longest.
-
-    @property
-    def count(self) -> int:
-        """How many tiles it has."""
-        return sum([len(tiles) for tiles, _, _ in self.blocks])
-
-    @property
-    def area(self) -> int:
-        """(q, k) pairs of one head."""
-        return sum([tiles.area for tiles, _, _ in self.blocks])
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """(rows of all its tiles together, rows of the tallest one); a row in several tiles counts in each."""
-        every = [tiles.rows for tiles, _, _ in self.blocks]
-        return sum([rows for rows, _ in every]), max([tallest for _, tallest in every])
-
-    @property
-    def columns(self) -> int:
-        """Columns of all its tiles together; a column in several tiles counts in each."""
-        return sum([tiles.columns for tiles, _, _ in self.blocks])
-
-    @property
-    def covered(self) -> tuple[int, int]:
-        """(rows, columns) that are in any of its tiles, each counted once."""
-        if len(self.blocks) == 1:
-            return self.blocks[0].tiles.covered
-        rows = [(t.q_start + row, t.q_stop + row) for tiles, row, _ in self.blocks for t in tiles]
-        columns = [(t.k_start + column, t.k_stop + column) for tiles, _, column in self.blocks for t in tiles]
-        return covered(rows), covered(columns)
-
-    def visited(self, block: int) -> int:
-        """Pairs of the blocks that a kernel computes: see `Tile.visited`."""
-        return sum([tiles.visited(block, row) for tiles, row, _ in self.blocks])
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a rank does at one step, in this order.
-
-    1. wait for `arrivals`; 2. post `sends` and `receives`; 3. compute with what came, in one launch; 4. wait for
-    `result_arrivals` and add them; 5. post `result_sends` and `result_receives`; 6. let go of blocks that no later
-    step uses.
-    """
-
-    index: int
-    arrivals: tuple[Move, ...] = ()
-    sends: tuple[Move, ...] = ()
-    receives: tuple[Move, ...] = ()
-    compute: Compute | None = None
-    result_arrivals: tuple[Move, ...] = ()
-    result_sends: tuple[Move, ...] = ()
-    result_receives: tuple[Move, ...] = ()
-    released: tuple[int, ...] = ()
-
-
-Steps = tuple[Step, ...]
-_MOVES = ("arrivals", "sends", "receives", "result_arrivals", "result_sends", "result_receives")
-"""The fields of a `Step` that hold moves."""
-
-
 @dataclass(frozen=True)
 class PassPlan:
     """How one pass goes: which side travels, along which route, and what each rank does.
@@ -181,12 +91,15 @@ class PassPlan:
         side: which side's blocks travel; the other side's stay where they are.
         route: how they travel.
         results: how their gradients get home; None forward, where results stay where they are made.
+        stride: from one member of its ring to the next. The problem and the routes count members; steps name ranks.
+            With 4, ranks 1, 5, 9 ... are the members 0, 1, 2 ... of one of four rings.
     """
 
     problem: Problem
     side: Side
     route: Route
     results: Route | None = None
+    stride: int = 1
     _pairs: BlockPairs = field(init=False, repr=False, compare=False)
     _needs: Needs = field(init=False, repr=False, compare=False)
     _ranks: dict[int, Steps] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -202,17 +115,22 @@ class PassPlan:
         if found is None:  # asked once: another thread, which plans for another rank, may clear them
             if len(self._ranks) >= _RANKS_KEPT:
                 self._ranks.clear()
-            self._ranks[rank] = found = self._make(rank)
+            member, place = divmod(rank, self.stride)
+            steps = self._make(member)
+            if self.stride > 1:
+                steps = tuple(renamed(step, self.stride, place) for step in steps)
+            self._ranks[rank] = found = steps
         return found
 
     def _make(self, rank: int) -> Steps:
+        """The steps of one member; those below count members as well."""
         inputs = list(self._inputs(rank))
         owners: dict[int, list[int]] = defaultdict(list)  # by step, of the blocks that it computes with
         for owner in range(self.problem.ranks):
             if self._needs(owner, rank):
                 owners[self.route.step(owner, rank)].append(owner)
         computes = {step: self._compute(tuple(ranks), rank) for step, ranks in owners.items()}
-        return _scheduled(rank, inputs, computes, list(self._results(rank)))
+        return scheduled(rank, inputs, computes, list(self._results(rank)))
 
     def _compute(self, owners: tuple[int, ...], rank: int) -> Compute:
         """The launch of a rank with the blocks of a step, which lie one after the other."""
@@ -293,9 +211,11 @@ def block_pairs(mask: Mask, q_layout: Layout, k_layout: Layout) -> BlockPairs:
 
 
 @lru_cache(maxsize=64)
-def make_pass_plan(problem: Problem, side: Side, route: Route, results: Route | None = None) -> PassPlan:
+def make_pass_plan(
+    problem: Problem, side: Side, route: Route, results: Route | None = None, stride: int = 1
+) -> PassPlan:
     """A `PassPlan`; made once, as strategies that `auto` compares have passes in common."""
-    return PassPlan(problem, side, route, results)
+    return PassPlan(problem, side, route, results, stride)
 
 
 @dataclass(frozen=True)
@@ -304,9 +224,10 @@ class Plan:
 
     Attributes:
         strategy: the name of the strategy that made it.
-        reshard: "heads" where tensors go from sequence shards to head shards before, and back after (Ulysses). Then
-            `forward` and `backward` are the plan of one rank for one group of its heads over all rows; the layout of
-            their problem says in which order these rows lie.
+        reshard: "heads" where tensors go from sequence shards to head shards before, and back after: among `inner`
+            ranks, all of them (Ulysses) or those of a node (USP). Then `forward` and `backward` are the plans of one
+            group of a rank's heads over the rows of all these ranks; the layout of their problem has a member a node,
+            and says in which order its rows lie.
         groups: in how many groups a rank computes its heads.
         reason: why `auto` chose it, or what the strategy chose by itself; for people.
     """
@@ -327,17 +248,43 @@ class Plan:
     @property
     def direct(self) -> bool:
         """Whether every message goes straight from the rank that made it to the one that uses it."""
-        return self.reshard is not None or (self.forward.trims and self.backward.trims)
+        if self.nodes == 1 and self.reshard:
+            return True
+        return self.forward.trims and self.backward.trims
+
+    @property
+    def inner(self) -> int:
+        """How many ranks share heads out among them; 1 where heads are not resharded."""
+        return self.forward.stride
+
+    @property
+    def nodes(self) -> int:
+        """How many sets of so many ranks there are."""
+        return self.forward.problem.ranks
+
+    def travels(self, pass_name: PassName) -> str:
+        """What travels in a pass, a key of `TRAVELS`: a side, "heads" where they are resharded, or "heads+" a side."""
+        side = self.pass_plan(pass_name).side
+        if not self.reshard:
+            return side
+        return f"heads+{side}" if self.nodes > 1 else "heads"
+
+    def moves(self, pass_name: PassName) -> str:
+        """How it travels, as the command line and printed plans call it."""
+        name = self.pass_plan(pass_name).route.name
+        if not self.reshard:
+            return name
+        return f"all_to_all, {name}" if self.nodes > 1 else "all_to_all"
 
     @property
     def head_groups(self) -> tuple[HeadGroup, ...]:
         """The groups of one rank's heads, where heads are resharded."""
         p = self.problem
-        return head_groups(p.heads // p.ranks, max(1, p.kv_heads // p.ranks), self.groups)
+        return head_groups(p.heads // self.inner, max(1, p.kv_heads // self.inner), self.groups)
 
     def steps(self, pass_name: PassName, rank: int) -> Steps:
-        """What a rank does in a pass. Where heads are resharded, every rank does this for each group of its heads."""
-        return self.pass_plan(pass_name).steps_of(0 if self.reshard else rank)
+        """What a rank does in a pass; where heads are resharded, for each group of its heads, between the exchanges."""
+        return self.pass_plan(pass_name).steps_of(rank)
 
     def pass_plan(self, pass_name: PassName) -> PassPlan:
         """The plan of one pass, by its name."""
@@ -346,45 +293,3 @@ class Plan:
     def passes(self) -> tuple[tuple[PassName, PassPlan], ...]:
         """(name, plan) of both passes."""
         return ("forward", self.forward), ("backward", self.backward)
-
-
-def _ordered(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Sorted, so that both ends of every pair of ranks post their moves in the same order."""
-    ordered = list(moves)
-    if len(ordered) > 1:
-        ordered.sort(key=lambda m: (m.needed, m.side, m.owner, m.source, m.target))
-    return tuple(ordered)
-
-
-def _scheduled(rank: int, inputs: list[Move], computes: dict[int, Compute], results: list[Move]) -> Steps:
-    """Moves and computations, sorted into steps: one `Step` for every index at which anything happens."""
-    at: dict[str, dict[int, list[Move]]] = {name: defaultdict(list) for name in _MOVES}
-    last_use: dict[int, int] = {}
-    for move in inputs:
-        if move.target == rank:
-            at["receives"][move.issue].append(move)
-            at["arrivals"][move.needed].append(move)
-            last_use[move.owner] = max(last_use.get(move.owner, 0), move.needed)
-        else:
-            at["sends"][move.issue].append(move)
-            if move.owner != rank:
-                last_use[move.owner] = max(last_use.get(move.owner, 0), move.issue)
-    for move in results:
-        if move.target == rank:
-            at["result_receives"][move.issue].append(move)
-            at["result_arrivals"][move.needed].append(move)
-        else:
-            at["result_sends"][move.issue].append(move)
-    released = defaultdict(list)
-    for owner, step in last_use.items():
-        released[step].append(owner)
-    indices = sorted({*computes, *released, *(step for slot in at.values() for step in slot)})
-    return tuple(
-        Step(
-            index,
-            compute=computes.get(index),
-            released=tuple(sorted(released.get(index, ()))),
-            **{name: _ordered(slot[index]) for name, slot in at.items() if index in slot},
-        )
-        for index in indices
-    )

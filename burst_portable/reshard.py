@@ -1,4 +1,4 @@
-"""From sequence shards to head shards and back: the all-to-alls around Ulysses.
+"""From sequence shards to head shards and back: the all-to-alls around Ulysses, among all ranks or those of a node.
 
 ::
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from burst_portable.comm.base import Exchange, Part, Parts, Strip, Strips
 from burst_portable.heads import Span
-from burst_portable.layout import Layout
+from burst_portable.layout import Layout, Segment
 from burst_portable.messages import Field, head_room
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.plans import Plan
@@ -38,17 +38,22 @@ _APART = (1 << 31) - 1  # bytes from one line to the next, at most: what copy en
 
 
 class Reshard:
-    """The all-to-alls of one pass on one rank. All ranks begin the same ones, in the same order."""
+    """The all-to-alls of one pass on one rank. All ranks begin the same ones, in the same order.
+
+    Each goes among the `Plan.inner` ranks that share heads out. They are counted by their places, from 0 on.
+    """
 
     def __init__(self, plan: Plan, runtime: Runtime, device: torch.device, *, backward: bool) -> None:
-        self.problem, self.transport, self.device = plan.problem, runtime.transport, device
+        self.plan, self.transport, self.device = plan, runtime.transport, device
         self._runtime, self._backward = runtime, backward
-        layout = plan.problem.q_layout
-        self.rows = tuple(layout.count(rank) for rank in range(layout.ranks))
+        layout, self.size = plan.problem.q_layout, plan.inner
+        node, self.place = divmod(self.transport.rank, self.size)
+        self.first = node * self.size  # the rank of place 0
+        self.rows = tuple(layout.count(self.first + place) for place in range(self.size))
         self.starts = _starts(self.rows)
-        self._order = (*self.transport.others, self.transport.rank)
-        self.to_ranks, self.to_plan = _orders(layout, plan.forward.problem.q_layout, device)
-        self._place = 0  # of the next exchange, in every rank's inbox
+        self._order = tuple((self.place + distance) % self.size for distance in range(1, self.size + 1))
+        self.to_ranks, self.to_plan = _orders(layout, plan.forward.problem.q_layout, node, device)
+        self._at = 0  # of the next exchange, in every rank's inbox
         self._begun = False
 
     @property
@@ -67,12 +72,13 @@ class Reshard:
         row = sum(field.size(like.shape[0]) for field in fields)
         inbox, place = self._inbox(self.starts[-1] * row, row, back=False)
         whole = inbox.view(like.dtype).view(self.starts[-1], -1)
-        there, here = _parts_to_heads(self._order, self.rows, row, place)
+        there, here = _parts_to_heads(self._order, self.first, self.rows, row, place)
         leaving: list[Parts | Strips] = []
         if self.transport.picks and all(_can_be_picked(x) for x, _ in parts):
             at = there[0].place or 0
             for (x, heads), field in zip(parts, fields, strict=True):
-                leaving.append(Strips(x, _strips(self._order, x.shape, x.stride(), x.itemsize, heads, at, row)))
+                strips = _strips(self._order, self.first, x.shape, x.stride(), x.itemsize, heads, at, row)
+                leaving.append(Strips(x, strips))
                 at += field.size(like.shape[0])
         else:
             leaving.append(Parts(self._packed(parts, fields, row), there))
@@ -85,7 +91,7 @@ class Reshard:
     def _packed(self, parts: Sequence[tuple[Tensor, Span]], fields: Sequence[Field], row: int) -> Tensor:
         """``[ranks, S_rank, row]``: for each rank its heads, in rows of so many bytes."""
         like = parts[0][0]
-        packed = like.new_empty(self.transport.size, like.shape[1], row // like.itemsize)
+        packed = like.new_empty(self.size, like.shape[1], row // like.itemsize)
         with self.copying():
             for (x, heads), into in zip(parts, _fields(packed, fields, like.shape[0]), strict=True):
                 owned = _of_owners(x, min(len(packed), x.shape[2]), heads)
@@ -103,24 +109,24 @@ class Reshard:
                 into, and which of this rank's heads it holds. What several ranks made for a shared head is added up.
             alone: no kernel runs after it.
         """
-        rank, ranks = self.transport.rank, self.transport.size
+        size, mine = self.size, self.rows[self.place]
         leaving, arriving, came = [], [], []
         for x, result, heads in parts:
             with self.copying():
-                made = self._rows_first(x, accumulation_dtype(x.dtype) if result.shape[2] < ranks else result.dtype)
+                made = self._rows_first(x, accumulation_dtype(x.dtype) if result.shape[2] < size else result.dtype)
             row = made[0].numel() * made.itemsize
-            inbox, place = self._inbox(ranks * self.rows[rank] * row, row, back=True)
-            there, here = _parts_to_sequence(self._order, self.rows, row, place)
+            inbox, place = self._inbox(size * mine * row, row, back=True)
+            there, here = _parts_to_sequence(self._order, self.first, self.rows, row, place)
             leaving.append(Parts(made, there))
             arriving.append(Parts(inbox, here))
-            came.append((inbox.view(made.dtype).view(ranks, self.rows[rank], *made.shape[1:]), result, heads))
+            came.append((inbox.view(made.dtype).view(size, mine, *made.shape[1:]), result, heads))
         exchange = self.transport.exchange(leaving, arriving, "to sequence", alone=alone)
         return ToSequence(self, exchange, came, leaving)
 
     def _inbox(self, size: int, row: int, *, back: bool) -> tuple[Tensor, int]:
         """An inbox of so many bytes, and the place where it begins; every rank counts places in the same way."""
-        place = self._place
-        self._place += head_room(self.problem, row, back=back)
+        place = self._at
+        self._at += head_room(self.plan, row, back=back)
         return self.transport.inbox(size, self.device, self.transport.rank, place), place
 
     def _rows_first(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -196,18 +202,19 @@ BothWays = tuple[tuple[Part, ...], tuple[Part, ...]]
 
 
 @lru_cache(maxsize=512)
-def _parts_to_heads(order: tuple[int, ...], rows: tuple[int, ...], row: int, place: int) -> BothWays:
+def _parts_to_heads(order: tuple[int, ...], first: int, rows: tuple[int, ...], row: int, at: int) -> BothWays:
     """The messages of the last rank of `order`: its packed rows for each rank; all rows of its heads, rank after rank.
 
     Args:
-        rows: how many each rank holds.
+        order: ranks by their places, which count from the rank `first` on.
+        rows: how many each of them holds.
         row: bytes of a row.
-        place: where the exchange begins in every inbox.
+        at: where the exchange begins in every inbox.
     """
-    rank, starts = order[-1], _starts(rows)
-    each, at = rows[rank] * row, place + starts[rank] * row
-    there = tuple(Part(r, r * each, (r + 1) * each, at) for r in order)
-    return there, tuple(Part(r, starts[r] * row, starts[r + 1] * row, place + starts[r] * row) for r in order)
+    me, starts = order[-1], _starts(rows)
+    each, mine = rows[me] * row, at + starts[me] * row
+    there = tuple(Part(first + p, p * each, (p + 1) * each, mine) for p in order)
+    return there, tuple(Part(first + p, starts[p] * row, starts[p + 1] * row, at + starts[p] * row) for p in order)
 
 
 def _can_be_picked(x: Tensor) -> bool:
@@ -221,39 +228,41 @@ def _can_be_picked(x: Tensor) -> bool:
 @lru_cache(maxsize=512)
 def _strips(
     order: tuple[int, ...],
+    first: int,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     itemsize: int,
     heads: Span,
-    place: int,
+    at: int,
     row: int,
 ) -> tuple[Strip, ...]:
     """The strips of a tensor ``[B, S_rank, H, D]``, whose heads are shared out to the ranks in `order`.
 
     Args:
+        order, first: as of `_parts_to_heads`.
         heads: which of the heads that a rank has of it are sent.
-        place: in the receivers' inboxes, where they begin in the first row.
+        at: in the receivers' inboxes, where they begin in the first row.
         row: bytes from one row to the next there.
     """
     batch, rows, count, dim = shape
     owners = min(len(order), count)
     width, strips = (heads[1] - heads[0]) * dim * itemsize, []
     step = strides[1] * itemsize if rows > 1 else width  # of a single row it may be any
-    for rank in order:
-        first = rank * owners // len(order) * (count // owners) + heads[0]
+    for p in order:
+        head = p * owners // len(order) * (count // owners) + heads[0]
         for b in range(batch):
-            start = (b * strides[0] + first * strides[2]) * itemsize
-            strips.append(Strip(rank, start, place + b * width, rows, width, step, row))
+            start = (b * strides[0] + head * strides[2]) * itemsize
+            strips.append(Strip(first + p, start, at + b * width, rows, width, step, row))
     return tuple(strips)
 
 
 @lru_cache(maxsize=512)
-def _parts_to_sequence(order: tuple[int, ...], rows: tuple[int, ...], row: int, place: int) -> BothWays:
+def _parts_to_sequence(order: tuple[int, ...], first: int, rows: tuple[int, ...], row: int, at: int) -> BothWays:
     """The same on the way back: to each rank its rows; from each rank what it made of this rank's rows."""
-    rank, starts = order[-1], _starts(rows)
-    mine = rows[rank] * row
-    there = tuple(Part(r, starts[r] * row, starts[r + 1] * row, place + rank * rows[r] * row) for r in order)
-    return there, tuple(Part(r, r * mine, (r + 1) * mine, place + r * mine) for r in order)
+    me, starts = order[-1], _starts(rows)
+    mine = rows[me] * row
+    there = tuple(Part(first + p, starts[p] * row, starts[p + 1] * row, at + me * rows[p] * row) for p in order)
+    return there, tuple(Part(first + p, p * mine, (p + 1) * mine, at + p * mine) for p in order)
 
 
 def _starts(rows: Sequence[int]) -> tuple[int, ...]:
@@ -326,13 +335,27 @@ class _Order:
 
 
 @lru_cache(maxsize=64)
-def _orders(layout: Layout, within: Layout, device: torch.device) -> tuple[_Order | None, _Order | None]:
-    """(from the plan's order of rows to that of the ranks, and back); None twice where they are the same."""
-    index = torch.cat([torch.arange(s.start, s.last + 1, s.step) for shard in layout.shards for s in shard])
-    if within.shards == layout.joined().shards or torch.equal(index, torch.arange(layout.length)):
+def _orders(layout: Layout, within: Layout, node: int, device: torch.device) -> tuple[_Order | None, _Order | None]:
+    """(from the plan's order of rows to that of the ranks, and back); None twice where they are the same.
+
+    Args:
+        layout, within: who holds which rows before, and after, when the rows of a node are on one member.
+        node: whose rows are meant.
+    """
+    came = layout.joined(layout.ranks // within.ranks).shards[node]
+    if within.shards[node] == came:
         return None, None
+    rows, planned = _positions(came), _positions(within.shards[node])
+    if torch.equal(rows, planned):
+        return None, None
+    by_position = torch.argsort(planned)
+    index = by_position[torch.searchsorted(planned[by_position], rows)]
     inverse = torch.argsort(index)
     return _Order(index, _runs(index), device), _Order(inverse, _runs(inverse), device)
+
+
+def _positions(shard: Sequence[Segment]) -> Tensor:
+    return torch.cat([torch.arange(s.start, s.last + 1, s.step) for s in shard])
 
 
 def _runs(index: Tensor) -> list[tuple[int, int]]:

@@ -20,7 +20,8 @@ from burst_portable.kernels import whole
 from burst_portable.kernels.contract import Gradients, Kernel, Options
 from burst_portable.moves import Move
 from burst_portable.numerics import State
-from burst_portable.plans import Compute, Plan
+from burst_portable.plans import Plan
+from burst_portable.steps import Compute
 
 if TYPE_CHECKING:
     from burst_portable.mesh import Mesh

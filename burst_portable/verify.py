@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from burst_portable.heads import heads_of
 from burst_portable.moves import Move
-from burst_portable.plans import Compute, PassPlan, Plan
+from burst_portable.plans import PassPlan, Plan
+from burst_portable.steps import Compute
 from burst_portable.tiles import find_tiles
 
 
@@ -21,22 +23,53 @@ def verify(
         ranks: a sample to walk instead. It shows whether each of them computes every pair of its rows exactly once and
             whether moves between them meet, but not whether gradients get home.
     """
-    wrong = []
+    wrong = _resharded(plan) if plan.reshard else []
     done = 0
     for name, pass_plan in plan.passes():
-        everyone = range(pass_plan.problem.ranks)
-        walked = everyone if ranks is None or len(everyone) == 1 else ranks  # one: resharded, all ranks do the same
-        checker = _Checker(pass_plan, walked)
-        for rank in walked:
-            checker.walk(rank)
-            done += 1
-            progress(done)
-        wrong += [f"{name}: {problem}" for problem in checker.finish()]
+        rings = defaultdict(list)  # ranks of one place in their nodes, where heads are resharded; else all
+        for rank in range(plan.problem.ranks) if ranks is None else ranks:
+            rings[rank % pass_plan.stride].append(rank)
+        for walked in rings.values():
+            checker = _Checker(pass_plan, walked)
+            for rank in walked:
+                checker.walk(rank)
+                done += 1
+                progress(done)
+            wrong += [f"{name}: {problem}" for problem in checker.finish()]
+    return wrong
+
+
+def _resharded(plan: Plan) -> list[str]:
+    """Whether members have the rows of their ranks after the reshard, and ranks of a node have all heads between them.
+
+    A layout holds every position once, so members have them all; of one member nothing else is to be asked.
+    """
+    p, inner = plan.problem, plan.inner
+    wrong = []
+    if inner * plan.nodes != p.ranks:
+        wrong.append(f"{plan.nodes} nodes of {inner} ranks are not {p.ranks} ranks")
+    for name, pass_plan in plan.passes():
+        part = pass_plan.problem
+        for before, after in ((p.q_layout, part.q_layout), (p.k_layout, part.k_layout)):
+            nodes = before.joined(inner).sorted().shards
+            if len(nodes) != after.ranks or (after.ranks > 1 and nodes != after.sorted().shards):
+                wrong.append(f"{name}: nodes compute with other rows than their ranks have")
+        heads, readers = plan.groups * part.heads, p.heads // p.kv_heads
+        if pass_plan.stride != inner or heads * inner != p.heads:
+            wrong.append(f"{name}: {pass_plan.stride} ranks with {heads} query heads each are not {p.heads} heads")
+            continue
+        for group in plan.head_groups:
+            if group.keys[1] - group.keys[0] != part.kv_heads:
+                wrong.append(f"{name}: query heads {group.queries} read K/V heads {group.keys}, not {part.kv_heads}")
+        for place in range(inner):
+            kept = heads_of(place, inner, p.kv_heads)
+            if (place * heads // readers, ((place + 1) * heads - 1) // readers + 1) != (kept.start, kept.stop):
+                wrong.append(f"{name}: place {place} of a node has other K/V heads than its query heads read")
     return wrong
 
 
 class _Checker:
-    """Walks every rank of a pass once, and keeps only what both ends of a move do not cancel."""
+    """Walks ranks of a ring once each, in one pass, and keeps only what both ends of a move do not cancel."""
 
     def __init__(self, pass_plan: PassPlan, ranks: Sequence[int]) -> None:
         self.pass_plan = pass_plan
@@ -69,7 +102,7 @@ class _Checker:
             if other not in held:
                 self.wrong.append(f"rank {rank} computes with the block of {other} without holding it")
         self.computed.update(compute.pairs)
-        self.area += compute.tiles.area
+        self.area += compute.area
 
     def _count(self, moves: Iterable[Move], sign: int) -> None:
         for move in moves:
@@ -98,7 +131,7 @@ class _Checker:
             return p.area
         stays, travels = (p.q_layout, p.k_layout) if self.pass_plan.side == "kv" else (p.k_layout, p.q_layout)
         whole = sorted((s for shard in travels.shards for s in shard), key=lambda s: s.start)
-        sides = ((stays.shards[rank], whole) for rank in self.ranks)
+        sides = ((stays.shards[rank // self.pass_plan.stride], whole) for rank in self.ranks)
         return sum(find_tiles(p.mask, *(s if self.pass_plan.side == "kv" else s[::-1])).area for s in sides)
 
     def _gradients_home(self) -> list[str]:

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("numerics", "files"),
     ("mask", "layout", "layouts"),
     ("boxes", "tiles", "moves", "heads"),
+    ("steps",),
     ("plans",),
     ("messages", "rates"),
     ("memory_traffic",),
@@ -46,7 +47,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
     *("errors", "config", "values", "units", "files", "mask", "layout", "layouts", "boxes", "tiles"),
-    *("moves", "heads", "plans", "messages", "rates", "memory_traffic", "cost", "verify", "measured_rates"),
+    *("moves", "heads", "steps", "plans", "messages", "rates", "memory_traffic", "cost", "verify", "measured_rates"),
     *("strategies", "planning"),
 )
 PURE_NEVER = ("torch", "numpy", "triton", "transformers")

@@ -6,6 +6,7 @@ problem             the sizes that were asked for; mask and layout by name; `are
                     `blind_rows`: tokens that see nothing
 strategy, reason    what plans, and why where it was chosen
 reshard, groups     "heads" where heads are resharded, and in how many groups a rank computes them
+inner               among how many ranks heads are resharded: all, or those of a node; else 1
 rates               tflops and gbps a rank, that times are predicted with; outer_gbps between nodes of `node` ranks;
                     `source`: where they come from, or null where they were typed
 costed_ranks        the ranks that numbers below are taken over: all of them, or a sample
@@ -32,8 +33,9 @@ from burst_portable import __version__
 from burst_portable.cost import PassCost, plan_cost
 from burst_portable.messages import message_size
 from burst_portable.moves import Move
-from burst_portable.plans import PassName, PassPlan, Plan, Problem, Step
+from burst_portable.plans import PassName, PassPlan, Plan, Problem
 from burst_portable.rates import Rates
+from burst_portable.steps import Step
 from burst_portable.verify import verify
 
 SCHEMA = "burst_portable.plan/1"
@@ -59,6 +61,7 @@ def plan_facts(plan: Plan, rates: Rates, rank: int) -> Facts:
         "reason": plan.reason,
         "reshard": plan.reshard,
         "groups": plan.groups,
+        "inner": plan.inner,
         "rates": {
             "tflops": rates.tflops,
             "gbps": rates.gbps,
@@ -88,13 +91,20 @@ def check(plan: Plan, ranks: Sequence[int], progress: Callable[[int], None]) -> 
     return {"done": True, "ok": not wrong, "wrong": wrong, "ranks": len(ranks)}
 
 
-def checked_ranks(ranks: int, everyone: bool) -> Sequence[int]:
-    """All ranks where they are few or `everyone` is to be checked; else neighbours, in runs spread over all."""
+def checked_ranks(ranks: int, everyone: bool, inner: int = 1) -> Sequence[int]:
+    """All ranks where they are few or `everyone` is to be checked; else neighbours, in runs spread over all.
+
+    Where `inner` ranks share heads out, neighbours in their ring; of rings of few ranks, some are checked whole.
+    """
+    nodes = ranks // inner
     if everyone or ranks <= CHECKED_RANKS:
         return range(ranks)
-    runs = max(2, CHECKED_RANKS**2 // ranks // _NEIGHBOURS)
-    starts = (i * (ranks - _NEIGHBOURS) // (runs - 1) for i in range(runs))
-    return sorted({start + i for start in starts for i in range(_NEIGHBOURS)})
+    if nodes <= CHECKED_RANKS:
+        rings = min(inner, CHECKED_RANKS // nodes)
+        return sorted(node * inner + i * inner // rings for node in range(nodes) for i in range(rings))
+    runs = max(2, CHECKED_RANKS**2 // nodes // _NEIGHBOURS)
+    starts = (i * (nodes - _NEIGHBOURS) // (runs - 1) for i in range(runs))
+    return sorted({(start + i) * inner for start in starts for i in range(_NEIGHBOURS)})
 
 
 def costed_ranks(ranks: int, shown: int) -> tuple[int, ...]:
@@ -136,11 +146,11 @@ def _pass(
         "tiles": [c.tiles for c in costs],
     }
     return {
-        "travels": "heads" if plan.reshard else pass_plan.side,
-        "moves": "all_to_all" if plan.reshard else pass_plan.route.name,
+        "travels": plan.travels(name),
+        "moves": plan.moves(name),
         "max": {column: max(values) for column, values in columns.items()},
         "mean": {column: sum(values) / len(values) for column, values in columns.items()},
-        "bytes_a_hop": None if plan.reshard else _largest_hop(pass_plan, ranks),
+        "bytes_a_hop": _largest_hop(pass_plan, ranks) if plan.nodes > 1 or not plan.reshard else None,
         "memory": {
             "shard": _shard(plan, name, pass_plan, ranks),
             "in_flight": max(c.blocks_held for c in costs),
@@ -152,12 +162,10 @@ def _pass(
 
 
 def _shard(plan: Plan, name: PassName, pass_plan: PassPlan, ranks: Sequence[int]) -> int:
-    """Of the rank that holds most: of its rows, or of all rows of its heads."""
-    if not plan.reshard:
-        return max(shard_bytes(pass_plan.problem, name, rank) for rank in ranks)
-    p = plan.problem
-    heads = replace(pass_plan.problem, heads=p.heads // p.ranks, kv_heads=max(1, p.kv_heads // p.ranks))
-    return shard_bytes(heads, name, 0)
+    """Of the rank that holds most: of its rows, or of all rows, or those of its node, of its heads."""
+    p, inner = plan.problem, plan.inner
+    every = replace(pass_plan.problem, heads=p.heads // inner, kv_heads=max(1, p.kv_heads // inner))  # not of a group
+    return max(shard_bytes(every, name, member) for member in {rank // inner for rank in ranks})
 
 
 def shard_bytes(problem: Problem, pass_name: PassName, rank: int) -> int:

@@ -163,9 +163,10 @@ def _travels(plan: Plan) -> str:
     """What goes where in each pass, in a few words."""
     if plan.problem.ranks == 1:
         return "nothing travels"
-    if plan.reshard:
+    if plan.reshard and plan.nodes == 1:
         return "rows for heads, all to all"
-    return ", ".join(
+    inside = f"rows for heads in nodes of {plan.inner}; " if plan.reshard else ""
+    return inside + ", ".join(
         f"{name} {_SIDES[pass_plan.side]} {_PATHS[pass_plan.route.name]}" for name, pass_plan in plan.passes()
     )
 

@@ -7,16 +7,19 @@ from burst_portable.rates import Rates
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import NAMES, make_strategy
 
-STRATEGY = "auto (the least predicted time), ring, burst, double_ring or ulysses."
+STRATEGY = "auto (the least predicted time), ring, burst, double_ring, ulysses or usp."
 LAYOUT = (
     "auto (the least predicted time), contiguous, zigzag or striped; whole_documents or document_zigzag where the mask "
     "is of documents."
 )
-MOVES = "For ring and burst: neighbour (from rank to rank) or fetch (straight from the owner); neighbour unless given."
-TRAVELS = "For double_ring: kv or q, what goes round in the backward pass; q unless given."
-INNER = "Ranks a node, for double_ring and auto; unless given, auto leaves double_ring out."
-WITH_NODES = ("double_ring", "auto")
-_SERVED = {"--inner": WITH_NODES, "--travels": ("double_ring",), "--moves": ("ring", "burst")}
+MOVES = (
+    "For ring and burst, and for usp between nodes: neighbour (from rank to rank) or fetch (straight from the owner); "
+    "neighbour unless given."
+)
+TRAVELS = "For double_ring and usp: kv or q, what goes round in the backward pass; q unless given, and kv of usp."
+INNER = "Ranks a node, for double_ring, usp and auto; unless given, auto leaves these two out."
+WITH_NODES = ("double_ring", "usp", "auto")
+_SERVED = {"--inner": WITH_NODES, "--travels": ("double_ring", "usp"), "--moves": ("ring", "burst", "usp")}
 
 
 def asked_strategy(name: str, inner: int | None, travels: str | None, moves: str | None, rates: Rates) -> Strategy:

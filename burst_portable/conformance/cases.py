@@ -76,6 +76,9 @@ STRATEGIES: Mapping[str, Mapping[str, object]] = {
     "double_ring+kv": {"travels": "kv"},
     "ulysses": {},
     "ulysses+groups": {"groups": 2},
+    "usp": {},
+    "usp+q": {"travels": "q"},
+    "usp+fetch": {"moves": "fetch"},
     "auto": {},
 }
 

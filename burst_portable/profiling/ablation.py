@@ -32,8 +32,9 @@ from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.moves import Move
 from burst_portable.numerics import State, empty_state
-from burst_portable.plans import Compute, Plan
+from burst_portable.plans import Plan
 from burst_portable.runtime import Queries, Runtime, installed
+from burst_portable.steps import Compute
 from burst_portable.values import as_int
 
 REPEAT = 3

@@ -15,13 +15,14 @@ from burst_portable.backends.registry import for_device, meter_of, peaks_of, rat
 from burst_portable.cost import pass_flops, rank_cost
 from burst_portable.errors import InputError
 from burst_portable.layout import Layout
-from burst_portable.plans import PASSES, Compute, Plan
+from burst_portable.plans import PASSES, Plan
 from burst_portable.profiling.alternatives import layouts, strategies
 from burst_portable.profiling.events import Clock, make_clock
 from burst_portable.profiling.place import Place
 from burst_portable.profiling.record import COLUMNS, TIMES, RankRecords, Table
 from burst_portable.profiling.sensors import Sensors
 from burst_portable.rates import Rates
+from burst_portable.steps import Compute
 
 Annotate = Callable[[Place], AbstractContextManager[object]]
 

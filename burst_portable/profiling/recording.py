@@ -17,11 +17,12 @@ from burst_portable.comm.wrapped import WrappedTransport
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.moves import Move
 from burst_portable.numerics import State
-from burst_portable.plans import Compute, Plan
+from burst_portable.plans import Plan
 from burst_portable.profiling.place import Place
 from burst_portable.profiling.record import NEVER
 from burst_portable.profiling.recorder import Recorder
 from burst_portable.runtime import Queries, Runtime
+from burst_portable.steps import Compute
 
 T = TypeVar("T")
 

@@ -16,11 +16,12 @@ from burst_portable.errors import InputError, UnsupportedError, explain, shown
 from burst_portable.layout import Segment
 from burst_portable.plans import Plan, Problem
 from burst_portable.rates import OUTER_GBPS, Rates
-from burst_portable.strategies.base import Strategy, check_inner
+from burst_portable.strategies.base import Strategy, check_inner, divisors
 from burst_portable.strategies.burst import BurstStrategy
 from burst_portable.strategies.double_ring import DoubleRingStrategy
 from burst_portable.strategies.ring import RingStrategy
-from burst_portable.strategies.ulysses import UlyssesStrategy, possible_groups
+from burst_portable.strategies.ulysses import UlyssesStrategy, possible_groups, shares_out
+from burst_portable.strategies.usp import UspStrategy
 from burst_portable.tiles import BlockPairs
 from burst_portable.units import by_time
 
@@ -36,7 +37,7 @@ _LOOKED_AT = 1 << 13  # segments, and ranks times regions: of more, the busiest 
 class AutoStrategy:
     """The plan of the other strategies that is predicted to be fastest at these `rates`.
 
-    With `inner` (ranks a node) the double ring is a candidate too, and messages between nodes are priced apart.
+    With `inner` (ranks a node) the double ring and USP are candidates too, and messages between nodes are priced apart.
     """
 
     inner: int | None = None
@@ -117,6 +118,17 @@ class AutoStrategy:
         if self.inner is not None and self.inner > 1:
             yield "double_ring", DoubleRingStrategy(inner=self.inner)
             yield "double_ring+kv", DoubleRingStrategy(inner=self.inner, travels="kv")
+            yield from self._usp(problem, self.inner)
+
+    def _usp(self, problem: Problem, node: int) -> Iterator[tuple[str, Strategy]]:
+        """In nodes, or in the largest parts of them that heads allow."""
+        fitting = [i for i in divisors(node) if i > 1 and shares_out(problem, i)]
+        inner = max(fitting, default=node)  # that one refuses, and says why
+        if inner < problem.ranks and problem.ranks % inner == 0:
+            part = "" if inner == node else f" in {inner}"
+            yield f"usp{part}", UspStrategy(inner=inner)
+            yield f"usp{part}+q", UspStrategy(inner=inner, travels="q")
+            yield f"usp{part}+fetch", UspStrategy(inner=inner, moves="fetch")
 
 
 @lru_cache(maxsize=64)

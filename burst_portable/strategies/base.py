@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -55,11 +55,21 @@ def check_divides(inner: int, ranks: int) -> None:
     if inner < 1 or ranks % inner:
         raise InputError(
             explain(
-                "the inner ring does not divide the ranks",
+                "that node size does not divide the ranks",
                 got=f"inner={inner}, {ranks} ranks",
-                allowed=", ".join(str(i) for i in range(1, ranks + 1) if ranks % i == 0),
+                allowed=", ".join(map(str, divisors(ranks))),
             )
         )
+
+
+def divisors(ranks: int) -> list[int]:
+    """The sizes that nodes may have."""
+    return [i for i in range(1, ranks + 1) if ranks % i == 0]
+
+
+def node_size(ranks: int, fits: Callable[[int], bool] = lambda inner: True) -> int:
+    """Ranks a node where nobody says: the largest divisor that fits, is at most 8, and leaves several nodes."""
+    return max((i for i in divisors(ranks) if i <= min(ranks // 2, 8) and fits(i)), default=1)
 
 
 def check_fetched(moves: Moves, ahead: object, together: object) -> None:
@@ -104,20 +114,22 @@ def route(ranks: int, moves: Moves, ahead: int = 1, together: int = 1, own: Own 
 
 
 def ring_plan(
-    problem: Problem, strategy: str, *, side: Side, path: Route, back: Route | None = None, note: str = ""
-) -> Plan:
+    problem: Problem, strategy: str, *, side: Side, path: Route, back: Route | None = None, note: str = "",
+    stride: int = 1,
+) -> Plan:  # fmt: skip
     """The plan of the whole ring family: K and V travel forward, `side` and its gradients travel backward.
 
     Args:
         path: the route of the forward pass.
         back: the route of the backward pass; `path` unless given.
         note: the plan's `reason`.
+        stride: see `PassPlan`.
     """
     back = back or path
     return Plan(
         problem,
         strategy,
-        forward=make_pass_plan(problem, "kv", path),
-        backward=make_pass_plan(problem, side, back, results=back),
+        forward=make_pass_plan(problem, "kv", path, stride=stride),
+        backward=make_pass_plan(problem, side, back, results=back, stride=stride),
         reason=note,
     )

@@ -32,6 +32,7 @@ from burst_portable.strategies.base import (
     check_gradients,
     check_inner,
     check_name,
+    node_size,
     ring_plan,
     with_gradients,
 )
@@ -55,7 +56,7 @@ class DoubleRingStrategy:
         problem = with_gradients(problem, self.gradients)
         inner, note = self.inner, ""
         if inner is None:
-            inner = _node_size(problem.ranks)
+            inner = node_size(problem.ranks)
             note = f"inner rings of {inner}: no node size was given"
         check_divides(inner, problem.ranks)
         path = DoubleRing(problem.ranks, inner, first=inner)
@@ -69,7 +70,3 @@ def _first_steps(problem: Problem, side: Side, inner: int) -> int:
         return inner
     block, gradients = (row_size(problem, side, result=result) for result in (False, True))
     return max(1, round(inner * block / (block + gradients)))
-
-
-def _node_size(ranks: int) -> int:
-    return max((i for i in range(1, min(ranks // 2, 8) + 1) if ranks % i == 0), default=1)

@@ -13,6 +13,7 @@ _CLASSES = {
     "burst": "BurstStrategy",
     "double_ring": "DoubleRingStrategy",
     "ulysses": "UlyssesStrategy",
+    "usp": "UspStrategy",
     "auto": "AutoStrategy",
 }
 

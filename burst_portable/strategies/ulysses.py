@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
 from burst_portable.heads import can_group
-from burst_portable.layout import Layout
 from burst_portable.layouts import contiguous
 from burst_portable.memory_traffic import comes_in_order
 from burst_portable.moves import Ring
@@ -40,7 +39,7 @@ class UlyssesStrategy:
 
     def plan(self, problem: Problem) -> Plan:
         ranks = problem.ranks
-        if not _shares_out(problem):
+        if not shares_out(problem, ranks):
             raise UnsupportedError(
                 explain(
                     "ulysses cannot share these heads out",
@@ -70,8 +69,8 @@ class UlyssesStrategy:
         return Plan(
             problem,
             self.name,
-            forward=make_pass_plan(whole, "kv", Ring(1)),
-            backward=make_pass_plan(whole, "kv", Ring(1), Ring(1)),
+            forward=make_pass_plan(whole, "kv", Ring(1), stride=ranks),
+            backward=make_pass_plan(whole, "kv", Ring(1), Ring(1), stride=ranks),
             reshard="heads",
             groups=self.groups,
         )
@@ -79,22 +78,22 @@ class UlyssesStrategy:
 
 def possible_groups(problem: Problem) -> tuple[int, ...]:
     """Numbers of groups, above one, that are worth trying."""
-    if not _shares_out(problem):
+    if not shares_out(problem, problem.ranks):
         return ()
     heads, kv_heads = problem.heads // problem.ranks, max(1, problem.kv_heads // problem.ranks)
     return tuple(n for n in (2, 4) if can_group(heads, kv_heads, n))
 
 
-def _shares_out(problem: Problem) -> bool:
-    """Whether all ranks can have equally many heads, and whole K/V heads with them."""
-    ranks, kv_heads = problem.ranks, problem.kv_heads
+def shares_out(problem: Problem, ranks: int) -> bool:
+    """Whether so many ranks can have equally many heads each, and whole K/V heads with them."""
+    kv_heads = problem.kv_heads
     return problem.heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 def in_rank_order(plan: Plan) -> Plan:
     """The plan with rows of head shards left as they come, rank after rank, where that makes no crowd of tiles."""
-    layout: Layout = plan.problem.q_layout
-    if not comes_in_order(layout, in_pieces=False):
+    layout, inner = plan.problem.q_layout, plan.inner
+    if not comes_in_order(layout, inner, in_pieces=False):
         return plan
-    joined = replace(plan.forward.problem, q_layout=layout.joined(), k_layout=plan.problem.k_layout.joined())
+    joined = replace(plan.forward.problem, q_layout=layout.joined(inner), k_layout=plan.problem.k_layout.joined(inner))
     return replace(plan, forward=replace(plan.forward, problem=joined), backward=replace(plan.backward, problem=joined))

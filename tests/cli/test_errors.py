@@ -73,7 +73,7 @@ def test_zero_and_negative_numbers(capsys, option, value):
         (("--strategy", "ulysses", "--heads", "3"), ["cannot share these heads", "3 query", "2 ranks", "'ring'"]),
         (("--strategy", "double_ring", "--inner", "3"), ["does not divide", "inner=3", "1, 2"]),
         (("--strategy", "ring", "--inner", "3"), ["does not divide", "inner=3", "1, 2"]),
-        (("--strategy", "auto", "--moves", "fetch"), ["'auto' takes no --moves", "--strategy ring or burst"]),
+        (("--strategy", "auto", "--moves", "fetch"), ["'auto' takes no --moves", "--strategy ring or burst or usp"]),
         (("--strategy", "ulysses", "--travels", "kv"), ["'ulysses' takes no --travels", "--strategy double_ring"]),
         (("--strategy", "ring", "--outer-gbps", "50"), ["--outer-gbps is between nodes", "--inner"]),
         (("out.json",), ["unexpected extra argument", "out.json"]),

@@ -15,8 +15,9 @@ from burst_portable.mask import Mask
 from burst_portable.messages import ALIGNMENT, inboxes, message_size
 from burst_portable.moves import Ring
 from burst_portable.planning import plan
-from burst_portable.plans import Plan, Problem, Step, make_pass_plan
+from burst_portable.plans import Plan, Problem, make_pass_plan
 from burst_portable.rates import Rates
+from burst_portable.steps import Step
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.verify import verify
 

@@ -16,11 +16,11 @@ from burst_portable.backends.registry import known, load, peaks_of
 from burst_portable.config import Config
 from burst_portable.cost import pass_memory
 from burst_portable.measured_rates import SCHEMA
-from burst_portable.plans import BlockTiles, Compute
 from burst_portable.profiling.analyze import analyze
 from burst_portable.profiling.evidence import EVIDENCE, KINDS, evidence_of
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.tables import peaks_text, rates_text, roofline_text
+from burst_portable.steps import BlockTiles, Compute
 from burst_portable.tiles import Tile, Tiles
 from tests.profiling.made import Maker, ring
 

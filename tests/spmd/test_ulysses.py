@@ -244,7 +244,7 @@ def test_orders_of_rows(layout):
     """There and back, by runs where they are few and by indices where they are many."""
     mask = Mask.documents(tuple(range(0, 1001, 100)))
     where, one = make_layout(layout, 1000, 4, mask), make_layout("contiguous", 1000, 1)
-    to_ranks, to_plan = _orders(where, one, torch.device("cpu"))
+    to_ranks, to_plan = _orders(where, one, 0, torch.device("cpu"))
     natural = torch.arange(1000)
     by_rank = torch.tensor([p for rank in range(4) for p in where.positions(rank)])
     if layout == "contiguous":
@@ -252,7 +252,7 @@ def test_orders_of_rows(layout):
     else:
         assert torch.equal(to_ranks(natural), by_rank)
         assert torch.equal(to_plan(by_rank), natural)
-    assert _orders(where, where.joined(), torch.device("cpu")) == (None, None)
+    assert _orders(where, where.joined(), 0, torch.device("cpu")) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def _asked(prepared: Prepared) -> Facts:
         "world_size": job.ranks,
         "strategy": plan.strategy,
         "strategy_requested": job.strategy,
-        "moves": {name: pass_plan.route.name for name, pass_plan in plan.passes()} if not plan.reshard else None,
+        "moves": {name: part.route.name for name, part in plan.passes()} if plan.nodes > 1 else None,
         "layout": job.layout,
         "seq_len": job.seq_len,
         "steps": job.steps,

@@ -23,10 +23,11 @@ from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.moves import Move
 from burst_portable.numerics import State
-from burst_portable.plans import PASSES, Compute, PassName, Plan
+from burst_portable.plans import PASSES, PassName, Plan
 from burst_portable.profiling.partition import PARTS
 from burst_portable.profiling.session import Session, profile
 from burst_portable.runtime import Queries, Runtime, installed
+from burst_portable.steps import Compute
 
 NAME = "profiler"
 _PART = {"compute": "compute", "copy": "exposed_copy"}  # of events that are no communication
@@ -38,6 +39,7 @@ _CASES = (
     Case(mask="causal", ranks=4, strategy="double_ring"),
     Case(mask="documents", ranks=3, strategy="ring+fetch"),
     Case(mask="causal", ranks=2, strategy="ulysses", heads="mqa"),
+    Case(mask="causal", ranks=4, strategy="usp"),
 )
 
 Facts = dict[str, Any]
@@ -119,7 +121,7 @@ def _complete(told: Facts, case: Case) -> str:
     """Whether every pair of the mask is in the report once, and every byte of the plan."""
     plan = plan_of(case)
     seen = int(oracle.dense_mask(case.make_mask(), case.length).sum())
-    shared = case.ranks * plan.groups if plan.reshard else 1  # each group of heads sees every pair
+    shared = plan.inner * plan.groups  # each group of heads sees every pair
     for backward, name in enumerate(PASSES):
         pieces = [step for step in told["steps"] if step["backward"] == backward]
         pairs = sum(cell["pairs"] for step in pieces for cell in step["ranks"])

@@ -1,0 +1,179 @@
+"""What a rank does in a pass, step by step: computations, and the moves around them. See `plans`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from burst_portable.moves import Move
+from burst_portable.tiles import Tiles, covered
+
+
+class BlockTiles(NamedTuple):
+    """The tiles of one pair of blocks, and where the pair's first row and column lie among those of a `Compute`."""
+
+    tiles: Tiles
+    row: int = 0
+    column: int = 0
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One kernel launch: a rank's own block of one side with one or several blocks of the other.
+
+    Several blocks lie one after the other in memory, in the order of their owners here.
+    """
+
+    q_owners: tuple[int, ...]
+    k_owners: tuple[int, ...]
+    blocks: tuple[BlockTiles, ...]
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(owner of queries, owner of keys)."""
+        return tuple((q, k) for q in self.q_owners for k in self.k_owners)
+
+    @property
+    def label(self) -> str:
+        """Its name in traces and printed plans: q1 x kv0, or q1 x kv0+3 for several."""
+        q, k = ("+".join(map(str, owners)) for owners in (self.q_owners, self.k_owners))
+        return f"q{q} x kv{k}"
+
+    @cached_property
+    def tiles(self) -> Tiles:
+        """The tiles of all its pairs; rows and columns count from the first block of each side on."""
+        return Tiles(
+            tile.shifted(row, column) if row or column else tile for tiles, row, column in self.blocks for tile in tiles
+        )
+
+    # The rest does without `tiles`: most plans are only priced, and shifting tiles for that would take longest.
+
+    @property
+    def count(self) -> int:
+        """How many tiles it has."""
+        return sum([len(tiles) for tiles, _, _ in self.blocks])
+
+    @property
+    def area(self) -> int:
+        """(q, k) pairs of one head."""
+        return sum([tiles.area for tiles, _, _ in self.blocks])
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """(rows of all its tiles together, rows of the tallest one); a row in several tiles counts in each."""
+        every = [tiles.rows for tiles, _, _ in self.blocks]
+        return sum([rows for rows, _ in every]), max([tallest for _, tallest in every])
+
+    @property
+    def columns(self) -> int:
+        """Columns of all its tiles together; a column in several tiles counts in each."""
+        return sum([tiles.columns for tiles, _, _ in self.blocks])
+
+    @property
+    def covered(self) -> tuple[int, int]:
+        """(rows, columns) that are in any of its tiles, each counted once."""
+        if len(self.blocks) == 1:
+            return self.blocks[0].tiles.covered
+        rows = [(t.q_start + row, t.q_stop + row) for tiles, row, _ in self.blocks for t in tiles]
+        columns = [(t.k_start + column, t.k_stop + column) for tiles, _, column in self.blocks for t in tiles]
+        return covered(rows), covered(columns)
+
+    def visited(self, block: int) -> int:
+        """Pairs of the blocks that a kernel computes: see `Tile.visited`."""
+        return sum([tiles.visited(block, row) for tiles, row, _ in self.blocks])
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a rank does at one step, in this order.
+
+    1. wait for `arrivals`; 2. post `sends` and `receives`; 3. compute with what came, in one launch; 4. wait for
+    `result_arrivals` and add them; 5. post `result_sends` and `result_receives`; 6. let go of blocks that no later
+    step uses.
+    """
+
+    index: int
+    arrivals: tuple[Move, ...] = ()
+    sends: tuple[Move, ...] = ()
+    receives: tuple[Move, ...] = ()
+    compute: Compute | None = None
+    result_arrivals: tuple[Move, ...] = ()
+    result_sends: tuple[Move, ...] = ()
+    result_receives: tuple[Move, ...] = ()
+    released: tuple[int, ...] = ()
+
+
+Steps = tuple[Step, ...]
+_MOVES = ("arrivals", "sends", "receives", "result_arrivals", "result_sends", "result_receives")
+"""The fields of a `Step` that hold moves."""
+
+
+def renamed(step: Step, stride: int, place: int) -> Step:
+    """The step of a member of a ring, with ranks for members: member m is the rank m * stride + place."""
+
+    def rank(member: int) -> int:
+        return member * stride + place
+
+    def ranks(members: Iterable[int]) -> tuple[int, ...]:
+        return tuple(map(rank, members))
+
+    def named(moves: Iterable[Move]) -> tuple[Move, ...]:
+        return tuple(m._replace(owner=rank(m.owner), source=rank(m.source), target=rank(m.target)) for m in moves)
+
+    c = step.compute
+    return Step(
+        step.index,
+        arrivals=named(step.arrivals),
+        sends=named(step.sends),
+        receives=named(step.receives),
+        compute=c and Compute(ranks(c.q_owners), ranks(c.k_owners), c.blocks),
+        result_arrivals=named(step.result_arrivals),
+        result_sends=named(step.result_sends),
+        result_receives=named(step.result_receives),
+        released=ranks(step.released),
+    )
+
+
+def _ordered(moves: Iterable[Move]) -> tuple[Move, ...]:
+    """Sorted, so that both ends of every pair of ranks post their moves in the same order."""
+    ordered = list(moves)
+    if len(ordered) > 1:
+        ordered.sort(key=lambda m: (m.needed, m.side, m.owner, m.source, m.target))
+    return tuple(ordered)
+
+
+def scheduled(rank: int, inputs: list[Move], computes: dict[int, Compute], results: list[Move]) -> Steps:
+    """Moves and computations, sorted into steps: one `Step` for every index at which anything happens."""
+    at: dict[str, dict[int, list[Move]]] = {name: defaultdict(list) for name in _MOVES}
+    last_use: dict[int, int] = {}
+    for move in inputs:
+        if move.target == rank:
+            at["receives"][move.issue].append(move)
+            at["arrivals"][move.needed].append(move)
+            last_use[move.owner] = max(last_use.get(move.owner, 0), move.needed)
+        else:
+            at["sends"][move.issue].append(move)
+            if move.owner != rank:
+                last_use[move.owner] = max(last_use.get(move.owner, 0), move.issue)
+    for move in results:
+        if move.target == rank:
+            at["result_receives"][move.issue].append(move)
+            at["result_arrivals"][move.needed].append(move)
+        else:
+            at["result_sends"][move.issue].append(move)
+    released = defaultdict(list)
+    for owner, step in last_use.items():
+        released[step].append(owner)
+    indices = sorted({*computes, *released, *(step for slot in at.values() for step in slot)})
+    return tuple(
+        Step(
+            index,
+            compute=computes.get(index),
+            released=tuple(sorted(released.get(index, ()))),
+            **{name: _ordered(slot[index]) for name, slot in at.items() if index in slot},
+        )
+        for index in indices
+    )

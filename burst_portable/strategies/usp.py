@@ -1,0 +1,94 @@
+"""Unified Sequence Parallelism (arXiv 2405.07719), the head-first 2D attention of LoongTrain (arXiv 2406.18485).
+
+Ulysses inside nodes of `inner` ranks, a ring over the nodes::
+
+    q, k, v <- all-to-all in the node: the node's rows of some heads     node 0    0   1   2   3
+    for each node:                                                                 |   |   |   |    a ring for each
+        send k, v on to the next node; receive the next                  node 1    4   5   6   7    place in a node
+        out, LSE <- merge(attend(q, k, v))                                         |   |   |   |
+    out <- all-to-all in the node: the rank's rows of all heads          node 2    8   9  10  11
+
+A launch takes the rows of a whole node, `inner` times as many as in a ring over all ranks, and there are `inner` times
+fewer; every rank's own card carries a share of what crosses. With all ranks in one node it is Ulysses, with one rank a
+node a ring: the same plans. Ranks hold whole K/V heads: their number is a multiple of `inner`, or divides it. Then
+ranks of a node that share a K/V head each get a copy, which goes round too, and its gradients are added up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from burst_portable.errors import UnsupportedError, explain
+from burst_portable.moves import Side
+from burst_portable.plans import Plan, Problem
+from burst_portable.strategies.base import (
+    GradientWidth,
+    Moves,
+    check_divides,
+    check_gradients,
+    check_inner,
+    check_moves,
+    check_name,
+    divisors,
+    node_size,
+    ring_plan,
+    route,
+    with_gradients,
+)
+from burst_portable.strategies.ulysses import UlyssesStrategy, shares_out
+
+
+@dataclass(frozen=True)
+class UspStrategy:
+    """`inner` ranks a node; None takes the largest divisor of the ranks, at most 8 and below all, that heads allow."""
+
+    inner: int | None = None
+    travels: Side = "kv"  # backward, between nodes
+    moves: Moves = "neighbour"  # between nodes
+    gradients: GradientWidth = "wide"  # between nodes
+    name: str = "usp"
+
+    def __post_init__(self) -> None:
+        check_inner(self.inner)
+        check_name("travelling side", self.travels, ("kv", "q"))
+        check_moves(self.moves)
+        check_gradients(self.gradients)
+
+    def plan(self, problem: Problem) -> Plan:
+        inner, note = self._inner(problem)
+        nodes = problem.ranks // inner
+        if nodes == 1 and inner > 1:
+            return replace(UlyssesStrategy().plan(problem), strategy=self.name, reason=note)
+        problem = with_gradients(problem, self.gradients)
+        # After the first all-to-all a rank holds the rows of its node: a problem of one rank a node.
+        between = replace(
+            problem,
+            q_layout=problem.q_layout.joined(inner).sorted() if inner > 1 else problem.q_layout,
+            k_layout=problem.k_layout.joined(inner).sorted() if inner > 1 else problem.k_layout,
+            heads=problem.heads // inner,
+            kv_heads=max(1, problem.kv_heads // inner),
+        )
+        path = route(nodes, self.moves)
+        ring = ring_plan(between, self.name, side=self.travels, path=path, note=note, stride=inner)
+        return replace(ring, problem=problem, reshard="heads" if inner > 1 else None)
+
+    def _inner(self, problem: Problem) -> tuple[int, str]:
+        """(ranks a node, a note where nobody named them). Raises where ranks or heads do not go with what was named."""
+        ranks = problem.ranks
+        if self.inner is None:
+            inner, largest = node_size(ranks, lambda inner: shares_out(problem, inner)), node_size(ranks)
+            fewer = f", and these heads are not shared out among {largest}" if inner < largest else ""
+            return inner, f"nodes of {inner}: no node size was given{fewer}"
+        check_divides(self.inner, ranks)
+        if not shares_out(problem, self.inner):
+            fitting = [i for i in divisors(ranks) if shares_out(problem, i)]
+            raise UnsupportedError(
+                explain(
+                    "usp cannot share these heads out in a node",
+                    got=f"{problem.heads} query and {problem.kv_heads} K/V heads, inner={self.inner}",
+                    allowed=f"inner of {', '.join(map(str, fitting))} on {ranks} ranks: query heads a multiple of it, "
+                    "K/V heads a multiple or a divisor",
+                    next_step="take one of these, or the strategy 'double_ring'",
+                )
+            )
+        return self.inner, ""
