@@ -54,6 +54,8 @@ PASSES = ("forward", "backward")
 STRATEGIES: dict[str, dict[str, Any]] = {
     "double_ring": {"travels": "kv"},
     "double_ring, Q travels": {"travels": "q"},
+    "usp": {},
+    "usp, Q travels": {"travels": "q"},
     "ring": {},
     "ring, fetched": {"moves": "fetch"},
     "ring, all ahead": {"moves": "fetch", "ahead": 64},
@@ -64,7 +66,7 @@ SIMULATED = ((262144, 64), (1048576, 64), (1048576, 1024), (8388608, 1024))  # t
 
 def strategy_named(name: str, node: int) -> Strategy:
     kind = name.partition(",")[0]
-    return make_strategy(kind, **STRATEGIES[name], inner=node if kind == "double_ring" else None)
+    return make_strategy(kind, **STRATEGIES[name], inner=node if kind in ("double_ring", "usp") else None)
 
 
 # ------------------------------------------------------------------------------------------ the slow link

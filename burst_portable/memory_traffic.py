@@ -82,14 +82,20 @@ def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Merg
     return batch * (queries * problem.heads + _PIECE_ADDED * compute.columns * problem.kv_heads * (d + dv))
 
 
-@lru_cache(maxsize=64)
-def comes_in_order(layout: Layout, inner: int, in_pieces: bool) -> bool:
+def comes_in_order(plan: Plan, *, in_pieces: bool) -> bool:
     """Whether a head shard is computed as it comes, rank after rank; else its rows are put in natural order first.
 
     It is where that is the natural order. It also is where ranks hold few segments, for a kernel that takes any tiles
-    in one launch: many segments would be a crowd of tiles. `inner`: ranks that share heads out; if these are not all,
-    rows of segments with steps stay as they come (`Layout.sorted`).
+    in one launch: many segments would be a crowd of tiles. But not where rows that nobody needs are left out between
+    nodes: more of them are in natural order.
     """
+    trims = plan.nodes > 1 and any(part.trims for _, part in plan.passes())
+    return _in_order(plan.problem.q_layout, plan.inner, in_pieces or trims)
+
+
+@lru_cache(maxsize=64)
+def _in_order(layout: Layout, inner: int, in_pieces: bool) -> bool:
+    """Of nodes, rows of segments with steps stay as they come: see `Layout.sorted`."""
     if not in_pieces and max(map(len, layout.shards)) <= _SEGMENTS:
         return True
     if inner == layout.ranks and any(s.step > 1 for shard in layout.shards for s in shard):
@@ -113,7 +119,7 @@ def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, pi
     """
     p = plan.problem
     mine, everyone = p.q_layout.count(rank) * plan.inner, plan.forward.problem.q_layout.count(rank // plan.inner)
-    as_it_comes = comes_in_order(p.q_layout, plan.inner, in_pieces)
+    as_it_comes = comes_in_order(plan, in_pieces=in_pieces)
     groups = []
     for there, back in head_fields(plan, pass_name):
         coming, leaving = (sum(field.bytes(p.batch) for field in fields) for fields in (there, back))

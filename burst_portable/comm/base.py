@@ -198,6 +198,9 @@ class Transport(ABC):
     ) -> Exchange:
         """Start messages between all ranks, one or more for each pair; every rank does, with the same label.
 
+        Or between the ranks of every node, at once: those that the parts name are the whole of it for this rank, and
+        nothing may wait for others.
+
         Each of `leaving` has parts for the same ranks, and each of `arriving` has parts from the same ranks. This rank
         may be among them: `Exchange.copy_own` copies the first part that it sends itself to the first that it
         receives from itself, and so on.

@@ -77,8 +77,7 @@ STRATEGIES: Mapping[str, Mapping[str, object]] = {
     "ulysses": {},
     "ulysses+groups": {"groups": 2},
     "usp": {},
-    "usp+q": {"travels": "q"},
-    "usp+fetch": {"moves": "fetch"},
+    "usp+fetch": {"moves": "fetch", "travels": "q"},
     "auto": {},
 }
 

@@ -45,7 +45,7 @@ class UlyssesStrategy:
                     "ulysses cannot share these heads out",
                     got=f"{problem.heads} query and {problem.kv_heads} K/V heads on {ranks} ranks",
                     allowed="query heads a multiple of the ranks; K/V heads a multiple or a divisor of them",
-                    next_step="use the strategy 'ring' or 'burst'",
+                    next_step="use the strategy 'ring' or 'burst', or 'usp', which shares heads out inside nodes",
                 )
             )
         heads, kv_heads = problem.heads // ranks, max(1, problem.kv_heads // ranks)
@@ -92,8 +92,8 @@ def shares_out(problem: Problem, ranks: int) -> bool:
 
 def in_rank_order(plan: Plan) -> Plan:
     """The plan with rows of head shards left as they come, rank after rank, where that makes no crowd of tiles."""
-    layout, inner = plan.problem.q_layout, plan.inner
-    if not comes_in_order(layout, inner, in_pieces=False):
+    if not comes_in_order(plan, in_pieces=False):
         return plan
-    joined = replace(plan.forward.problem, q_layout=layout.joined(inner), k_layout=plan.problem.k_layout.joined(inner))
+    queries, keys = (layout.joined(plan.inner) for layout in (plan.problem.q_layout, plan.problem.k_layout))
+    joined = replace(plan.forward.problem, q_layout=queries, k_layout=keys)
     return replace(plan, forward=replace(plan.forward, problem=joined), backward=replace(plan.backward, problem=joined))

@@ -73,6 +73,10 @@ def test_zero_and_negative_numbers(capsys, option, value):
         (("--strategy", "ulysses", "--heads", "3"), ["cannot share these heads", "3 query", "2 ranks", "'ring'"]),
         (("--strategy", "double_ring", "--inner", "3"), ["does not divide", "inner=3", "1, 2"]),
         (("--strategy", "ring", "--inner", "3"), ["does not divide", "inner=3", "1, 2"]),
+        (
+            ("--strategy", "usp", "--inner", "2", "--heads", "3"),
+            ["cannot share these heads out in a node", "3 query", "inner=2", "inner of 1 on 2 ranks", "'double_ring'"],
+        ),
         (("--strategy", "auto", "--moves", "fetch"), ["'auto' takes no --moves", "--strategy ring or burst or usp"]),
         (("--strategy", "ulysses", "--travels", "kv"), ["'ulysses' takes no --travels", "--strategy double_ring"]),
         (("--strategy", "ring", "--outer-gbps", "50"), ["--outer-gbps is between nodes", "--inner"]),

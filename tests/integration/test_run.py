@@ -249,6 +249,7 @@ def _children(pid: int) -> list[int]:
         (["--lr", "nan"], "--lr"),
         (["--strategy", "rng"], "did you mean 'ring'"),
         (["--strategy", "ulysses", "--ranks", "3"], "ulysses cannot share"),
+        (["--strategy", "usp", "--inner", "3"], "does not divide"),
         (["--layout", "zag"], "zigzag"),
         (["--dtype", "int8"], "unknown dtype"),
         (["--recompute", "--eval"], "without a backward pass"),

@@ -9,6 +9,7 @@ import json
 import sys
 from dataclasses import replace
 from inspect import signature
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -47,7 +48,9 @@ def wrong(mesh: bp.Mesh, case: Case) -> dict:
 
 
 def cases(ranks: int) -> list[Case]:
-    every = [Case(strategy=s, ranks=ranks, heads="8x8x8x8", mask=m) for s, m in zip(STRATEGIES, MASKS, strict=False)]
+    every = [
+        Case(strategy=s, ranks=ranks, heads="8x8x8x8", mask=m) for s, m in zip(STRATEGIES, cycle(MASKS), strict=False)
+    ]
     uneven = [Case(strategy="burst", ranks=ranks, layout=x, mask="documents") for x in ("striped", "document_zigzag")]
     low = [Case(strategy="ring", ranks=ranks, dtype=torch.bfloat16, sinks=True), Case(ranks=ranks, softcap=5.0)]
     return [*every, *uneven, *low]
@@ -81,7 +84,7 @@ def two_levels(ranks: int) -> dict[str, object]:
     """Nodes of two: what is wrong, and which messages each of the transports was given."""
     mesh = bp.Mesh.from_group(inner=2, config=Config(deadline=60))
     plain = mesh.transport("cpu")
-    every = [Case(strategy=s, ranks=ranks, heads="8x8x8x8") for s in ("double_ring", "ring", "ulysses")]
+    every = [Case(strategy=s, ranks=ranks, heads="8x8x8x8") for s in ("double_ring", "ring", "ulysses", "usp")]
     found = {case.strategy: wrong(mesh, case) for case in every}
     peers: dict[str, set[int]] = {"near": set(), "far": set()}
     for name, seen in peers.items():

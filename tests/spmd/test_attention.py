@@ -64,12 +64,12 @@ def test_short_and_uneven_shards(length, layout):
     check(Case(length=length, layout=layout, ranks=8, mask="causal", strategy="burst"))
 
 
-@pytest.mark.parametrize("strategy", ["ring", "burst", "double_ring", "ulysses"])
+@pytest.mark.parametrize("strategy", ["ring", "burst", "double_ring", "ulysses", "usp"])
 def test_rows_that_see_nothing(strategy):
     """Out 0, LSE -inf, gradients 0 - exactly, not nearly."""
-    case = Case(mask="rows_see_nothing", strategy=strategy, ranks=2, heads="gqa")
+    case = Case(mask="rows_see_nothing", strategy=strategy, ranks=4 if strategy == "usp" else 2, heads="mha")
     inputs = make_inputs(case)
-    for answer in bp.run_local(2, lambda mesh: on_one_rank(mesh, case, inputs)):
+    for answer in bp.run_local(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs)):
         assert torch.equal(answer.out[:, 9:], torch.zeros_like(answer.out[:, 9:]))
         assert bool((answer.lse[:, :, 9:] == -torch.inf).all())
         for gradient in (answer.dq, answer.dk, answer.dv):
@@ -128,7 +128,7 @@ class Narrow(Case):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("strategy", ["ring", "ring+together", "burst", "double_ring+kv"])
+@pytest.mark.parametrize("strategy", ["ring", "ring+together", "burst", "double_ring+kv", "usp"])
 def test_gradients_that_travel_narrow(strategy, dtype):
     """Only what travelled is rounded, and no further off than any attention may be; float32 is no wider than it was."""
     wide, narrow = (kind(strategy=strategy, ranks=4, dtype=dtype, layout="striped") for kind in (Case, Narrow))

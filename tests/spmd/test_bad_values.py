@@ -91,6 +91,10 @@ FUNCTIONS = {
         lambda **a: bp.plan(strategy=bp.make_strategy(**a), **PLANNED),
         {"name": "double_ring", "inner": 1, "travels": "q"},
     ),
+    "usp": (
+        lambda **a: bp.plan(strategy=bp.make_strategy("usp", **a), **PLANNED),
+        {"inner": 2, "travels": "q", "moves": "fetch", "gradients": "wide"},
+    ),
     "auto": (lambda **a: bp.plan(strategy=bp.make_strategy("auto", **a), **PLANNED), {"inner": 1, "rates": None}),
     "rotate": (rotate, {"x": Q, "where": IDS[0], "theta": 1e4}),
     "SelfAttention": (SelfAttention, {"dim": 8, "heads": 2, "kv_heads": 1, "theta": 1e4} | CHOICES),

@@ -23,6 +23,8 @@ _QUICK = (
     Case("documents_window", "striped", "double_ring", 4, "mha"),
     Case("prefix", "zigzag", "double_ring+kv", 4, "gqa"),
     Case("sink_window", "contiguous", "auto", 3, "mha"),
+    Case("window", "zigzag", "usp", 4, "gqa", sinks=True),
+    Case("documents", "zigzag", "usp+fetch", 4, "mqa"),
     Case("global_window", "zigzag", "burst", 2, "wide_heads", sinks=True),
     Case("block_causal", "striped", "ulysses", 3, "mqa", sinks=True),
     Case("share_question", "zigzag", "ring", 4, "wide_heads"),

@@ -32,6 +32,7 @@ _CASES = (
     Case(mask="documents", ranks=3, strategy="ring+fetch"),
     Case(mask="causal", ranks=4, strategy="double_ring"),
     Case(mask="causal", ranks=2, strategy="ulysses", heads="mqa"),
+    Case(mask="causal", ranks=4, strategy="usp"),
 )
 
 

@@ -1,0 +1,211 @@
+"""Plans with heads shared out inside nodes: verified, with planted mistakes; priced by hand; which nodes are taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import burst_portable as bp
+from burst_portable.cost import rank_cost
+from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.layout import Layout
+from burst_portable.messages import inboxes
+from burst_portable.plans import Plan
+from burst_portable.rates import Rates
+from burst_portable.steps import Step
+from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.strategies.registry import make_strategy
+from burst_portable.strategies.ulysses import in_rank_order
+from burst_portable.verify import verify
+
+
+def make(ranks=12, inner=3, length=96, heads=12, kv_heads=6, mask="causal", layout="zigzag", **options) -> Plan:
+    return bp.plan(
+        seq_len=length, ranks=ranks, heads=heads, kv_heads=kv_heads, head_dim=64, mask=mask, layout=layout,
+        strategy=make_strategy("usp", inner=inner, **options),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("inner", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("options", [{}, {"travels": "q"}, {"moves": "fetch"}], ids=str)
+def test_nodes_of_every_size(inner, options):
+    for mask in ("causal", "full", "window:9", "documents:0,7,30,96"):
+        for layout in ("zigzag", "striped", "contiguous"):
+            plan = make(inner=inner, mask=mask, layout=layout, kv_heads=12, **options)
+            assert verify(plan) == []
+            assert verify(in_rank_order(plan)) == []
+            assert (plan.inner, plan.nodes) == (inner, 12 // inner)
+
+
+def test_a_node_by_hand():
+    """Rank 4 of 6 in nodes of 3 has place 1 in node 1; zigzag rows of ranks 3, 4, 5 come to it, sorted."""
+    plan = make(ranks=6, length=60, mask="full")
+    assert [(s.start, s.count) for s in plan.forward.problem.q_layout.shards[1]] == [(15, 30)]
+    assert [(s.start, s.count) for s in plan.forward.problem.q_layout.shards[0]] == [(0, 15), (45, 15)]
+    assert (plan.forward.problem.heads, plan.forward.problem.kv_heads) == (4, 2)
+    first, second, *_ = plan.forward.steps_of(4)
+    assert [(s.compute.label, [m.target for m in s.sends]) for s in (first, second)] == [
+        ("q4 x kv4", [1]), ("q4 x kv1", []),
+    ]  # fmt: skip
+    assert [(m.label, m.source, m.target) for m in second.arrivals] == [("kv1", 1, 4)]
+
+
+class TestPlantedMistakes:
+    """What `verify` is for: each of these must be found."""
+
+    def broken(self, change, rank=4):
+        plan = make(ranks=6, mask="full")
+        own = {name: replace(part) for name, part in plan.passes()}  # passes are shared by plans
+        for part in own.values():
+            part._ranks[rank] = tuple(change(list(part.steps_of(rank))))
+        return verify(replace(plan, **own))
+
+    def test_a_rank_that_leaves_out_its_last_hop(self):
+        assert any("pairs computed, but the mask has" in w for w in self.broken(lambda steps: steps[:-1]))
+
+    def test_a_block_that_goes_to_another_place(self):
+        """Rank 0 has other heads of that node's rows."""
+
+        def astray(steps: list[Step]):
+            return [replace(s, sends=tuple(m._replace(target=0) for m in s.sends)) for s in steps]
+
+        assert any("one end alone" in w for w in self.broken(astray))
+
+    def test_a_block_of_another_place(self):
+        def strange(steps: list[Step]):
+            changed = replace(steps[1].compute, k_owners=(0,))
+            return [steps[0], replace(steps[1], compute=changed), *steps[2:]]
+
+        assert any("without holding it" in w for w in self.broken(strange))
+
+    def test_gradients_that_do_not_get_home(self):
+        def keep(steps: list[Step]):
+            return [replace(s, result_sends=()) for s in steps]
+
+        assert any("gets no further" in w for w in self.broken(keep))
+
+    @pytest.mark.parametrize("name", ["forward", "backward"])
+    def test_nodes_with_each_other_s_rows(self, name):
+        """The ring is right in itself: only beside the ranks' own layout does it show."""
+        plan = make(ranks=6)
+        layout = plan.forward.problem.q_layout
+        turned = Layout("turned", layout.length, layout.shards[::-1])
+        for side in ("q_layout", "k_layout"):
+            part = plan.pass_plan(name)
+            wrong = replace(plan, **{name: replace(part, problem=replace(part.problem, **{side: turned}))})
+            assert any(w == f"{name}: nodes compute with other rows than their ranks have" for w in verify(wrong))
+
+    @pytest.mark.parametrize(("sizes", "told"), [
+        ({"heads": 2}, "3 ranks with 2 query heads each are not 12 heads"),
+        ({"kv_heads": 1}, "read K/V heads (0, 2), not 1"),
+    ])  # fmt: skip
+    def test_other_heads(self, sizes, told):
+        for plan in (make(ranks=6), make(ranks=3)):
+            part = replace(plan.forward, problem=replace(plan.forward.problem, **sizes))
+            assert any(told in w for w in verify(replace(plan, forward=part)))
+
+    def test_passes_of_other_nodes(self):
+        plan, other = make(ranks=12, inner=3), make(ranks=12, inner=6)
+        assert any("6 ranks with 2 query heads" in w for w in verify(replace(plan, backward=other.backward)))
+
+
+def test_seconds_by_hand():
+    """Two nodes of two, full mask: rows come in 3 s and go in 1 s; a step computes for 1 s, a block crosses in 5 s."""
+    plan = make(ranks=4, inner=2, length=64, heads=8, kv_heads=8, mask="full", layout="contiguous")
+    there, back, block = 16 * 3 * 4 * 64 * 2, 16 * 4 * 64 * 2, 32 * 2 * 4 * 64 * 2
+    step = 4 * 32 * 32 * 4 * 64 / 1e12
+    rates = Rates(step, there / 3e9, 0.0, 0.0, node=2, outer_gbps=block / 5e9)
+    forward = rank_cost(plan, "forward", 1, rates)
+    assert forward.seconds == pytest.approx(3 + 5 + 1 + 1)
+    assert (forward.sent, forward.received, forward.hops) == (there + back + block, there + back + block, 3)
+    assert forward.link_seconds == pytest.approx(3 + 5 + 1)
+    assert (forward.launches, forward.compute_seconds) == (2, pytest.approx(2.0))
+    # Backward: dO comes in a second. The block's 5 seconds outlast a step of 2.5; its gradients, in float32, take 10.
+    backward = rank_cost(plan, "backward", 1, rates)
+    assert backward.seconds == pytest.approx(1 + 5 + 2.5 + 10 + 3)
+    one_node = replace(rates, node=0)  # the block takes the same link as what is resharded, 4 s
+    assert rank_cost(plan, "forward", 1, one_node).seconds == pytest.approx(3 + 4 + 1 + 1)
+    crossing = replace(rates, node=1)  # now the exchange crosses as well
+    assert rank_cost(plan, "forward", 1, crossing).seconds == pytest.approx((there + back + block) / block * 5 + 1)
+
+
+def test_shared_heads_travel_as_copies():
+    """Of one K/V head every rank of a node has a copy, which goes round, and home in float32."""
+    plan = make(ranks=4, inner=2, length=64, heads=8, kv_heads=1, mask="full", layout="contiguous")
+    forward, backward = (rank_cost(plan, name, 0, Rates(1, 1)) for name in ("forward", "backward"))
+    row = 64 * 2
+    assert forward.sent == 16 * (4 + 2 + 4) * row + 32 * 2 * row
+    assert backward.sent == 16 * 4 * row + 32 * 2 * row + 32 * 2 * 2 * row + 16 * (4 + 2 * 2) * row
+
+
+def test_fewer_larger_launches():
+    """What it is for: many ranks with few rows each. A ring's launches are latency then."""
+    rates, size = Rates(600.0, 300.0, node=8), {"ranks": 256, "length": 256 * 1024, "heads": 32, "kv_heads": 8}
+    ours = rank_cost(make(inner=8, **size), "forward", 0, rates)
+    double = bp.plan(
+        seq_len=size["length"], ranks=256, heads=32, kv_heads=8, head_dim=64,
+        strategy=make_strategy("double_ring", inner=8, travels="kv"),
+    )  # fmt: skip
+    theirs = rank_cost(double, "forward", 0, rates)
+    assert (ours.launches, theirs.launches) == (32, 256)
+    assert ours.seconds < 0.6 * theirs.seconds
+    assert ours.flops == theirs.flops
+
+
+def test_places_in_inboxes():
+    """What is resharded lies in front; messages behind it, apart, in the same places forward and backward."""
+    plan = make(ranks=6, moves="fetch", mask="full")
+    assert plan.direct
+    assert not make(ranks=6).direct
+    found = [inboxes(plan, rank) for rank in range(6)]
+    assert len({(one.forward, one.backward) for one in found}) == 1
+    lone = inboxes(make(ranks=3, length=48, mask="full"), 0)
+    for rank, one in enumerate(found):
+        mine = [place for move, place in one.places.items() if move.target == rank]
+        assert len(mine) == len(set(mine)) == 2  # K and V in both passes, and dK and dV
+        assert min(mine) >= 3 * max(lone.forward, lone.backward)
+        assert max(mine) < 6 * one.backward
+        assert all(other.places.get(move, place) == place for other in found for move, place in one.places.items())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads", "inner", "note"),
+    [
+        (64, 32, 8, 8, "nodes of 8: no node size was given"),
+        (64, 28, 4, 4, "nodes of 4: no node size was given, and these heads are not shared out among 8"),
+        (12, 32, 8, 4, "nodes of 4: no node size was given, and these heads are not shared out among 6"),
+        (8, 7, 7, 1, "nodes of 1: no node size was given, and these heads are not shared out among 4"),
+        (7, 7, 7, 1, "nodes of 1: no node size was given"),
+    ],
+)
+def test_the_node_size_that_is_taken(ranks, heads, kv_heads, inner, note):
+    plan = make(ranks=ranks, inner=None, length=1024, heads=heads, kv_heads=kv_heads)
+    assert (plan.inner, plan.reason) == (inner, note)
+    assert verify(plan, ranks=range(0, ranks, inner)) == []
+
+
+def test_node_sizes_that_are_refused():
+    with pytest.raises(InputError, match="that node size does not divide the ranks; got inner=5, 12 ranks; allowed: 1"):
+        make(inner=5)
+    told = (
+        r"usp cannot share these heads out in a node; got 12 query and 3 K/V heads, inner=2; allowed: inner of 1, 3, "
+        r"6, 12 on 12 ranks: query heads a multiple of it, K/V heads a multiple or a divisor; take one of these, or"
+    )
+    with pytest.raises(UnsupportedError, match=told):
+        make(inner=2, kv_heads=3)
+    with pytest.raises(InputError, match="inner is no size"):
+        make(inner=2.0)
+
+
+def test_auto_takes_it_among_many_ranks():
+    rates = Rates(600.0, 300.0)
+    usual = {"seq_len": 65536, "ranks": 64, "heads": 32, "kv_heads": 8}
+    made = bp.plan(**usual, strategy=AutoStrategy(inner=8, rates=rates))
+    assert made.reason.startswith("chose usp"), made.reason
+    assert (made.strategy, made.inner) == ("usp", 8)
+    assert "usp " not in bp.plan(**usual, strategy=AutoStrategy(rates=rates)).reason.partition("; ")[0]
+    parts = bp.plan(**usual | {"heads": 28, "kv_heads": 4}, strategy=AutoStrategy(inner=8, rates=rates))
+    assert "usp in 4 " in parts.reason
+    odd = bp.plan(**usual | {"heads": 7, "kv_heads": 7}, strategy=AutoStrategy(inner=8, rates=rates))
+    assert "not usp: usp cannot share these heads out in a node; got 7 query and 7 K/V heads, inner=8" in odd.reason
