@@ -31,8 +31,8 @@ class Cause(NamedTuple):
     """What time was lost to.
 
     kind: "compute" (kernels of a rank), "host" (a rank between its kernels), "outside" (a rank not in attention),
-    "link" (bytes on their way from rank to peer), "collective" (all ranks exchanging at once), "agreement" (all ranks
-    asking whether they agree: a few bytes, so that no size of a message is to blame).
+    "link" (bytes on their way from rank to peer), "collective" (ranks that share heads exchanging at once), "agreement"
+    (all ranks asking whether they agree: a few bytes, so that no size of a message is to blame).
     """
 
     kind: str
@@ -49,6 +49,7 @@ class Segment(NamedTuple):
     late: int = -1
 
 
+_COLLECTIVE = ("iteration", "call", "backward", "ordinal", "agreement")
 Waits = dict[Cause, dict[int, int]]
 """Nanoseconds that each rank waited, by cause."""
 
@@ -143,7 +144,7 @@ def _add_collectives(segments: dict[int, list[Segment]], records: Sequence[RankR
     together: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
     for one in records:
         if (table := one.tables.get("collective")) is not None:
-            for row, key in zip(table.spans().tolist(), collective_keys(table), strict=True):
+            for row, key in zip(table.spans().tolist(), _collective_keys(one, table), strict=True):
                 together[key].append((row[0], row[1], one.rank))
     for key, group in together.items():
         last, _, late = max(group)
@@ -156,10 +157,17 @@ def _add_collectives(segments: dict[int, list[Segment]], records: Sequence[RankR
                 segments[rank].append(Segment(split, end, cause))
 
 
-def collective_keys(table: Table) -> list[tuple[int, ...]]:
-    """What the rows of one collective have in common on all ranks."""
-    names = ("iteration", "call", "backward", "ordinal", "agreement")
-    return [tuple(row) for row in np.stack([table[name] for name in names], axis=1).tolist()]
+def _collective_keys(one: RankRecords, table: Table) -> list[tuple[int, ...]]:
+    """What the rows of one collective have in common on all of its ranks; the last says whether it is an agreement.
+
+    Agreements are among all ranks, exchanges among those of a node that share heads out.
+    """
+    shares = {(iteration, call): one.plans[plan].get("inner", 0) for iteration, call, plan in one.calls}
+    keys = []
+    for *place, agreement in np.stack([table[name] for name in _COLLECTIVE], axis=1).tolist():
+        inner = 0 if agreement else shares.get((place[0], place[1]), 0)
+        keys.append((*place, one.rank // inner if inner else 0, agreement))
+    return keys
 
 
 def _disjoint(segments: list[Segment]) -> list[Segment]:

@@ -6,7 +6,8 @@ table       a row is
 compute     one kernel call of the plan: which blocks, how many pairs, tiles and FLOPs, from when to when
 message     one move as this rank saw it: when it was posted, when it was there (where a stream could watch for
             that; of one that was sent, if it is known), and how long a later wait for it took
-collective  what all ranks do together: a reshard's all-to-all, or asking whether ranks agree before a pass
+collective  what all ranks do together: a reshard's all-to-all (of all, or of a node's), or asking whether ranks agree
+            before a pass
 copy        what a step copies or adds up beside the kernel: messages packed, gradients that came
 ==========  ==========================================================================================
 

@@ -157,6 +157,7 @@ class PlanFacts:
             "strategy": plan.strategy,
             "reason": plan.reason,
             "ranks": p.ranks,
+            "inner": plan.inner,
             "mask": str(p.mask),
             "layout": _layout_name(p.q_layout),
             "seq_len": p.q_layout.length,

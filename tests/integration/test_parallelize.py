@@ -32,11 +32,11 @@ def test_logits_loss_and_every_gradient(kind: str, ranks: int):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "document_zigzag"])
-@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
-def test_strategies_and_layouts(strategy: str, layout: str):
+@pytest.mark.parametrize(("strategy", "ranks"), [("ring", 2), ("burst", 2), ("ulysses", 2), ("usp", 4)])
+def test_strategies_and_layouts(strategy: str, ranks: int, layout: str):
     model, ids = make("mistral"), tokens()
     expected = on_one_device(model, ids)
-    for answer in on_ranks(2, model, ids, strategy=strategy, layout=layout):
+    for answer in on_ranks(ranks, model, ids, strategy=strategy, layout=layout):
         assert_same(answer, expected)
 
 

@@ -209,7 +209,7 @@ def test_who_tells_nothing_is_unknown():
 NAMES = {  # where something is, which it is, or how often it came: no measurement
     *("rank", "peer", "source", "target", "step", "call", "backward", "iteration", "plan", "times", "measured_rank"),
     *("planned_rank", "ranks", "calls", "seq_len", "heads", "kv_heads", "head_dim", "value_dim", "batch", "itemsize"),
-    "light",
+    *("light", "inner"),
 }
 
 

@@ -81,7 +81,7 @@ def test_equal_masks_and_layouts_may_have_names_of_their_own():
     assert all(bool(out.isfinite().all()) for out in bp.run_local(2, work))
 
 
-@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses", "usp"])
+@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
 def test_backward_in_another_order_is_told(strategy):
     """Two calls alike: without the number of the forward pass, blocks of one would meet gradients of the other."""
 

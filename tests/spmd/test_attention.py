@@ -259,8 +259,8 @@ def _save_products(_context, operator, *_arguments, **_named):
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
-@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
-def test_selective_checkpointing(strategy, kernel):
+@pytest.mark.parametrize(("strategy", "ranks"), [("ring", 2), ("burst", 2), ("ulysses", 2), ("usp", 4)])
+def test_selective_checkpointing(strategy, ranks, kernel):
     """It would hand out results of operators into which more has been merged since."""
     whole = [torch.randn(2, 23, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
 
@@ -277,6 +277,6 @@ def test_selective_checkpointing(strategy, kernel):
             out = checkpoint(region, q, k, v, use_reentrant=False, context_fn=contexts)
         return torch.autograd.grad(out.square().sum(), (q, k, v))
 
-    expected = bp.run_local(2, lambda mesh: work(mesh, None))
-    for found, plain in zip(bp.run_local(2, lambda mesh: work(mesh, _save_products)), expected, strict=True):
+    expected = bp.run_local(ranks, lambda mesh: work(mesh, None))
+    for found, plain in zip(bp.run_local(ranks, lambda mesh: work(mesh, _save_products)), expected, strict=True):
         torch.testing.assert_close(found, plain, rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,6 +16,7 @@ from burst_portable.conformance.running import plan_of
 from burst_portable.conformance.tolerances import judge
 from burst_portable.cost import plan_cost
 from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError
+from burst_portable.profiling.causes import _add_collectives
 from burst_portable.profiling.session import profile
 from burst_portable.rates import Rates
 from tests.spmd.attention import expected, make_inputs, on_one_rank
@@ -245,6 +247,32 @@ def test_what_is_recorded_is_the_plan_s():
         assert set(messages["peer"]) == {(one.rank + 2) % 4}
         assert {int(q) for q in compute["q_owner"]} == {one.rank}
         assert {int(k) for k in compute["k_owner"]} == {one.rank, (one.rank + 2) % 4}
+
+
+def test_who_is_late_is_sought_in_the_own_node():
+    """Rank 3 comes late to an exchange: rank 2, of its node, waits for it there; ranks 0 and 1 exchanged without it."""
+    case = Nodes(ranks=4, inner=2, mask="full", layout="contiguous")
+    x = make_inputs(case)
+
+    def work(mesh):
+        transport, exchange = mesh.transport("cpu"), mesh.transport("cpu").exchange
+
+        def held(leaving, arriving, label, *, alone=False):
+            time.sleep(0.3 if mesh.rank == 3 and label == "to heads" else 0.0)
+            return exchange(leaving, arriving, label, alone=alone)
+
+        transport.exchange = held
+        with profile(mesh=mesh) as session:
+            q, k, v = (bp.shard(t, mesh, layout="contiguous") for t in (x.q, x.k, x.v))
+            call = {"mask": "full", "mesh": mesh, "layout": "contiguous", "seq_len": case.length}
+            bp.attention(q, k, v, strategy=case.make_strategy(), **call)
+        return session.gather()
+
+    records = bp.run_local(4, work)[0]
+    segments = {one.rank: [] for one in records}
+    _add_collectives(segments, records)
+    waited = {rank: {s.late for s in own if s.end - s.start > 200_000_000} for rank, own in segments.items()}
+    assert waited == {0: set(), 1: set(), 2: {3}, 3: set()}
 
 
 def test_memory_falls_with_the_ranks():
