@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import accumulate, groupby
@@ -17,10 +17,11 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
+from burst_portable import wide_copy
 from burst_portable.comm.base import Handle
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.messages import Field, fields, message_size
-from burst_portable.moves import Move
+from burst_portable.moves import Move, holder
 from burst_portable.numerics import State, accumulation_dtype, empty_state
 from burst_portable.plans import PassPlan, Problem
 from burst_portable.runtime import Queries, Runtime
@@ -115,6 +116,7 @@ class _Blocks:
         self._step = step.index
         for move in step.arrivals:
             self._held[move.owner] = self.take(move)
+        self._pack(m for m in step.sends if m.owner == self.rank)
         self.post([(m, self._outgoing(m)) for m in step.sends], step.receives, step.index)
 
     def use(self, step: Step) -> Views:
@@ -191,16 +193,24 @@ class _Blocks:
         starts = accumulate((field.size(problem.batch) for field in held), initial=0)
         return tuple(_view(f, buffer, at, rows, problem.batch, self.dtype) for f, at in zip(held, starts, strict=False))
 
+    def _pack(self, sends: Iterable[Move]) -> None:
+        """Bring together rows of our own block that leave, once: rows within others are a part of their message."""
+        for move in sorted(sends, key=lambda m: m.rows[0] - m.rows[1]):
+            if holder(move.rows, self._packed) is None:
+                self._packed[move.rows] = buffer = self.buffer(self.size(move))
+                with self.copying():
+                    for view, tensor in zip(self.views([move], buffer), self._own, strict=True):
+                        wide_copy.copy(rows_of(tensor, move.rows), view)
+
     def _outgoing(self, move: Move) -> Tensor:
-        """The message of a block that leaves: a foreign one as it came, or rows of our own, packed once."""
+        """The message of a block that leaves: a foreign one as it came, or packed rows of our own."""
         if move.owner != self.rank:
             return self._held[move.owner]
-        if move.rows not in self._packed:
-            self._packed[move.rows] = buffer = self.buffer(self.size(move))
-            with self.copying():
-                for view, tensor in zip(self.views([move], buffer), self._own, strict=True):
-                    view.copy_(rows_of(tensor, move.rows))
-        return self._packed[move.rows]
+        rows = holder(move.rows, self._packed)
+        assert rows is not None, "what leaves is packed"
+        size = self.size(move)
+        start = size // (move.rows[1] - move.rows[0]) * (move.rows[0] - rows[0])
+        return self._packed[rows][start : start + size]
 
 
 class _Results:

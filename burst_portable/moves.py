@@ -16,7 +16,7 @@ A block is only sent to ranks whose mask needs it; where that breaks a chain, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -48,6 +48,11 @@ class Move(NamedTuple):
     def label(self) -> str:
         """The name of its content, as traces and printed plans show it."""
         return f"{'d' if self.result else ''}{self.side}{self.owner}"
+
+
+def holder(rows: tuple[int, int], among: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
+    """The first of some [start, stop) that holds these rows, all of them."""
+    return next((one for one in among if one[0] <= rows[0] and rows[1] <= one[1]), None)
 
 
 class Needs:

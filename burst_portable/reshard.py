@@ -24,6 +24,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from burst_portable import wide_copy
 from burst_portable.comm.base import Exchange, Part, Parts, Strip, Strips
 from burst_portable.heads import Span
 from burst_portable.layout import Layout, Segment
@@ -191,7 +192,7 @@ class ToSequence:
                 owners = min(len(pieces), result.shape[2])
                 if owners < len(pieces):  # [ranks, S, B, h, D] -> [heads, S, B, 1, D]
                     pieces = pieces.view(owners, -1, *pieces.shape[1:]).sum(1)
-                _copy(pieces, _of_owners(result, owners, heads))
+                wide_copy.copy(pieces, _of_owners(result, owners, heads))
         self._exchange.left()
         self._came.clear()
         self._sends.clear()
@@ -305,20 +306,6 @@ def _of_owners(x: Tensor, owners: int, heads: Span) -> Tensor:
         (count // owners * step_head, step_row, step_batch, step_head, step),
         x.storage_offset() + heads[0] * step_head,
     )
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    """torch copies what lies apart element by element: elements of 8 bytes take half as long as elements of 2."""
-    if source.dtype == target.dtype and all(_is_wide(x) for x in (source, target)):
-        source, target = source.view(torch.int64), target.view(torch.int64)
-    target.copy_(source)
-
-
-def _is_wide(x: Tensor) -> bool:
-    """Whether it can be seen as elements of 8 bytes."""
-    count = 8 // x.itemsize
-    steps = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
-    return x.stride(-1) == 1 and not any(step % count for step in steps)
 
 
 class _Order:

@@ -21,7 +21,7 @@ PACKAGE = "burst_portable"
 # that lies under it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "config", "values", "units", "compiling", "autocast", "recomputing", "background"),
-    ("numerics", "files"),
+    ("numerics", "wide_copy", "files"),
     ("mask", "layout", "layouts"),
     ("boxes", "tiles", "moves", "heads"),
     ("steps",),

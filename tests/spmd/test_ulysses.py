@@ -20,7 +20,7 @@ from burst_portable.kernels.contract import Options
 from burst_portable.layouts import make_layout
 from burst_portable.mask import Mask
 from burst_portable.rates import Rates
-from burst_portable.reshard import _copy, _is_wide, _of_owners, _orders
+from burst_portable.reshard import _orders
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.ulysses import in_rank_order
 from burst_portable.verify import verify
@@ -253,20 +253,3 @@ def test_orders_of_rows(layout):
         assert torch.equal(to_ranks(natural), by_rank)
         assert torch.equal(to_plan(by_rank), natural)
     assert _orders(where, where.joined(), 0, torch.device("cpu")) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "dim", "first", "wide"),
-    [(torch.bfloat16, 8, 0, True), (torch.bfloat16, 8, 2, False), (torch.bfloat16, 6, 0, False),
-     (torch.float32, 6, 0, True), (torch.float32, 1, 0, False), (torch.float64, 1, 3, True)],
-)  # fmt: skip
-def test_what_came_is_copied_to_the_bit(dtype, dim, first, wide):
-    """In elements of 8 bytes where rows begin and end with such; a NaN's own bits stay."""
-    memory = torch.randn(first + 2 * 3 * 4 * dim).to(dtype)
-    memory[first] = torch.nan
-    came = memory[first:].view(2, 3, 1, 4, dim)
-    result = torch.zeros(1, 3, 8, dim, dtype=dtype)
-    into = _of_owners(result, 2, (0, 4))
-    assert (_is_wide(came), _is_wide(into)) == (wide, wide or first > 0)
-    _copy(came, into)
-    assert torch.equal(result.view(torch.uint8), came[:, :, 0].transpose(0, 1).reshape(1, 3, 8, dim).view(torch.uint8))

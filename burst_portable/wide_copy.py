@@ -1,0 +1,24 @@
+"""Copies of what lies apart in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def copy(source: Tensor, target: Tensor) -> None:
+    """Copy source to target, of one shape.
+
+    torch copies what lies apart element by element: on a GPU, elements of 8 bytes take half as long as elements of 2.
+    """
+    if source.dtype == target.dtype and _is_wide(source) and _is_wide(target):
+        source, target = source.view(torch.int64), target.view(torch.int64)
+    target.copy_(source)
+
+
+def _is_wide(x: Tensor) -> bool:
+    """Whether it can be seen as elements of 8 bytes."""
+    if x.dim() == 0 or x.stride(-1) != 1:
+        return False
+    count = 8 // x.itemsize
+    return not any(step % count for step in (*x.stride()[:-1], x.shape[-1], x.storage_offset()))
