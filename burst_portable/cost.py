@@ -273,6 +273,7 @@ def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, 
         else:
             line.launch(work)
         homes.append(line.exchange(back))
+    line.read_and_write(sum(traffic.kept for traffic in passes))
     for at, traffic in zip(homes, passes, strict=True):
         line.wait_until(at)
         line.read_and_write(traffic.home)

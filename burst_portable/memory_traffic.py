@@ -107,18 +107,25 @@ def _in_order(layout: Layout, inner: int, in_pieces: bool) -> bool:
 
 
 class Resharded(NamedTuple):
-    """For one group of heads, before it is sent, before it is computed, and when it has come home: see `by_heads`."""
+    """For one group of heads: see `by_heads`.
+
+    Attributes:
+        packed: before it is sent.
+        computed: before it is computed.
+        kept: for the backward pass, when all groups have been computed.
+        home: when it has come home.
+    """
 
     packed: int
     computed: int
+    kept: int
     home: int
 
 
 def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, picks: bool) -> list[Resharded]:
     """For taking a rank's tensors to head shards and back, by groups of heads.
 
-    `picks`: the transport sends rows from where they lie. What backward needs is then copied beside the kernels, and
-    so not counted.
+    `picks`: the transport sends rows from where they lie, into inboxes that the next pass overwrites.
     """
     p = plan.problem
     mine, everyone = p.q_layout.count(rank) * plan.inner, plan.forward.problem.q_layout.count(rank // plan.inner)
@@ -131,5 +138,7 @@ def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, pi
         if pass_name == "backward" and not in_pieces:
             computed += _GRADIENT * everyone * leaving
         packed = 0 if picks else _COPIED * mine * coming
-        groups.append(Resharded(packed, computed, _COPIED * mine * leaving))
+        stays = pass_name == "backward" or not picks or not as_it_comes
+        kept = 0 if stays else _COPIED * everyone * coming
+        groups.append(Resharded(packed, computed, kept, _COPIED * mine * leaving))
     return groups
