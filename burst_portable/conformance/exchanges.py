@@ -183,33 +183,47 @@ def late(transport: Transport, device: torch.device) -> str:
 
 
 def exchanged(transport: Transport, device: torch.device) -> str:
-    """In passes, from all ranks at once, itself too, to places in inboxes; of lines apart too, if it picks them."""
+    """In passes, from all ranks at once, itself too, to places in inboxes; from lines that lie apart if it picks them.
+
+    Then inside nodes of two, where the last rank may be alone: nobody waits for the ranks of other nodes.
+    """
+    wrong = (
+        _exchanged(transport, device, inner, picked)
+        for inner in sorted({transport.size, min(2, transport.size)}, reverse=True)
+        for picked in ((False, True) if transport.picks else (False,))
+    )
+    return next(filter(None, wrong), "")
+
+
+def _exchanged(transport: Transport, device: torch.device, inner: int, picked: bool) -> str:
+    """One pass with one exchange, inside nodes of `inner` ranks."""
     lines, width, step = 24, 48, 80  # bytes
-    size, ranks = lines * width, (*transport.others, transport.rank)
-    place = transport.rank * size
-    right = torch.cat([_bytes(size, 10 * r + transport.rank, device) for r in range(transport.size)])
-    for picked in (False, True) if transport.picks else (False,):
-        blocks = [_bytes(size, 10 * transport.rank + r, device) for r in range(transport.size)]
-        leaving: Parts | Strips
-        if picked:
-            apart = torch.full((lines, transport.size, step), 255, dtype=torch.uint8, device=device)
-            apart[:, :, :width] = torch.stack([block.view(lines, width) for block in blocks], 1)
-            across = transport.size * step
-            leaving = Strips(apart, tuple(Strip(r, r * step, place, lines, width, across, width) for r in ranks))
-        else:
-            leaving = Parts(torch.cat(blocks), tuple(Part(r, r * size, (r + 1) * size, place) for r in ranks))
-        transport.begin(b"exchanged", size)
-        inbox = transport.inbox(transport.size * size, device, transport.rank, 0)
-        arriving = Parts(inbox, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))
-        exchange = transport.exchange([leaving], [arriving], "to all ranks at once", alone=picked)
-        exchange.copy_own()
-        exchange.wait()
-        exchange.left()
-        leaving.buffer.fill_(0)
-        came = inbox.clone()
-        transport.end()
-        if not torch.equal(came, right):
-            return f"other bytes came than were sent at once{', of lines that lie apart' if picked else ''}"
+    rank, size = transport.rank, lines * width
+    node = range(rank - rank % inner, min(rank - rank % inner + inner, transport.size))
+    ranks = (*(r for r in transport.others if r in node), rank)
+    place = rank * size
+    blocks = [_bytes(size, 10 * rank + r, device) for r in range(transport.size)]
+    leaving: Parts | Strips
+    if picked:
+        apart = torch.full((lines, transport.size, step), 255, dtype=torch.uint8, device=device)
+        apart[:, :, :width] = torch.stack([block.view(lines, width) for block in blocks], 1)
+        across = transport.size * step
+        leaving = Strips(apart, tuple(Strip(r, r * step, place, lines, width, across, width) for r in ranks))
+    else:
+        leaving = Parts(torch.cat(blocks), tuple(Part(r, r * size, (r + 1) * size, place) for r in ranks))
+    transport.begin(b"exchanged", size)
+    inbox = transport.inbox(transport.size * size, device, rank, 0)
+    arriving = Parts(inbox, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))
+    exchange = transport.exchange([leaving], [arriving], "to all ranks at once", alone=picked)
+    exchange.copy_own()
+    exchange.wait()
+    exchange.left()
+    leaving.buffer.fill_(0)
+    came = inbox.clone()
+    transport.end()
+    if any(not torch.equal(came[r * size : (r + 1) * size], _bytes(size, 10 * r + rank, device)) for r in node):
+        among = "" if inner == transport.size else f" inside nodes of {inner}"
+        return f"other bytes came than were sent at once{among}{', of lines that lie apart' if picked else ''}"
     return ""
 
 

@@ -80,6 +80,14 @@ def test_messages_between_passes_and_within(job):
     assert run_peers(World(3), work) == ["", "", ""]
 
 
+def test_an_exchange_inside_nodes_that_waits_for_all_is_found(monkeypatch):
+    """Whoever is not named sets no flag."""
+    flags_of = peer_copy.exchange_flags
+    monkeypatch.setattr(peer_copy, "exchange_flags", lambda size, index, _: flags_of(size, index, tuple(range(size))))
+    with pytest.raises(DeadlineError, match=r"rank \d has not sent its message"):
+        run_peers(World(3, deadline=1.0), lambda mesh: JOBS["exchanged"](mesh.transport("cpu"), torch.device("cpu")))
+
+
 def lap(mesh, transport, number: int, read_late: float) -> bool:
     """One pass: each rank sends a block on, and looks at what came late. Whether it was this pass's."""
     size, there, back = 4096, (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size

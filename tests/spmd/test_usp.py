@@ -64,10 +64,15 @@ def test_attention(case, kernel):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
-@pytest.mark.parametrize("heads", ["mha", "gqa", "mqa", "wide_values"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "value_dim"), [("4", "4", 8), ("4", "2", 5), ("2", "1", 8), ("2", "one", 8)]
+)
 @pytest.mark.parametrize("strategy", ["usp", "usp+fetch"])
 @pytest.mark.parametrize(("ranks", "inner"), [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4), (12, 3), (12, 6)])
-def test_nodes_of_every_shape(ranks, inner, strategy, heads, kernel):
+def test_nodes_of_every_shape(ranks, inner, strategy, heads, kv_heads, value_dim, kernel):
+    """Heads a rank; of K and V too, or one of all ranks."""
+    kv_heads = 1 if kv_heads == "one" else int(kv_heads) * inner
+    heads = f"{int(heads) * inner}x{kv_heads}x8x{value_dim}"
     for layout, mask in (("zigzag", "causal"), ("striped", "window_both"), ("contiguous", "custom")):
         check(Nodes(ranks=ranks, inner=inner, strategy=strategy, heads=heads, layout=layout, mask=mask), kernel)
 
