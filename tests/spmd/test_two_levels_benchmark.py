@@ -25,24 +25,26 @@ def test_on_cpus(tmp_path: Path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     told = ["--row", "tiny", "--outer-gbps", str(GBPS), "--seconds", "0", "--calls", "1", "--out", str(tmp_path)]
     found = subprocess.run(
-        [*command, str(ROOT / "benchmarks" / "two_levels.py"), *told, "--strategies", "double_ring;ring"],
+        [*command, str(ROOT / "benchmarks" / "two_levels.py"), *told, "--strategies", "double_ring;ring;usp"],
         cwd=tmp_path, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[-3000:]
     results = json.loads((tmp_path / "two-levels-run.json").read_text())["results"]
     by = {(one["strategy"], one["link"]): one for one in results}
-    assert len(by) == 6
+    assert len(by) == 9
     for one in results:
         assert one["reason"] == ""
         assert one["link"] == "nothing sent" or max(one["errors"].values()) < 1e-2
     slow = next(link for _, link in by if link.endswith("GB/s"))
-    double, single = (by[name, slow] for name in ("double_ring", "ring"))
+    double, single, inside = (by[name, slow] for name in ("double_ring", "ring", "usp"))
     # Forward a block crosses once in a double ring, in a ring three times, one after the other.
+    assert inside["predicted"]["forward"] == pytest.approx(50, rel=0.03)
+    assert inside["milliseconds"]["forward"] >= 50
     assert double["predicted"]["forward"] == pytest.approx(50, rel=0.02)
     assert single["predicted"]["forward"] == pytest.approx(150, rel=0.02)
     assert double["milliseconds"]["forward"] >= 50
     assert single["milliseconds"]["forward"] >= 150
-    assert [name in found.stdout.splitlines()[-6] for name in ("double_ring", "no slow link")] == [True, True]
+    assert [name in found.stdout.splitlines()[-9] for name in ("double_ring", "no slow link")] == [True, True]
 
 
 def test_speeds_of_links():
