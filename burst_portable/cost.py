@@ -277,7 +277,7 @@ def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, 
     for at, traffic in zip(homes, passes, strict=True):
         line.wait_until(at)
         line.read_and_write(traffic.home)
-    return line.end + (len(passes) - 1) * rates.group_latency
+    return line.end
 
 
 def _most_held(steps: Sequence[Step], size: Callable[[Move], int]) -> int:

@@ -181,7 +181,6 @@ _CHECKS: dict[str, _Check] = {
     "hop_latency": _LATENCY,
     "launch_latency": _LATENCY,
     "backward_launch_latency": _LATENCY,
-    "group_latency": _LATENCY,
     "link": _curve,
     "direct": _curve,
     "spread": _curve,

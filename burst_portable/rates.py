@@ -39,7 +39,6 @@ class Rates:
         long: (rows, share) of the forward rate that is left where a rank holds so many keys or more.
         in_pieces: whether the kernel calls an operator on pieces and merges their results.
         merged_once: whether it merges each of them in one pass over memory.
-        group_latency: seconds that each group of heads after the first adds to a pass, above what is priced otherwise.
         block: rows and columns that a kernel computes at once, whatever a mask hides of them; 1: exact pairs count.
         source: where the numbers come from, for people; follows the word "rates": "of an H100", "measured on ...".
         node: ranks a node, where there are several nodes; 0: one node.
@@ -59,7 +58,6 @@ class Rates:
     memory: float = 0.0
     in_pieces: bool = False
     merged_once: bool = False
-    group_latency: float = 0.0
     backward_together: float = 1.0
     backward_in_turn: float = 1.0
     far: tuple[int, float] = (0, 1.0)

@@ -191,15 +191,8 @@ LINES = ("lines", "lines-cudnn", "lines-fa4")
 """Since nothing is packed for Ulysses over peer copies. Without `auto`: contestants ran in one order on all rows, which
 left it 2 to 3 % behind the same strategy under its own name."""
 AGAIN = ("lines-again", "lines-cudnn-again", "lines-fa4-again")
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_each_group_of_heads_after_the_first_costs(groups):
-    made = plan(make_strategy("ulysses", groups=groups), ranks=2)
-    rates = Rates(100.0, 100.0)
-    for name in ("forward", "backward"):
-        without, with_it = (rank_cost(made, name, 1, replace(rates, group_latency=s)).seconds for s in (0.0, 1.0))
-        assert with_it - without == pytest.approx(groups - 1)
+ENGINES = ("engines",)
+"""Since what goes beside a kernel waits for no multiprocessor: before, groups of heads hid nothing."""
 
 
 def as_auto_says(one):
@@ -232,6 +225,7 @@ def measured(ranks, runs):
             old |= (run, one["row"], label) == OUTLIER
             packed = run not in (*LINES, *AGAIN)
             old |= packed and label.startswith("ulysses") and transport == "peer_copy" and ranks == 4
+            old |= run not in ENGINES and "groups" in label and transport == "peer_copy"
             old |= run in LINES and one["contestant"].startswith("auto")
             if priced and one["milliseconds"] and not old:
                 total = one["milliseconds"]["forward"] + one["milliseconds"]["backward"]
@@ -246,8 +240,10 @@ MEASURED = {
     "four, later": measured(4, ("noon", "long", "512k", "fa4", "fa4-long")),
     "four, merged once": measured(4, LINES),
     "four, merged once, again": measured(4, AGAIN),
+    "four, engines": measured(4, ENGINES),
     "two": measured(2, ("night-first", "night", "128k", "fa4")),
     "two, merged once": measured(2, ("cudnn", "fa4-merged")),
+    "two, engines": measured(2, ENGINES),
     "eight": measured(8, ("before", "exchange")),
 }
 TOO_SHORT = {("eight", "32k", "zigzag"), ("eight", "128k-documents", "document_zigzag")}
@@ -263,7 +259,7 @@ def test_what_is_predicted_to_be_fastest_was_fastest(runs, case):
     Times of one strategy, measured twice, differ by up to 5 % at 32K, so predictions cannot be held much closer.
     """
     (name, kernel, transport), times = case, MEASURED[runs][case]
-    ranks = {"two": 2, "two, merged once": 2, "eight": 8}.get(runs, 4)
+    ranks = 8 if runs == "eight" else 2 if runs.startswith("two") else 4
     row, rates = ROWS[name], rates_of_machine("NVIDIA H200", ranks, kernel)
     pieces = kernel in ("cudnn", "flash-attn-4")
     rates = replace(
@@ -280,7 +276,9 @@ def test_what_is_predicted_to_be_fastest_was_fastest(runs, case):
                 predicted[label, layout] = plan_cost(made, rates).seconds * 1e3
     assert len(predicted) >= 2
     chosen = min(predicted, key=predicted.__getitem__)
-    close = times[chosen] <= 1.03 * min(times[one] for one in predicted)
+    # On two ranks some names stand for one plan, which then was measured twice.
+    took = min(times[one] for one in predicted if predicted[one] == predicted[chosen])
+    close = took <= 1.03 * min(times[one] for one in predicted)
     assert close, (chosen, predicted, times)
     for one, seconds in predicted.items():
         if (runs, name, one[1]) in TOO_SHORT and "all together" in one[0]:
@@ -316,14 +314,14 @@ def test_more_ahead_is_never_predicted_slower_and_costs_memory():
 
 
 def test_auto_on_a_known_machine():
-    """Short sequences over many ranks: few launches win, one group of heads above all.
+    """Short sequences over many ranks: few launches win, groups of heads above all.
 
     Where peer copies cannot be had, nothing counts on them.
     """
     assert rates_of_machine("NVIDIA GeForce RTX 9090", 8) is None
     rates = rates_of_machine("NVIDIA H200", 8)
     reason = plan(AutoStrategy(rates=rates)).reason
-    assert reason.startswith("chose ulysses by predicted time at rates of hopper on H200 and their links")
+    assert reason.startswith("chose ulysses, 2 groups by predicted time at rates of hopper on H200 and their links")
     assert "all ahead" in reason
     without = plan(AutoStrategy(rates=replace(rates, direct=()))).reason
     assert "all ahead" in without

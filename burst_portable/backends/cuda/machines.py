@@ -48,9 +48,6 @@ _NCCL_SPREAD: Curve = ((8 * MIB, 122.0), (64 * MIB, 262.0), (256 * MIB, 305.0))
 # Where NCCL moves a ring's blocks on four H200, a pass takes so much of its transfers longer than with nothing sent:
 # the forward kernel fills all multiprocessors until it ends; the backward one lets go of them block by block.
 _NCCL_HOLDS_UP = (0.9, 0.3)
-# On eight, two groups of heads took 0.15 ms longer in each pass, beside one, than is predicted else: 32,768 tokens,
-# ring-h200x8-exchange-2026-11-22.json; on four they do since nothing is packed: ring-h200x4-lines-2026-11-22.json.
-_GROUP = 0.15e-3
 _BLOCK = 128  # rows and columns that our kernels, cuDNN's and flash attention's compute at once, or nearly
 _MEMORY = 3500.0  # of 4800 GB/s, in torch's elementwise operators
 
@@ -72,7 +69,6 @@ def rates_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Rates | N
         spread=_NCCL_SPREAD if ranks > 2 else (),
         direct=_by_ranks(_PEER_COPY, ranks),
         holds_up=_NCCL_HOLDS_UP,
-        group_latency=_GROUP if ranks > 2 else 0.0,
         memory=_MEMORY,
         source=f"{source} H200 and their links",
     )
