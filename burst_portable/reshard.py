@@ -97,9 +97,9 @@ class Reshard:
             for (x, heads), into in zip(parts, _fields(packed, fields, like.shape[0]), strict=True):
                 owned = _of_owners(x, min(len(packed), x.shape[2]), heads)
                 if len(owned) == len(packed):
-                    into.copy_(owned)
+                    wide_copy.copy(owned, into)
                 else:  # several ranks share an owner's heads
-                    into.view(len(owned), -1, *into.shape[1:]).copy_(owned.unsqueeze(1))
+                    wide_copy.copy(owned.unsqueeze(1), into.view(len(owned), -1, *into.shape[1:]))
         return packed
 
     def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, Span]], *, alone: bool) -> ToSequence:

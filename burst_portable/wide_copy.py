@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """Copy source to target, of one shape.
+    """Copy source to target, whose shape it has or is broadcast to.
 
     torch copies what lies apart element by element: on a GPU, elements of 8 bytes take half as long as elements of 2.
     """
