@@ -32,7 +32,7 @@ _H200 = {
     # (ring-h200x4-lines-cudnn-2026-11-22.json, ring-h200x2-cudnn-2026-11-22.json).
     "cudnn": Rates(585.0, 150.0, 20e-6, 80e-6, 515.0, 180e-6, long=(1 << 17, 0.9)),
 }
-# On two GPUs by 2 %: ring-h200x2-engines-2026-11-22.json; with other kernels no more: ring-h200x2-{cudnn,fa4-merged}-2026-11-22.json.
+# On two GPUs less: ring-h200x2-engines-2026-11-22.json.
 _IN_TURN_OF_TWO = 0.98
 # From each rank to the next, by the number of ranks. Four: ring-h200x4-{gqa,window}-2026-11-21.json, their mean.
 _NCCL: dict[int, Curve] = {
