@@ -6,12 +6,14 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from burst_portable.errors import InputError, explain, shown
 from burst_portable.values import as_float
 
 _SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; process groups count milliseconds, and take 0 of them for no deadline
 _SECONDS = "0.001 or more, below 1e9"
+_SETTINGS = ("BURST_DEADLINE", "BURST_KERNEL", "BURST_TRANSPORT", "BURST_RATES")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +53,19 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
     Raises `InputError` for a value that cannot be one.
     """
     environment = os.environ if environment is None else environment
-    deadline = environment.get("BURST_DEADLINE") or "600"
+    return _asked_for(*[environment.get(name) or "" for name in _SETTINGS])
+
+
+@lru_cache(maxsize=16)
+def _asked_for(deadline: str, kernel: str, transport: str, rates: str) -> Config:
+    """Kept, as every call without a mesh asks for it."""
     try:
-        seconds = float(deadline)
+        seconds = float(deadline or "600")
     except ValueError:
         seconds = 0.0
     if not _SHORTEST <= seconds < _LONGEST:
         raise InputError(explain("BURST_DEADLINE is no number of seconds", got=repr(deadline), allowed=_SECONDS))
-    kernel, transport = (environment.get(name) or "auto" for name in ("BURST_KERNEL", "BURST_TRANSPORT"))
-    rates = environment.get("BURST_RATES", "")
-    return Config(deadline=seconds, kernel=kernel, transport=transport, rates=rates)
+    return Config(deadline=seconds, kernel=kernel or "auto", transport=transport or "auto", rates=rates)
 
 
 @dataclass(frozen=True, slots=True)
