@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from burst_portable import wide_copy
 from burst_portable.comm.base import Handle
 from burst_portable.kernels.contract import Gradients, Options
-from burst_portable.messages import Field, fields, message_size
+from burst_portable.messages import Field, fields, message_size, needed_together
 from burst_portable.moves import Move, holder
 from burst_portable.numerics import State, accumulation_dtype, empty_state
 from burst_portable.plans import PassPlan, Problem
@@ -143,7 +143,7 @@ class _Blocks:
         """Start moves."""
         if not sends and not receives:
             return
-        incoming = [pair for _, moves in groupby(receives, lambda m: m.needed) for pair in self._inboxes(list(moves))]
+        incoming = [pair for moves in needed_together(receives) for pair in self._inboxes(moves)]
         leaving, arriving = self.runtime.post(sends, incoming, step, backward=self.backward)
         self._leaving += [(m.needed, handle, buffer) for handle, (m, buffer) in zip(leaving, sends, strict=True)]
         for handle, (move, buffer) in zip(arriving, incoming, strict=True):

@@ -20,10 +20,10 @@ those of one tensor: ``[rows, B, heads, dim]`` each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 
 from burst_portable.moves import Move, Side
 from burst_portable.plans import PASSES, PassName, PassPlan, Plan, Problem
@@ -72,6 +72,11 @@ def message_size(problem: Problem, move: Move) -> int:
 def row_size(problem: Problem, side: Side, *, result: bool) -> int:
     """Bytes of a row of a block on the wire."""
     return sum(field.size(problem.batch) for field in fields(problem, side, result=result))
+
+
+def needed_together(moves: Iterable[Move]) -> Iterator[list[Move]]:
+    """Receives of one step, those that are needed at the same later step by themselves: they come into one buffer."""
+    return (list(group) for _, group in groupby(moves, lambda m: m.needed))
 
 
 def head_fields(plan: Plan, pass_name: PassName) -> list[tuple[tuple[Field, ...], tuple[Field, ...]]]:
@@ -144,10 +149,10 @@ def _places(pass_plan: PassPlan, target: int, start: int) -> tuple[dict[Move, in
     Inputs come first: a block that travels in both passes is the same `Move` in both, and so has one place.
     """
     steps = pass_plan.steps_of(target)
-    inputs = [list(moves) for step in steps for _, moves in groupby(step.receives, lambda m: m.needed)]
+    inputs, results = ([step.receives for step in steps], [step.result_receives for step in steps])
     places: dict[Move, int] = {}
     end = start
-    for moves in (*inputs, *([move] for step in steps for move in step.result_receives)):
+    for moves in chain.from_iterable(map(needed_together, (*inputs, *results))):
         end = _aligned(end)
         for move in moves:
             places[move] = end

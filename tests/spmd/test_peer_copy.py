@@ -37,6 +37,10 @@ CASES = [
     Case(mask="causal", strategy="ring+last", ranks=4, heads="mha"),
     Case(mask="documents", strategy="burst+together", ranks=4, dtype=torch.bfloat16),
     Case(mask="documents", layout="whole_documents", strategy="ring+last", ranks=3),  # one document is cut
+    # Gradients that come home together, of sizes at which inboxes have gaps between other messages.
+    Case(mask="full", strategy="ring+together", ranks=4, heads="4x1x8x8", batch=1, length=21),
+    Case(mask="full", strategy="burst+together", ranks=4, heads="4x1x8x8", batch=1, length=21),
+    Case(mask="window_both", strategy="ring", ranks=4, heads="4x1x8x8", batch=1, length=31),
 ]
 
 
