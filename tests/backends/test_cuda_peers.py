@@ -140,6 +140,20 @@ def test_what_the_watch_found_is_raised(machine):
     on_two(machine, work)
 
 
+def test_a_call_in_inference_mode_that_nobody_answers_ends_too(machine):
+    """The thread that lets streams go on is in no such mode."""
+
+    def work(rank, other, connect):
+        transport = connect()
+        with torch.inference_mode():
+            transport.begin(b"call", 8 << 20)
+        transport.memory._release([(3, 7)])
+        flags = transport.memory._read_flags()
+        return flags[3], set(transport.memory.inbox(0, 4096).tolist())
+
+    assert on_two(machine, work) == [(7, {255})] * 2
+
+
 def test_graphs_are_refused(machine, monkeypatch):
     def work(rank, other, connect):
         transport = connect()

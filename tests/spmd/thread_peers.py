@@ -65,7 +65,8 @@ class ThreadPeers:
 
     def reserve(self, inbox: int) -> None:
         self.world.met.wait(self.world.deadline)
-        self.world.inboxes[self.rank] = torch.full((inbox,), 255, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            self.world.inboxes[self.rank] = torch.full((inbox,), 255, dtype=torch.uint8)
         self.world.flags[self.rank] = [0] * flags(self.size)
         self.world.met.wait(self.world.deadline)
 

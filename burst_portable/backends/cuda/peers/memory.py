@@ -205,7 +205,8 @@ class CudaPeerMemory:
     def _allocate(self, size: int) -> Tensor:
         # Not `symmetric_memory.empty`: that one keeps freed memory in a pool, and an inbox that grew never comes back.
         allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
-        heap: Tensor = allocate((size,), (1,), torch.uint8, self._device)
+        with torch.inference_mode(False):  # outlives the call, and else the watch could not write to it
+            heap: Tensor = allocate((size,), (1,), torch.uint8, self._device)
         return heap
 
     def _agree(self, facts: dict[str, Any], what: str) -> None:
