@@ -21,7 +21,7 @@ Size = Callable[[Move], int]
 """Bytes of a message."""
 
 # In bytes of the message:
-_PACKED = _COPIED = 2  # read and written once: `executor._Blocks._outgoing`, `reshard`
+_PACKED = _COPIED = 2  # read and written once: `executor._Blocks._pack`, `reshard`
 _ADDED, _NARROW_ADDED = 3, 5  # it is read and added to sums, twice as wide if it is narrow: `executor._Results._add`
 # Sums are zeroed, then read and written by the kernel (`accumulators`); narrow ones are read again and rounded into
 # their message (`_outgoing`).
