@@ -21,4 +21,5 @@ def _is_wide(x: Tensor) -> bool:
     if x.dim() == 0 or x.stride(-1) != 1:
         return False
     count = 8 // x.itemsize
-    return not any(step % count for step in (*x.stride()[:-1], x.shape[-1], x.storage_offset()))
+    # Memory of other packages need not begin at 8 bytes either, and a GPU refuses such elements.
+    return x.data_ptr() % 8 == 0 and not any(n % count for n in (*x.stride()[:-1], x.shape[-1], x.storage_offset()))

@@ -28,6 +28,15 @@ def test_to_the_bit(dtype, dim, first, wide):
     assert (room[:, :, 0] == 7).all()
 
 
+def test_memory_that_begins_anywhere():
+    """As another package may hand it over."""
+    memory = bytearray(128)
+    base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    for odd in (0, 4):
+        source = torch.frombuffer(memory, dtype=torch.float32, offset=-base % 8 + odd, count=24).view(3, 8)
+        assert (wide_copy._is_wide(source), source.storage_offset()) == (not odd, 0)
+
+
 def test_other_dtypes_are_converted():
     target = torch.zeros(4, 8, dtype=torch.bfloat16)
     wide_copy.copy(torch.full((4, 8), 1.5), target)
