@@ -23,8 +23,8 @@ Size = Callable[[Move], int]
 # In bytes of the message:
 _PACKED = _COPIED = 2  # read and written once: `executor._Blocks._pack`, `reshard`
 _ADDED, _NARROW_ADDED = 3, 5  # it is read and added to sums, twice as wide if it is narrow: `executor._Results._add`
-# Sums are zeroed, then read and written by the kernel (`accumulators`); narrow ones are read again and rounded into
-# their message (`_outgoing`).
+# Sums are zeroed, then read and written by the kernel (`executor._Results.accumulators`); narrow ones are read again
+# and rounded into their message (`_outgoing` there).
 _MADE, _NARROW_MADE = 3, 9
 # In bytes of a 16-bit gradient: sums in float32 are zeroed, added to and rounded: `kernels.whole.added_up`.
 _GRADIENT = 5
