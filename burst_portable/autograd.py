@@ -174,6 +174,7 @@ def _begin(call: Call, *, forward: int = 0) -> None:
     stated, inbox = call.forward_statement, call.inboxes[0]
     if forward:
         stated, inbox = call.backward_statement, call.inboxes[1]
+    transport.check_in_step()
     agree(transport, stated, forward=forward)
     transport.begin(stated.digest + forward.to_bytes(8, "little"), inbox)
 

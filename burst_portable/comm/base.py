@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from burst_portable.errors import CommunicationError, explain
+
 
 class Handle(Protocol):
     """A transfer under way."""
@@ -135,6 +137,7 @@ class Transport(ABC):
         lasting: whether what an inbox holds stays there when the pass is over.
         picks: whether `exchange` sends `Strips` too: nobody need pack what it sends.
         node: ranks a node, if messages between nodes have connections of their own; else 0.
+        under_way: whether a pass has begun here that has not ended.
     """
 
     name: str
@@ -146,6 +149,7 @@ class Transport(ABC):
     lasting: bool = False
     picks: bool = False
     node: int = 0
+    under_way: bool = False
 
     @property
     def others(self) -> list[int]:
@@ -158,16 +162,29 @@ class Transport(ABC):
         found: set[bytes] = self.__dict__.setdefault("_agreed", set())
         return found
 
-    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:  # noqa: B027  (most transports know no passes)
-        """A pass begins, on the current stream; every rank says so.
+    def check_in_step(self) -> None:
+        """Raise a `CommunicationError` where the pass before never ended: the next would be given its messages."""
+        if self.under_way:
+            raise CommunicationError(
+                explain(
+                    f"rank {self.rank}: the pass before has not ended, and its messages would be taken for this one's",
+                    next_step="after an error in a pass, end the process group; one mesh serves one thread at a time",
+                )
+            )
+
+    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
+        """A pass begins, on the current stream; every rank says so. Raises as `check_in_step`.
 
         Args:
             digest: what all ranks say of it alike.
             inbox: bytes that come from a rank in this pass, at most; or on average, where all messages have places.
         """
+        self.check_in_step()
+        self.under_way = True
 
-    def end(self) -> None:  # noqa: B027
+    def end(self) -> None:
         """The pass is over: all that came has been used, in the order of the current stream."""
+        self.under_way = False
 
     @abstractmethod
     def post(

@@ -38,7 +38,7 @@ from burst_portable.comm.peer_flags import (
     free_flag,
     peer_of,
 )
-from burst_portable.errors import CommunicationError, UnsupportedError, explain
+from burst_portable.errors import UnsupportedError, explain
 
 ALIGNMENT = 256
 """Bytes: messages begin at multiples of it."""
@@ -118,7 +118,6 @@ class PeerCopyTransport(Transport):
         self.memory, self._other = memory, other
         self.rank, self.size = memory.rank, memory.size
         self._region = self._number = self._mark = self._turn = self._exchanges = 0
-        self._open = False
         self._waited: set[int] = set()
         self._sent_to = _Places(self.size)
         self._coming = _Places(self.size)
@@ -137,18 +136,12 @@ class PeerCopyTransport(Transport):
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         memory = self.memory
         memory.check()
-        if self._open:
-            raise CommunicationError(
-                explain(
-                    f"rank {self.rank}: the pass before ended in an error, so the ranks are out of step",
-                    next_step="end this process group, or make a new mesh on every rank",
-                )
-            )
+        self.check_in_step()
         need = -(-(inbox + MESSAGES * ALIGNMENT) // ALIGNMENT) * ALIGNMENT
         if need > self._region:
             memory.reserve(need * self.size)
             self._region, self._number = need, 0
-        self._open = True
+        super().begin(digest, inbox)
         self._number = self._number % (MARKS - 1) + 1
         self._turn += self._number == 1
         self._mark = self._number << 16 | crc32(digest, self._turn) & 0xFFFF
@@ -163,10 +156,10 @@ class PeerCopyTransport(Transport):
 
     def end(self) -> None:
         self.memory.leave()
-        self._open = False
+        super().end()
 
     def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
-        if not self._open or not size:
+        if not self.under_way or not size:
             return self._other.inbox(size, device, peer)
         if place is not None:
             assert place + size <= self._region * self.size, "an inbox has room for what comes"
@@ -182,7 +175,7 @@ class PeerCopyTransport(Transport):
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
-        if not self._open:
+        if not self.under_way:
             return self._other.post(sends, receives, label)
         self.memory.check()
         incoming: list[Handle] = [self._expect(message, label) for message in receives]
@@ -197,7 +190,7 @@ class PeerCopyTransport(Transport):
         self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
     ) -> Exchange:
         """See `Transport.exchange`. One flag a peer says that all of its buffers have come."""
-        if not self._open or not leaving or leaving[0].parts[0].place is None:
+        if not self.under_way or not leaving or leaving[0].parts[0].place is None:
             return super().exchange(leaving, arriving, label)
         memory, index = self.memory, self._exchanges
         memory.check()
@@ -219,13 +212,13 @@ class PeerCopyTransport(Transport):
         return _PeerExchange(memory, own, _Arrivals(memory, came, self._mark, self._missing(label)))
 
     def all_gather(self, send: Tensor, receives: Sequence[Tensor], label: str = "all_gather") -> None:
-        if self._open:
+        if self.under_way:
             super().all_gather(send, receives, label)
         else:
             self._other.all_gather(send, receives, label)
 
     def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
-        if self._open:
+        if self.under_way:
             super().all_to_all(sends, receives, label)
         else:
             self._other.all_to_all(sends, receives, label)

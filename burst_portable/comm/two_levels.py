@@ -40,6 +40,7 @@ class TwoLevelTransport(Transport):
         self._connect = connect
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
+        super().begin(digest, inbox)
         if self.far is None:
             self.far = self._connect()
         self.near.begin(digest, inbox)
@@ -49,6 +50,7 @@ class TwoLevelTransport(Transport):
         self.near.end()
         if self.far is not None:
             self.far.end()
+        super().end()
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""

@@ -33,6 +33,9 @@ class WrappedTransport(Transport):
     def agreed(self) -> set[bytes]:
         return self._inner.agreed
 
+    def check_in_step(self) -> None:
+        self._inner.check_in_step()
+
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         self._inner.begin(digest, inbox)
 

@@ -218,7 +218,7 @@ class _Silent(WrappedTransport):
     def exchange(
         self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
     ) -> Exchange:
-        if self.picks:  # then what a rank sends itself is on its way too
+        if self.picks:  # strips, which are not messages; not even what a rank sends itself is copied then
             return Exchange([], [])
         return super().exchange(leaving, arriving, label, alone=alone)
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import torch
 
 import burst_portable as bp
 from burst_portable.comm.agreement import agree, statement
+from burst_portable.comm.local import run_threads
 from burst_portable.config import Config
-from burst_portable.errors import BurstError, MismatchError
+from burst_portable.errors import BurstError, CommunicationError, MismatchError
+from burst_portable.profiling.session import profile
 from tests.spmd.disagreements import DISAGREEMENTS, RANKS, told_by
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +48,31 @@ def test_ranks_that_guess_different_lengths_are_told_of_seq_len():
         assert bp.attention(x, x, x, mesh=mesh, seq_len=101).shape == x.shape
 
     bp.run_local(2, work)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "usp"])
+def test_a_call_after_an_error_in_a_pass(strategy, recorded):
+    """Rank 1 had one of its own and goes on; before, it was given the messages of the pass that failed."""
+
+    def work(transport):
+        post, mesh = transport.post, bp.Mesh(transport.rank, 4, lambda _: transport)
+        x = torch.ones(1, 4, 4, 8)
+
+        def failing(*arguments):
+            transport.post = post
+            raise MemoryError("planted")
+
+        if mesh.rank == 1:
+            transport.post = failing
+        with profile(mesh=mesh) if recorded else nullcontext():
+            with pytest.raises(MemoryError if mesh.rank == 1 else CommunicationError):
+                bp.attention(x, x, x, mask="full", mesh=mesh, strategy=strategy)
+            for _ in range(2):
+                with pytest.raises(CommunicationError, match=rf"^rank {mesh.rank}: the pass before has not ended"):
+                    bp.attention(x, x, x, mask="full", mesh=mesh, strategy=strategy)
+
+    run_threads(4, work, deadline=0.5)
 
 
 @pytest.fixture(scope="module")
