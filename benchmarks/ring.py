@@ -60,6 +60,7 @@ STRATEGIES = (
     "burst+together",
     "ring+ahead+last",
     "ring+together+last",
+    "ring+together+divided",
     "ring+ahead+last+narrow",
     "ulysses",
     "ulysses+2",

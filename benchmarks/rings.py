@@ -116,7 +116,8 @@ def strategy_named(text: str) -> Any:
     name, _, how = text.partition("+")
     options: dict[str, dict[str, Any]] = {"": {}, "fetch": {"moves": "fetch"}, "ahead": {"moves": "fetch", "ahead": 64}}
     options["together"] = {"moves": "fetch", "ahead": 64, "together": 64}
-    options |= {f"{one}+last": {**options[one], "own": "last"} for one in ("ahead", "together")}
+    for own in ("last", "divided"):
+        options |= {f"{one}+{own}": {**options[one], "own": own} for one in ("ahead", "together")}
     options["ahead+last+narrow"] = {**options["ahead+last"], "gradients": "narrow"}
     chosen = {"groups": int(how)} if how.isdecimal() else options[how]
     return "auto" if name == "auto" else make_strategy(name, **chosen)

@@ -24,8 +24,8 @@ from burst_portable.tiles import BlockPairs
 
 Side = Literal["kv", "q"]
 """Which side of the attention travels."""
-Own = Literal["first", "last"]
-"""When a rank computes with the block that is its own."""
+Own = Literal["first", "last", "divided"]
+"""When a rank computes with its own block: before all others, after them, or a part before and the rest after."""
 
 
 class Move(NamedTuple):
@@ -81,6 +81,10 @@ class Route(Protocol):
     def trims(self) -> bool:
         """Whether only the rows that the target needs are sent: nobody hands them on."""
 
+    @property
+    def before(self) -> float:
+        """The share of its own block's pairs that a rank computes at step 0; the rest at the step of that block."""
+
     def __hash__(self) -> int:
         """Passes are looked up by their route."""
 
@@ -110,6 +114,7 @@ class Ring:
     ranks: int
     name: str = "ring"
     trims: bool = False
+    before: float = 1.0
 
     def step(self, owner: int, rank: int) -> int:
         return (rank - owner) % self.ranks
@@ -154,6 +159,7 @@ class DoubleRing:
     first: int
     name: str = "double_ring"
     trims: bool = False
+    before: float = 1.0
 
     def step(self, owner: int, rank: int) -> int:
         nodes, turn = self._distance(owner, rank)
@@ -223,19 +229,19 @@ class Fetch:
 
     A block is asked for `ahead` steps before it is needed: more ahead holds more blocks and waits for fewer. A step
     takes as many blocks `together`, in one launch: where blocks are short, launches and merges cost more than waiting.
-    A rank computes with its `own` block first, while the first of the others comes, or last, while the gradients of
-    the last of the others leave.
+    A rank computes a share of its own block `before` the others, while the first of them comes, and the rest after
+    them, while the gradients of the last leave.
     """
 
     ranks: int
     ahead: int = 1
     together: int = 1
-    own: Own = "first"
+    before: float = 1.0
     name: str = "fetch"
     trims: bool = True
 
     def step(self, owner: int, rank: int) -> int:
-        if owner == rank and self.own == "last":
+        if owner == rank and self.before < 1:
             return -(-(self.ranks - 1) // self.together) + 1
         return -(-((rank - owner) % self.ranks) // self.together)
 

@@ -27,7 +27,7 @@ from burst_portable.heads import HeadGroup, head_groups
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.moves import Move, Needs, Route, Side
-from burst_portable.steps import BlockTiles, Compute, Steps, renamed, scheduled
+from burst_portable.steps import BlockTiles, Compute, Steps, divided, renamed, scheduled
 from burst_portable.tiles import BlockPairs, Tiles
 
 PassName = Literal["forward", "backward"]
@@ -130,6 +130,9 @@ class PassPlan:
             if self._needs(owner, rank):
                 owners[self.route.step(owner, rank)].append(owner)
         computes = {step: self._compute(tuple(ranks), rank) for step, ranks in owners.items()}
+        last = self.route.step(rank, rank)
+        if last in computes and len(computes) > 1 and (parts := divided(computes[last], self.route.before)):
+            computes[0], computes[last] = parts
         return scheduled(rank, inputs, computes, list(self._results(rank)))
 
     def _compute(self, owners: tuple[int, ...], rank: int) -> Compute:

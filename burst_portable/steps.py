@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -107,6 +108,7 @@ class Step:
 
 
 Steps = tuple[Step, ...]
+_ROWS = 128  # that most kernels compute at once: a launch begins with such a block
 _MOVES = ("arrivals", "sends", "receives", "result_arrivals", "result_sends", "result_receives")
 """The fields of a `Step` that hold moves."""
 
@@ -135,6 +137,44 @@ def renamed(step: Step, stride: int, place: int) -> Step:
         result_receives=named(step.result_receives),
         released=ranks(step.released),
     )
+
+
+def divided(compute: Compute, share: float) -> tuple[Compute, Compute] | None:
+    """A launch of one pair of blocks as two: its upper rows with about that share of its pairs, and the rest.
+
+    None where the share is nothing or all, or a part would have no pair.
+    """
+    (block,) = compute.blocks
+    if not 0 < share < 1 or (row := _cut(block.tiles, share)) is None:
+        return None
+    top, bottom, left, right = block.tiles.box
+    upper, lower = (
+        Tiles(part for tile in block.tiles if (part := tile.clipped(*rows, left, right)))
+        for rows in ((top, row), (row, bottom))
+    )
+    if not upper or not lower:
+        return None
+    first, rest = (replace(compute, blocks=(block._replace(tiles=tiles),)) for tiles in (upper, lower))
+    return first, rest
+
+
+def _cut(tiles: Tiles, share: float) -> int | None:
+    """The row above which about that share of all pairs lies; where a tile begins, if one does near it.
+
+    Tiles stay whole then: of those that are cut, some kernels take the parts in more calls.
+    """
+    top, bottom, left, right = tiles.box
+
+    def above(row: int) -> float:
+        parts = (tile.clipped(top, row, left, right) for tile in tiles)
+        return sum(part.area for part in parts if part) / tiles.area
+
+    edges = [row for row in {tile.q_start for tile in tiles} if share / 2 <= above(row) <= min(2 * share, 0.9)]
+    if edges:
+        return min(edges, key=lambda row: (abs(above(row) - share), row))
+    rows = range((top // _ROWS + 1) * _ROWS, bottom, _ROWS)
+    found = bisect_left(rows, share, key=above)
+    return rows[min(found, len(rows) - 1)] if rows else None
 
 
 def _ordered(moves: Iterable[Move]) -> tuple[Move, ...]:

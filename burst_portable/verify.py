@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from burst_portable.heads import heads_of
 from burst_portable.moves import Move
 from burst_portable.plans import PassPlan, Plan
-from burst_portable.steps import Compute
-from burst_portable.tiles import find_tiles
+from burst_portable.steps import BlockTiles, Compute
+from burst_portable.tiles import Tiles, find_tiles
 
 
 def verify(
@@ -68,6 +68,12 @@ def _resharded(plan: Plan) -> list[str]:
     return wrong
 
 
+def _overlap(one: Tiles, other: Tiles) -> bool:
+    """Whether two lists of tiles of a pair of blocks have rows in common."""
+    (first, past, *_), (other_first, other_past, *_) = one.box, other.box
+    return first < other_past and other_first < past
+
+
 class _Checker:
     """Walks ranks of a ring once each, in one pass, and keeps only what both ends of a move do not cancel."""
 
@@ -83,6 +89,7 @@ class _Checker:
     def walk(self, rank: int) -> None:
         """One rank's steps, in order: a block is used only while it is there."""
         held = {rank}
+        parts: dict[tuple[int, int], list[BlockTiles]] = defaultdict(list)  # pairs that are computed in parts
         for step in self.pass_plan.steps_of(rank):
             held |= {m.owner for m in step.arrivals}
             for move in step.sends:
@@ -91,17 +98,22 @@ class _Checker:
             self._count((*step.sends, *step.result_sends), +1)
             self._count((*step.receives, *step.result_receives), -1)
             if step.compute:
-                self._compute(rank, step.compute, held)
+                self._compute(rank, step.compute, held, parts)
             self.onwards.update({(m.owner, rank): m.target for m in step.result_sends})
             held -= set(step.released)
         if held != {rank}:
             self.wrong.append(f"rank {rank} still holds the blocks of {sorted(held - {rank})} at the end")
 
-    def _compute(self, rank: int, compute: Compute, held: set[int]) -> None:
+    def _compute(
+        self, rank: int, compute: Compute, held: set[int], parts: dict[tuple[int, int], list[BlockTiles]]
+    ) -> None:
         for other in compute.k_owners if self.pass_plan.side == "kv" else compute.q_owners:
             if other not in held:
                 self.wrong.append(f"rank {rank} computes with the block of {other} without holding it")
-        self.computed.update(compute.pairs)
+        for pair, block in zip(compute.pairs, compute.blocks, strict=True):
+            if not parts[pair] or any(_overlap(block.tiles, other.tiles) for other in parts[pair]):
+                self.computed[pair] += 1
+            parts[pair].append(block)
         self.area += compute.area
 
     def _count(self, moves: Iterable[Move], sign: int) -> None:

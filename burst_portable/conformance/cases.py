@@ -69,6 +69,7 @@ STRATEGIES: Mapping[str, Mapping[str, object]] = {
     "ring+ahead": {"moves": "fetch", "ahead": 64},
     "ring+together": {"moves": "fetch", "together": 2},
     "ring+last": {"moves": "fetch", "ahead": 64, "own": "last"},
+    "ring+divided": {"moves": "fetch", "ahead": 64, "together": 64, "own": "divided"},
     "burst": {},
     "burst+fetch": {"moves": "fetch"},
     "burst+together": {"moves": "fetch", "ahead": 64, "together": 64},

@@ -111,6 +111,7 @@ class AutoStrategy:
             together = RingStrategy(moves="fetch", ahead=ranks, together=ranks)
             yield "ring+fetch, all together", together
             yield "ring+fetch, all together, own last", replace(together, own="last")
+            yield "ring+fetch, all together, own divided", replace(together, own="divided")
             yield "burst+fetch, all together", BurstStrategy(moves="fetch", ahead=ranks, together=ranks)
         if rates.direct:  # peer copies need no multiprocessors, so groups of heads travel beside the kernel
             for groups in possible_groups(problem):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal, Protocol
 
 from burst_portable.errors import InputError, explain, shown, unknown_name
+from burst_portable.messages import row_size
 from burst_portable.moves import Fetch, Own, Ring, Route, Side
 from burst_portable.plans import Plan, Problem, make_pass_plan
 
@@ -87,7 +88,7 @@ def check_fetched(moves: Moves, ahead: object, together: object) -> None:
 
 def check_own(moves: Moves, own: object) -> None:
     """Refuse an `own` that does not say when the own block is computed with."""
-    check_name("place of the own block", own, ("first", "last"))
+    check_name("place of the own block", own, ("first", "last", "divided"))
     if own != "first" and moves != "fetch":
         raise InputError(
             explain("a block that is handed on begins with its owner", got=f"own={own!r}", next_step='moves="fetch"')
@@ -104,12 +105,20 @@ def with_gradients(problem: Problem, gradients: GradientWidth) -> Problem:
     return replace(problem, narrow=True) if gradients == "narrow" and problem.itemsize < 4 else problem
 
 
-def route(ranks: int, moves: Moves, ahead: int = 1, together: int = 1, own: Own = "first") -> Route:
-    """The route for a way of moving. `ahead`, `together` and `own` are for fetched blocks: see `moves.Fetch`."""
+def share_before(problem: Problem, own: Own, side: Side) -> float:
+    """How much of its own block a rank computes before all others: divided, by the bytes that each part is to hide."""
+    if own != "divided":
+        return float(own == "first")
+    block, gradients = (row_size(problem, side, result=result) for result in (False, True))
+    return block / (block + gradients)
+
+
+def route(ranks: int, moves: Moves, ahead: int = 1, together: int = 1, before: float = 1.0) -> Route:
+    """The route for a way of moving. `ahead`, `together` and `before` are for fetched blocks: see `moves.Fetch`."""
     if moves == "fetch":
         others = max(1, ranks - 1)
         together = min(together, others)
-        return Fetch(ranks, min(ahead, -(-others // together)), together, own)
+        return Fetch(ranks, min(ahead, -(-others // together)), together, before)
     return Ring(ranks)
 
 

@@ -24,6 +24,7 @@ from burst_portable.strategies.base import (
     check_own,
     ring_plan,
     route,
+    share_before,
     with_gradients,
 )
 
@@ -35,7 +36,7 @@ class RingStrategy:
     moves: Moves = "neighbour"
     ahead: int = 1  # steps before it is needed that a block is fetched
     together: int = 1  # fetched blocks a launch
-    own: Own = "first"  # when backward computes with the own block: last hides gradients that leave behind it
+    own: Own = "first"  # when backward computes with the own block: first hides the block that comes, last gradients
     gradients: GradientWidth = "wide"
     name: str = "ring"
 
@@ -46,10 +47,8 @@ class RingStrategy:
         check_gradients(self.gradients)
 
     def plan(self, problem: Problem) -> Plan:
-        return ring_plan(
-            with_gradients(problem, self.gradients),
-            self.name,
-            side="kv",
-            path=route(problem.ranks, self.moves, ahead=self.ahead, together=self.together),
-            back=route(problem.ranks, self.moves, ahead=self.ahead, together=self.together, own=self.own),
-        )
+        problem = with_gradients(problem, self.gradients)
+        fetched, before = {"ahead": self.ahead, "together": self.together}, share_before(problem, self.own, "kv")
+        path = route(problem.ranks, self.moves, **fetched)
+        back = route(problem.ranks, self.moves, **fetched, before=before)
+        return ring_plan(problem, self.name, side="kv", path=path, back=back)

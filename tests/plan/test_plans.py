@@ -256,6 +256,63 @@ def test_the_own_block_last_by_hand():
     assert rank_cost(last, "backward", 0, rates).seconds == pytest.approx(4.5, rel=1e-6)
 
 
+def test_the_own_block_divided_by_hand():
+    """Rank 0 of 4, full mask, backward: a third of the own block while others come, two while gradients leave."""
+    options = {"mask": Mask.full(), "layout": "contiguous", "length": 4 * 1536, "moves": "fetch"}
+    plan = make_plan(own="divided", ahead=3, together=3, **options)
+    assert verify(plan) == []
+    steps = plan.backward.steps_of(0)
+    assert [s.compute.k_owners for s in steps] == [(0,), (1, 2, 3), (0,)]
+    assert [s.compute.tiles.box for s in steps[::2]] == [(0, 512, 0, 1536), (512, 1536, 0, 1536)]
+    assert [len(s.receives) for s in steps] == [3, 0, 0]
+    assert [len(s.result_sends) for s in steps] == [0, 3, 0]
+    assert [len(s.result_arrivals) for s in steps] == [0, 0, 3]
+    # A step with a whole block takes a second, K and V of a block a tenth to come, dK and dV a fifth to leave.
+    size = rank_cost(plan, "forward", 0, Rates(1, 1)).received / 3
+    rates = Rates(10 * 1536 * 1536 * 8 * 64 / 1e12, 10 * size / 1e9, 0.0, 0.0)
+    first, last = (make_plan(own=own, ahead=3, together=3, **options) for own in ("first", "last"))
+    took = [rank_cost(one, "backward", 0, rates).seconds for one in (first, last, plan)]
+    assert took == pytest.approx([4.6, 4.3, 4.0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout", "cuts"),
+    [
+        (Mask.causal(), "zigzag", [0.34, 0.34, 0.34]),
+        (Mask.documents((0, 1000, 2200, 4608)), "contiguous", [0.367, 0.34]),  # where a document begins, if one does
+        (Mask.causal(), "contiguous", [0.34, 0.34]),  # rank 0 needs no block of others
+        (Mask.window(200), "contiguous", [0.376, 0.376]),
+        (Mask.full(), "striped", [0.33, 0.33, 0.33]),
+    ],
+)
+def test_where_the_own_block_is_divided(mask, layout, cuts):
+    plan = make_plan(mask, layout, ranks=3, length=3 * 1536, moves="fetch", own="divided")
+    assert verify(plan) == []
+    found = []
+    for rank in range(3):
+        parts = [s.compute.area for s in plan.backward.steps_of(rank) if s.compute and s.compute.k_owners == (rank,)]
+        if len(parts) > 1:
+            found.append(parts[0] / sum(parts))
+    assert found == pytest.approx(cuts, abs=0.01)
+
+
+def test_rows_that_two_parts_have_in_common_are_found():
+    plan = make_plan(Mask.full(), "contiguous", length=4 * 1536, moves="fetch", own="divided")
+    steps = plan.backward.steps_of(1)
+    upper = steps[0].compute
+    wrong = dataclasses.replace(steps[-1], compute=upper)  # the same rows again, and as many never
+    plan.backward._ranks[1] = (*steps[:-1], wrong)
+    assert any("computed more than once: [(1, 1)]" in one for one in verify(plan))
+
+
+def test_blocks_of_few_rows_are_not_divided():
+    plan = make_plan(Mask.causal(), "zigzag", ranks=4, length=64, moves="fetch", own="divided")
+    last = make_plan(Mask.full(), "contiguous", ranks=4, length=4 * 128, moves="fetch", own="divided")
+    assert verify(plan) == verify(last) == []
+    assert [s.compute.k_owners for s in last.backward.steps_of(0) if s.compute][-1] == (0,)
+    assert sum(s.compute.k_owners == (0,) for s in last.backward.steps_of(0) if s.compute) == 1
+
+
 def test_flops_are_the_field_s():
     """Forward 4·area·H·D, backward two and a half times that."""
     problem = make_plan().problem

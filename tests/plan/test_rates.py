@@ -182,7 +182,7 @@ def test_passes_over_memory_by_hand():
 
 
 LABELS = {"ahead": "fetch, all ahead", "together": "fetch, all together"}
-LABELS |= {f"{how}+last": f"{label}, own last" for how, label in LABELS.items()}
+LABELS |= {f"{how}+{own}": f"{label}, own {own}" for how, label in LABELS.items() for own in ("last", "divided")}
 FIRST = ("first", "gqa", "window")  # runs on four H200
 OUTLIER = ("fa4-merged", "32k", "ulysses, 4 groups")  # forward 18.4 ms; 7.2 ms for the two groups of 32k-gqa
 LONG = ("128k", "128k-gqa", "128k-few", "512k-gqa")
