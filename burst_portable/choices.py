@@ -181,7 +181,7 @@ def _strategy(
     what was measured on machines like this one.
     """
     if not isinstance(asked, str) or asked != "auto":  # a str first: an array would be compared by elements
-        return strategy_of(asked)
+        return strategy_of(asked, mesh.inner)
     named = str(dtype).removeprefix("torch.")
     rates = rates_of(backend, mesh.size, kernel(), mesh.config.rates, named, head_dim)
     if rates.direct and not mesh.may_be_direct(device):

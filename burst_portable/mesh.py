@@ -42,8 +42,8 @@ class Mesh:
 
     Attributes:
         rank, size: this rank among those that share the sequence, and how many they are.
-        inner: ranks a node, where there are several nodes: lets `auto` consider the double ring and USP, and gives
-            messages between nodes connections of their own, made in the first pass.
+        inner: ranks a node, where there are several nodes: lets `auto` consider the double ring and USP, which take it
+            too where they are named, and gives messages between nodes connections of their own, made in the first pass.
         backend: the name of the one that must serve, or "auto": the first for the tensors' device that can.
         config: settings, from the environment unless given.
 

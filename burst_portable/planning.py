@@ -14,7 +14,7 @@ from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import NAMES as STRATEGIES
-from burst_portable.strategies.registry import make_strategy
+from burst_portable.strategies.registry import WITH_NODES, make_strategy
 from burst_portable.units import by_time
 from burst_portable.values import size
 
@@ -131,10 +131,13 @@ def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) 
     return layout
 
 
-def strategy_of(strategy: Strategy | str) -> Strategy:
-    """The strategy that a user passed. Plans are looked up by it, so it must be hashable."""
+def strategy_of(strategy: Strategy | str, inner: int | None = None) -> Strategy:
+    """The strategy that a user passed. Plans are looked up by it, so it must be hashable.
+
+    inner: ranks a node, for strategies with nodes that are passed by name; their own default unless given.
+    """
     if isinstance(strategy, str):
-        return make_strategy(strategy)
+        return make_strategy(strategy, inner=inner if strategy in WITH_NODES else None)
     if isinstance(strategy, type) or not callable(getattr(strategy, "plan", None)):
         raise unknown_name("strategy", strategy, STRATEGIES)
     try:

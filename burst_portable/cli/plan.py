@@ -11,7 +11,7 @@ import typer
 
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, check, checked_ranks, plan_facts
-from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVELS, WITH_NODES, asked_strategy
+from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVELS, asked_strategy
 from burst_portable.config import from_environment
 from burst_portable.errors import InputError, explain, unknown_name
 from burst_portable.measured_rates import read_rates
@@ -19,6 +19,7 @@ from burst_portable.planning import plan as make_plan
 from burst_portable.plans import Plan
 from burst_portable.rates import Rates
 from burst_portable.strategies.base import check_divides
+from burst_portable.strategies.registry import WITH_NODES
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _RANKS_A_NODE = 8  # devices that a server usually has at most

@@ -5,7 +5,7 @@ from __future__ import annotations
 from burst_portable.errors import InputError, explain, shown
 from burst_portable.rates import Rates
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import NAMES, make_strategy
+from burst_portable.strategies.registry import NAMES, WITH_NODES, make_strategy
 
 STRATEGY = "auto (the least predicted time), ring, burst, double_ring, ulysses or usp."
 LAYOUT = (
@@ -18,7 +18,6 @@ MOVES = (
 )
 TRAVELS = "For double_ring and usp: kv or q, what goes round in the backward pass; q unless given, and kv of usp."
 INNER = "Ranks a node, for double_ring, usp and auto; unless given, auto leaves these two out."
-WITH_NODES = ("double_ring", "usp", "auto")
 _SERVED = {"--inner": WITH_NODES, "--travels": ("double_ring", "usp"), "--moves": ("ring", "burst", "usp")}
 
 

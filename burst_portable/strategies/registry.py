@@ -18,6 +18,8 @@ _CLASSES = {
 }
 
 NAMES = tuple(_CLASSES)
+WITH_NODES = ("double_ring", "usp", "auto")
+"""Those that have an option `inner`: ranks a node."""
 
 
 def make_strategy(name: str, **options: object) -> Strategy:

@@ -209,6 +209,23 @@ def test_heads_that_do_not_fit_are_refused_on_every_rank():
     bp.run_local(4, work)
 
 
+@pytest.mark.parametrize("strategy", ["usp", "double_ring"])
+def test_named_without_nodes_it_takes_the_mesh_s(strategy):
+    """Eight ranks in nodes of two: left to itself it would take nodes of four, half of whose links are not there."""
+
+    def work(local):
+        mesh = bp.Mesh(local.rank, 8, local.transport, inner=2)
+        x = torch.empty(1, 8, 8, 8)
+        told = bp.explain(x, x, x, mesh=mesh, strategy=strategy)
+        return told, bp.plan_on(mesh, seq_len=64, heads=8, strategy=strategy)
+
+    told, made = bp.run_local(8, work)[0]
+    assert told.strategy.why == "named"
+    assert made == bp.plan(seq_len=64, ranks=8, heads=8, strategy=bp.make_strategy(strategy, inner=2), layout="auto")
+    ring = made.forward.route
+    assert (ring.ranks, getattr(ring, "inner", made.inner)) == ((4, 2) if strategy == "usp" else (8, 2))
+
+
 def test_explain_tells_both_ways():
     def work(mesh):
         q, k = torch.empty(1, 4, 4, 8), torch.empty(1, 4, 2, 8)
