@@ -38,6 +38,17 @@ def heads_of(rank: int, ranks: int, heads: int) -> slice:
     return slice(shared, shared + 1)
 
 
+def can_share(heads: int, kv_heads: int, ranks: int) -> bool:
+    """Whether so many ranks can have equally many heads each, and whole K/V heads with them."""
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def shared(heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
+    """(query heads, K/V heads) that each of so many ranks has."""
+    assert can_share(heads, kv_heads, ranks), "the strategy has looked"
+    return heads // ranks, max(1, kv_heads // ranks)
+
+
 def can_group(heads: int, kv_heads: int, groups: int) -> bool:
     """Whether a rank's heads make so many equal groups, each of whole K/V heads or within one."""
     if groups < 1 or heads % groups:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from burst_portable.errors import InputError, LayoutError, explain, unknown_name
-from burst_portable.heads import can_group
+from burst_portable.heads import can_group, can_share, shared
 from burst_portable.layout import Layout
 from burst_portable.layouts import NAMES as LAYOUTS
 from burst_portable.layouts import make_layout
@@ -179,9 +179,10 @@ class Case:
             return False
         name, _, options = self.strategy.partition("+")
         heads, kv_heads, _, _ = self.sizes
-        shares = heads % self.ranks == 0 and (kv_heads % self.ranks == 0 or self.ranks % kv_heads == 0)
-        groups = 2 if options else 1
-        return name != "ulysses" or (shares and can_group(heads // self.ranks, max(1, kv_heads // self.ranks), groups))
+        if name != "ulysses":
+            return True
+        shares = can_share(heads, kv_heads, self.ranks)
+        return shares and can_group(*shared(heads, kv_heads, self.ranks), 2 if options else 1)
 
 
 def _text(value: object) -> str:

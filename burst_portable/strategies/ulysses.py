@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
-from burst_portable.heads import can_group
+from burst_portable.heads import can_group, can_share, shared
 from burst_portable.layouts import contiguous
 from burst_portable.memory_traffic import comes_in_order
 from burst_portable.moves import Ring
@@ -48,7 +48,7 @@ class UlyssesStrategy:
                     next_step="use the strategy 'ring' or 'burst', or 'usp', which shares heads out inside nodes",
                 )
             )
-        heads, kv_heads = problem.heads // ranks, max(1, problem.kv_heads // ranks)
+        heads, kv_heads = shared(problem.heads, problem.kv_heads, ranks)
         if not can_group(heads, kv_heads, self.groups):
             allowed = [n for n in range(1, MOST_GROUPS + 1) if can_group(heads, kv_heads, n)]
             raise UnsupportedError(
@@ -80,14 +80,13 @@ def possible_groups(problem: Problem) -> tuple[int, ...]:
     """Numbers of groups, above one, that are worth trying."""
     if not shares_out(problem, problem.ranks):
         return ()
-    heads, kv_heads = problem.heads // problem.ranks, max(1, problem.kv_heads // problem.ranks)
+    heads, kv_heads = shared(problem.heads, problem.kv_heads, problem.ranks)
     return tuple(n for n in (2, 4) if can_group(heads, kv_heads, n))
 
 
 def shares_out(problem: Problem, ranks: int) -> bool:
-    """Whether so many ranks can have equally many heads each, and whole K/V heads with them."""
-    kv_heads = problem.kv_heads
-    return problem.heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+    """Whether so many ranks can share the heads of a problem out among them."""
+    return can_share(problem.heads, problem.kv_heads, ranks)
 
 
 def in_rank_order(plan: Plan) -> Plan:

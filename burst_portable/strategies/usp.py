@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from burst_portable.errors import UnsupportedError, explain
+from burst_portable.heads import shared
 from burst_portable.moves import Side
 from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.base import (
@@ -61,12 +62,13 @@ class UspStrategy:
             return replace(UlyssesStrategy().plan(problem), strategy=self.name, reason=note)
         problem = with_gradients(problem, self.gradients)
         # After the first all-to-all a rank holds the rows of its node: a problem of one rank a node.
+        heads, kv_heads = shared(problem.heads, problem.kv_heads, inner)
         between = replace(
             problem,
             q_layout=problem.q_layout.joined(inner).sorted() if inner > 1 else problem.q_layout,
             k_layout=problem.k_layout.joined(inner).sorted() if inner > 1 else problem.k_layout,
-            heads=problem.heads // inner,
-            kv_heads=max(1, problem.kv_heads // inner),
+            heads=heads,
+            kv_heads=kv_heads,
         )
         path = route(nodes, self.moves)
         ring = ring_plan(between, self.name, side=self.travels, path=path, note=note, stride=inner)
