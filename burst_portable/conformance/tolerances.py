@@ -2,6 +2,9 @@
 
     error of a quantity  <=  multiple · error of plain attention in that dtype  +  floor of the dtype
 
+and 4 times what a kernel says that it rounds its operands by (`Kernel.rounding`), which only TF32 does. A gradient is
+three products, one after the other, each of two rounded operands.
+
 Errors are relative in the 2-norm, over the whole quantity. Plain attention is measured on the same inputs, so a
 hard case is judged against how hard it is. Nothing softens them: no environment variable, no second try.
 """
@@ -18,6 +21,8 @@ MULTIPLE = {"out": 1.5, "lse": 1.5, "dq": 1.5, "dk": 1.5, "dv": 1.5, "dsinks": 1
 
 # A few units of rounding: where plain attention happens to be exact, a sum in another order still rounds.
 FLOOR = {torch.float64: 1e-14, torch.float32: 6e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+_ROUNDINGS = 4
 
 
 def relative_error(x: Tensor, reference: Tensor) -> float:
@@ -46,15 +51,21 @@ def rounding_of_lse(exact: Answer, dtype: torch.dtype) -> float:
 
 
 def errors(
-    answer: Answer, exact: Answer, plain: Answer, dtype: torch.dtype, extra: float = 0.0
+    answer: Answer, exact: Answer, plain: Answer, dtype: torch.dtype, extra: float = 0.0, rounding: float = 0.0
 ) -> dict[str, tuple[float, float]]:
-    """Every quantity of an answer: name -> (error, allowed). `extra` is allowed to gradients besides."""
+    """Every quantity of an answer: name -> (error, allowed).
+
+    Args:
+        extra: is allowed to gradients besides.
+        rounding: of the kernel's operands.
+    """
     expected, usual = exact.quantities(), plain.quantities()
     return {
         name: (
             relative_error(value, expected[name]),
             MULTIPLE[name] * relative_error(usual[name], expected[name])
             + FLOOR[dtype]
+            + _ROUNDINGS * rounding
             + (extra if name.startswith("d") else 0.0),
         )
         for name, value in answer.quantities().items()

@@ -94,7 +94,9 @@ class Kernel(Protocol):
       prices that, and rows of several ranks are put in order first, so that pieces are few (`takes_pieces`);
     - `merged_once`: true where each of these merges is one pass over memory (`merges_once`);
     - `obeys_windows`: true where its operator computes a causal window over a whole square in one call, and is known
-      to compute it right (`takes_windows`).
+      to compute it right (`takes_windows`);
+    - `rounding`: the relative size by which it rounds what it multiplies, where tensors' dtypes hold more: 2**-10 with
+      TF32. The conformance suite allows for it (`rounding_of`).
     """
 
     @property
@@ -159,6 +161,11 @@ def how_it_merges(kernel: Kernel | None) -> dict[str, Any]:
 def takes_windows(kernel: Kernel) -> bool:
     """Whether a causal window over a whole square is one call of its operator: its `obeys_windows`; False without."""
     return bool(getattr(kernel, "obeys_windows", False))
+
+
+def rounding_of(kernel: Kernel) -> float:
+    """By how much it rounds what it multiplies: its `rounding`; 0 without one."""
+    return float(getattr(kernel, "rounding", 0.0))
 
 
 def row_delta_of(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:

@@ -20,6 +20,7 @@ from burst_portable.kernels.contract import (
     Options,
     Support,
     merges_once,
+    rounding_of,
     row_delta_of,
     takes_pieces,
     takes_windows,
@@ -73,6 +74,11 @@ class LazyKernel:
     def obeys_windows(self) -> bool:
         """See `kernels.contract.Kernel`; asked of a kernel that serves."""
         return takes_windows(self._real())
+
+    @property
+    def rounding(self) -> float:
+        """See `kernels.contract.Kernel`; asked of a kernel that serves."""
+        return rounding_of(self._real())
 
     def supports(self, problem: KernelProblem) -> Support:
         """Raises `BackendUnavailableError` for a package that is broken: it is there, so somebody counts on it."""

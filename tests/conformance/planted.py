@@ -158,6 +158,34 @@ class SixteenBitsOf16(SixteenBits):
         way.attend_backward(self, dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
 
 
+class Coarse(Around):
+    """Multiplies numbers of so many bits of mantissa, and says that they have 10."""
+
+    bits, rounding = 10, 2**-10
+
+    def _rounded(self, *tensors):
+        low = 23 - self.bits
+        return (
+            ((x.view(torch.int32) + (1 << (low - 1))) >> low << low).view(x.dtype) if x.dtype is torch.float32 else x
+            for x in tensors
+        )
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        return super().attend(*self._rounded(q, k, v), tiles, options, state=state)
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        dout, q, k, v = self._rounded(dout, q, k, v)
+        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+class CoarserThanItSays(Coarse):
+    bits = 7
+
+
+class SaysNothingOfIt(Coarse):
+    rounding = 0.0
+
+
 class SwappedGradients(Around):
     """dK where dV belongs, where shapes allow."""
 

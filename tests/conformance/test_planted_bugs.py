@@ -40,6 +40,8 @@ KERNELS = {
     planted.EmptyRowsInfinite: ("kernels", "blind"),
     planted.SixteenBits: ("kernels", "attention"),
     planted.SixteenBitsOf16: ("kernels", "steady"),
+    planted.CoarserThanItSays: ("kernels", "claims"),
+    planted.SaysNothingOfIt: ("kernels", "claims", "attention"),
     planted.SwappedGradients: ("kernels", "attention"),
     planted.SwappedAsAWhole: ("kernels",),
     planted.Overwrites: ("kernels", "attention"),
@@ -85,6 +87,13 @@ def test_a_bug_in_a_kernel_is_caught(bug, group, real):
     assert not report.ok
     assert report.failures[0].message
     assert report.failures[0].command.startswith("burst-portable conform --backend planted --case ")
+
+
+@pytest.mark.parametrize("group", ["kernels", "claims"])
+def test_what_a_kernel_says_of_its_rounding_is_allowed(group, real):
+    """As TF32 is; in attention that nobody named a kernel for it is not, for there nobody asked for it."""
+    report = examine(Planted(planted.Coarse, real=real), group)
+    assert report.ok, report.failures[0].message
 
 
 @pytest.mark.parametrize(("bug", "group"), pairs(TRANSPORTS))

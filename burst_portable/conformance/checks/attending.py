@@ -26,11 +26,11 @@ def attempt(subject: Subject, case: Case) -> Outcome:
     return judged(case, x, answer)
 
 
-def judged(case: Case, x: Inputs, answer: Answer) -> Outcome:
-    """An answer against the oracle's."""
+def judged(case: Case, x: Inputs, answer: Answer, rounding: float = 0.0) -> Outcome:
+    """An answer against the oracle's. `rounding`: see `kernels.contract.Kernel`."""
     exact, plain = expected(case, x)
     extra = 0.0 if case.values == "usual" else rounding_of_lse(exact, case.dtype)
-    return Outcome(errors(answer, exact, plain, case.dtype, extra), blind_rows(answer, exact))
+    return Outcome(errors(answer, exact, plain, case.dtype, extra, rounding), blind_rows(answer, exact))
 
 
 def blind_rows(answer: Answer, exact: Answer) -> str:

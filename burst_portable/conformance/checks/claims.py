@@ -20,7 +20,7 @@ from burst_portable.conformance.running import kernel_problem, serves
 from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Check, Outcome, Trial, plain
 from burst_portable.errors import UnknownNameError, UnsupportedError
-from burst_portable.kernels.contract import Kernel
+from burst_portable.kernels.contract import Kernel, rounding_of
 
 NAME = "claims"
 
@@ -164,7 +164,7 @@ def _runs(subject: Subject, kernel: Kernel, cases: Sequence[Case]) -> str:
     for case in cases:
         if kernel.supports(kernel_problem(case, subject.device.type)).ok:
             x = make_inputs(case)
-            outcome = judged(case, x, run_kernel(kernel, case, x, subject.device))
+            outcome = judged(case, x, run_kernel(kernel, case, x, subject.device), rounding_of(kernel))
             if not outcome.ok:
                 return f"{outcome.text()} (claimed: {case.spec()})"
     return ""

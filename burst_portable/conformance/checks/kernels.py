@@ -18,7 +18,7 @@ from burst_portable.conformance.oracle import Answer
 from burst_portable.conformance.running import kernel_problem, serves
 from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Check, Outcome, Trial, plain
-from burst_portable.kernels.contract import Kernel
+from burst_portable.kernels.contract import Kernel, rounding_of
 from burst_portable.layouts import NAMES as LAYOUTS
 
 NAME = "kernels"
@@ -140,14 +140,15 @@ def _attempt(subject: Subject, kernel: Kernel, case: Case) -> Outcome:
         by_out = run_kernel(kernel, case, x, subject.device, by_out=True, times=2)
     except Trespass as trespass:
         return Outcome(wrong=str(trespass))
-    outcome = judged(case, x, first)
+    rounding = rounding_of(kernel)
+    outcome = judged(case, x, first, rounding)
     if not outcome.ok:
         return outcome
-    second = judged(case, x, by_out)
+    second = judged(case, x, by_out, rounding)
     if not second.ok:
         return Outcome(second.errors, f"with out in place of delta, gradients added twice: {second.wrong}".strip(": "))
     if case.ranks == 1:
-        third = judged(case, x, run_whole(kernel, case, x, subject.device))
+        third = judged(case, x, run_whole(kernel, case, x, subject.device), rounding)
         if not third.ok:
             return Outcome(third.errors, f"asked for all at once: {third.wrong}".strip(": "))
     if case.deterministic and not all(torch.equal(getattr(first, n), getattr(by_out, n)) for n in ("out", "lse")):

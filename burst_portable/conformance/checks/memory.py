@@ -21,7 +21,7 @@ from burst_portable.conformance.running import kernel_problem, run_case
 from burst_portable.conformance.subject import Subject, Wrap
 from burst_portable.conformance.trial import Check, Outcome, Trial, plain
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.contract import Gradients, Kernel, KernelProblem, Options, Support
+from burst_portable.kernels.contract import Gradients, Kernel, KernelProblem, Options, Support, rounding_of
 from burst_portable.numerics import State
 from burst_portable.tiles import Tiles
 
@@ -159,7 +159,7 @@ def _order(subject: Subject, kernel: Kernel) -> Outcome:
     x = make_inputs(case)
     run_kernel(kernel, case, x, subject.device)  # compiling takes longer than any stream is kept busy
     late = LateInputs(kernel, _rounds(subject.device))
-    return judged(case, x, run_kernel(late, case, x, subject.device))
+    return judged(case, x, run_kernel(late, case, x, subject.device), rounding_of(kernel))
 
 
 def _delays(subject: Subject, case: Case) -> Outcome:

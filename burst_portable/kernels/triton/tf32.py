@@ -14,6 +14,7 @@ class Tf32Kernel(TritonKernel):
     """
 
     name = "triton-tf32"
+    rounding = 2**-10
 
     def __init__(self) -> None:
         super().__init__(float32_precision="tf32")
