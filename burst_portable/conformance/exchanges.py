@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -185,24 +186,27 @@ def late(transport: Transport, device: torch.device) -> str:
 def exchanged(transport: Transport, device: torch.device) -> str:
     """In passes, from all ranks at once, itself too, to places in inboxes; from lines that lie apart if it picks them.
 
-    Then inside nodes of two, where the last rank may be alone: nobody waits for the ranks of other nodes.
+    Alone, and as beside a kernel: a transport may move that in another way. Then inside nodes of two, where the last
+    rank may be alone: nobody waits for the ranks of other nodes.
     """
-    wrong = (
-        _exchanged(transport, device, inner, picked)
-        for inner in sorted({transport.size, min(2, transport.size)}, reverse=True)
-        for picked in ((False, True) if transport.picks else (False,))
-    )
+    nodes = sorted({transport.size, min(2, transport.size)}, reverse=True)
+    ways = product(nodes, (False, True) if transport.picks else (False,), (True, False))
+    wrong = (_exchanged(transport, device, *way, turn) for turn, way in enumerate(ways))
     return next(filter(None, wrong), "")
 
 
-def _exchanged(transport: Transport, device: torch.device, inner: int, picked: bool) -> str:
-    """One pass with one exchange, inside nodes of `inner` ranks."""
+def _exchanged(transport: Transport, device: torch.device, inner: int, picked: bool, alone: bool, turn: int) -> str:
+    """One pass with one exchange, inside nodes of `inner` ranks. What an earlier turn has left is not taken for it."""
     lines, width, step = 24, 48, 80  # bytes
     rank, size = transport.rank, lines * width
     node = range(rank - rank % inner, min(rank - rank % inner + inner, transport.size))
     ranks = (*(r for r in transport.others if r in node), rank)
     place = rank * size
-    blocks = [_bytes(size, 10 * rank + r, device) for r in range(transport.size)]
+
+    def sent(source: int, target: int) -> Tensor:
+        return _bytes(size, (turn * transport.size + source) * transport.size + target, device)
+
+    blocks = [sent(rank, r) for r in range(transport.size)]
     leaving: Parts | Strips
     if picked:
         apart = torch.full((lines, transport.size, step), 255, dtype=torch.uint8, device=device)
@@ -214,16 +218,20 @@ def _exchanged(transport: Transport, device: torch.device, inner: int, picked: b
     transport.begin(b"exchanged", size)
     inbox = transport.inbox(transport.size * size, device, rank, 0)
     arriving = Parts(inbox, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))
-    exchange = transport.exchange([leaving], [arriving], "to all ranks at once", alone=picked)
+    exchange = transport.exchange([leaving], [arriving], "to all ranks at once", alone=alone)
     exchange.copy_own()
     exchange.wait()
     exchange.left()
     leaving.buffer.fill_(0)
     came = inbox.clone()
     transport.end()
-    if any(not torch.equal(came[r * size : (r + 1) * size], _bytes(size, 10 * r + rank, device)) for r in node):
-        among = "" if inner == transport.size else f" inside nodes of {inner}"
-        return f"other bytes came than were sent at once{among}{', of lines that lie apart' if picked else ''}"
+    if any(not torch.equal(came[r * size : (r + 1) * size], sent(r, rank)) for r in node):
+        how = (
+            "" if alone else " beside a kernel",
+            "" if inner == transport.size else f" inside nodes of {inner}",
+            ", of lines that lie apart" if picked else "",
+        )
+        return f"other bytes came than were sent at once{''.join(how)}"
     return ""
 
 

@@ -92,6 +92,19 @@ def test_an_exchange_inside_nodes_that_waits_for_all_is_found(monkeypatch):
         run_peers(World(3, deadline=1.0), lambda mesh: JOBS["exchanged"](mesh.transport("cpu"), torch.device("cpu")))
 
 
+class Forgetful(ThreadPeers):
+    """A planted bug: of what stays on a rank, lines that lie apart are not copied."""
+
+    def copy_own(self, leaving):
+        super().copy_own([one for one in leaving if isinstance(one, Parts)])
+
+
+def test_an_exchange_that_forgets_what_stays_here_is_found():
+    """What the pass before has left at that place is not taken for it."""
+    told = run_peers(World(3), lambda mesh: JOBS["exchanged"](mesh.transport("cpu"), torch.device("cpu")), Forgetful)
+    assert told == ["other bytes came than were sent at once beside a kernel, of lines that lie apart"] * 3
+
+
 def lap(mesh, transport, number: int, read_late: float) -> bool:
     """One pass: each rank sends a block on, and looks at what came late. Whether it was this pass's."""
     size, there, back = 4096, (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
