@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 import burst_portable as bp
+from burst_portable.comm.local import LocalTransport, run_threads
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import Answer
+from burst_portable.cost import plan_cost
+from burst_portable.plans import PASSES
+from burst_portable.rates import Rates
 
 
 @dataclass(frozen=True)
@@ -73,3 +78,29 @@ def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:
         for dtype in (torch.float64, case.dtype)
     )
     return exact, plain
+
+
+def sent_and_planned(
+    case: Case, watch: Callable[[LocalTransport], None] = lambda transport: None
+) -> tuple[list[int], list[int]]:
+    """Bytes that each rank sends to others forward and backward, over threads, and those of the plan.
+
+    watch: is given every rank's transport before the call.
+    """
+    x, where, strategy = make_inputs(case), case.make_layout(), case.make_strategy()
+
+    def work(transport: LocalTransport) -> dict[int, int]:
+        watch(transport)
+        mesh = bp.Mesh(transport.rank, case.ranks, lambda device_type: transport)
+        q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
+        out = bp.attention(q, k, v, mesh=mesh, strategy=strategy, layout=where)
+        out.backward(bp.shard(x.dout, mesh, layout=where))
+        return transport.fabric.sent
+
+    sent = run_threads(case.ranks, work)[0]
+    heads, kv_heads, d, dv = case.sizes
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": d, "value_dim": dv, "batch": case.batch}
+    plan = bp.plan(seq_len=case.length, ranks=case.ranks, strategy=strategy, layout=where, **sizes)
+    costs = plan_cost(plan, Rates(1.0, 1.0)).per_rank
+    planned = [sum(costs[name][rank].sent for name in PASSES) for rank in range(case.ranks)]
+    return [sent[rank] for rank in range(case.ranks)], planned

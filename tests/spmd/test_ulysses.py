@@ -10,7 +10,6 @@ import torch
 import burst_portable as bp
 from burst_portable.backends.registry import for_device
 from burst_portable.choices import choose, requested
-from burst_portable.comm.local import LocalTransport, run_threads
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.tolerances import judge
 from burst_portable.cost import plan_cost, reshard_bytes
@@ -24,7 +23,7 @@ from burst_portable.reshard import _orders
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.ulysses import in_rank_order
 from burst_portable.verify import verify
-from tests.spmd.attention import expected, make_inputs, on_one_rank
+from tests.spmd.attention import expected, make_inputs, on_one_rank, sent_and_planned
 from tests.spmd.thread_peers import World, run_peers
 
 CASES = [
@@ -150,25 +149,8 @@ def test_groups_that_cannot_be():
 def test_bytes_are_those_of_the_plan(strategy, heads):
     """No LSE unless it is asked for; K and V once, however many groups read them."""
     case = Case(strategy=strategy, ranks=3, heads=heads, dtype=torch.bfloat16)
-    x, where = make_inputs(case), case.make_layout()
-
-    def work(transport: LocalTransport):
-        mesh = bp.Mesh(transport.rank, case.ranks, lambda device_type: transport)
-        q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
-        out = bp.attention(q, k, v, mesh=mesh, strategy=case.make_strategy(), layout=where)
-        out.backward(bp.shard(x.dout, mesh, layout=where))
-        return transport.fabric.sent
-
-    sent = run_threads(case.ranks, work)[0]
-    heads_, kv_heads, d, dv = case.sizes
-    plan = bp.plan(
-        seq_len=case.length, ranks=3, heads=heads_, kv_heads=kv_heads, head_dim=d, value_dim=dv, batch=case.batch,
-        strategy=case.make_strategy(), layout=where,
-    )  # fmt: skip
-    cost = plan_cost(plan, Rates(1.0, 1.0))
-    assert [sent[r] for r in range(3)] == [
-        sum(cost.per_rank[name][r].sent for name in ("forward", "backward")) for r in range(3)
-    ]
+    sent, planned = sent_and_planned(case)
+    assert sent == planned
 
 
 def test_no_gradients_are_wanted():

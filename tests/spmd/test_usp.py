@@ -19,7 +19,7 @@ from burst_portable.errors import CommunicationError, MismatchError, Unsupported
 from burst_portable.profiling.causes import _add_collectives
 from burst_portable.profiling.session import profile
 from burst_portable.rates import Rates
-from tests.spmd.attention import expected, make_inputs, on_one_rank
+from tests.spmd.attention import expected, make_inputs, on_one_rank, sent_and_planned
 from tests.spmd.test_memory import KV_BYTES, RESULT_BYTES, measured
 from tests.spmd.thread_peers import World, run_peers
 
@@ -96,9 +96,9 @@ def test_one_rank_a_node_is_a_ring_and_one_node_is_ulysses(inner, other):
 def test_bytes_are_those_of_the_plan(strategy, heads):
     """Rank by rank; what goes between nodes stays among ranks of one place, what is resharded in the node."""
     case = Nodes(strategy=strategy, ranks=6, inner=3, heads=heads, dtype=torch.bfloat16)
-    x, where, pairs = make_inputs(case), case.make_layout(), {}
+    pairs = {}
 
-    def work(transport: LocalTransport):
+    def watch(transport: LocalTransport):
         post = transport.post
 
         def watched(sends, receives, label=""):
@@ -107,22 +107,9 @@ def test_bytes_are_those_of_the_plan(strategy, heads):
             return post(sends, receives, label)
 
         transport.post = watched
-        mesh = bp.Mesh(transport.rank, case.ranks, lambda device_type: transport)
-        q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
-        out = bp.attention(q, k, v, mesh=mesh, strategy=case.make_strategy(), layout=where)
-        out.backward(bp.shard(x.dout, mesh, layout=where))
-        return transport.fabric.sent
 
-    sent = run_threads(case.ranks, work)[0]
-    count, kv_heads, d, dv = case.sizes
-    plan = bp.plan(
-        seq_len=case.length, ranks=6, heads=count, kv_heads=kv_heads, head_dim=d, value_dim=dv, batch=case.batch,
-        strategy=case.make_strategy(), layout=where,
-    )  # fmt: skip
-    cost = plan_cost(plan, Rates(1.0, 1.0))
-    assert [sent[r] for r in range(6)] == [
-        sum(cost.per_rank[name][r].sent for name in ("forward", "backward")) for r in range(6)
-    ]
+    sent, planned = sent_and_planned(case, watch)
+    assert sent == planned
     assert pairs["between"] == {(rank, (rank + 3) % 6) for rank in range(6)}
     inside = {(a, b) for a in range(6) for b in range(6) if a // 3 == b // 3 and a != b}
     assert pairs["to heads"] == pairs["to sequence"] == inside
