@@ -25,8 +25,9 @@ from burst_portable.errors import InputError
 from burst_portable.profiling import events
 from burst_portable.profiling.partition import Timeline
 from burst_portable.profiling.recording import RecordingRuntime
-from tests.conformance import planted
+from tests.conformance import planted, planted_transports
 from tests.conformance.planted import Planted
+from tests.conformance.planted_transports import DoesNotWait, DropsLastHop, SentTooEarly
 
 # Bug: the groups that each find it, by themselves, in a quick look.
 KERNELS = {
@@ -54,11 +55,11 @@ KERNELS = {
     planted.SideStream: ("memory",),
 }
 TRANSPORTS = {
-    planted.DropsLastHop: ("transport", "attention"),
-    planted.ReusesBuffers: ("transport", "attention"),
-    planted.DoesNotWait: ("transport", "memory"),
-    planted.SentTooEarly: ("transport",),
-    planted.SendsOthersShares: ("transport",),
+    DropsLastHop: ("transport", "attention"),
+    planted_transports.ReusesBuffers: ("transport", "attention"),
+    DoesNotWait: ("transport", "memory"),
+    SentTooEarly: ("transport",),
+    planted_transports.SendsOthersShares: ("transport",),
 }
 
 
@@ -145,10 +146,10 @@ def test_a_kind_of_evidence_that_is_none_is_refused_before_anything_is_tried():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bug", [planted.DropsLastHop, planted.DoesNotWait, planted.SentTooEarly, None])
+@pytest.mark.parametrize("bug", [DropsLastHop, DoesNotWait, SentTooEarly, None])
 def test_a_bug_between_processes_is_caught(bug, real):
     """`None`: the same wrapping without one passes."""
-    report = examine(Planted(wire=bug or planted.Through, real=real), "group")
+    report = examine(Planted(wire=bug or planted_transports.Through, real=real), "group")
     assert report.ok is (bug is None), report.markdown()
     # What a rank found, or ended with: not that none could be started.
     assert all(re.search(r"\brank \d", failure.message) for failure in report.failures), report.markdown()
@@ -169,7 +170,7 @@ def test_sinks_that_count_once_a_hop_are_caught(monkeypatch, real):
 
 @pytest.mark.parametrize("group", [group for group in CHECKS if group != "group"])
 def test_the_same_wrapping_without_a_bug_passes(group, real):
-    report = check_backend(Planted(real=real), ranks=4, only=[group], effort="quick", wrap=planted.Through)
+    report = check_backend(Planted(real=real), ranks=4, only=[group], effort="quick", wrap=planted_transports.Through)
     assert report.ok, report.markdown()
 
 
