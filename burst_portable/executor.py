@@ -21,7 +21,7 @@ from burst_portable import wide_copy
 from burst_portable.comm.base import Handle
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.messages import Field, fields, message_size, needed_together
-from burst_portable.moves import Move, holder
+from burst_portable.moves import Move, holder, to_pack
 from burst_portable.numerics import State, accumulation_dtype, empty_state
 from burst_portable.plans import PassPlan, Problem
 from burst_portable.runtime import Queries, Runtime
@@ -195,12 +195,11 @@ class _Blocks:
 
     def _pack(self, sends: Iterable[Move]) -> None:
         """Bring together rows of our own block that leave, once: rows within others are a part of their message."""
-        for move in sorted(sends, key=lambda m: m.rows[0] - m.rows[1]):
-            if holder(move.rows, self._packed) is None:
-                self._packed[move.rows] = buffer = self.buffer(self.size(move))
-                with self.copying():
-                    for view, tensor in zip(self.views([move], buffer), self._own, strict=True):
-                        wide_copy.copy(rows_of(tensor, move.rows), view)
+        for move in to_pack(sends, self._packed):
+            self._packed[move.rows] = buffer = self.buffer(self.size(move))
+            with self.copying():
+                for view, tensor in zip(self.views([move], buffer), self._own, strict=True):
+                    wide_copy.copy(rows_of(tensor, move.rows), view)
 
     def _outgoing(self, move: Move) -> Tensor:
         """The message of a block that leaves: a foreign one as it came, or packed rows of our own."""

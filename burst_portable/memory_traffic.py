@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from burst_portable.layout import Layout
 from burst_portable.messages import head_fields
-from burst_portable.moves import Move, holder
+from burst_portable.moves import Move, to_pack
 from burst_portable.plans import PassName, PassPlan, Plan
 from burst_portable.steps import Compute
 
@@ -40,12 +40,9 @@ _SEGMENTS = 2  # that a rank may hold for rows of head shards to be computed as 
 
 def packed(sends: Iterable[Move], size: Size, rank: int, done: set[tuple[int, int]]) -> int:
     """For a rank's own block that it sends at a step. `done`: the rows packed before; those of now are added to it."""
-    total = 0
-    for move in sorted((m for m in sends if m.owner == rank), key=lambda m: m.rows[0] - m.rows[1]):
-        if holder(move.rows, done) is None:
-            done.add(move.rows)
-            total += _PACKED * size(move)
-    return total
+    fresh = to_pack((m for m in sends if m.owner == rank), done)
+    done.update(m.rows for m in fresh)
+    return sum([_PACKED * size(m) for m in fresh])
 
 
 def added(arrivals: Iterable[Move], size: Size, *, narrow: bool) -> int:

@@ -55,6 +55,19 @@ def holder(rows: tuple[int, int], among: Iterable[tuple[int, int]]) -> tuple[int
     return next((one for one in among if one[0] <= rows[0] and rows[1] <= one[1]), None)
 
 
+def to_pack(sends: Iterable[Move], packed: Iterable[tuple[int, int]]) -> list[Move]:
+    """Of moves of one block that leave together, those whose rows are packed for it: the rest lie within them.
+
+    packed: rows that were packed before.
+    """
+    fresh, held = [], list(packed)
+    for move in sorted(sends, key=lambda m: m.rows[0] - m.rows[1]):  # most rows first
+        if holder(move.rows, held) is None:
+            fresh.append(move)
+            held.append(move.rows)
+    return fresh
+
+
 class Needs:
     """Which rank needs whose block: the mask between a travelling block and what stays on a rank."""
 
