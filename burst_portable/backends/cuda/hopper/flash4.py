@@ -13,7 +13,7 @@ from burst_portable.numerics import State
 from burst_portable.tiles import Tiles
 
 FORWARD, BACKWARD = (64,), (64, 128)
-"""Head sizes at which flash-attn-4 was faster on one H100: benchmarks/results/README.md."""
+"""Head sizes at which flash-attn-4 was faster on one H100: benchmarks/results/history-kernels.md."""
 WINDOW_BACKWARD = (128,)
 """Head sizes at which it was faster on one H100 backward with a causal window, if K and V have as many heads as Q.
 
