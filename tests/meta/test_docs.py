@@ -31,6 +31,7 @@ from burst_portable.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 
 
 class Block(NamedTuple):
@@ -75,7 +76,11 @@ def test_commands_of_a_page(page, capsys):
                     assert " ".join(line.split()) in printed, f"{page.name}, below `{command}`: {line}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *RESULTS, ROOT / "README.md", ROOT / "CONTRIBUTING.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_links_lead_somewhere(page):
     targets = re.findall(r"\]\((?!https?://)([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     assert [target for target in targets if not (page.parent / target).exists()] == []
