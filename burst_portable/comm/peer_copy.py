@@ -62,13 +62,19 @@ class PeerMemory(Protocol):
     size: int
 
     def reserve(self, inbox: int) -> None:
-        """Give every rank an inbox of so many bytes, and flags that stand at 0. All ranks ask for the same."""
+        """Give every rank an inbox of so many bytes, and flags that stand at 0. All ranks ask for the same.
+
+        What there was is given up, also where it raises.
+        """
 
     def inbox(self, offset: int, size: int) -> Tensor:
         """Bytes of this rank's own inbox."""
 
     def enter(self) -> None:
-        """A pass begins on the current stream, which goes on after the pass before, on whatever stream that was."""
+        """A pass begins on the current stream, which goes on after the pass before, on whatever stream that was.
+
+        Raises, and then none has begun, where the stream can have none.
+        """
 
     def leave(self) -> None:
         """The pass ends: the next `enter` comes after what the current stream has been given so far."""
@@ -139,8 +145,10 @@ class PeerCopyTransport(Transport):
         self.check_in_step()
         need = -(-(inbox + MESSAGES * ALIGNMENT) // ALIGNMENT) * ALIGNMENT
         if need > self._region:
+            self._region = 0  # what there was is given up, also where more cannot be had
             memory.reserve(need * self.size)
             self._region, self._number = need, 0
+        memory.enter()  # may raise, and then no pass has begun
         super().begin(digest, inbox)
         self._number = self._number % (MARKS - 1) + 1
         self._turn += self._number == 1
@@ -150,7 +158,6 @@ class PeerCopyTransport(Transport):
         self._exchanges = 0
         self._waited.clear()
         self._handed.clear()
-        memory.enter()
         free = free_flag(self.size, self.rank)
         memory.signal([(peer, free) for peer in self.others], self._mark, copying=False)
 

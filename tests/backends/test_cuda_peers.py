@@ -14,6 +14,7 @@ import torch
 
 from burst_portable.backends.cuda.peers import connection
 from burst_portable.backends.cuda.peers import memory as peer_memory
+from burst_portable.comm.base import Message, Part, Parts
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.errors import CommunicationError, DeadlineError, MismatchError, UnsupportedError
 from tests.backends.peer_machine import DEVICE, Driver, Stream, attention_is_right, on_two, two_gpus
@@ -75,6 +76,35 @@ def test_a_rank_without_memory_is_an_error_on_both(machine):
             transport.begin(b"call", 64 << 20)
 
     on_two(machine, work)
+
+
+def test_after_memory_that_could_not_be_had_a_smaller_call_gets_its_own(machine):
+    """What there was is given up by then: addresses of it must not be written to."""
+    machine.memory[1] = 8 << 20
+
+    def work(rank, other, connect):
+        transport = connect()
+        for inbox, had in ((64 << 20, False), (1 << 20, True)):
+            try:
+                transport.begin(b"call", inbox)
+            except CommunicationError:
+                assert not had
+                continue
+            assert had
+            assert _swapped(transport) == 1 - rank
+            transport.end()
+
+    on_two(machine, work)
+
+
+def _swapped(transport):
+    """A byte from the other of two ranks, which is its number."""
+    peer = 1 - transport.rank
+    came = transport.inbox(256, DEVICE, peer)
+    block = torch.full((256,), transport.rank, dtype=torch.uint8)
+    _, (received,) = transport.post([Message(block, peer)], [Message(came, peer)], "swapping")
+    received.wait()
+    return int(came.max())
 
 
 def test_ranks_that_ask_for_other_sizes_are_told(machine):
@@ -159,10 +189,45 @@ def test_graphs_are_refused(machine, monkeypatch):
         transport = connect()
         other.share(b"here", "meeting")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(UnsupportedError, match=r"'nccl' where graphs are captured \(BURST_TRANSPORT"):
-            transport.begin(b"call", 0)
+        for inbox in (0, 64 << 20):  # for which memory would have to grow, too
+            with pytest.raises(UnsupportedError, match=r"'nccl' where graphs are captured \(BURST_TRANSPORT"):
+                transport.begin(b"call", inbox)
+        other.share(b"here", "meeting")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        transport.begin(b"call", 0)  # nothing has begun, so nothing is left of it
+        assert _swapped(transport) == 1 - rank
+        transport.end()
 
     on_two(machine, work)
+
+
+def test_what_stays_on_a_rank_is_copied_on_its_device(machine, monkeypatch):
+    """A default stream's handle is 0 on every device, and another one may be current."""
+    current, copied = [0], []
+
+    class At:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            self.before, current[0] = current[0], self.device.index
+
+        def __exit__(self, *error):
+            current[0] = self.before
+
+    class Noting(Driver):
+        def copy(self, stream, target, source, size):
+            copied.append(current[0])
+
+    monkeypatch.setattr(peer_memory, "driver", lambda index: Noting())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", At)
+    machine.here.rank = 0
+    memory = peer_memory.CudaPeerMemory(None, DEVICE, lambda data, what: [data], 5.0)
+    memory._starts = [0, 0]
+    current[0] = 1
+    memory.copy_own([Parts(torch.zeros(16), (Part(0, 0, 16, 0),))])
+    assert copied == [0]
 
 
 @pytest.mark.parametrize("by_copies", [False, True])

@@ -64,6 +64,7 @@ class CudaPeerMemory:
         self.watch = Watch(device, deadline, self._read_flags, self._release)
 
     def reserve(self, inbox: int) -> None:
+        _refuse_capture()
         torch.cuda.synchronize(self._device)
         self.check()
         self.watch.forget()  # nothing that uses the old memory is under way, on any rank:
@@ -97,13 +98,7 @@ class CudaPeerMemory:
         return found
 
     def enter(self) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(
-                explain(
-                    "peer copies number their passes on the host, so a CUDA graph cannot hold them",
-                    next_step="name the transport 'nccl' where graphs are captured (BURST_TRANSPORT)",
-                )
-            )
+        _refuse_capture()
         self._current = self.now()
         self._compute = self._current.cuda_stream
         if self._compute != self._last:
@@ -128,8 +123,9 @@ class CudaPeerMemory:
             self._by_driver(self._copying, leaving)
 
     def copy_own(self, leaving: Sequence[Parts | Strips]) -> None:
-        if not self._pushed(self._compute, leaving):
-            self._by_driver(self._compute, leaving)
+        with on(self._device):  # as in `signal`
+            if not self._pushed(self._compute, leaving):
+                self._by_driver(self._compute, leaving)
 
     def _pushed(self, stream: int, leaving: Sequence[Parts | Strips]) -> bool:
         """Whether a kernel does it."""
@@ -245,6 +241,16 @@ class CudaPeerMemory:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         for flag, mark in missing:
             self._driver.set_flags(stream, [self._starts[self.rank] + 4 * flag], mark)
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            explain(
+                "peer copies number their passes on the host, so a CUDA graph cannot hold them",
+                next_step="name the transport 'nccl' where graphs are captured (BURST_TRANSPORT)",
+            )
+        )
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
