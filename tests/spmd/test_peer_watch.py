@@ -69,6 +69,31 @@ def test_a_message_that_never_comes(capsys):
     assert later.over(), "streams that wait behind it run out as well"
 
 
+def test_a_pass_that_is_given_up_while_the_host_is_still_in_it(monkeypatch):
+    """What it goes on to wait for is let go as well, and its end is no error: the next pass tells what was wrong."""
+    device, happened = Device([0, 0]), [True]
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: happened[0])
+    monkeypatch.setattr(peer_watch.torch.cuda, "Event", lambda: event)
+    watch = Watch(None, 0.1, device.read, device.release)
+    watch._thread = SimpleNamespace(wake=lambda owner: None)
+    watch.begin(None)
+    one = watch._passes[0]
+    watch.expect([0], PASS | CALL, lambda flag: f"rank {flag} has not sent")
+
+    def sleep(seconds):
+        time.sleep(seconds)
+        if device.released and one.left is None:
+            watch.expect([1], PASS | CALL, lambda flag: f"rank {flag} has not sent")
+            happened[0] = False
+            watch.end(None)
+        happened[0] = device.flags == [PASS | CALL] * 2
+
+    pause(watch, sleep)
+    watch._stay_with(one)
+    assert "rank 0 has not sent" in str(watch.failed)
+    assert one.over(), "nothing waits for what is not going to come"
+
+
 def test_a_message_of_another_call_needs_no_deadline(capsys):
     device = Device([PASS | 0xCD])
     watch, one = watched(device, 600.0, [(0, PASS | CALL)])

@@ -63,6 +63,7 @@ class Watch:
         self.failed: CommunicationError | None = None
         self._device, self.deadline, self._read, self._release = device, deadline, read, release
         self._passes: deque[_Pass] = deque()
+        self._current: _Pass | None = None  # that the host is in; the thread may have given it up meanwhile
         self._looking = threading.Lock()  # held while flags are read, and while passes are dropped
         self._thread: Background[Watch] | None = None
         self._ready = False
@@ -71,7 +72,8 @@ class Watch:
         """A pass begins on a stream."""
         entered = torch.cuda.Event()
         entered.record(stream)
-        self._passes.append(_Pass(entered))
+        self._current = _Pass(entered)
+        self._passes.append(self._current)
         if self._thread is None:
             self._thread = Background(self, Watch._watch, "burst_portable peer watch")
         if len(self._passes) == 1:
@@ -79,13 +81,15 @@ class Watch:
 
     def expect(self, flags: Sequence[int], mark: int, what: Watched) -> None:
         """The pass waits for flags."""
-        self._passes[-1].expected += [(flag, mark, what) for flag in flags]
+        assert self._current is not None, "a pass has begun"
+        self._current.expected += [(flag, mark, what) for flag in flags]
 
     def end(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """All of the pass has been put on a stream; the event of its end."""
         left = torch.cuda.Event()
         left.record(stream)
-        self._passes[-1].left = left
+        assert self._current is not None, "a pass has begun"
+        self._current.left = left
         return left
 
     def forget(self) -> None:
