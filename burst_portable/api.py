@@ -25,7 +25,7 @@ from burst_portable.checks import (
     tell_the_others,
 )
 from burst_portable.choices import Choices, Request, choose, requested
-from burst_portable.comm.agreement import Statement, named, statement
+from burst_portable.comm.agreement import Named, Statement, named, statement
 from burst_portable.comm.base import Transport
 from burst_portable.compiling import outside_graphs
 from burst_portable.errors import InputError, explain, shown
@@ -218,7 +218,10 @@ def _prepare(
 
 
 def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor | None, with_lse: bool) -> Statement:
-    """What every rank must say alike. Kernels may differ; vendors may not, or their partial results would be mixed."""
+    """What every rank must say alike. Vendors may not differ, or their partial results would be mixed.
+
+    Kernels may, where they take rows in the same order.
+    """
     plan, backend, options = chosen.plan, chosen.backend, chosen.options
     p, forward, backward = plan.problem, plan.forward, plan.backward
     narrow = ", narrow gradients" if p.narrow else ""
@@ -247,12 +250,22 @@ def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor |
             "mask": named(str(p.mask), p.mask.regions),
             "layout": named(p.q_layout.name, p.q_layout.shards),
             "strategy": named(moves, (*routes, p.narrow)),
+            "rows that cross nodes": _order_of_rows(chosen),
             "scale": repr(options.scale),
             "softcap": repr(options.softcap),
             "sinks": "no" if sinks is None else "yes",
             "LSE sent": "yes" if plan.reshard and with_lse else "no",
         }
     )
+
+
+def _order_of_rows(chosen: Choices) -> Named:
+    """In which order a node's rows go to other nodes: some kernels want them in another than others."""
+    plan = chosen.plan
+    if not plan.reshard or plan.nodes == 1:
+        return named("none are put together", ())
+    layout = plan.forward.problem.q_layout
+    return named(f"in the order that the kernel {chosen.kernel.name!r} takes", layout.shards)
 
 
 # ------------------------------------------------------------------------------------ parts of an attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, replace
 
@@ -53,6 +54,33 @@ def check(case: Case, kernel: str) -> None:
     exact, plain = expected(case, inputs)
     for answer in bp.run_local(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs, kernel)):
         assert judge(answer, exact, plain, case.dtype) == {}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("usp", "rows that cross nodes: in the order that the kernel 'reference' takes on rank 0, 1 but .*'cpu_flash'"),
+        ("usp+fetch", ""),  # takes rows in natural order, whatever the kernel
+        ("ulysses", ""),  # each rank for itself
+    ],
+)
+def test_ranks_with_other_kernels(strategy, why):
+    """Rows from another node in another order than the kernel here takes would be computed with, and wrong."""
+    case = Case(ranks=4, mask="causal", layout="zigzag", heads="8x4x16x16", strategy=strategy)
+    inputs = make_inputs(case)
+    exact, plain = expected(case, inputs)
+
+    def work(mesh):
+        try:
+            return on_one_rank(mesh, case, inputs, "reference" if mesh.rank < 2 else "cpu_flash")
+        except MismatchError as error:
+            return str(error)
+
+    for answer in bp.run_local(4, work):
+        if why:
+            assert re.search(why, str(answer)), answer
+        else:
+            assert judge(answer, exact, plain, case.dtype) == {}
 
 
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
