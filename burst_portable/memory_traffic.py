@@ -35,6 +35,8 @@ _PIECE_MERGED, _PIECE_MERGED_ONCE = 26, 10  # a piece by `numerics.merge_into`; 
 _PIECE_ADDED = 10  # a gradient of a piece, added to its sum
 _PIECE_STARTED = 52  # an out made by `numerics.surrogate_out`, where queries travel
 
+PICKED_BATCHES = 4
+"""Batch rows that are sent by strips of their own, each from where it lies; of more, tensors are packed."""
 _SEGMENTS = 2  # that a rank may hold for rows of head shards to be computed as they come
 
 
@@ -122,9 +124,11 @@ class Resharded(NamedTuple):
 def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, picks: bool) -> list[Resharded]:
     """For taking a rank's tensors to head shards and back, by groups of heads.
 
-    `picks`: the transport sends rows from where they lie, into inboxes that the next pass overwrites.
+    `picks`: the transport sends rows from where they lie, if they are no crowd of batch rows, into inboxes that the
+    next pass overwrites.
     """
     p = plan.problem
+    packs = not picks or p.batch > PICKED_BATCHES
     mine, everyone = p.q_layout.count(rank) * plan.inner, plan.forward.problem.q_layout.count(rank // plan.inner)
     as_it_comes = comes_in_order(plan, in_pieces=in_pieces)
     groups = []
@@ -134,7 +138,7 @@ def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, pi
         computed = 0 if as_it_comes else _COPIED * everyone * (coming + leaving)
         if pass_name == "backward" and not in_pieces:
             computed += _GRADIENT * everyone * leaving
-        packed = 0 if picks else _COPIED * mine * coming
+        packed = _COPIED * mine * coming if packs else 0
         stays = pass_name == "backward" or not picks or not as_it_comes
         kept = 0 if stays else _COPIED * everyone * coming
         groups.append(Resharded(packed, computed, kept, _COPIED * mine * leaving))

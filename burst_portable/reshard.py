@@ -28,13 +28,13 @@ from burst_portable import wide_copy
 from burst_portable.comm.base import Exchange, Part, Parts, Strip, Strips
 from burst_portable.heads import Span
 from burst_portable.layout import Layout, Segment
+from burst_portable.memory_traffic import PICKED_BATCHES
 from burst_portable.messages import Field, head_room
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.plans import Plan
 from burst_portable.runtime import Runtime
 
 _RUNS = 64  # runs of rows are put together by `cat`; so many or more, by their indices
-_BATCHES = 4  # batch rows that are sent by strips of their own; of more, tensors are packed
 _APART = (1 << 31) - 1  # bytes from one line to the next, at most: what copy engines take
 
 
@@ -223,7 +223,7 @@ def _can_be_picked(x: Tensor) -> bool:
     tensor) and lie near enough, and the batch is small."""
     batch, rows, heads, dim = x.shape
     lines = x.stride(3) == 1 and (x.stride(2) == dim or heads == 1)
-    return lines and batch <= _BATCHES and (rows == 1 or heads * dim <= x.stride(1) <= _APART // x.itemsize)
+    return lines and batch <= PICKED_BATCHES and (rows == 1 or heads * dim <= x.stride(1) <= _APART // x.itemsize)
 
 
 @lru_cache(maxsize=512)

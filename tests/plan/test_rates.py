@@ -13,6 +13,7 @@ import burst_portable as bp
 from benchmarks.ring_rows import ROWS
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.cost import plan_cost, rank_cost
+from burst_portable.memory_traffic import PICKED_BATCHES
 from burst_portable.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.registry import make_strategy
@@ -179,6 +180,11 @@ def test_passes_over_memory_by_hand():
     assert seconds("ulysses", "forward", "zigzag", in_pieces=True, direct=((1, 1e9),)) == 2 * row * (2 * 3 + 4)
     assert seconds("ulysses", "backward", "zigzag", in_pieces=True) == 2 * row * (4 + 4 * 3)
     assert seconds("ulysses", "forward", "zigzag") == 2 * row * (2 * 3 + 2)
+    # A crowd of batch rows is packed all the same.
+    for batch, packed in ((PICKED_BATCHES, 0), (PICKED_BATCHES + 1, 2)):
+        made, direct = plan(make_strategy("ulysses"), ranks=2, batch=batch, **usual), replace(rates, direct=((1, 1e9),))
+        expected = batch * 2 * row * (packed + (5 + 2) * 3)
+        assert rank_cost(made, "backward", 0, direct).seconds == pytest.approx(expected, rel=1e-6)
 
 
 LABELS = {"ahead": "fetch, all ahead", "together": "fetch, all together"}
