@@ -172,7 +172,7 @@ class Run:
         self.mask = bp.Mask.parse(self.row.mask, self.row.length)
         self.backend = for_device(device.type)
         transport = partial(self.backend.transport, deadline=arguments.deadline)
-        plain = with_two_levels(transport, self.links.group, arguments.inner, device.type, arguments.deadline)
+        plain = with_two_levels(transport, self.links.group, arguments.inner, arguments.deadline)
         plain.begin()
         plain.end()
         near, far = plain.near, plain.far

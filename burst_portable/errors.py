@@ -105,6 +105,11 @@ def shown(value: object, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+def first_line(error: BaseException) -> str:
+    """Of what an error says; its type where it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """The error for a name that no registry holds, with the near ones first."""
     known = sorted(known)

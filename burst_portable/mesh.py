@@ -132,7 +132,7 @@ class Mesh:
             if inner in (None, 1, ranks):
                 return transport(members, device_type)
             connected = partial(transport, device_type=device_type)
-            return with_two_levels(connected, members, inner, device_type, deadline)
+            return with_two_levels(connected, members, inner, deadline)
 
         return cls(rank, ranks, connect, group=members, inner=inner, backend=backend, config=settings)
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from burst_portable.errors import CommunicationError, DeadlineError, PeerLostError, explain
+from burst_portable.errors import CommunicationError, DeadlineError, PeerLostError, explain, first_line
 
 
 def board_of(group: dist.ProcessGroup) -> Board:
@@ -48,7 +48,7 @@ class Board:
         return bytes(self._store.get(key))
 
     def _named(self, error: RuntimeError, turn: int, what: str, deadline: float) -> CommunicationError:
-        told = str(error).splitlines()[0]
+        told = first_line(error)
         try:
             silent = [rank for rank in range(self._size) if not self._store.check([f"{turn}/{rank}"])]
         except RuntimeError:

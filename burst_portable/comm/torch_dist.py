@@ -19,7 +19,7 @@ from burst_portable.comm.accounts import compare_accounts
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.hop_watch import HopWatch
 from burst_portable.comm.store import board_of
-from burst_portable.errors import CommunicationError, DeadlineError, PeerLostError, explain
+from burst_portable.errors import CommunicationError, DeadlineError, PeerLostError, explain, first_line
 
 _SHARING = 600.0  # seconds for words through the store, where no deadline was given
 
@@ -43,7 +43,7 @@ class _Transfer:
 
 def named_error(error: RuntimeError, what: str, group: dist.ProcessGroup) -> CommunicationError:
     """torch's error as ours: too late, or gone; with what other ranks say of it."""
-    told = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).partition(". This is typically")[0]
+    told = re.sub(r"^\[\S+\] ", "", first_line(error)).partition(". This is typically")[0]
     late = "timed out" in told.lower() or "timeout" in told.lower()
     kind, verb = (DeadlineError, "took too long") if late else (PeerLostError, "failed")
     advice = "find out what that rank is doing, or raise the deadline" if late else "look at the output of that rank"
@@ -86,6 +86,16 @@ class TorchDistTransport(Transport):
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.host = not batched
         self._watch = HopWatch(deadline, self._give_up, in_watch) if batched and deadline else None
+        self._connected = not batched
+
+    def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
+        super().begin(digest, inbox)
+        if not self._connected:
+            # A group that launches kernels connects in its first batch, and waits there for all ranks: those too that a
+            # mask leaves without messages.
+            mine = torch.zeros(1, dtype=torch.uint8, device=torch.accelerator.current_accelerator())
+            self.all_gather(mine, [torch.empty_like(mine) for _ in range(self.size)], "connecting")
+            self._connected = True
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""

@@ -16,7 +16,6 @@ from datetime import timedelta
 from itertools import compress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from burst_portable.comm.base import Handle, Message, Transport
@@ -82,14 +81,12 @@ def with_two_levels(
     transport: Callable[[dist.ProcessGroup], Transport],
     group: dist.ProcessGroup,
     node: int,
-    device_type: str,
     deadline: float,
 ) -> TwoLevelTransport:
     """Transports of one group: its own between the ranks of a node, and a second group's of the same ranks.
 
     Args:
         transport: of a process group.
-        device_type: what its messages lie on.
         deadline: of a hop, in seconds. The new group's own is twice that, so that what is late is told by us.
     """
 
@@ -100,14 +97,9 @@ def with_two_levels(
         if ranks != sorted(ranks):  # only releases of torch that know this option make such groups
             options["sort_ranks"] = False
         try:
-            far = transport(dist.new_group(ranks, **options))
+            return transport(dist.new_group(ranks, **options))
         except RuntimeError as error:
-            raise named_error(
-                error, f"rank {dist.get_rank(group)}, connecting nodes: meeting all ranks", group
-            ) from error
-        # A process group connects in its first operation, in which all of its ranks must take part.
-        mine = torch.zeros(1, dtype=torch.uint8, device=device_type)
-        far.all_gather(mine, [torch.empty_like(mine) for _ in ranks], "connecting nodes")
-        return far
+            told = f"rank {dist.get_rank(group)}, connecting nodes: meeting all ranks"
+            raise named_error(error, told, group) from error
 
     return TwoLevelTransport(transport(group), connect, node)

@@ -133,7 +133,7 @@ def test_a_rank_that_does_not_connect_is_told(monkeypatch):
     )
     monkeypatch.setattr(two_levels, "dist", group)
     monkeypatch.setattr(torch_dist, "compare_accounts", lambda *_: "nothing is heard of rank 3")
-    transport = two_levels.with_two_levels(lambda _: LocalTransport(Fabric(1, 1.0), 0), None, 2, "cpu", deadline=5.0)
+    transport = two_levels.with_two_levels(lambda _: LocalTransport(Fabric(1, 1.0), 0), None, 2, deadline=5.0)
     told = "rank 1, connecting nodes: meeting all ranks took too long; got Wait timeout; nothing is heard of rank 3"
     with pytest.raises(DeadlineError, match=told):
         transport.begin()

@@ -19,7 +19,7 @@ from burst_portable.conformance.inputs import make_inputs
 from burst_portable.conformance.running import kernel_problem, serves
 from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Check, Outcome, Trial, plain
-from burst_portable.errors import UnknownNameError, UnsupportedError
+from burst_portable.errors import UnknownNameError, UnsupportedError, first_line
 from burst_portable.kernels.contract import Kernel, rounding_of
 
 NAME = "claims"
@@ -96,7 +96,7 @@ def _streams(subject: Subject) -> str:
     try:
         torch.Event(subject.device).record()
     except RuntimeError as error:
-        return f"it claims streams, and torch records no event on {subject.device}: {str(error).splitlines()[0]}"
+        return f"it claims streams, and torch records no event on {subject.device}: {first_line(error)}"
     module = torch.get_device_module(subject.device)
     missing = [name for name in ("Stream", "Event", "current_stream", "synchronize") if not hasattr(module, name)]
     return f"it claims streams, and torch.{subject.device.type} has no {', '.join(missing)}" if missing else ""

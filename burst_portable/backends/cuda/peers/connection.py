@@ -16,7 +16,7 @@ from torch import Tensor
 from burst_portable.backends.cuda.driver import driver
 from burst_portable.comm.base import Message, Part, Parts, Strip, Strips, Transport
 from burst_portable.comm.peer_copy import PeerCopyTransport
-from burst_portable.errors import BurstError, MismatchError, UnsupportedError, explain
+from burst_portable.errors import BurstError, MismatchError, UnsupportedError, explain, first_line
 
 _PROOF = 1 << 20  # bytes that every rank sends every other, to see that they come
 _PROOF_SECONDS = 20.0
@@ -110,7 +110,7 @@ def _proof(transport: PeerCopyTransport, device: torch.device) -> str:
             if wrong := _tried(transport, device, turn, trial):
                 return wrong
     except Exception as error:  # noqa: BLE001  (a compiler's too: NCCL can still be had, and others wait to be told)
-        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return f"{type(error).__name__}: {first_line(error)}"
     return ""
 
 

@@ -22,7 +22,7 @@ from burst_portable.backends.cuda.peers.watch import Watch
 from burst_portable.comm.base import Part, Parts, Strip, Strips
 from burst_portable.comm.peer_copy import Watched
 from burst_portable.comm.peer_flags import flags
-from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError, explain
+from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError, explain, first_line
 
 _PAGE = 4096
 _VIEWS = 4096  # kept at most
@@ -76,7 +76,7 @@ class CudaPeerMemory:
         try:
             self._heap = self._allocate(self._base + inbox)
         except RuntimeError as error:  # torch's out-of-memory error is one, and so is what the driver says
-            failed = str(error).splitlines()[0]
+            failed = first_line(error)
         self._all_well(failed, f"{inbox} bytes of peer memory")
         assert self._heap is not None
         self._handle = symmetric_memory.rendezvous(self._heap, self._group)

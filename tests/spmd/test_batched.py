@@ -1,0 +1,88 @@
+"""Process groups that launch kernels for their messages, with a stand-in that keeps to torch's rule for them.
+
+"If this API call is the first collective call in the group, all ranks of the group must participate" (its
+`batch_isend_irecv`): such a group connects then, and ranks that came wait for those that did not.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.comm import torch_dist
+from burst_portable.comm.local import run_threads
+from burst_portable.comm.torch_dist import TorchDistTransport
+
+RANKS = 3
+
+
+class Batched(TorchDistTransport):
+    """Over a stand-in for a group; ranks are threads."""
+
+    def __init__(self, local):
+        super().__init__(local, "nccl", batched=True)
+        self.local = local
+
+    def share(self, data, label="share", deadline=None):
+        return self.local.share(data, label, deadline)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The ranks' batches; the first of each rank waits for all others'."""
+    connected, batches = threading.Barrier(RANKS), []
+
+    def batch(ops):
+        local = ops[0].group
+        if not any(rank == local.rank for rank, _ in batches):
+            connected.wait(2)
+        batches.append((local.rank, len(ops)))
+        ways = [[(op.tensor, op.peer) for op in ops if op.send == way] for way in (True, False)]
+        leaving, arriving = local.post(*([torch_dist.Message(*one) for one in way] for way in ways))
+        return [*leaving, *arriving]
+
+    stand_in = SimpleNamespace(
+        isend=True,
+        irecv=False,
+        P2POp=lambda send, tensor, group, group_peer: SimpleNamespace(
+            send=send, tensor=tensor, group=group, peer=group_peer
+        ),
+        batch_isend_irecv=batch,
+        get_rank=lambda local: local.rank,
+        get_world_size=lambda local: local.size,
+    )
+    monkeypatch.setattr(torch_dist, "dist", stand_in)
+    monkeypatch.setattr(torch_dist, "compare_accounts", lambda *_: "")
+    return batches
+
+
+def test_an_error_of_torch_s_that_says_nothing_is_told_all_the_same(monkeypatch):
+    monkeypatch.setattr(torch_dist, "compare_accounts", lambda *_: "")
+    told = str(torch_dist.named_error(RuntimeError(), "rank 0, forward step 1", None))
+    assert told == "rank 0, forward step 1 failed; got RuntimeError; look at the output of that rank"
+
+
+def test_a_rank_that_sends_and_receives_nothing_connects_too(asked):
+    """The first rank has a document of its own, and the others share one."""
+    mask, generator = bp.Mask.documents((0, 8, 24)), torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 24, heads, 8, generator=generator) for heads in (4, 2, 2)]
+
+    def work(local):
+        transport = Batched(local)
+        mesh = bp.Mesh(local.rank, RANKS, lambda _: transport)
+        shards = [bp.shard(x, mesh, layout="contiguous").requires_grad_() for x in whole]
+        out = bp.attention(*shards, mask=mask, mesh=mesh, strategy="ring", layout="contiguous")
+        out.sum().backward()
+        return out.detach(), shards[1].grad
+
+    alone = [x.clone().requires_grad_() for x in whole]
+    out = bp.attention(*alone, mask=mask, mesh=bp.Mesh.single())
+    out.sum().backward()
+    outs, grads = zip(*run_threads(RANKS, work, deadline=5.0), strict=True)
+    torch.testing.assert_close(torch.cat(outs, 1), out.detach())
+    torch.testing.assert_close(torch.cat(grads, 1), alone[1].grad)
+    assert [sum(rank == r for rank, _ in asked) for r in range(RANKS)] == [1, 4, 4], "once, and only where it is new"
