@@ -226,7 +226,7 @@ def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor |
     p, forward, backward = plan.problem, plan.forward, plan.backward
     narrow = ", narrow gradients" if p.narrow else ""
     inside = f" in nodes of {plan.inner}" if plan.reshard and plan.nodes > 1 else ""
-    moves = f"{plan.strategy}{inside} by {forward.route.name}, {backward.side} travels backward{narrow}"
+    moves = f"{plan.strategy}{inside} by {plan.moves('forward')} with {plan.travels('backward')} backward{narrow}"
     routes = (
         plan.reshard,
         plan.inner,

@@ -52,7 +52,7 @@ class Call:
         object.__setattr__(self, "alone", self.plan.problem.ranks == 1)
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def _by_blocks(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out as q, LSE ``[B, Hq, S]`` in the accumulation dtype) of this rank's rows, where heads are not resharded."""
     pass_plan = call.plan.forward
     if _whole(call, sinks):
@@ -82,7 +82,7 @@ class Attention(torch.autograd.Function):
             out, lse, groups = _by_heads(call, q, k, v, sinks, keep=True)
             ctx.save_for_backward(*(x for group in groups for x in group), sinks)
         else:
-            out, kept = map(_no_view, forward(call, q, k, v, sinks))
+            out, kept = map(_no_view, _by_blocks(call, q, k, v, sinks))
             ctx.save_for_backward(q, k, v, out, kept, sinks)
             lse = kept if call.with_lse else None  # every result costs torch time
         ctx.call, ctx.number = call, transport.passes
@@ -99,7 +99,7 @@ class Attention(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: where they are recomputed, checkpointing hands each out a single time
         with own_precision(saved[0].device):
             _begin(ctx.call, forward=ctx.number)
-            run = _backward_by_heads if ctx.call.plan.reshard else _backward
+            run = _backward_by_heads if ctx.call.plan.reshard else _backward_by_blocks
             grads, dsinks = run(ctx.call, saved, dout)
             ctx.call.runtime.transport.end()
         return *grads, dsinks, None
@@ -136,7 +136,7 @@ def _by_heads(
     )
 
 
-def _backward(call: Call, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[Gradients, Tensor | None]:
+def _backward_by_blocks(call: Call, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[Gradients, Tensor | None]:
     q, k, v, out, lse, sinks = saved
     if dout is None:  # nobody used this rank's result, but the other ranks wait for its part of the pass
         dout = torch.zeros_like(out)
@@ -197,6 +197,6 @@ def apply(
         if call.plan.reshard:
             out, lse, _ = _by_heads(call, q, k, v, sinks, keep=False)
         else:
-            out, lse = forward(call, q, k, v, sinks)
+            out, lse = _by_blocks(call, q, k, v, sinks)
         call.runtime.transport.end()
         return out, lse

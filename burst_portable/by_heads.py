@@ -101,25 +101,21 @@ def run_backward(
         dq, dk, dv: ``[B, S_rank, H, D]`` in dout's dtype; dsinks: ``[Hq]``, of the heads and rows that this rank
         computes and 0 elsewhere, or None without sinks.
     """
-    problem, groups = plan.problem, plan.head_groups
+    p, groups = plan.problem, plan.head_groups
     reshard = Reshard(plan, runtime, dout.device, backward=True)
     coming = [reshard.to_heads([(dout, group.queries)]) for group in groups]
-    sizes = (
-        (problem.heads, problem.head_dim),
-        (problem.kv_heads, problem.head_dim),
-        (problem.kv_heads, problem.value_dim),
-    )
+    sizes = ((p.heads, p.head_dim), (p.kv_heads, p.head_dim), (p.kv_heads, p.value_dim))
     dq, dk, dv = (dout.new_empty((*dout.shape[:2], *size)) for size in sizes)
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     leaving: list[ToSequence] = []
-    shared: tuple[Tensor, ...] = ()  # gradients of K and V that several groups add to
+    dkv: tuple[Tensor, ...] = ()  # of K and V, which several groups may share
     for group, arriving, kept in zip(groups, coming, saved, strict=True):
         (group_dout,) = arriving.wait()
-        group_dq, *of_kv = gradients(plan.backward, runtime, options, group_dout, kept, row_delta)
-        shared = tuple(of_kv) if group.first else _sum(shared, of_kv)
+        group_dq, *group_dkv = gradients(plan.backward, runtime, options, group_dout, kept, row_delta)
+        dkv = tuple(group_dkv) if group.first else _sum(dkv, group_dkv)
         home: list[tuple[Tensor, Tensor, Span]] = [(group_dq, dq, group.queries)]
         if group.last:
-            home += [(shared[0], dk, group.keys), (shared[1], dv, group.keys)]
+            home += [(dkv[0], dk, group.keys), (dkv[1], dv, group.keys)]
         leaving.append(reshard.to_sequence(home, alone=group is groups[-1]))
         arriving.left()
         if sinks is not None and dsinks is not None:

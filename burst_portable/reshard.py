@@ -41,7 +41,8 @@ _APART = (1 << 31) - 1  # bytes from one line to the next, at most: what copy en
 class Reshard:
     """The all-to-alls of one pass on one rank. All ranks begin the same ones, in the same order.
 
-    Each goes among the `Plan.inner` ranks that share heads out. They are counted by their places, from 0 on.
+    Each goes among the `Plan.inner` ranks that share heads out. They are counted by their places, from 0 on. Where
+    bytes lie in inboxes is called `at`.
     """
 
     def __init__(self, plan: Plan, runtime: Runtime, device: torch.device, *, backward: bool) -> None:
@@ -71,12 +72,12 @@ class Reshard:
         like = parts[0][0]
         fields = [Field(past - first, x.shape[3], x.itemsize) for x, (first, past) in parts]
         row = sum(field.size(like.shape[0]) for field in fields)
-        inbox, place = self._inbox(self.starts[-1] * row, row, back=False)
+        inbox, at = self._inbox(self.starts[-1] * row, row, back=False)
         whole = inbox.view(like.dtype).view(self.starts[-1], -1)
-        there, here = _parts_to_heads(self._order, self.first, self.rows, row, place)
+        there, here = _parts_to_heads(self._order, self.first, self.rows, row, at)
         leaving: list[Parts | Strips] = []
         if self.transport.picks and all(_can_be_picked(x) for x, _ in parts):
-            at = there[0].place or 0
+            at += self.starts[self.place] * row  # this rank's rows are behind those of ranks before it
             for (x, heads), field in zip(parts, fields, strict=True):
                 strips = _strips(self._order, self.first, x.shape, x.stride(), x.itemsize, heads, at, row)
                 leaving.append(Strips(x, strips))
@@ -116,8 +117,8 @@ class Reshard:
             with self.copying():
                 made = self._rows_first(x, accumulation_dtype(x.dtype) if result.shape[2] < size else result.dtype)
             row = made[0].numel() * made.itemsize
-            inbox, place = self._inbox(size * mine * row, row, back=True)
-            there, here = _parts_to_sequence(self._order, self.first, self.rows, row, place)
+            inbox, at = self._inbox(size * mine * row, row, back=True)
+            there, here = _parts_to_sequence(self._order, self.first, self.rows, row, at)
             leaving.append(Parts(made, there))
             arriving.append(Parts(inbox, here))
             came.append((inbox.view(made.dtype).view(size, mine, *made.shape[1:]), result, heads))
@@ -125,10 +126,10 @@ class Reshard:
         return ToSequence(self, exchange, came, leaving)
 
     def _inbox(self, size: int, row: int, *, back: bool) -> tuple[Tensor, int]:
-        """An inbox of so many bytes, and the place where it begins; every rank counts places in the same way."""
-        place = self._at
+        """An inbox of so many bytes, and the byte at which it begins; every rank counts bytes in the same way."""
+        at = self._at
         self._at += head_room(self.plan, row, back=back)
-        return self.transport.inbox(size, self.device, self.transport.rank, place), place
+        return self.transport.inbox(size, self.device, self.transport.rank, at), at
 
     def _rows_first(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """``[B, S_all, h, D]`` -> ``[S_all, B, h, D]`` in one piece, rank after rank."""
@@ -276,7 +277,7 @@ def _fields(rows: Tensor, fields: Sequence[Field], batch: int) -> list[Tensor]:
     ranks, count, row = rows.shape
     return [
         rows.as_strided((ranks, count, batch, heads, dim), (count * row, row, heads * dim, dim, 1), at)
-        for heads, dim, at in _places(rows, fields, batch)
+        for heads, dim, at in _lying(rows, fields, batch)
     ]
 
 
@@ -285,11 +286,11 @@ def _tensors(rows: Tensor, fields: Sequence[Field], batch: int) -> list[Tensor]:
     count, row = rows.shape
     return [
         rows.as_strided((batch, count, heads, dim), (heads * dim, row, dim, 1), at)
-        for heads, dim, at in _places(rows, fields, batch)
+        for heads, dim, at in _lying(rows, fields, batch)
     ]
 
 
-def _places(rows: Tensor, fields: Sequence[Field], batch: int) -> Iterator[tuple[int, int, int]]:
+def _lying(rows: Tensor, fields: Sequence[Field], batch: int) -> Iterator[tuple[int, int, int]]:
     """(heads, head size, element where its first row begins) of each field."""
     at = int(rows.storage_offset())
     for field in fields:

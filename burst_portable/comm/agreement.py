@@ -27,6 +27,11 @@ _SHOWN = 300
 _REMEMBERED = 1 << 14  # statements that a transport need not ask again
 _TELLING = 10.0  # seconds that a rank which refuses its call waits for others to hear of it
 _TITLE = ("pass", "mask", "case")
+_HINTS = {  # what to do where ranks differ in something that nobody named
+    "tokens": "where ranks hold different numbers of rows, pass seq_len= (tokens of the whole sequence)",
+    "strategy": "where 'auto' chose, name a strategy, or give all ranks the same rates (BURST_RATES) and kernel",
+    "rows that cross nodes": "name one kernel= for all ranks",
+}
 REFUSED = "refused"
 """The fact stated by a rank that refused its own call, so that others do not wait for it."""
 
@@ -122,8 +127,8 @@ def _ask(transport: Transport, mine: Statement, label: str, *, forward: int = 0,
     texts = [facts.decode(errors="ignore").strip() for facts in transport.share(packed, "telling each other", deadline)]
     got = _difference(texts, stated)
     step = "all ranks of a mesh must make the same calls in the same order, backward too"
-    if "tokens: " in got:  # guessed from rows, where nobody named them
-        step = f"where ranks hold different numbers of rows, pass seq_len= (tokens of the whole sequence); else, {step}"
+    if hint := next((hint for fact, hint in _HINTS.items() if f"{fact}: " in got), None):
+        step = f"{hint}; else, {step}"
     raise MismatchError(explain(f"rank {transport.rank}: the ranks do not make the same call", got=got, next_step=step))
 
 

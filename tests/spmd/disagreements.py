@@ -41,7 +41,7 @@ DISAGREEMENTS: dict[str, tuple[dict, str]] = {
     "batch": ({"batch": 2}, "batch: 1 on rank 0, 2 but 2 on rank 1"),
     "dtype": ({"dtype": torch.bfloat16}, "dtype: float32 on rank 0, 2 but bfloat16 on rank 1"),
     "mask": ({"mask": "full"}, "mask: causal on rank 0, 2 but full on rank 1"),
-    "strategy": ({"strategy": "burst"}, "strategy: ring by ring, kv travels backward"),
+    "strategy": ({"strategy": "burst"}, "strategy: ring by ring with kv backward"),
     "moves": ({"strategy": bp.make_strategy("ring", moves="fetch")}, "by fetch"),
     "gradients": (
         {"strategy": bp.make_strategy("ring", gradients="narrow"), "dtype": torch.bfloat16},

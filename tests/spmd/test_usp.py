@@ -59,7 +59,7 @@ def check(case: Case, kernel: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "why"),
     [
-        ("usp", "rows that cross nodes: in the order that the kernel 'reference' takes on rank 0, 1 but .*'cpu_flash'"),
+        ("usp", "rows that cross nodes: .* 'reference' takes on rank 0, 1 but .*'cpu_flash'.*; name one kernel="),
         ("usp+fetch", ""),  # takes rows in natural order, whatever the kernel
         ("ulysses", ""),  # each rank for itself
     ],
@@ -207,7 +207,7 @@ def test_errors_name_ranks_and_not_members_of_rings(step, waits):
 def test_ranks_that_do_not_agree_on_their_nodes():
     def work(mesh):
         q = torch.ones(1, 4, 4, 8)
-        told = "strategy: usp in nodes of 2 by ring.* on rank 0, 1, 2 but usp by ring.* on rank 3"
+        told = "strategy: usp in nodes of 2 by all_to_all, ring.* on rank 0, 1, 2 but usp by ring.* on rank 3"
         with pytest.raises(MismatchError, match=told):
             bp.attention(q, q, q, mesh=mesh, strategy=bp.make_strategy("usp", inner=1 if mesh.rank == 3 else 2))
 

@@ -48,17 +48,17 @@ class CudaPeerMemory:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._device, self._share = group, device, share
         self._driver = driver(device.index)
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self._copying = self._stream.cuda_stream
+        self._copy_stream = torch.cuda.Stream(device, priority=-1)
+        self._copy_handle = self._copy_stream.cuda_stream
         self._base = -(-4 * flags(self.size) // _PAGE) * _PAGE
         self._heap: Tensor | None = None
-        self._handle: Any = None
+        self._mapping: Any = None
         self._starts: list[int] = []
         self._views: dict[Hashable, Tensor] = {}
-        self._current = torch.cuda.current_stream(device)
-        self._compute = self._last = self._current.cuda_stream
+        self._compute_stream = torch.cuda.current_stream(device)
+        self._compute_handle = self._last_handle = self._compute_stream.cuda_stream
         self._forked, self._left = torch.cuda.Event(), torch.cuda.Event()
-        self._waiting = torch.cuda.Stream(device) if by_copies else None
+        self._wait_stream = torch.cuda.Stream(device) if by_copies else None
         self._marks = torch.zeros(2, dtype=torch.int32, device=device) if by_copies else None  # one a stream
         self._push = self._pusher()
         self.watch = Watch(device, deadline, self._read_flags, self._release)
@@ -71,7 +71,7 @@ class CudaPeerMemory:
         self._agree({"inbox": inbox}, "giving up memory")
         self._views.clear()
         self._push = self._pusher()
-        self._heap = self._handle = None
+        self._heap = self._mapping = None
         failed = ""
         try:
             self._heap = self._allocate(self._base + inbox)
@@ -79,11 +79,11 @@ class CudaPeerMemory:
             failed = first_line(error)
         self._all_well(failed, f"{inbox} bytes of peer memory")
         assert self._heap is not None
-        self._handle = symmetric_memory.rendezvous(self._heap, self._group)
+        self._mapping = symmetric_memory.rendezvous(self._heap, self._group)
         self._heap[: self._base].zero_()
         torch.cuda.synchronize(self._device)
         self._agree({"inbox": inbox}, "mapping memory")
-        starts = self._handle.buffer_ptrs
+        starts = self._mapping.buffer_ptrs
         within = self._heap.data_ptr() - starts[self.rank]  # the tensor may begin within what is mapped
         self._starts = [start + within for start in starts]
 
@@ -99,33 +99,33 @@ class CudaPeerMemory:
 
     def enter(self) -> None:
         _refuse_capture()
-        self._current = self.now()
-        self._compute = self._current.cuda_stream
-        if self._compute != self._last:
-            self._current.wait_event(self._left)
-        self.watch.begin(self._current)
+        self._compute_stream = self.now()
+        self._compute_handle = self._compute_stream.cuda_stream
+        if self._compute_handle != self._last_handle:
+            self._compute_stream.wait_event(self._left)
+        self.watch.begin(self._compute_stream)
 
     def now(self) -> torch.cuda.Stream:
         """The current stream. torch makes an object of it each time it is asked, which costs more than a launch."""
-        same = current_stream(self._device) == self._compute
-        return self._current if same else torch.cuda.current_stream(self._device)
+        same = current_stream(self._device) == self._compute_handle
+        return self._compute_stream if same else torch.cuda.current_stream(self._device)
 
     def leave(self) -> None:
-        self._left = self.watch.end(self._current)
-        self._last = self._compute
+        self._left = self.watch.end(self._compute_stream)
+        self._last_handle = self._compute_handle
 
     def fork(self) -> None:
-        self._forked.record(self._current)
-        self._stream.wait_event(self._forked)
+        self._forked.record(self._compute_stream)
+        self._copy_stream.wait_event(self._forked)
 
     def copy(self, leaving: Sequence[Parts | Strips], *, alone: bool) -> None:
-        if not (alone and self._pushed(self._copying, leaving)):
-            self._by_driver(self._copying, leaving)
+        if not (alone and self._pushed(self._copy_handle, leaving)):
+            self._by_driver(self._copy_handle, leaving)
 
     def copy_own(self, leaving: Sequence[Parts | Strips]) -> None:
         with on(self._device):  # as in `signal`
-            if not self._pushed(self._compute, leaving):
-                self._by_driver(self._compute, leaving)
+            if not self._pushed(self._compute_handle, leaving):
+                self._by_driver(self._compute_handle, leaving)
 
     def _pushed(self, stream: int, leaving: Sequence[Parts | Strips]) -> bool:
         """Whether a kernel does it."""
@@ -151,10 +151,10 @@ class CudaPeerMemory:
         return self._starts[part.peer] + self._base + part.place
 
     def sent(self) -> _Sent:
-        return _Sent(self, self._stream)
+        return _Sent(self, self._copy_stream)
 
     def signal(self, flags: Sequence[tuple[int, int]], mark: int, *, copying: bool) -> None:
-        stream = self._copying if copying else self._compute
+        stream = self._copy_handle if copying else self._compute_handle
         addresses = [self._starts[peer] + 4 * flag for peer, flag in flags]
         with on(self._device):  # a default stream's handle is 0 on every device: the current one's is meant
             if self._marks is None:
@@ -169,15 +169,14 @@ class CudaPeerMemory:
         self.watch.expect(flags, mark, what)
         start = self._starts[self.rank]
         addresses = [start + 4 * flag for flag in flags]
-        stream = self._copying if copying else current_stream(self._device)
-        if copying or self._waiting is None or stream != self._compute:  # another stream waits as those of copies do
+        stream = self._copy_handle if copying else current_stream(self._device)
+        if copying or self._wait_stream is None or stream != self._compute_handle:  # other streams wait themselves
             with on(self._device):  # as in `signal`
                 self._driver.wait_flags(stream, addresses, mark)
             return
-        current = self._current
-        self._waiting.wait_event(_recorded(current))
-        self._driver.wait_flags(self._waiting.cuda_stream, addresses, mark)
-        current.wait_event(_recorded(self._waiting))
+        self._wait_stream.wait_event(_recorded(self._compute_stream))
+        self._driver.wait_flags(self._wait_stream.cuda_stream, addresses, mark)
+        self._compute_stream.wait_event(_recorded(self._wait_stream))
 
     def check(self) -> None:
         if self.watch.failed is not None:
@@ -190,13 +189,13 @@ class CudaPeerMemory:
             self._agree({"inbox": 0}, "giving up memory")
         self.watch.stop()
         self._views.clear()
-        self._heap = self._handle = None
+        self._heap = self._mapping = None
 
     # ------------------------------------------------------------------------------- memory, and the watch
 
     def _pusher(self) -> Pusher | None:
         """For one set of addresses: a new one when memory is."""
-        return pusher() if self._waiting is None else None
+        return pusher() if self._wait_stream is None else None
 
     def _allocate(self, size: int) -> Tensor:
         # Not `symmetric_memory.empty`: that one keeps freed memory in a pool, and an inbox that grew never comes back.
