@@ -86,16 +86,23 @@ class TorchDistTransport(Transport):
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.host = not batched
         self._watch = HopWatch(deadline, self._give_up, in_watch) if batched and deadline else None
-        self._connected = not batched
+        self._connected = not batched or self.size == 1
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         super().begin(digest, inbox)
         if not self._connected:
-            # A group that launches kernels connects in its first batch, and waits there for all ranks: those too that a
-            # mask leaves without messages.
-            mine = torch.zeros(1, dtype=torch.uint8, device=torch.accelerator.current_accelerator())
-            self.all_gather(mine, [torch.empty_like(mine) for _ in range(self.size)], "connecting")
-            self._connected = True
+            self._connect()
+
+    def _connect(self) -> None:
+        """A group that launches kernels connects in its first batch, and waits there for all ranks: those too that a
+        mask leaves without messages. Each sends the next a byte, and no more: every pair that meets takes buffers.
+        """
+        mine = torch.zeros(1, dtype=torch.uint8, device=torch.accelerator.current_accelerator())
+        there, back = Message(mine, self.others[0]), Message(torch.empty_like(mine), self.others[-1])
+        leaving, arriving = self.post([there], [back], "connecting")
+        for handle in (*arriving, *leaving):
+            handle.wait()
+        self._connected = True
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
