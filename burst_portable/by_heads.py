@@ -133,13 +133,13 @@ def attend(
     rank = runtime.transport.rank
     if pass_plan.problem.ranks > 1:
         state = executor.run_forward(pass_plan, rank, runtime, options, q, k, v)
-    elif compute := _only(pass_plan, rank):
-        state = runtime.attend_whole(compute, q, k, v, options)
-    else:
+    elif (compute := _only(pass_plan, rank)) is None:
         state = numerics.empty_state(q, v.shape[-1])
+    elif sinks is None:
+        state = runtime.attend_whole(compute, q, k, v, options)
+    else:  # sinks are merged before out is rounded
+        state = runtime.attend(compute, q, k, v, options, None)
     if sinks is not None:
-        if pass_plan.problem.ranks == 1:
-            state = numerics.finished(state, q.dtype)
         numerics.add_sinks(state, sinks)
     return state[0], as_dtype(state[1], accumulation_dtype(q.dtype))
 

@@ -8,18 +8,22 @@ import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable import by_heads
 from burst_portable.backends.registry import for_device
 from burst_portable.choices import choose, requested
+from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.tolerances import judge
 from burst_portable.cost import plan_cost, reshard_bytes
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.heads import can_group, head_groups
 from burst_portable.kernels.contract import Options
+from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layouts import make_layout
 from burst_portable.mask import Mask
 from burst_portable.rates import Rates
 from burst_portable.reshard import _orders
+from burst_portable.runtime import PlainRuntime
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.ulysses import in_rank_order
 from burst_portable.verify import verify
@@ -235,3 +239,25 @@ def test_orders_of_rows(layout):
         assert torch.equal(to_ranks(natural), by_rank)
         assert torch.equal(to_plan(by_rank), natural)
     assert _orders(where, where.joined(), 0, torch.device("cpu")) == (None, None)
+
+
+class RoundsWhole(ReferenceKernel):
+    """As kernels of devices do: out in q's dtype where one call is all of it."""
+
+    def attend_whole(self, q, k, v, tiles, options):
+        out, lse = self.attend(q, k, v, tiles, options)
+        return out.to(q.dtype), lse
+
+
+def test_sinks_are_merged_before_out_is_rounded():
+    """Rounded once, it is the nearest number to the exact one; rounded twice, one in four is another."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 64, 4, 16, generator=generator).bfloat16() for _ in range(3))
+    sinks = torch.randn(4, generator=generator)
+    plan = bp.plan(seq_len=64, ranks=1, heads=4, kv_heads=4, head_dim=16, strategy="ulysses", mask="full")
+    runtime = PlainRuntime(RoundsWhole(), LocalTransport(Fabric(1, 1.0), 0))
+    out, _ = by_heads.attend(plan.forward, runtime, Options(0.25), q, k, v, sinks)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 0.25
+    weights = torch.cat([scores, sinks.double().view(1, 4, 1, 1).expand(1, 4, 64, 1)], -1).softmax(-1)[..., :-1]
+    exact = torch.einsum("bhqk,bkhd->bqhd", weights, v.double()).bfloat16()
+    assert (out.bfloat16() != exact).double().mean() < 0.01
