@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch.utils import _python_dispatch as modes
 
 _NOTHING = nullcontext()
@@ -15,7 +16,7 @@ def hidden_from_checkpoints() -> AbstractContextManager[object]:
     What it saves it hands out again in the place of a repeated operator, and here partial results are merged into what
     operators made, and messages arrive in it. Other modes (FlopCounterMode) see no operators either in such a region.
     """
-    if not any(map(_selects, modes._get_current_dispatch_mode_stack())):
+    if not torch._C._len_torch_dispatch_stack() or not any(map(_selects, modes._get_current_dispatch_mode_stack())):
         return _NOTHING
     hidden: AbstractContextManager[object] = modes._disable_current_modes()
     return hidden
