@@ -28,9 +28,12 @@ from burst_portable.tiles import Tile, Tiles, find_tiles
 
 
 class Local:
-    """A kernel on boxes and causal squares in 16 bits, as other people's rings call theirs."""
+    """A kernel on boxes and causal squares in 16 bits, as other people's rings call theirs.
 
-    def __init__(self, name: str, q: Tensor, k: Tensor) -> None:
+    makes_way: for messages beside it, as it does for ours.
+    """
+
+    def __init__(self, name: str, q: Tensor, k: Tensor, *, makes_way: bool = False) -> None:
         problem = KernelProblem(
             q.dtype, q.device.type, q.shape[2], k.shape[2], q.shape[3], k.shape[3], deterministic=False
         )
@@ -39,12 +42,13 @@ class Local:
         self.operator = kernel if isinstance(kernel, TriangleKernel) else getattr(kernel, "_kernel", None)
         if not isinstance(self.operator, TriangleKernel):
             self.operator = None
-        self._into: dict[Any, Gradients] = {}
+        self._makes_way = makes_way
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         if self.operator is not None:
             return self.operator.operate(q, k, v, causal, scale)
-        state = self.kernel.attend(q, k, v, _tiles(q, k, causal), Options(scale, deterministic=False))
+        options = Options(scale, deterministic=False, makes_way=self._makes_way)
+        state = self.kernel.attend(q, k, v, _tiles(q, k, causal), options)
         out, lse = finished(state, q.dtype)
         return out.to(q.dtype), lse
 
@@ -150,7 +154,7 @@ def zigzag_ring(task: Task) -> Calls:
         raise Absent("its zigzag ring is causal")
     if find_spec("ring_flash_attn") is None:
         raise Absent("the package ring_flash_attn is not installed")
-    local = Local(task.kernel, task.q, task.k)
+    local = Local(task.kernel, task.q, task.k, makes_way=task.links.goes_first)
     module = _with_kernel(local)
     q, k, v = (x.detach().requires_grad_() for x in (task.q, task.k, task.v))
     call = partial(module.zigzag_ring_flash_attn_func, q, k, v, causal=True, group=task.links.group)

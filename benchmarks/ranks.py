@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import burst_portable as bp
-from burst_portable.backends.registry import for_device
+from burst_portable.backends.registry import for_device, group_options_of
 from burst_portable.comm.base import Transport
 from burst_portable.config import Config
 from burst_portable.errors import BurstError, InputError
@@ -24,7 +24,10 @@ from burst_portable.measuring import clock as measuring
 
 @dataclass
 class Links:
-    """The ranks, and what can move their blocks: a transport by its name, or the reason why there is none."""
+    """The ranks, and what can move their blocks: a transport by its name, or the reason why there is none.
+
+    goes_first: whether messages of the group do, once `connect` has looked; see `comm.base.Transport`.
+    """
 
     group: Any
     rank: int
@@ -33,6 +36,7 @@ class Links:
     deadline: float
     transports: dict[str, Transport | str] = field(default_factory=dict)
     closing: ExitStack = field(default_factory=ExitStack)
+    goes_first: bool = False
     parallel: bool = False  # torch's context_parallel has been entered
 
     def mesh(self, transport: Transport) -> bp.Mesh:
@@ -49,12 +53,14 @@ def join(deadline: float) -> Links:
     if kind is not None:
         torch.accelerator.set_device_index(local)
         device = torch.device(kind.type, local)
-        backend = for_device(kind.type).capabilities.process_group
+        of_kind = for_device(kind.type)
+        backend = of_kind.capabilities.process_group
     else:
         torch.set_num_threads(1)
         device, backend = torch.device("cpu"), "gloo"
-    options = {"device_id": device} if kind is not None else {}
-    dist.init_process_group(backend, timeout=timedelta(seconds=deadline), **options)
+    timeout = timedelta(seconds=deadline)
+    options = {"device_id": device, **group_options_of(of_kind, timeout)} if kind is not None else {"timeout": timeout}
+    dist.init_process_group(backend, **options)
     return Links(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device, deadline)
 
 
@@ -70,6 +76,7 @@ def connect(links: Links, wanted: list[str]) -> None:
     """The transports that were asked for, or why they are not there."""
     backend = for_device(links.device.type)
     plain = backend.transport(links.group, links.deadline)
+    links.goes_first = plain.goes_first
     for name in wanted:
         if name == plain.name:
             links.transports[name] = plain

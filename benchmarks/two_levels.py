@@ -40,7 +40,7 @@ from benchmarks.ring import ERROR_LIMIT, errors, expected
 from benchmarks.ring_rows import ROWS
 from benchmarks.rings import Calls, Still, Task, through_autograd
 from benchmarks.script import count, end, names
-from burst_portable.backends.registry import choose_kernel, for_device, rates_of
+from burst_portable.backends.registry import choose_kernel, for_device, group_options_of, rates_of
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.two_levels import TwoLevelTransport, with_two_levels
 from burst_portable.cost import plan_cost
@@ -172,7 +172,8 @@ class Run:
         self.mask = bp.Mask.parse(self.row.mask, self.row.length)
         self.backend = for_device(device.type)
         transport = partial(self.backend.transport, deadline=arguments.deadline)
-        plain = with_two_levels(transport, self.links.group, arguments.inner, arguments.deadline)
+        options = partial(group_options_of, self.backend)
+        plain = with_two_levels(transport, self.links.group, arguments.inner, arguments.deadline, options)
         plain.begin()
         plain.end()
         near, far = plain.near, plain.far
@@ -247,7 +248,9 @@ class Run:
         sizes = (*self.row.heads, self.row.head, self.row.head)
         problem = KernelProblem(torch.bfloat16, self.links.device.type, *sizes, deterministic=False)
         kernel, _ = choose_kernel(self.backend, problem, self.arguments.kernel)
-        rates = replace(rates_of(self.backend, self.links.size, kernel), direct=())  # NCCL alone reaches other nodes
+        first = next(iter(self.transports.values()))[0].goes_first
+        rates = rates_of(self.backend, self.links.size, kernel, goes_first=first)
+        rates = replace(rates, direct=())  # NCCL alone reaches other nodes
         if gbps:
             rates = replace(rates, node=self.arguments.inner, outer_gbps=gbps)
         return simulated(strategy, self.row.length, self.links.size, self.row.heads, self.row.head, rates)
@@ -313,15 +316,19 @@ def simulated(
 
 
 def simulate(arguments: argparse.Namespace) -> None:
-    """Nodes of eight, and a network card a GPU: by round numbers, and as H200 were measured with NCCL inside nodes."""
+    """Nodes of eight, and a network card a GPU: by round numbers, and as H200 were measured with NCCL inside nodes,
+    whose messages wait for kernels or go first.
+    """
     from burst_portable.backends.cuda.machines import rates_of_machine
 
     measured = rates_of_machine("NVIDIA H200", 8)
     assert measured is not None, "the table has H200"
     plain = Rates(600.0, 300.0, source="600 TFLOP/s, 300 GB/s, and messages that hold no kernel up")
+    nccl = replace(measured, direct=())
+    first = replace(nccl.where_messages_go_first(), source=f"{measured.source}, messages first")
     results = []
     for gbps in arguments.outer_gbps or [50.0]:
-        for known in (plain, replace(measured, direct=())):
+        for known in (plain, nccl, first):
             rates = replace(known, node=8, outer_gbps=gbps)
             print(f"nodes of 8, {gbps:g} GB/s a GPU between them; {rates.source}; 32/8 heads of 128, causal, zigzag")
             for length, ranks in SIMULATED:

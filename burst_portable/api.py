@@ -6,6 +6,7 @@ Shapes: B batch, S rows of this rank, Hq query heads, Hkv key/value heads, D hea
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from typing import Literal, overload
 
 import torch
@@ -207,7 +208,7 @@ def _prepare(
     return Call(
         plan,
         PlainRuntime(chosen.kernel, transport, inbox.places),
-        chosen.options,
+        replace(chosen.options, makes_way=transport.goes_first and chosen.plan.moves_beside_kernels),
         forward_statement=stated.of_pass("forward"),
         backward_statement=stated.of_pass("backward"),
         inboxes=(inbox.forward, inbox.backward),

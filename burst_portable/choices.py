@@ -183,7 +183,8 @@ def _strategy(
     if not isinstance(asked, str) or asked != "auto":  # a str first: an array would be compared by elements
         return strategy_of(asked, mesh.inner)
     named = str(dtype).removeprefix("torch.")
-    rates = rates_of(backend, mesh.size, kernel(), mesh.config.rates, named, head_dim)
+    first = mesh.size > 1 and mesh.transport(device).goes_first
+    rates = rates_of(backend, mesh.size, kernel(), mesh.config.rates, named, head_dim, goes_first=first)
     if rates.direct and not mesh.may_be_direct(device):
         rates = replace(rates, direct=())
     return AutoStrategy(inner=mesh.inner, rates=rates)

@@ -156,7 +156,12 @@ def _moves(plan: Plan) -> dict[str, str]:
 
 
 def _transport(chosen: Choices, mesh: Mesh) -> Choice:
-    name, why = mesh.expected_transport(chosen.problem.device, direct=chosen.plan.direct)
+    device = chosen.problem.device
+    name, why = mesh.expected_transport(device, direct=chosen.plan.direct)
+    plain = mesh.transport(device)
+    waits = name == plain.name and not plain.goes_first and hasattr(chosen.backend, "group_options")
+    if waits and chosen.plan.moves_beside_kernels:
+        why += "; its kernels wait for those that compute: make its group with a stream of high priority"
     return Choice(name, why, {})
 
 

@@ -159,6 +159,10 @@ def _pair(first: _Check, second: _Check) -> _Check:
     return check
 
 
+def _or_none(check: _Check) -> _Check:
+    return lambda file, name, value: None if value is None else check(file, name, value)
+
+
 def _curve(file: str | Path, name: str, value: Any) -> Curve:
     if not isinstance(value, list) or len(value) > _POINTS:
         raise _wrong(file, name, shown(value), f"up to {_POINTS} pairs of bytes and GB/s")
@@ -185,6 +189,7 @@ _CHECKS: dict[str, _Check] = {
     "direct": _curve,
     "spread": _curve,
     "holds_up": _pair(_SHARE, _SHARE),
+    "holds_up_first": _or_none(_pair(_SHARE, _SHARE)),
     "in_pieces": _flag,
     "merged_once": _flag,
     "backward_together": _KEPT,

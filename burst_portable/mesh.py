@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch.distributed as dist
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import for_device
+from burst_portable.backends.registry import for_device, group_options_of
 from burst_portable.comm.agreement import agree, statement
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import Fabric, LocalTransport
@@ -132,7 +132,8 @@ class Mesh:
             if inner in (None, 1, ranks):
                 return transport(members, device_type)
             connected = partial(transport, device_type=device_type)
-            return with_two_levels(connected, members, inner, deadline)
+            options = partial(group_options_of, for_device(device_type, backend))
+            return with_two_levels(connected, members, inner, deadline, options)
 
         return cls(rank, ranks, connect, group=members, inner=inner, backend=backend, config=settings)
 

@@ -256,6 +256,12 @@ class Plan:
         return self.forward.trims and self.backward.trims
 
     @property
+    def moves_beside_kernels(self) -> bool:
+        """Whether messages are under way while kernels compute."""
+        whole_exchanges = self.reshard is not None and self.nodes == 1 and self.groups == 1
+        return self.problem.ranks > 1 and not whole_exchanges
+
+    @property
     def inner(self) -> int:
         """How many ranks share heads out among them; 1 where heads are not resharded."""
         return self.forward.stride

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import log
 
@@ -31,6 +31,7 @@ class Rates:
             together.
         holds_up: (forward, backward) the share of a message's time that a kernel beside it is held up: 0 where the
             message takes nothing that kernels need, 1 where they take turns. For the plain transport.
+        holds_up_first: the same where its messages go first (`comm.base.Transport.goes_first`); None: no other.
         memory: GB/s at which blocks are packed, merged and added up outside of kernels; 0: that is not priced.
         backward_together: the share of the backward rate that is left where one launch takes several blocks.
         backward_in_turn: the share of the backward rate that is left where a pass is several launches.
@@ -55,6 +56,7 @@ class Rates:
     direct: Curve = ()
     spread: Curve = ()
     holds_up: tuple[float, float] = (0.0, 0.0)
+    holds_up_first: tuple[float, float] | None = None
     memory: float = 0.0
     in_pieces: bool = False
     merged_once: bool = False
@@ -66,6 +68,10 @@ class Rates:
     source: str = ""
     node: int = 0
     outer_gbps: float = OUTER_GBPS
+
+    def where_messages_go_first(self) -> Rates:
+        """The rates over a transport whose messages do."""
+        return self if self.holds_up_first is None else replace(self, holds_up=self.holds_up_first)
 
     def apart(self, rank: int, other: int) -> bool:
         """Whether two ranks are on different nodes."""

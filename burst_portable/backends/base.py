@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
@@ -129,6 +130,10 @@ class Extras(Protocol):
     def measured_rates(self, ranks: int, kernel: str) -> Rates | None:
         """What plans for so many ranks are predicted with, where this kernel computes ("": not known yet); None where
         nothing was measured on such a machine."""
+
+    def group_options(self, timeout: timedelta) -> Any:
+        """The `pg_options` of torch process groups of such a timeout with which messages go first (see
+        `comm.base.Transport.goes_first`); None where torch's own will do."""
 
     def peaks(self, dtype: str) -> Peaks:
         """What the current device can do at most, in matrix products of a dtype ("bfloat16")."""

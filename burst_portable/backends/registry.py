@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -202,7 +203,14 @@ def _first_for(device_type: str) -> Backend:
 
 
 def rates_of(
-    backend: Backend, ranks: int, kernel: Kernel | None = None, file: str = "", dtype: str = "", head_dim: int = 0
+    backend: Backend,
+    ranks: int,
+    kernel: Kernel | None = None,
+    file: str = "",
+    dtype: str = "",
+    head_dim: int = 0,
+    *,
+    goes_first: bool = False,
 ) -> Rates:
     """What plans for so many ranks are predicted with: measured on machines like this one, else the backend's guess.
 
@@ -210,18 +218,30 @@ def rates_of(
         kernel: what will compute, where that is known.
         file: of rates that were measured here, which then count alone; see `measured_rates`.
         dtype, head_dim: of the call, where known: the file's rates say where they are of another.
+        goes_first: whether messages do: see `comm.base.Transport`.
 
     Raises `InputError` for a file that is none.
     """
     from burst_portable.kernels.contract import how_it_merges
 
-    how = how_it_merges(kernel)
+    name, how = kernel.name if kernel else "", how_it_merges(kernel)
     if file:
-        found = read_rates(file).rates_for(ranks, kernel.name if kernel else "", dtype, head_dim)
-        return replace(found, **how) if kernel else found
-    measured = getattr(backend, "measured_rates", None)
-    rates: Rates | None = measured(ranks, kernel.name if kernel else "") if measured else None
-    return replace(rates or backend.capabilities.rates, **how)
+        found = read_rates(file).rates_for(ranks, name, dtype, head_dim)
+        found = replace(found, **how) if kernel else found
+    else:
+        measured = getattr(backend, "measured_rates", None)
+        rates: Rates | None = measured(ranks, name) if measured else None
+        found = replace(rates or backend.capabilities.rates, **how)
+    return found.where_messages_go_first() if goes_first else found
+
+
+def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:
+    """What `init_process_group` and `new_group` take besides a backend: the timeout, and options with which messages go
+    first where that can be had.
+    """
+    make = getattr(backend, "group_options", None)
+    options = make(timeout) if make else None
+    return {"timeout": timeout} if options is None else {"timeout": timeout, "pg_options": options}
 
 
 def peaks_of(backend: Backend, dtype: str) -> Peaks:

@@ -140,7 +140,6 @@ def _job(
         ranks=count,
         backend=chosen.name,
         device_type=capabilities.device_type,
-        process_group=capabilities.process_group,
         kernel=kernel,
         heads=heads,
         kv_heads=kv_heads,

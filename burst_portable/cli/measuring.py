@@ -27,7 +27,6 @@ class MeasureJob:
     ranks: int
     backend: str
     device_type: str
-    process_group: str
     kernel: str
     heads: int
     kv_heads: int
@@ -60,7 +59,7 @@ def measure_joined(job: MeasureJob, place: Launched, told: Callable[[str], None]
     import torch.distributed as dist
 
     device = device_of(job.device_type, place.local_rank)
-    join_launched(job.process_group, place)
+    join_launched(job.backend, place)
     try:
         return _measured(job, device, told)
     finally:
@@ -86,7 +85,7 @@ def _local_rank(path: Path, rank: int) -> None:
     job = MeasureJob.load(path)
     torch.set_num_threads(job.threads)
     device = device_of(job.device_type, rank)
-    join(job.process_group, rank, job.ranks, path.parent)
+    join(job.backend, rank, job.ranks, path.parent)
     try:
         tell(event="done", facts=_measured(job, device, lambda what: tell(event="step", what=what)))
     finally:

@@ -138,6 +138,7 @@ class Transport(ABC):
         picks: whether `exchange` sends `Strips` too: nobody need pack what it sends.
         node: ranks a node, if messages between nodes have connections of their own; else 0.
         under_way: whether a pass has begun here that has not ended.
+        goes_first: whether kernels move its messages that get room on a device before kernels that compute.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Transport(ABC):
     picks: bool = False
     node: int = 0
     under_way: bool = False
+    goes_first: bool = False
 
     @property
     def others(self) -> list[int]:

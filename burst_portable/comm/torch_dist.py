@@ -66,6 +66,7 @@ class TorchDistTransport(Transport):
         batched: whether moves are launched as one batch.
         deadline: seconds a transfer may take; None leaves it to the group's own timeout.
         in_watch: what the thread that watches over the deadline of batched moves does first, if anything.
+        goes_first: whether the group's kernels run on a stream of high priority.
     """
 
     lasting = True
@@ -78,13 +79,14 @@ class TorchDistTransport(Transport):
         batched: bool,
         deadline: float | None = None,
         in_watch: Callable[[], None] | None = None,
+        goes_first: bool = False,
     ) -> None:
         found = group if group is not None else dist.group.WORLD
         assert found is not None, "a mesh refuses to be made without one"
         self.group = found
         self.name, self._batched, self._deadline = name, batched, deadline
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.host = not batched
+        self.host, self.goes_first = not batched, goes_first
         self._watch = HopWatch(deadline, self._give_up, in_watch) if batched and deadline else None
         self._connected = not batched or self.size == 1
 

@@ -35,7 +35,7 @@ class TwoLevelTransport(Transport):
         self.near, self.node = near, node
         self.far: Transport | None = None
         self.name, self.rank, self.size = near.name, near.rank, near.size
-        self.host, self.lasting = near.host, near.lasting
+        self.host, self.lasting, self.goes_first = near.host, near.lasting, near.goes_first
         self._connect = connect
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
@@ -82,22 +82,25 @@ def with_two_levels(
     group: dist.ProcessGroup,
     node: int,
     deadline: float,
+    options: Callable[[timedelta], dict[str, Any]],
 ) -> TwoLevelTransport:
     """Transports of one group: its own between the ranks of a node, and a second group's of the same ranks.
 
     Args:
         transport: of a process group.
+        options: what `new_group` takes besides for a timeout, where the group has one backend.
         deadline: of a hop, in seconds. The new group's own is twice that, so that what is late is told by us.
     """
 
     def connect() -> Transport:
         ranks = dist.get_process_group_ranks(group)
-        options: dict[str, Any] = {"backend": dist.get_backend_config(group), "use_local_synchronization": True}
-        options["timeout"] = timedelta(seconds=2 * deadline)
+        how: dict[str, Any] = {"backend": dist.get_backend_config(group), "use_local_synchronization": True}
+        timeout = timedelta(seconds=2 * deadline)
+        how.update({"timeout": timeout} if "," in str(how["backend"]) else options(timeout))
         if ranks != sorted(ranks):  # only releases of torch that know this option make such groups
-            options["sort_ranks"] = False
+            how["sort_ranks"] = False
         try:
-            return transport(dist.new_group(ranks, **options))
+            return transport(dist.new_group(ranks, **how))
         except RuntimeError as error:
             told = f"rank {dist.get_rank(group)}, connecting nodes: meeting all ranks"
             raise named_error(error, told, group) from error

@@ -19,7 +19,7 @@ class WrappedTransport(Transport):
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
         self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
-        self.lasting = inner.lasting
+        self.lasting, self.goes_first = inner.lasting, inner.goes_first
 
     @property
     def passes(self) -> int:

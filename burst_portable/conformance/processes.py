@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import known, load
+from burst_portable.backends.registry import group_options_of, known, load
 from burst_portable.comm.base import Transport
 from burst_portable.config import listen_on_loopback
 from burst_portable.conformance.cases import Case
@@ -158,7 +158,7 @@ def _run(subject: Subject, rank: int, ranks: int, store: str, work: Work) -> Any
         init_method=f"file://{store}",
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=subject.deadline),
+        **group_options_of(subject.backend, timedelta(seconds=subject.deadline)),
     )
     try:
         transport = subject.backend.transport(None, subject.deadline)

@@ -33,11 +33,19 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What changes the numbers of an attention besides its tensors and its mask."""
+    """How an attention is computed, besides its tensors and its mask.
+
+    Attributes:
+        scale, softcap: as `api.attention` takes them.
+        deterministic: whether gradients must be the same bits every time.
+        makes_way: whether kernels that move messages wait for room on the device, so that a kernel whose programs stay
+            until all is done had better let them end sooner (`comm.base.Transport.goes_first`). No number changes.
+    """
 
     scale: float
     softcap: float | None = None
     deterministic: bool = True
+    makes_way: bool = False
 
     @property
     def positive_scale(self) -> bool:

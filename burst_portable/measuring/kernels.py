@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -25,11 +26,14 @@ class Block:
 
     Attributes:
         passes: a kernel call each.
+        beside: the same as called beside messages.
         flops: of each, by exact mask area.
         varied: of each, what `Clock.varied` told when it was timed.
     """
 
-    def __init__(self, kernel: Kernel, problem: KernelProblem, length: int, device: torch.device) -> None:
+    def __init__(
+        self, kernel: Kernel, problem: KernelProblem, length: int, device: torch.device, *, makes_way: bool = False
+    ) -> None:
         p, generator = problem, torch.Generator(device).manual_seed(0)
         q, k, v, dout = (
             torch.randn(1, length, heads, dim, device=device, generator=generator).to(p.dtype)
@@ -39,6 +43,7 @@ class Block:
         )  # fmt: skip
         mask, segment = Mask.causal(), (Segment(0, length),)
         tiles, options = find_tiles(mask, segment, segment), Options(p.head_dim**-0.5, deterministic=p.deterministic)
+        beside = replace(options, makes_way=makes_way)
         wide, lse = finished(kernel.attend(q, k, v, tiles, options), p.dtype)
         out = wide.to(p.dtype)
         delta = None if takes_pieces(kernel) else row_delta_of(kernel)(dout, out)
@@ -51,6 +56,7 @@ class Block:
             )  # fmt: skip
 
         self.passes: Passes = {"forward": lambda: kernel.attend(q, k, v, tiles, options), "backward": backward}
+        self.beside: Passes = {"forward": lambda: kernel.attend(q, k, v, tiles, beside), "backward": backward}
         self.varied: dict[PassName, float] = {}
         pairs = 2 * mask.area(length, length) * p.heads
         self.flops: dict[PassName, int] = {

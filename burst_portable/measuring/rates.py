@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -178,7 +179,7 @@ class _Measurement:
         lengths, seconds, varied = self._lengths(), [], []
         for length in lengths:
             self.told(f"{self.kernel.name}, {length:,} tokens")
-            block = Block(self.kernel, self.problem, length, self.device)
+            block = Block(self.kernel, self.problem, length, self.device, makes_way=self.transport.goes_first)
             seconds.append((block.flops, block.seconds(self.clock)))
             varied.append(block.varied)
         names = {"forward": ("tflops", "launch_latency"), "backward": ("backward", "backward_launch_latency")}
@@ -263,44 +264,54 @@ class _Measurement:
         """Kernels alone, messages alone, both: of either pass."""
         near = Peers.next(self.mesh.rank, self.mesh.size, self.node)
         data = torch.ones(self.sizes.beside, dtype=torch.uint8, device=self.device)
-        before = rates_of(self.backend, self.mesh.size, self.kernel).holds_up
+        name = "holds_up_first" if self.transport.goes_first else "holds_up"
+        known = rates_of(self.backend, self.mesh.size, self.kernel)
+        before = getattr(known, name) or known.holds_up
         shares, tellings = [], []
         for one in PASSES:
             self.told(f"{one} of {self.kernel.name} beside messages")
-            share, tale = held_up(self.clock, self.transport, block.passes[one], data, near)
+            calls = block.passes[one], block.beside[one]
+            share, tale = held_up(self.clock, self.transport, *calls, data, near)
             shares.append(share)
             tellings.append(f"{one}: {tale}")
-        forward, backward = (known if share is None else share for known, share in zip(before, shares, strict=True))
-        self.found["holds_up"] = (forward, backward)
+        forward, backward = (old if share is None else share for old, share in zip(before, shares, strict=True))
+        self.found[name] = (forward, backward)
         told = self.why_not if shares == [None, None] else self.how
-        told["holds_up"] = "; ".join(tellings)
+        told[name] = "; ".join(tellings)
 
 
-_OF_LINKS = ("gbps", "hop_latency", "link", "direct", "spread", "holds_up")
+_OF_LINKS = ("gbps", "hop_latency", "link", "direct", "spread", "holds_up", "holds_up_first")
 
 
 def held_up(
-    clock: Clock, transport: Transport, call: Callable[[], object], data: torch.Tensor, peers: Peers
+    clock: Clock,
+    transport: Transport,
+    call: Callable[[], object],
+    beside: Callable[[], object],
+    data: torch.Tensor,
+    peers: Peers,
 ) -> tuple[float | None, str]:
     """The share of their time that messages keep a kernel waiting (None where it cannot be told), and how it was found.
 
     As many messages as take most of the kernel's time; or as many kernels as take longer than one message.
+
+    call, beside: the kernel as it is called alone, and beside messages.
     """
     one = clock.median(lap(transport, data, peers, 1))
     kernel = clock.median(call)
     count = max(1, min(_MESSAGES, int(_FILLED * kernel / one)))
     repeats = max(1, min(_REPEATS, ceil(one / (_FILLED * kernel))))
 
-    def compute() -> None:
+    def compute(call: Callable[[], object]) -> None:
         for _ in range(repeats):
             call()
 
     def together() -> None:
         with under_way(transport, data, peers, count):
-            compute()
+            compute(beside)
 
     together()
-    alone, messages, both = clock.medians([compute, lap(transport, data, peers, count), together])
+    alone, messages, both = clock.medians([partial(compute, call), lap(transport, data, peers, count), together])
     share = share_held_up(alone, messages, both)
     took = f"kernels {seconds_text(alone)}, messages {seconds_text(messages)}, both {seconds_text(both)}"
     return share, took if share is not None else f"{took}, which does not tell and is kept"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -69,6 +70,12 @@ def small_l2(monkeypatch):
     monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
 
 
+def making_way(monkeypatch, room):
+    """Programs that make way end after about so many key blocks of heads of 128."""
+    monkeypatch.setattr(configs, "ROOM", room)
+    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
+
+
 def seen_by_all(first, last):
     """Of 1030 keys, those [first, last) that the first 900 queries see, besides a window."""
     boxes = ((0, first, 0, 60), (first, last, -2000, 2000), (last, 1030, 0, 60))
@@ -92,6 +99,15 @@ def compare_forward(q, k, v, tiles):
         assert gap(out, exact[0]) < TOLERANCE[q.dtype][0]
         assert gap(lse[seen], exact[1][seen]) < TOLERANCE[q.dtype][1]
         assert (lse[~seen] == -torch.inf).all()
+
+
+def compare_making_way(q, k, v, tiles):
+    """A forward pass, and one merged into a state, by programs that make way: the same bits as by those that stay."""
+    options = Options(scale=1 / math.sqrt(q.shape[-1]))
+    for state in (lambda: None, lambda: KERNEL.attend(q, k, v, tiles, options)):
+        stays = KERNEL.attend(q, k, v, tiles, options, state=state())
+        makes_way = KERNEL.attend(q, k, v, tiles, replace(options, makes_way=True), state=state())
+        assert all(map(torch.equal, stays, makes_way))
 
 
 def compare_as_they_come(q, k, v, dout, tiles):

@@ -25,9 +25,11 @@ from tests.kernels.hopper_cases import (
     compare_as_they_come,
     compare_backward,
     compare_forward,
+    compare_making_way,
     fresh_state,
     gap,
     long_blocks_where_they_can,
+    making_way,
     one_program_for_all_heads_of_a_key,
     seen_by_all,
     served_apart,
@@ -182,6 +184,15 @@ def test_strided_inputs_and_state():
     assert (whole[0][:, :100] == 0).all()
     assert (whole[0][:, :, :4] == 0).all()
     assert (whole[1][:, :, :100] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_programs_that_make_way(dim, monkeypatch):
+    """Many more than there are multiprocessors, and one alone."""
+    for room, length in ((1, 6000), (64, 6000), (1 << 30, 300)):
+        making_way(monkeypatch, room)
+        q, k, v = (randn(1, length, h, dim, seed=i) for i, h in enumerate((8, 2, 2)))
+        compare_making_way(q, k, v, tiles_of("causal", length))
 
 
 @pytest.mark.parametrize("dim", [64, 128])

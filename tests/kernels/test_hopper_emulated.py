@@ -29,9 +29,11 @@ from tests.kernels.hopper_cases import (
     compare_as_they_come,
     compare_backward,
     compare_forward,
+    compare_making_way,
     fresh_state,
     gap,
     long_blocks_where_they_can,
+    making_way,
     one_program_for_all_heads_of_a_key,
     seen_by_all,
     served_apart,
@@ -110,6 +112,17 @@ def test_long_boxes_are_walked_from_other_blocks_on(dim, machine, monkeypatch):
     q, k, v = (randn(1, n, h, dim, seed=i) for i, (n, h) in enumerate(((300, 2), (901, 1), (901, 1))))
     compare_forward(q, k, v, Tiles([Tile(0, 300, 0, 901, -901, 300)]))
     compare_forward(q, k, v, Tiles([Tile(0, 200, 0, 768, -901, 300), Tile(200, 300, 100, 901, -800, 100)]))
+
+
+@pytest.mark.parametrize(("room", "programs"), [(1, 15), (3, 8), (1 << 20, 1)])
+@pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+def test_programs_that_make_way(room, programs, machine, monkeypatch):
+    making_way(monkeypatch, room)
+    q, k, v = inputs(1, 600, 3, 1, 64)  # 15 items, of 45 key blocks half as wide
+    tiles = tiles_of("causal", 600)
+    table = KERNEL._tables.forward(q, k, tiles, every_block=True, makes_way=True)
+    assert table.grid == (programs, 1, 1)
+    compare_making_way(q, k, v, tiles)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -266,6 +279,22 @@ def forward(merge):
     exact = ORACLE.attend(*wide(q, k, v), tiles, options)
     assert gap(out, exact[0]) < 6e-3
     assert gap(lse, exact[1]) < 2e-5
+
+
+WAY_BUGS = {
+    "each program begins at its own number": ("_program() * gl.maximum(turns, 1)", "_program()"),
+    "a program does one item too many": ("(t + 1) % turns == 0", "t % turns == 0"),
+    "a program does not go on": ("items, t + 1)", "items, items)"),
+}
+
+
+@pytest.mark.parametrize("bug", WAY_BUGS)
+def test_a_planted_bug_of_programs_that_make_way(bug, tmp_path, monkeypatch):
+    module = planted(hopper_forward, WAY_BUGS[bug], tmp_path)
+    making_way(monkeypatch, 3)
+    q, k, v = inputs(1, 600, 3, 1, 64)
+    work = functools.partial(compare_making_way, q, k, v, tiles_of("causal", 600))
+    assert caught(work, lambda machine: EmulatedKernels(machine, forward=module), monkeypatch)
 
 
 @pytest.mark.parametrize("bug", [*FORWARD_BUGS, *MERGE_BUGS])

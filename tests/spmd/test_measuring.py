@@ -104,7 +104,7 @@ def test_the_share_that_messages_hold_up():
 @pytest.mark.parametrize(("kernel", "message"), [(1.0, 0.1), (0.1, 1.0), (1.0, 0.001), (1.0, 0.9)])
 def test_what_a_machine_holds_up_is_found(share, kernel, message):
     machine = Machine(kernel=kernel, message=message, share=share)
-    found, told = held_up(Simulated(machine), machine, machine.compute, torch.ones(8), Peers([1], [1]))
+    found, told = held_up(Simulated(machine), machine, machine.compute, machine.compute, torch.ones(8), Peers([1], [1]))
     assert found == pytest.approx(share)
     assert told.startswith("kernels ")
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_told_is_kept(monkeypatch):
 
 def test_messages_too_long_to_tell():
     machine = Machine(kernel=1e-3, message=1.0, share=0.5)
-    found, told = held_up(Simulated(machine), machine, machine.compute, torch.ones(8), Peers([1], [1]))
+    found, told = held_up(Simulated(machine), machine, machine.compute, machine.compute, torch.ones(8), Peers([1], [1]))
     assert found is None
     assert "does not tell" in told
 
@@ -330,7 +330,7 @@ def test_all_of_it_over_threads(tmp_path, ranks, inner):
 
 
 def test_a_device_without_the_memory(monkeypatch):
-    def full(*_: object) -> Block:
+    def full(*_: object, **__: object) -> Block:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
 
     monkeypatch.setattr(rates, "Block", full)

@@ -121,6 +121,9 @@ def test_a_rank_that_does_not_connect_is_told(monkeypatch):
     """Ours is the first to tell: torch waits half an hour, and its error has no rank in it."""
     asked = {}
 
+    def told_of(timeout):
+        return {"timeout": timeout, "pg_options": "a backend's own"}
+
     def new_group(ranks, **options):
         asked.update(options)
         raise RuntimeError("Wait timeout")
@@ -133,11 +136,11 @@ def test_a_rank_that_does_not_connect_is_told(monkeypatch):
     )
     monkeypatch.setattr(two_levels, "dist", group)
     monkeypatch.setattr(torch_dist, "compare_accounts", lambda *_: "nothing is heard of rank 3")
-    transport = two_levels.with_two_levels(lambda _: LocalTransport(Fabric(1, 1.0), 0), None, 2, deadline=5.0)
+    transport = two_levels.with_two_levels(lambda _: LocalTransport(Fabric(1, 1.0), 0), None, 2, 5.0, told_of)
     told = "rank 1, connecting nodes: meeting all ranks took too long; got Wait timeout; nothing is heard of rank 3"
     with pytest.raises(DeadlineError, match=told):
         transport.begin()
-    assert asked["timeout"] == timedelta(seconds=10)
+    assert (asked["timeout"], asked["pg_options"]) == (timedelta(seconds=10), "a backend's own")
 
 
 def test_handles_come_back_in_order():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.link_counters import NvlinkCounters
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.cuda.meter import NvmlMeter
+from burst_portable.backends.cuda.nccl import goes_first, high_priority
 from burst_portable.backends.cuda.peaks import peaks
 from burst_portable.backends.cuda.probe import libraries
 from burst_portable.backends.cuda.vendors import CudaFlashKernel, CudnnKernel
@@ -103,7 +105,18 @@ class CudaBackend(AcceleratorBackend):
         return peaks(torch.cuda.get_device_name(), dtype)
 
     def transport(self, group: Any, deadline: float) -> Transport:
-        return TorchDistTransport(group, "nccl", batched=True, deadline=deadline, in_watch=leave_captures_alone)
+        return TorchDistTransport(
+            group,
+            "nccl",
+            batched=True,
+            deadline=deadline,
+            in_watch=leave_captures_alone,
+            goes_first=goes_first(group),
+        )
+
+    def group_options(self, timeout: timedelta) -> Any:
+        """NCCL's kernels on a stream of high priority."""
+        return high_priority(timeout)
 
     def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
         """Peer copies, where all ranks can have them."""

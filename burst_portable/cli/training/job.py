@@ -19,7 +19,7 @@ class Job:
         steps: training steps, or sequences that are scored.
         batch: sequences a step.
         scoring: perplexity instead of training.
-        backend, device_type, process_group: the backend by name, and its capabilities of these names.
+        backend, device_type: the backend by name, and the type of its devices.
         strategy, inner, travels, moves: see `cli.strategies`.
         recompute: whether layers are computed again in the backward pass, instead of keeping what they made.
         profile: the level of profiling, "session" or "deep"; "" for none.
@@ -38,7 +38,6 @@ class Job:
     scoring: bool
     backend: str
     device_type: str
-    process_group: str
     strategy: str
     layout: str
     dtype: str

@@ -26,7 +26,7 @@ def run_joined(job: Job, place: Launched, on_step: OnStep) -> tuple[list[Outcome
         Every rank's outcome, in rank order, on every rank; and the gradients.
     """
     device = device_of(job.device_type, place.local_rank)
-    join_launched(job.process_group, place)
+    join_launched(job.backend, place)
     try:
         mesh = Mesh.from_group(inner=job.inner)
         outcome, gradients = run_rank(job, mesh, device, on_step)

@@ -107,7 +107,6 @@ def prepare(
         scoring=scoring,
         backend=chosen.name,
         device_type=chosen.capabilities.device_type,
-        process_group=chosen.capabilities.process_group,
         strategy=strategy,
         inner=inner,
         travels=travels,

@@ -68,7 +68,7 @@ def _run(path: Path, rank: int) -> None:
         gc.freeze()  # this process is a rank and nothing else: what it has imported stays to its end
     torch.set_num_threads(job.threads)
     device = device_of(job.device_type, rank)
-    join(job.process_group, rank, job.ranks, folder)
+    join(job.backend, rank, job.ranks, folder)
     try:
         outcome, gradients = run_rank(
             job,
@@ -83,22 +83,24 @@ def _run(path: Path, rank: int) -> None:
         dist.destroy_process_group()
 
 
-def join(process_group: str, rank: int, ranks: int, folder: Path) -> None:
+def join(backend: str, rank: int, ranks: int, folder: Path) -> None:
     """The process group of all ranks, which meet in a file of the folder; `DeadlineError` where one is missing."""
     import torch.distributed as dist
 
+    from burst_portable.backends.registry import group_options_of, load
     from burst_portable.cli.training.foreign import told
     from burst_portable.config import from_environment, listen_on_loopback
 
+    serving, deadline = load(backend), from_environment().deadline
+    process_group = serving.capabilities.process_group
     listen_on_loopback(process_group)
-    deadline = from_environment().deadline
     try:
         dist.init_process_group(
             process_group,
             init_method=f"file://{folder / 'rendezvous'}",
             rank=rank,
             world_size=ranks,
-            timeout=timedelta(seconds=deadline),
+            **group_options_of(serving, timedelta(seconds=deadline)),
         )
     except RuntimeError as error:
         raise DeadlineError(
@@ -110,16 +112,18 @@ def join(process_group: str, rank: int, ranks: int, folder: Path) -> None:
         ) from error
 
 
-def join_launched(process_group: str, place: Launched) -> None:
+def join_launched(backend: str, place: Launched) -> None:
     """The process group of the ranks that a launcher has started. Raises `DeadlineError` where they do not meet."""
     import torch.distributed as dist
 
+    from burst_portable.backends.registry import group_options_of, load
     from burst_portable.cli.training.foreign import told
     from burst_portable.config import from_environment
 
-    deadline = from_environment().deadline
+    serving, deadline = load(backend), from_environment().deadline
+    options = group_options_of(serving, timedelta(seconds=deadline))
     try:
-        dist.init_process_group(process_group, timeout=timedelta(seconds=deadline))
+        dist.init_process_group(serving.capabilities.process_group, **options)
     # Names that do not resolve, ports that are taken, ranks that do not come: torch has an error for each.
     except (RuntimeError, ValueError) as error:
         next_step = f"see that every rank starts, and that it reaches {place.meeting} (MASTER_ADDR, MASTER_PORT)"

@@ -37,6 +37,7 @@ KEY_BLOCK = 128  # of the backward
 
 TALL_BLOCKS = 32  # key blocks that a query block must visit, on average, for the tall cut to be worth it
 TALL_ITEMS = 4  # query blocks of all heads a multiprocessor
+ROOM = 64  # key blocks, of heads of 128, that a program visits before it makes way: about 0.1 ms on one H100
 LATE = 6  # a program of the backward may be so small a part of what a multiprocessor does
 FEW = 4  # keys whose gradients are added up apart may be so small a part of all
 
@@ -72,6 +73,16 @@ def forward_cut(
             return tall, table
     config = FORWARD[dim]
     return config, forward_table(tiles, rows, 64 * config.W, config.BN, every_block, _mebibyte(config.BN, dim))
+
+
+def turns(table: LaunchTable, dim: int) -> int:
+    """Query blocks that a program of the forward does in a row before it makes way for kernels that move messages.
+
+    So many that each program lasts long enough for what its start costs, about 4 us, to be a small part of it; and not
+    longer, since messages wait until one ends.
+    """
+    visited = table.total * dim // 128
+    return max(1, ROOM * table.blocks // max(1, visited))
 
 
 def _mebibyte(keys: int, dim: int) -> int:

@@ -1,7 +1,8 @@
 """Forward attention for Hopper (sm_90) in Gluon: a loader, which is a warp, and W workers, warpgroups of 64 query rows.
 
 A work item is one block of up to 64·W query rows of one head. One program a multiprocessor stays and takes items off a
-counter, so that the loads of an item run beside the end of the one before, and nobody waits for a longer row. Per
+counter, so that the loads of an item run beside the end of the one before, and nobody waits for a longer row. Where
+kernels that move messages wait for room, programs make way instead: each ends after a few items in a row. Per
 key block, a worker starts Q·Kᵀ of the next block and P·V of this one together, and does the softmax of the next
 while the tensor cores work::
 
@@ -96,9 +97,17 @@ def _load_out(o_desc, b, row, h, o_rdy, o_emp, o_sm, turn, D: gl.constexpr):
 
 
 @gluon.jit
-def _draw_item(counter, t_sm, t_rdy, t_emp, turn):
-    # which item comes next, for the workers as well: whoever is free takes it
-    t = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+def _first_item(turns):
+    return _program() * gl.maximum(turns, 1)
+
+
+@gluon.jit
+def _next_item(t, items, turns, counter, t_sm, t_rdy, t_emp, turn):
+    # which item comes next, for the workers as well
+    if turns > 0:  # a program makes way after so many in a row
+        t = gl.where((t + 1) % turns == 0, items, t + 1)
+    else:  # it stays, and whoever is free takes what is left
+        t = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
     mbarrier.wait(t_emp.index(turn & 1), ((turn >> 1) & 1) ^ 1)
     t_sm.index(turn & 1).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + t)
     mbarrier.arrive(t_rdy.index(turn & 1), count=1)
@@ -109,12 +118,12 @@ def _draw_item(counter, t_sm, t_rdy, t_emp, turn):
 def _loader(
     q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
     q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-    counter, items, heads, kv_group, blocks, head_group,
+    counter, items, turns, heads, kv_group, blocks, head_group,
     BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     it = 0
     turn = 0
-    t = _program()
+    t = _first_item(turns)
     while t < items:
         b, h, work = _item(t, table, heads, blocks, head_group)
         kv = h // kv_group
@@ -145,7 +154,7 @@ def _loader(
         if MODE == _MERGE_32:  # noqa: SIM102
             if it <= start + NS - 1:
                 _load_out(o_desc, b, row0, h, o_rdy, o_emp, o_sm, turn, D)
-        t = _draw_item(counter, t_sm, t_rdy, t_emp, turn)
+        t = _next_item(t, items, turns, counter, t_sm, t_rdy, t_emp, turn)
         turn += 1
 
 
@@ -236,14 +245,14 @@ def _step(
 def _worker(
     WG: gl.constexpr, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
     q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-    qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+    qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, turns, heads, blocks, head_group,
     BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     rl: gl.constexpr = gl.SliceLayout(1, ol)
     q = q_sm.index(WG)
     part = o_sm.index(WG)
-    t = _program()
+    t = _first_item(turns)
     b, h, work = _item(t, table, heads, blocks, head_group)
     row0 = gl.load(work) + 64 * WG
     stop = gl.load(work + 6)
@@ -309,12 +318,12 @@ def _worker(
 
 
 # Nothing is specialised by value: the launcher reuses one compiled kernel for all values.
-@gluon.jit(do_not_specialize=["out", "lse", "table", "counter", "Sq", "o_sb", "o_ss", "o_sh", "lse_sb", "lse_sh", "items", "heads", "kv_group", "blocks", "head_group"])  # fmt: skip # noqa: E501
+@gluon.jit(do_not_specialize=["out", "lse", "table", "counter", "Sq", "o_sb", "o_ss", "o_sh", "lse_sb", "lse_sh", "items", "turns", "heads", "kv_group", "blocks", "head_group"])  # fmt: skip # noqa: E501
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, out, lse, table, counter,
     qk_scale: gl.float32, Sq: gl.int32, o_sb: gl.int64, o_ss: gl.int64, o_sh: gl.int64,
     lse_sb: gl.int64, lse_sh: gl.int64,
-    items: gl.int32, heads: gl.int32, kv_group: gl.int32, blocks: gl.int32, head_group: gl.int32,
+    items: gl.int32, turns: gl.int32, heads: gl.int32, kv_group: gl.int32, blocks: gl.int32, head_group: gl.int32,
     BN: gl.constexpr, D: gl.constexpr, NS: gl.constexpr, MODE: gl.constexpr, W: gl.constexpr, REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -355,31 +364,31 @@ def forward_kernel(
         gl.warp_specialize([
             (_worker, (0, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
                        q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, turns, heads, blocks, head_group,
                        BN, D, NS, MODE)),
             (_worker, (1, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
                        q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, turns, heads, blocks, head_group,
                        BN, D, NS, MODE)),
             (_loader, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
                        q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                       counter, items, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
+                       counter, items, turns, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
         ], [4, 1], [REGS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
             (_worker, (0, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
                        q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, turns, heads, blocks, head_group,
                        BN, D, NS, MODE)),
             (_worker, (1, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
                        q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, turns, heads, blocks, head_group,
                        BN, D, NS, MODE)),
             (_worker, (2, o_desc, out, lse, table, q_sm, k_sm, v_sm, o_sm,
                        q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, heads, blocks, head_group,
+                       qk_scale, Sq, o_sb, o_ss, o_sh, lse_sb, lse_sh, items, turns, heads, blocks, head_group,
                        BN, D, NS, MODE)),
             (_loader, (q_desc, k_desc, v_desc, o_desc, table, q_sm, k_sm, v_sm, o_sm,
                        q_rdy, k_rdy, v_rdy, o_rdy, q_emp, k_emp, v_emp, o_emp, t_sm, t_rdy, t_emp,
-                       counter, items, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
+                       counter, items, turns, heads, kv_group, blocks, head_group, BN, D, NS, MODE)),
         ], [4, 4, 1], [REGS, REGS, 32])  # fmt: skip

@@ -102,7 +102,7 @@ class HopperKernel:
             state = (out, lse)
         out, lse = state
         _check_last_stride("lse", lse)
-        table = self._tables.forward(q, k, tiles, every_block=fresh)
+        table = self._tables.forward(q, k, tiles, every_block=fresh, makes_way=options.makes_way)
         config = table.cut
         compiled = compiled_kernels()
         mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16

@@ -16,6 +16,7 @@ from burst_portable.backends.cuda.hopper.configs import (
     Pass,
     adding_cut,
     forward_cut,
+    turns,
     writing_cuts,
 )
 from burst_portable.backends.cuda.hopper.launch import processors
@@ -51,8 +52,10 @@ class LaunchTables:
     def __init__(self) -> None:
         self._made: OrderedDict[Hashable, Any] = OrderedDict()
 
-    def forward(self, q: Tensor, k: Tensor, tiles: Tiles, *, every_block: bool) -> OnDevice[ForwardConfig]:
-        """See `configs.forward_cut`."""
+    def forward(
+        self, q: Tensor, k: Tensor, tiles: Tiles, *, every_block: bool, makes_way: bool = False
+    ) -> OnDevice[ForwardConfig]:
+        """See `configs.forward_cut`, and `configs.turns` for `makes_way`."""
 
         def made() -> OnDevice[ForwardConfig]:
             batch, rows, heads, dim = q.shape
@@ -60,10 +63,12 @@ class LaunchTables:
             cut, table = forward_cut(tiles, rows, dim, batch * heads, at_once, every_block=every_block)
             items = table.blocks * batch * heads
             side_by_side = _side_by_side(heads, group, k.shape[1] * dim * 4)
-            told = (items, heads, group, table.blocks, side_by_side)
-            return OnDevice(cut, _sent(table, q.device), (min(items, at_once), 1, 1), told)
+            in_a_row = turns(table, dim) if makes_way else 0
+            programs = -(-items // in_a_row) if in_a_row else min(items, at_once)
+            told = (items, in_a_row, heads, group, table.blocks, side_by_side)
+            return OnDevice(cut, _sent(table, q.device), (programs, 1, 1), told)
 
-        return self._kept(("forward", tiles, q.shape, k.shape, every_block, q.device), made)
+        return self._kept(("forward", tiles, q.shape, k.shape, every_block, makes_way, q.device), made)
 
     def adding(self, q: Tensor, k: Tensor, tiles: Tiles) -> OnDevice[BackwardCut]:
         """See `configs.adding_cut`."""

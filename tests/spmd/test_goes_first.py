@@ -1,0 +1,130 @@
+"""Where kernels that move messages go before kernels that compute: who is told, and what it is priced by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import burst_portable as bp
+from burst_portable.backends.cuda import nccl
+from burst_portable.backends.cuda.machines import rates_of_machine
+from burst_portable.backends.registry import group_options_of, load
+from burst_portable.choices import strategy_on
+from burst_portable.rates import Rates
+from burst_portable.runtime import PlainRuntime, installed
+from tests.spmd.test_explanation import qkv
+
+GROUPS = bp.make_strategy("ulysses", groups=2)
+
+
+class Asked(PlainRuntime):
+    """Notes down what the forward kernel is asked for."""
+
+    seen: list[bool] = []  # noqa: RUF012  (made anew by each test)
+
+    def attend(self, compute, q, k, v, options, state):
+        self.seen.append(options.makes_way)
+        return super().attend(compute, q, k, v, options, state)
+
+    def attend_whole(self, compute, q, k, v, options):
+        self.seen.append(options.makes_way)
+        return super().attend_whole(compute, q, k, v, options)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "beside"),
+    [("ring", True), ("double_ring", True), (GROUPS, True), ("ulysses", False), ("usp", True)],
+)
+def test_kernels_make_way_where_messages_are_beside_them(strategy, beside, first, monkeypatch):
+    monkeypatch.setattr(Asked, "seen", [])
+
+    def work(mesh):
+        mesh.transport("cpu").goes_first = first
+        token = installed.set(lambda runtime, plan, _: Asked(runtime.kernel, runtime.transport, runtime.places))
+        try:
+            bp.attention(*qkv(heads=8, kv_heads=8), mesh=mesh, strategy=strategy)
+        finally:
+            installed.reset(token)
+
+    bp.run_local(4, work, inner=2)
+    assert Asked.seen
+    assert set(Asked.seen) == {first and beside}
+
+
+def test_one_rank_makes_no_way():
+    def work(mesh):
+        mesh.transport("cpu").goes_first = True
+        bp.attention(*qkv(), mesh=mesh)
+        (call,) = mesh._calls.values()
+        return call.options.makes_way
+
+    assert bp.run_local(1, work) == [False]
+
+
+def test_rates():
+    rates = Rates(tflops=1.0, gbps=1.0, holds_up=(0.9, 0.3), holds_up_first=(0.1, 0.2))
+    assert rates.where_messages_go_first() == replace(rates, holds_up=(0.1, 0.2))
+    known = replace(rates, holds_up_first=None)
+    assert known.where_messages_go_first() == known
+    hopper, other = (rates_of_machine("NVIDIA H200", 2, kernel) for kernel in ("hopper", "cudnn"))
+    assert hopper.holds_up_first[0] < hopper.holds_up[0]
+    assert other.holds_up_first is None
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_auto_prices_what_its_transport_does(first, monkeypatch):
+    measured = Rates(tflops=1.0, gbps=1.0, holds_up=(0.9, 0.3), holds_up_first=(0.1, 0.2))
+    monkeypatch.setattr(type(load("cpu")), "measured_rates", lambda *_: measured, raising=False)
+
+    def work(mesh):
+        mesh.transport("cpu").goes_first = first
+        return strategy_on(mesh, "auto", "cpu", heads=8, kv_heads=8, head_dim=16, dtype=torch.float32).rates.holds_up
+
+    assert bp.run_local(2, work) == [(0.1, 0.2) if first else (0.9, 0.3)] * 2
+
+
+def test_options_of_a_group(monkeypatch):
+    five = timedelta(seconds=5)
+    assert group_options_of(load("cpu"), five) == {"timeout": five}
+    asked = SimpleNamespace(group_options=lambda timeout: ("mine", timeout))
+    assert group_options_of(asked, five) == {"timeout": five, "pg_options": ("mine", five)}
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_group_of_nccl_is_asked(first):
+    options = SimpleNamespace(is_high_priority_stream=first)
+    group = SimpleNamespace(
+        _get_backend=lambda device: SimpleNamespace(options=options) if device.type == "cuda" else None
+    )
+    assert nccl.goes_first(group) is first
+
+
+def test_other_groups_go_last():
+    group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace())
+    assert nccl.goes_first(group) is False
+
+
+@pytest.mark.skipif(dist.is_available() and dist.is_nccl_available(), reason="for a torch without NCCL")
+def test_a_torch_without_nccl():
+    assert nccl.high_priority(timedelta(seconds=5)) is None
+
+
+def test_a_group_that_waits_is_told(monkeypatch):
+    """By `explain`, where the backend could do otherwise and messages are beside kernels."""
+    monkeypatch.setattr(type(load("cpu")), "group_options", lambda self, timeout: None, raising=False)
+
+    def work(mesh):
+        told = [str(bp.explain(*qkv(), mesh=mesh, strategy=strategy)) for strategy in ("ring", "ulysses")]
+        mesh.transport("cpu").goes_first = True
+        return [*told, str(bp.explain(*qkv(), mesh=mesh, strategy="ring"))]
+
+    (ring, ulysses, first), _ = bp.run_local(2, work)
+    assert "high priority" in ring
+    assert "high priority" not in ulysses
+    assert "high priority" not in first
