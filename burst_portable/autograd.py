@@ -98,7 +98,7 @@ class Attention(torch.autograd.Function):
             _refuse_twice(ctx.call)
         saved = ctx.saved_tensors  # read once: where they are recomputed, checkpointing hands each out a single time
         with own_precision(saved[0].device):
-            _begin(ctx.call, forward=ctx.number)
+            _begin(ctx.call, forward_pass=ctx.number)
             run = _backward_by_heads if ctx.call.plan.reshard else _backward_by_blocks
             grads, dsinks = run(ctx.call, saved, dout)
             ctx.call.runtime.transport.end()
@@ -163,20 +163,20 @@ def _backward_by_heads(call: Call, saved: tuple[Any, ...], dout: Tensor | None) 
     return by_heads.run_backward(call.plan, call.runtime, call.options, arrived(dout), groups, sinks, row_delta)
 
 
-def _begin(call: Call, *, forward: int = 0) -> None:
+def _begin(call: Call, *, forward_pass: int = 0) -> None:
     """Agree with all ranks on the call, and begin one of its passes.
 
-    forward: for a backward pass, the number of its forward pass.
+    forward_pass: for a backward pass, the number of its forward pass.
     """
     transport = call.runtime.transport
     if transport.size == 1:
         return
     stated, inbox = call.forward_statement, call.inboxes[0]
-    if forward:
+    if forward_pass:
         stated, inbox = call.backward_statement, call.inboxes[1]
     transport.check_in_step()
-    agree(transport, stated, forward=forward)
-    transport.begin(stated.digest + forward.to_bytes(8, "little"), inbox)
+    agree(transport, stated, forward_pass=forward_pass)
+    transport.begin(stated.digest + forward_pass.to_bytes(8, "little"), inbox)
 
 
 def apply(

@@ -34,8 +34,8 @@ def heads_of(rank: int, ranks: int, heads: int) -> slice:
     """The heads that a rank holds; ranks share a head where there are fewer heads than ranks."""
     if heads >= ranks:
         return slice(rank * heads // ranks, (rank + 1) * heads // ranks)
-    shared = rank * heads // ranks
-    return slice(shared, shared + 1)
+    owned = rank * heads // ranks
+    return slice(owned, owned + 1)
 
 
 def can_share(heads: int, kv_heads: int, ranks: int) -> bool:
@@ -43,7 +43,7 @@ def can_share(heads: int, kv_heads: int, ranks: int) -> bool:
     return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
-def shared(heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
+def heads_each(heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
     """(query heads, K/V heads) that each of so many ranks has."""
     assert can_share(heads, kv_heads, ranks), "the strategy has looked"
     return heads // ranks, max(1, kv_heads // ranks)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from burst_portable.heads import HeadGroup, head_groups, shared
+from burst_portable.heads import HeadGroup, head_groups, heads_each
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.moves import Move, Needs, Route, Side
@@ -289,7 +289,7 @@ class Plan:
     def head_groups(self) -> tuple[HeadGroup, ...]:
         """The groups of one rank's heads, where heads are resharded."""
         p = self.problem
-        return head_groups(*shared(p.heads, p.kv_heads, self.inner), self.groups)
+        return head_groups(*heads_each(p.heads, p.kv_heads, self.inner), self.groups)
 
     def steps(self, pass_name: PassName, rank: int) -> Steps:
         """What a rank does in a pass; where heads are resharded, for each group of its heads, between the exchanges."""

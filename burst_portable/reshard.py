@@ -10,8 +10,8 @@ To heads: a rank gets one message from every other for a group of heads, with th
 sender packs each tensor in one copy, or sends it from where it lies if the transport can (`Transport.picks`). What came
 lies rank after rank, and is used in place if the plan takes rows in that order (`strategies.ulysses.in_rank_order`).
 
-Back: results are sent as the kernel left them, a message for each tensor, and the receiver puts the ranks' heads
-together in one copy. Every exchange is under way until it is waited for.
+Back: a message for each tensor, sent as the kernel left it if its rows lie like that (one sequence, in the order of
+ranks), and the receiver puts the ranks' heads together in one copy. Every exchange is under way until it is waited for.
 """
 
 from __future__ import annotations

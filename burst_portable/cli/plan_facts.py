@@ -31,7 +31,7 @@ from typing import Any
 
 from burst_portable import __version__
 from burst_portable.cost import PassCost, plan_cost
-from burst_portable.heads import shared
+from burst_portable.heads import heads_each
 from burst_portable.messages import message_size
 from burst_portable.moves import Move
 from burst_portable.plans import PassName, PassPlan, Plan, Problem
@@ -165,7 +165,7 @@ def _pass(
 def _shard(plan: Plan, name: PassName, pass_plan: PassPlan, ranks: Sequence[int]) -> int:
     """Of the rank that holds most: of its rows, or of all rows, or those of its node, of its heads."""
     p, inner = plan.problem, plan.inner
-    heads, kv_heads = shared(p.heads, p.kv_heads, inner)
+    heads, kv_heads = heads_each(p.heads, p.kv_heads, inner)
     every = replace(pass_plan.problem, heads=heads, kv_heads=kv_heads)  # not of a group
     return max(shard_bytes(every, name, member) for member in {rank // inner for rank in ranks})
 

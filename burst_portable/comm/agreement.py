@@ -75,14 +75,14 @@ def statement(facts: Facts) -> Statement:
     return Statement(hashlib.blake2b(text.encode(), digest_size=16).digest(), facts)
 
 
-def agree(transport: Transport, mine: Statement, *, forward: int = 0, deadline: float | None = None) -> None:
+def agree(transport: Transport, mine: Statement, *, forward_pass: int = 0, deadline: float | None = None) -> None:
     """Return when all ranks of the transport have stated the same, and count a pass; every rank must ask.
 
     Args:
         transport: of the ranks that make the call together.
         mine: what this rank says of it.
-        forward: for a backward pass, which of the transport's passes was its forward pass: ranks that go backward in
-            different orders would exchange blocks of different calls.
+        forward_pass: for a backward pass, which of the transport's passes was its forward pass: ranks that go backward
+            in different orders would exchange blocks of different calls.
         deadline: seconds; the transport's own unless given.
 
     Raises `MismatchError` on every rank where they differ, `CommunicationError` where a rank does not answer.
@@ -93,7 +93,7 @@ def agree(transport: Transport, mine: Statement, *, forward: int = 0, deadline: 
     if mine.digest in transport.agreed:
         return
     label = f"asking whether ranks agree on pass {transport.passes} ({mine.title})"
-    _ask(transport, mine, label, forward=forward, deadline=deadline)
+    _ask(transport, mine, label, forward_pass=forward_pass, deadline=deadline)
     if not transport.host:
         _remember(transport, mine.digest)
 
@@ -117,9 +117,11 @@ def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -
         raise type(error)(f"{error}; every rank of the mesh must call {call}") from error
 
 
-def _ask(transport: Transport, mine: Statement, label: str, *, forward: int = 0, deadline: float | None = None) -> None:
+def _ask(
+    transport: Transport, mine: Statement, label: str, *, forward_pass: int = 0, deadline: float | None = None
+) -> None:
     """Raise `MismatchError` on every rank where they do not state the same."""
-    counts = transport.passes.to_bytes(8, "little") + forward.to_bytes(8, "little")
+    counts = transport.passes.to_bytes(8, "little") + forward_pass.to_bytes(8, "little")
     stated = transport.share(mine.digest + counts, label, deadline)
     if all(other == stated[0] for other in stated):
         return

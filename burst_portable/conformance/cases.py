@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from burst_portable.errors import InputError, LayoutError, explain, unknown_name
-from burst_portable.heads import can_group, can_share, shared
+from burst_portable.heads import can_group, can_share, heads_each
 from burst_portable.layout import Layout
 from burst_portable.layouts import NAMES as LAYOUTS
 from burst_portable.layouts import make_layout
@@ -182,7 +182,7 @@ class Case:
         if name != "ulysses":
             return True
         shares = can_share(heads, kv_heads, self.ranks)
-        return shares and can_group(*shared(heads, kv_heads, self.ranks), 2 if options else 1)
+        return shares and can_group(*heads_each(heads, kv_heads, self.ranks), 2 if options else 1)
 
 
 def _text(value: object) -> str:

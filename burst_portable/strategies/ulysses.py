@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
-from burst_portable.heads import can_group, can_share, shared
+from burst_portable.heads import can_group, can_share, heads_each
 from burst_portable.layouts import contiguous
 from burst_portable.memory_traffic import comes_in_order
 from burst_portable.moves import Ring
@@ -48,7 +48,7 @@ class UlyssesStrategy:
                     next_step="use the strategy 'ring' or 'burst', or 'usp', which shares heads out inside nodes",
                 )
             )
-        heads, kv_heads = shared(problem.heads, problem.kv_heads, ranks)
+        heads, kv_heads = heads_each(problem.heads, problem.kv_heads, ranks)
         if not can_group(heads, kv_heads, self.groups):
             allowed = [n for n in range(1, MOST_GROUPS + 1) if can_group(heads, kv_heads, n)]
             raise UnsupportedError(
@@ -80,7 +80,7 @@ def possible_groups(problem: Problem) -> tuple[int, ...]:
     """Numbers of groups, above one, that are worth trying."""
     if not shares_out(problem, problem.ranks):
         return ()
-    heads, kv_heads = shared(problem.heads, problem.kv_heads, problem.ranks)
+    heads, kv_heads = heads_each(problem.heads, problem.kv_heads, problem.ranks)
     return tuple(n for n in (2, 4) if can_group(heads, kv_heads, n))
 
 

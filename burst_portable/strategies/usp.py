@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from burst_portable.errors import UnsupportedError, explain
-from burst_portable.heads import shared
+from burst_portable.heads import heads_each
 from burst_portable.moves import Side
 from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.base import (
@@ -62,7 +62,7 @@ class UspStrategy:
             return replace(UlyssesStrategy().plan(problem), strategy=self.name, reason=note)
         problem = with_gradients(problem, self.gradients)
         # After the first all-to-all a rank holds the rows of its node: a problem of one rank a node.
-        heads, kv_heads = shared(problem.heads, problem.kv_heads, inner)
+        heads, kv_heads = heads_each(problem.heads, problem.kv_heads, inner)
         between = replace(
             problem,
             q_layout=problem.q_layout.joined(inner).sorted() if inner > 1 else problem.q_layout,
