@@ -161,19 +161,38 @@ def compare(q, k, v, tiles, *, seed=0):
 
 def compare_backward(q, k, v, tiles, *, seed=0, dout=None):
     """With delta, with out, and of the whole."""
-    tolerance = TOLERANCE[q.dtype][2]
+    given = _given_to_backward(q, k, v, tiles, seed, dout)
+    dout, exact_out, exact_lse, exact = given
+    options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
+    delta = row_delta(dout.double(), exact_out)
+    for way in ({"delta": delta.float()}, {"out": exact_out.to(q.dtype)}, {"out": exact_out.float()}):
+        start = tuple(torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v))
+        KERNEL.attend_backward(dout, q, k, v, exact_lse.float(), tiles, options, into=start, **way)
+        for name, mine, good in zip("qkv", start, exact, strict=True):
+            assert gap(mine - 0.25, good) < TOLERANCE[q.dtype][2], f"d{name} with {next(iter(way))}"
+    _compare_whole(q, k, v, tiles, given)
+
+
+def compare_whole(q, k, v, tiles, *, seed=0):
+    """Of the whole alone: what `gradients` cuts in another way than `attend_backward`."""
+    _compare_whole(q, k, v, tiles, _given_to_backward(q, k, v, tiles, seed, None))
+
+
+def _given_to_backward(q, k, v, tiles, seed, dout):
+    """dout, and in float64 out, LSE and the gradients."""
     options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
     exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, options)
     if dout is None:
         dout = randn(*exact_out.shape, device=q.device, dtype=q.dtype, seed=seed + 7)
-    delta = row_delta(dout.double(), exact_out)
     exact = tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    delta = row_delta(dout.double(), exact_out)
     ORACLE.attend_backward(*wide(dout, q, k, v), exact_lse, tiles, options, delta=delta, into=exact)
-    for given in ({"delta": delta.float()}, {"out": exact_out.to(q.dtype)}, {"out": exact_out.float()}):
-        start = tuple(torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v))
-        KERNEL.attend_backward(dout, q, k, v, exact_lse.float(), tiles, options, into=start, **given)
-        for name, mine, good in zip("qkv", start, exact, strict=True):
-            assert gap(mine - 0.25, good) < tolerance, f"d{name} with {next(iter(given))}"
+    return dout, exact_out, exact_lse, exact
+
+
+def _compare_whole(q, k, v, tiles, given):
+    dout, exact_out, exact_lse, exact = given
+    options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
     made = KERNEL.gradients(dout, q, k, v, exact_out.to(q.dtype), exact_lse.float(), tiles, options)
     for name, mine, good in zip("qkv", made, exact, strict=True):
-        assert gap(mine, good) < 1.5 * tolerance, f"d{name} of the whole"
+        assert gap(mine, good) < 1.5 * TOLERANCE[q.dtype][2], f"d{name} of the whole"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,7 +196,9 @@ class Shared:
     def seen_as(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared | Turned:
         size = torch.Size(shape).numel()
         view = self._both(lambda x: x.view(-1).view(TORCH[dtype])[:size].view(tuple(shape)))
-        return view if layout is None or not hasattr(layout, "offset_bases") else Turned(view, rows_of_lines(layout), 0)
+        if layout is None or not hasattr(layout, "offset_bases"):
+            return view
+        return Turned(view, rows_of_lines(tuple(map(tuple, layout.offset_bases))), 0)
 
 
 class Turned:
@@ -212,9 +215,9 @@ class Turned:
         self._lines.store(Tile(tile.x.index_select(self._dim, torch.tensor(self._rows))))
 
 
-def rows_of_lines(layout: Any) -> list[int]:
+@cache
+def rows_of_lines(bases: tuple[tuple[int, int], ...]) -> list[int]:
     """Which row every line of 128 bytes holds, by a linear layout of rows and columns that keeps TMA's swizzle."""
-    bases = layout.offset_bases
     width = 1 << sum(row == 0 for row, _ in bases[: next(i for i, (row, _) in enumerate(bases) if row)])
     lines = [(row, column) for row, column in bases[width.bit_length() - 1 :] if row]
     chunk = min(column for _, column in lines[:3])
