@@ -58,11 +58,11 @@ def test_a_kernel_and_a_copy_of_known_lengths(kernel, copy):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["ring", "cost"])
 def test_on_two_cpus(tmp_path, what):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "tests.ranks_of", "2", "benchmarks.profile_ring"]
     told = ["--what", what, "--rows", "tiny", "--rounds", "2", "--steps", "2", "--out", str(tmp_path / "found.json")]
     done = subprocess.run(
-        [*command, str(ROOT / "benchmarks" / "profile_ring.py"), *told],
-        cwd=tmp_path, capture_output=True, text=True, timeout=110, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [*command, *told],
+        cwd=ROOT, capture_output=True, text=True, timeout=110, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())

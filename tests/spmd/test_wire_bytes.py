@@ -199,12 +199,12 @@ def test_a_transport_that_cannot_serve_is_told():
 @pytest.mark.timeout(200)
 def test_over_gloo(tmp_path):
     """With what the transport is given for counters: all of it, on every rank, as planned."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "tests.ranks_of", "2", "tests.spmd.wire_rank"]
     told = ["--rows", "tiny,tiny-window", "--strategies", "ring,burst+fetch,ulysses,double_ring", "--calls", "3"]
     told += ["--transports", "gloo,peer_copy", "--json", str(tmp_path / "wire.json")]
     done = subprocess.run(
-        [*command, str(ROOT / "tests" / "spmd" / "wire_rank.py"), *told],
-        cwd=tmp_path, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [*command, *told],
+        cwd=ROOT, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "wire.json").read_text())

@@ -1,18 +1,11 @@
 """One rank of test_wire_bytes: the benchmark over gloo, with what transports are given in place of a device's counters.
 
-torchrun --nproc-per-node 2 tests/spmd/wire_rank.py OPTIONS OF benchmarks/wire_bytes.py
+python -m tests.ranks_of 2 tests.spmd.wire_rank OPTIONS OF benchmarks/wire_bytes.py
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-if not __package__:  # started as a script by torchrun
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from benchmarks.ranks import leave
-from benchmarks.script import end
 from benchmarks.wire_bytes import Run, options
 from burst_portable.comm.wrapped import WrappedTransport
 
@@ -45,7 +38,3 @@ def main() -> int:
     code = run.main()
     leave()
     return code
-
-
-if __name__ == "__main__":
-    end(main)
