@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed.tensor  # a rank's first collective imports it, and with it sympy  # noqa: F401
+
 from tests.poison import fresh_memory_is_nan
 
 _LONGEST = 80.0  # seconds; who started this waits longer

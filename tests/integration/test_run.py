@@ -162,7 +162,14 @@ def test_joining_torchrun(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [None, 0.01, 0.1], ids=["once", "at once again", "soon again"])
+@pytest.mark.parametrize(
+    "again",
+    [
+        pytest.param(None, id="once"),
+        pytest.param(0.01, id="at once again"),
+        pytest.param(0.1, id="soon again", marks=pytest.mark.full),
+    ],
+)
 def test_interrupted(config: Path, tmp_path: Path, again: float | None):
     """Ctrl-C: quick, quiet, no rank is left, and no temporary folder."""
     temporary = tmp_path / "temporary"

@@ -13,6 +13,7 @@ from itertools import cycle
 from pathlib import Path
 
 import torch
+import torch._dynamo  # what is refused imports it
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad

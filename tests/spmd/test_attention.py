@@ -17,6 +17,7 @@ from burst_portable.conformance.tolerances import judge, relative_error
 from burst_portable.errors import UnsupportedError
 from burst_portable.runtime import PlainRuntime
 from burst_portable.tiles import Tile
+from tests.one_core import one_core
 from tests.spmd.attention import expected, make_inputs, on_one_rank
 from tests.spmd.thread_peers import World, run_peers
 
@@ -32,7 +33,9 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize("case", covering(), ids=str)
 def test_every_pair_of_choices(case):
-    check(case)
+    """On one core, which takes half the time: that ranks run at once is the subject of test_peer_copy and others."""
+    with one_core():
+        check(case)
 
 
 FULL_AXES = {axis: AXES[axis] for axis in ("mask", "layout", "strategy", "ranks", "heads")}

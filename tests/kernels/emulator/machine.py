@@ -17,14 +17,11 @@ Not seen: layouts and registers, order between the warps of one warpgroup, and w
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import os
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -35,6 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.kernels.emulator.language import language_of
 from tests.kernels.emulator.memory import Pointer, Product, Shared
+from tests.one_core import one_core
 
 
 class Deadlock(AssertionError):
@@ -50,23 +48,6 @@ def closed() -> threading.Lock:
     lock = threading.Lock()
     lock.acquire()
     return lock
-
-
-@contextmanager
-def one_core() -> Iterator[None]:
-    """Threads that are started meanwhile stay on the core of this one, where Linux lets them be kept.
-
-    One of them runs at a time: to wake the next on another core took a third of all the time, and showed nothing.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 @dataclass(eq=False)

@@ -1,0 +1,22 @@
+"""Threads that take turns, on one core: to wake one on another core takes longer than what it does there."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """This thread, and those that it starts meanwhile, stay on the core where it is; where Linux lets them be kept."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
