@@ -125,7 +125,7 @@ def test_long_boxes_are_walked_from_other_blocks_on(dim, machine, monkeypatch):
     compare_forward(q, k, v, Tiles([Tile(0, 200, 0, 768, -901, 300), Tile(200, 300, 100, 901, -800, 100)]))
 
 
-@pytest.mark.parametrize(("room", "programs"), [(1, 15), (3, 8), (1 << 20, 1)])
+@pytest.mark.parametrize(("room", "programs"), [(1, 15), (3, 8), (1 << 20, 3)])
 @pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
 def test_programs_that_make_way(room, programs, machine, monkeypatch):
     making_way(monkeypatch, room)

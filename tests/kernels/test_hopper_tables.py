@@ -5,7 +5,7 @@ from itertools import chain, pairwise
 import numpy as np
 import pytest
 
-from burst_portable.backends.cuda.hopper.configs import Pass, forward_cut, writing_cuts
+from burst_portable.backends.cuda.hopper.configs import Pass, forward_cut, turns, writing_cuts
 from burst_portable.backends.cuda.hopper.tables import LaunchTable, backward_table, forward_table
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
@@ -261,3 +261,20 @@ def test_blocks_are_tall_where_rows_are_long_and_many(mask, length, heads, worke
     assert workers == config.W
     assert table.blocks == -(-length // (64 * workers))
     assert forward_cut(tiles, length, 128, heads, 132, every_block=True)[0].W == 2
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "heads", "programs"),
+    [
+        (Mask.causal(), 32768, 32, 8192),  # each block is long enough by itself
+        (Mask.window(4096), 16384, 32, 2048),
+        (Mask.window(128), 8192, 32, 137),  # 15 short ones in a row: the 32 of the usual length would take 64 programs
+        (Mask.window(128), 2048, 8, 128),
+    ],
+)
+def test_programs_that_make_way_leave_no_multiprocessor_without_work(mask, length, heads, programs):
+    shard = (Segment(0, length),)
+    _, table = forward_cut(find_tiles(mask, shard, shard), length, 128, heads, 132, every_block=True)
+    items = table.blocks * heads
+    assert -(-items // turns(table, 128, heads, 132)) == programs
+    assert programs >= min(items, 132)

@@ -75,14 +75,19 @@ def forward_cut(
     return config, forward_table(tiles, rows, 64 * config.W, config.BN, every_block, _mebibyte(config.BN, dim))
 
 
-def turns(table: LaunchTable, dim: int) -> int:
+def turns(table: LaunchTable, dim: int, heads: int, at_once: int) -> int:
     """Query blocks that a program of the forward does in a row before it makes way for kernels that move messages.
 
     So many that each program lasts long enough for what its start costs, about 4 us, to be a small part of it; and not
-    longer, since messages wait until one ends.
+    longer, since messages wait until one ends. Never so many that a multiprocessor has nothing to do.
+
+    Args:
+        table: of the launch.
+        dim, heads: the size of a head, and how many there are in all sequences.
+        at_once: programs that run side by side.
     """
     visited = table.total * dim // 128
-    return max(1, ROOM * table.blocks // max(1, visited))
+    return max(1, min(ROOM * table.blocks // max(1, visited), table.blocks * heads // at_once))
 
 
 def _mebibyte(keys: int, dim: int) -> int:

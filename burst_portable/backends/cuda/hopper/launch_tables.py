@@ -63,7 +63,7 @@ class LaunchTables:
             cut, table = forward_cut(tiles, rows, dim, batch * heads, at_once, every_block=every_block)
             items = table.blocks * batch * heads
             side_by_side = _side_by_side(heads, group, k.shape[1] * dim * 4)
-            in_a_row = turns(table, dim) if makes_way else 0
+            in_a_row = turns(table, dim, batch * heads, at_once) if makes_way else 0
             programs = -(-items // in_a_row) if in_a_row else min(items, at_once)
             told = (items, in_a_row, heads, group, table.blocks, side_by_side)
             return OnDevice(cut, _sent(table, q.device), (programs, 1, 1), told)
