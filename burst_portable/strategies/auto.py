@@ -29,6 +29,7 @@ DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
 """A present-day accelerator, used where no backend says better."""
 
 _AT_ONCE = 16  # ranks whose blocks may all be held at once
+_LITTLE = 0.5  # of a message's time: messages that hold a forward kernel up for less are better sent in parts
 _SAMPLED_RANKS = 4  # of more ranks, only so many and the busiest are priced: all would take ranks² tiles
 _LOOKED_AT = 1 << 13  # segments, and ranks times regions: of more, the busiest rank is not looked for
 
@@ -113,7 +114,7 @@ class AutoStrategy:
             yield "ring+fetch, all together, own last", replace(together, own="last")
             yield "ring+fetch, all together, own divided", replace(together, own="divided")
             yield "burst+fetch, all together", BurstStrategy(moves="fetch", ahead=ranks, together=ranks)
-        if rates.direct:  # peer copies need no multiprocessors, so groups of heads travel beside the kernel
+        if rates.direct or (rates.link and rates.holds_up[0] < _LITTLE):  # groups of heads travel beside the kernel
             for groups in possible_groups(problem):
                 yield f"ulysses, {groups} groups", UlyssesStrategy(groups=groups)
         if self.inner is not None and self.inner > 1:

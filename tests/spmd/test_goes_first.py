@@ -17,6 +17,7 @@ from burst_portable.backends.registry import group_options_of, load
 from burst_portable.choices import strategy_on
 from burst_portable.rates import Rates
 from burst_portable.runtime import PlainRuntime, installed
+from burst_portable.strategies.auto import AutoStrategy
 from tests.spmd.test_explanation import qkv
 
 GROUPS = bp.make_strategy("ulysses", groups=2)
@@ -87,6 +88,17 @@ def test_auto_prices_what_its_transport_does(first, monkeypatch):
         return strategy_on(mesh, "auto", "cpu", heads=8, kv_heads=8, head_dim=16, dtype=torch.float32).rates.holds_up
 
     assert bp.run_local(2, work) == [(0.1, 0.2) if first else (0.9, 0.3)] * 2
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_groups_of_heads_are_considered_where_they_travel_beside_the_kernel(first):
+    """Messages as long as the kernel: in groups all but the first and the last are hidden, where none waits."""
+    rates = rates_of_machine("NVIDIA H200", 2, "hopper")
+    rates = replace(rates, direct=())  # no peer copies: over NCCL
+    strategy = AutoStrategy(rates=rates.where_messages_go_first() if first else rates)
+    plan = bp.plan(seq_len=32768, ranks=2, heads=32, mask="causal", strategy=strategy)
+    assert ("ulysses, 2 groups" in plan.reason) is first
+    assert (plan.groups > 1) is first
 
 
 def test_options_of_a_group(monkeypatch):
