@@ -23,7 +23,7 @@ SHAPE, STRIDES = [2, 300, 4, 64], [300 * 256, 256, 64, 1]
 
 @pytest.fixture(scope="module")
 def compiled():
-    return aot.compiled(aot.forward_build(64, 2))
+    return aot.compiled(aot.forward_build(64, 2))[0]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def args():
     maps = [
         described(letter, box) for letter, box in zip((b"q", b"k", b"v", b"o"), (rows, keys, keys, out), strict=True)
     ]
-    return [*maps, *(torch.zeros(1) for _ in range(4)), 0.125, 300, 1 << 40, 2, 3, 4, -5, 11, 12, 13, 14, 15]
+    return [*maps, *(torch.zeros(1) for _ in range(4)), 0.125, 300, 1 << 40, 2, 3, 4, -5, 11, 12, 13, 14, 15, 16]
 
 
 def test_every_argument_lies_where_the_kernel_reads_it(args, parameters):

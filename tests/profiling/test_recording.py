@@ -227,7 +227,14 @@ def test_a_batch_is_watched_once_and_sends_of_their_own_are_not():
     def arrivals(sending):
         inner = SimpleNamespace(
             transport=SimpleNamespace(
-                name="", rank=0, size=2, host="", lasting=True, picks=False, end=lambda: log.append("end")
+                name="",
+                rank=0,
+                size=2,
+                host="",
+                lasting=True,
+                picks=False,
+                goes_first=False,
+                end=lambda: log.append("end"),
             ),
             post=lambda *_, **__: ([sending], [batch]),
         )

@@ -7,7 +7,6 @@ target whether the matrix instructions are there, what spills, and whether the s
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import tempfile
@@ -20,10 +19,10 @@ from typing import Any, NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.compiler import compile as triton_compile
 
 from burst_portable.errors import explain, unknown_name
 from burst_portable.kernels.triton import backward, forward, matrix_descriptors
+from burst_portable.kernels.triton.assembled import assembled
 from burst_portable.kernels.triton.options import ALWAYS
 from burst_portable.kernels.triton.prepared import padded
 from burst_portable.kernels.triton.tuning import HALF, Blocks, choose
@@ -145,7 +144,7 @@ def compile_one(target: str, kernel: str, head: int, blocks: Blocks | None = Non
     blocks = blocks or tuned(target, kernel, head)
     way, started = named(blocks), time.perf_counter()
     try:
-        compiled = compiled_kernel(target, kernel, head, blocks)
+        compiled, said = _assembled(target, kernel, head, blocks)
     except Exception as error:  # noqa: BLE001 - whatever a compiler throws is the finding
         first: BaseException = error
         while first.__cause__ is not None:
@@ -154,7 +153,7 @@ def compile_one(target: str, kernel: str, head: int, blocks: Blocks | None = Non
         return Record(target, kernel, head, way, error=message)
     seconds = round(time.perf_counter() - started, 2)
     listing = compiled.asm.get("amdgcn")
-    facts = read_amd(listing, compiled.metadata, target) if listing else _read_nvidia(compiled, target)
+    facts = read_amd(listing, compiled.metadata, target) if listing else _read_nvidia(compiled, said, target)
     return Record(target, kernel, head, way, seconds, shared=compiled.metadata.shared, **facts)
 
 
@@ -175,12 +174,12 @@ def compiled_kernel(target: str, kernel: str, head: int, blocks: Blocks, value: 
 
     `value`: the size of values, where it is not that of heads.
     """
+    return _assembled(target, kernel, head, blocks, value)[0]
+
+
+def _assembled(target: str, kernel: str, head: int, blocks: Blocks, value: int | None = None) -> tuple[Any, str]:
     options = {"num_warps": blocks.warps, "num_stages": blocks.stages, **dict(blocks.extra), **ALWAYS}
-    with triton.knobs.compilation.scope():
-        triton.knobs.compilation.always_compile = True
-        return triton_compile(
-            _source(kernel, head, value or head, blocks), target=TARGETS[target].target, options=options
-        )
+    return assembled(_source(kernel, head, value or head, blocks), TARGETS[target].target, options, anew=True)
 
 
 # --------------------------------------------------------------------------------------------- sources
@@ -264,14 +263,13 @@ def read_amd(text: str, metadata: Any, target: str) -> dict[str, Any]:
     }
 
 
-def _read_nvidia(compiled: Any, target: str) -> dict[str, Any]:
+def _read_nvidia(compiled: Any, said: str, target: str) -> dict[str, Any]:
+    """What a cubin holds, and what ptxas said when it made it, for a `Record`."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as folder:
-        cubin, ptx = Path(folder) / "kernel.cubin", Path(folder) / "kernel.ptx"
+        cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        ptx.write_text(compiled.asm["ptx"])
         usage = _run(tools / "cuobjdump", "-res-usage", str(cubin))
-        said = _run(_assembler(target), "-v", f"--gpu-name={_assembled(compiled)}", str(ptx), "-o", os.devnull)
     registers = _first(r"REG:(\d+)", usage)
     chip, metadata = TARGETS[target], compiled.metadata
     threads = metadata.num_warps * 32
@@ -286,20 +284,6 @@ def _read_nvidia(compiled: Any, target: str) -> dict[str, Any]:
         "warnings": tuple(sorted(set(_SERIALISED.findall(said)))),
         "descriptors": matrix_descriptors.check(compiled.asm["cubin"]) if instruction.startswith("wgmma") else (),
     }
-
-
-def _assembler(target: str) -> str:
-    """The ptxas that Triton uses for a chip; it brings two."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    return str(get_ptxas(TARGETS[target].target.arch).path)
-
-
-def _assembled(compiled: Any) -> str:
-    """The target that the PTX was written for, such as sm_90a."""
-    found = re.search(r"\.target\s+(sm_\w+)", compiled.asm["ptx"])
-    assert found is not None, "PTX names its target"
-    return found.group(1)
 
 
 def _run(*command: str | Path) -> str:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from burst_portable.backends.cuda.hopper.configs import BACKWARD, FORWARD, TALL, ForwardConfig
@@ -116,23 +113,23 @@ def backward_build(dim: int, dtype: str = "bf16", *, store: bool = False) -> Bui
     return _build(name, backward.backward_kernel, types, constants, config.maxnreg)
 
 
-def compiled(build: Build) -> Any:
-    """Triton's kernel: real machine code for sm_90. Raises what Triton raises."""
-    import triton
+def compiled(build: Build) -> tuple[Any, str]:
+    """Triton's kernel, real machine code for sm_90, and what ptxas said of it. Raises what Triton raises."""
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    from burst_portable.kernels.triton.assembled import assembled
+
     source = GluonASTSource(build.kernel, dict(build.signature), constexprs=dict(build.constants))
     options = {"num_warps": 4, "maxnreg": build.maxnreg, **ALWAYS}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return assembled(source, GPUTarget("cuda", 90, 32), options)
 
 
 def compile_build(build: Build) -> Report:
     """What ptxas says of it. Raises what Triton raises."""
     started = time.perf_counter()
-    kernel = compiled(build)
+    kernel, said = compiled(build)
     seconds = time.perf_counter() - started
-    said = _ptxas(kernel.asm["ptx"])
     usage = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
     registers = re.search(r"Used (\d+) registers", said)
     assert usage is not None, said
@@ -167,17 +164,6 @@ def _early_releases(ptx: str) -> int:
         elif "mbarrier.arrive.shared" in line:
             early += waited
     return early
-
-
-def _ptxas(ptx: str) -> str:
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    ptxas = get_ptxas(90).path
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        command = [ptxas, "-v", "--gpu-name=sm_90a", str(path), "-o", str(Path(folder) / "kernel.cubin")]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def _build(name: str, kernel: Any, types: dict[str, str], constants: dict[str, int], maxnreg: int) -> Build:
