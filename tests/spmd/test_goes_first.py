@@ -118,8 +118,11 @@ def test_a_group_of_nccl_is_asked(first):
 
 
 def test_other_groups_go_last():
-    group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace())
-    assert nccl.goes_first(group) is False
+    def nothing(device):
+        raise RuntimeError(f"No backend type associated with device type {device.type}")
+
+    for get in (lambda device: SimpleNamespace(), nothing):
+        assert nccl.goes_first(SimpleNamespace(_get_backend=get)) is False
 
 
 @pytest.mark.skipif(dist.is_available() and dist.is_nccl_available(), reason="for a torch without NCCL")

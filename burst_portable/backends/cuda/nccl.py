@@ -25,5 +25,8 @@ def high_priority(timeout: timedelta) -> Any:
 def goes_first(group: Any) -> bool:
     """Whether the stream of a group (None: the default one) has it; only NCCL's can be asked, others count as no."""
     found: Any = dist.group.WORLD if group is None else group
-    options = getattr(found._get_backend(torch.device("cuda")), "options", None)
+    try:
+        options = getattr(found._get_backend(torch.device("cuda")), "options", None)
+    except RuntimeError:  # the group has nothing for this device; its first message says so
+        return False
     return bool(getattr(options, "is_high_priority_stream", False))
