@@ -41,11 +41,13 @@ def run_forward(
     """
     blocks = _Blocks(pass_plan, rank, runtime, (k, v), q.dtype, backward=False)
     state: State | None = None
+    stays = replace(options, makes_way=False) if options.makes_way else options
     for step in pass_plan.steps_of(rank):
         blocks.begin(step)
         if step.compute:
             keys, values = blocks.use(step)
-            state = runtime.attend(step.compute, q, keys, values, options, state)
+            how = options if blocks.moving(step.index) else stays
+            state = runtime.attend(step.compute, q, keys, values, how, state)
         blocks.end(step)
     blocks.finish()
     return empty_state(q, v.shape[-1]) if state is None else state
@@ -125,6 +127,10 @@ class _Blocks:
             return self._own
         views = self.views(step.arrivals, self._inbox_of[step.index])
         return tuple(x if x.dim() == 4 else x.contiguous() for x in views)  # kernels take LSE and delta in one piece
+
+    def moving(self, step: int) -> bool:
+        """Whether messages are under way beside this step: some that later ones need."""
+        return bool(self._arriving) or any(needed > step for needed, _, _ in self._leaving)
 
     def end(self, step: Step) -> None:
         """Let go of blocks that no later step uses, and of messages that their receivers need by now."""

@@ -38,8 +38,9 @@ class Options:
     Attributes:
         scale, softcap: as `api.attention` takes them.
         deterministic: whether gradients must be the same bits every time.
-        makes_way: whether kernels that move messages wait for room on the device, so that a kernel whose programs stay
-            until all is done had better let them end sooner (`comm.base.Transport.goes_first`). No number changes.
+        makes_way: whether kernels that move messages may wait for room on the device meanwhile, so that a kernel whose
+            programs stay until all is done had better let them end sooner (`comm.base.Transport.goes_first`). No
+            number changes.
     """
 
     scale: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -24,38 +25,46 @@ GROUPS = bp.make_strategy("ulysses", groups=2)
 
 
 class Asked(PlainRuntime):
-    """Notes down what the forward kernel is asked for."""
+    """Notes down what a rank asks its forward kernel for, step by step."""
 
-    seen: list[bool] = []  # noqa: RUF012  (made anew by each test)
+    seen: ClassVar[dict[int, list[bool]]] = {}
 
     def attend(self, compute, q, k, v, options, state):
-        self.seen.append(options.makes_way)
+        self.seen[self.transport.rank].append(options.makes_way)
         return super().attend(compute, q, k, v, options, state)
 
     def attend_whole(self, compute, q, k, v, options):
-        self.seen.append(options.makes_way)
+        self.seen[self.transport.rank].append(options.makes_way)
         return super().attend_whole(compute, q, k, v, options)
 
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(
-    ("strategy", "beside"),
-    [("ring", True), ("double_ring", True), (GROUPS, True), ("ulysses", False), ("usp", True)],
+    ("strategy", "steps"),
+    [
+        ("ring", [True, True, True, False]),
+        (bp.make_strategy("ring", moves="fetch"), [True, True, True, False]),
+        ("double_ring", [True, True, True, False]),
+        (GROUPS, [True, True]),
+        ("ulysses", [False]),
+        ("usp", [True, False]),
+    ],
+    ids=str,
 )
-def test_kernels_make_way_where_messages_are_beside_them(strategy, beside, first, monkeypatch):
-    monkeypatch.setattr(Asked, "seen", [])
+def test_kernels_make_way_while_messages_are_beside_them(strategy, steps, first, monkeypatch):
+    """Not in the last step of a ring, whose messages have all come."""
+    monkeypatch.setattr(Asked, "seen", {rank: [] for rank in range(4)})
 
     def work(mesh):
         mesh.transport("cpu").goes_first = first
         token = installed.set(lambda runtime, plan, _: Asked(runtime.kernel, runtime.transport, runtime.places))
         try:
-            bp.attention(*qkv(heads=8, kv_heads=8), mesh=mesh, strategy=strategy)
+            bp.attention(*qkv(heads=8, kv_heads=8), mesh=mesh, strategy=strategy, layout="striped")
         finally:
             installed.reset(token)
 
     bp.run_local(4, work, inner=2)
-    assert Asked.seen
-    assert set(Asked.seen) == {first and beside}
+    assert Asked.seen == {rank: [first and step for step in steps] for rank in range(4)}
 
 
 def test_one_rank_makes_no_way():
