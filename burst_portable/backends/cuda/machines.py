@@ -49,13 +49,17 @@ _NCCL_SPREAD: Curve = ((8 * MIB, 122.0), (64 * MIB, 262.0), (256 * MIB, 305.0))
 # Where NCCL moves a ring's blocks on four H200, a pass takes so much of its transfers longer than with nothing sent:
 # the forward kernel fills all multiprocessors until it ends; the backward one lets go of them block by block.
 _NCCL_HOLDS_UP = (0.9, 0.3)
-# Where its stream has priority and the forward's programs make way, on two H200: history-rings.md.
-_NCCL_HOLDS_UP_FIRST = (0.2, 0.3)
+# Where its stream has priority, on two H200 (rates-h200x2-first-*-2026-11-22.json). Programs of hopper's forward make
+# way then, and triton's and flash-attn-4's end by themselves; cuDNN's stay, and messages wait for them.
+_NCCL_HOLDS_UP_FIRST = {
+    "hopper": (0.19, 0.33),
+    "hopper+flash-attn-4": (0.19, 0.33),
+    "triton": (0.14, 0.56),
+    "flash-attn-4": (0.15, 0.16),
+    "cudnn": (0.96, 0.92),
+}
 _BLOCK = 128  # rows and columns that our kernels, cuDNN's and flash attention's compute at once, or nearly
 _MEMORY = 3500.0  # of 4800 GB/s, in torch's elementwise operators
-
-
-_MAKE_WAY = ("hopper", "hopper+flash-attn-4")  # tried on no other
 
 
 def rates_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Rates | None:
@@ -75,7 +79,7 @@ def rates_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Rates | N
         spread=_NCCL_SPREAD if ranks > 2 else (),
         direct=_by_ranks(_PEER_COPY, ranks),
         holds_up=_NCCL_HOLDS_UP,
-        holds_up_first=_NCCL_HOLDS_UP_FIRST if kernel in _MAKE_WAY else None,
+        holds_up_first=_NCCL_HOLDS_UP_FIRST.get(kernel),
         memory=_MEMORY,
         source=f"{source} H200 and their links",
     )
