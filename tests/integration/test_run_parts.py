@@ -1,0 +1,83 @@
+"""Parts of the command `burst-portable run`: scoring, its text, how it compares with one device."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from burst_portable import Mesh, run_local
+from burst_portable.cli import main
+from burst_portable.cli.training.loop import Course, Sharded, Where, score
+from burst_portable.cli.training.models import config_of
+from burst_portable.cli.training.outcome import gradient_differences, relative_differences
+from burst_portable.cli.training.texts import batches, tokens_of
+from burst_portable.integrations.transformers import parallelize
+from tests.integration.models import SIZES, make
+
+
+def test_perplexity_does_not_depend_on_the_ranks():
+    model = make("llama", torch.float32)
+    where = Where(torch.device("cpu"), torch.float32)
+    data = [ids % 64 for ids in batches(tokens_of(None, None)[0], 45, 2, 3)]
+
+    def nothing(course: Course) -> None:
+        pass
+
+    expected = score(model, data, where, None, nothing).losses
+
+    def work(mesh: Mesh) -> list[float]:
+        # Threads share the weights, which nobody changes, but not the hooks.
+        mine = copy.deepcopy(model)
+        return score(mine, data, where, Sharded(parallelize(mine, mesh), mesh), nothing).losses
+
+    for ranks in (1, 2, 3):
+        for losses in run_local(ranks, work):
+            assert max(relative_differences(losses, expected)) < 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_perplexity_of_a_checkpoint_over_processes(tmp_path: Path):
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 256})).save_pretrained(tmp_path / "checkpoint")
+    found = []
+    for ranks in ("1", "2", "3"):
+        out = tmp_path / f"{ranks}.json"
+        arguments = ["run", "--model", str(tmp_path / "checkpoint"), "--eval", "--seq-len", "101", "--steps", "2"]
+        assert main([*arguments, "--ranks", ranks, "--json", str(out)]) == 0
+        found.append(json.loads(out.read_text(encoding="utf-8"))["perplexity"])
+    assert 100 < found[0] < 1000  # weights are random: about as many as there are bytes
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+
+
+def test_sequences_start_again_when_the_text_ends():
+    made = batches(torch.arange(10), 3, 2, 3)
+    assert [x.tolist() for x in made] == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [0, 1, 2]], [[3, 4, 5], [6, 7, 8]]]
+
+
+def test_differences_that_cannot_be_measured_are_infinite():
+    assert relative_differences([1.0, math.nan, 1.0], [1.0, 1.0, math.inf]) == [0.0, math.inf, math.inf]
+    one, other_shape = {"a": torch.ones(2)}, {"a": torch.ones(3)}
+    assert gradient_differences(one, other_shape).together == math.inf
+    assert gradient_differences(one, {"b": torch.ones(2)}).together == math.inf
+    assert gradient_differences({"a": torch.tensor([math.nan])}, {"a": torch.ones(1)}).parameter == math.inf
+
+
+def test_a_wrong_gradient_shows_beside_a_large_one():
+    reference = {"large": 1000 * torch.ones(4), "small": torch.ones(4), "zero": torch.zeros(4)}
+    gradients = {**reference, "small": 1.1 * torch.ones(4), "zero": torch.full((4,), 1e-6)}
+    apart = gradient_differences(gradients, reference)
+    assert apart.together == pytest.approx(1e-4, rel=1e-3)
+    assert (apart.parameter, apart.name) == (pytest.approx(0.1), "small")
+
+
+def test_tiny_is_the_model_that_the_readme_tells_of():
+    config = config_of("tiny", 4096)
+    sizes = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.vocab_size)
+    assert sizes == (4, 8, 2, 256)
