@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from burst_portable.recomputing import hidden_from_checkpoints
 from burst_portable.runtime import Queries, Runtime, installed
 
 _SAVED = 5  # tensors of a group of heads: see `by_heads.Saved`
+_THERE = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class Attention(torch.autograd.Function):
             _refuse_twice(ctx.call)
         saved = ctx.saved_tensors  # read once: where they are recomputed, checkpointing hands each out a single time
         with own_precision(saved[0].device):
-            _begin(ctx.call, forward_pass=ctx.number)
+            _begin(ctx.call, saved[0].device, forward_pass=ctx.number)
             run = _backward_by_heads if ctx.call.plan.reshard else _backward_by_blocks
             grads, dsinks = run(ctx.call, saved, dout)
             ctx.call.runtime.transport.end()
@@ -163,9 +165,10 @@ def _backward_by_heads(call: Call, saved: tuple[Any, ...], dout: Tensor | None) 
     return by_heads.run_backward(call.plan, call.runtime, call.options, arrived(dout), groups, sinks, row_delta)
 
 
-def _begin(call: Call, *, forward_pass: int = 0) -> None:
+def _begin(call: Call, device: torch.device, *, forward_pass: int = 0) -> None:
     """Agree with all ranks on the call, and begin one of its passes.
 
+    device: of its tensors.
     forward_pass: for a backward pass, the number of its forward pass.
     """
     transport = call.runtime.transport
@@ -176,7 +179,15 @@ def _begin(call: Call, *, forward_pass: int = 0) -> None:
         stated, inbox = call.backward_statement, call.inboxes[1]
     transport.check_in_step()
     agree(transport, stated, forward_pass=forward_pass)
-    transport.begin(stated.digest + forward_pass.to_bytes(8, "little"), inbox)
+    with _on(device):
+        transport.begin(stated.digest + forward_pass.to_bytes(8, "little"), inbox)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Its device is the current one: ranks connect on that, and two of them on one device would be refused."""
+    if device.index is None or device.index == torch.accelerator.current_device_index():
+        return _THERE
+    return torch.accelerator.device_index(device.index)
 
 
 def apply(
@@ -189,7 +200,7 @@ def apply(
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     )
     with own_precision(q.device), hidden_from_checkpoints():
-        _begin(call)
+        _begin(call, q.device)
         if wanted:
             # torch has no types for it
             result: tuple[Tensor, Tensor | None] = Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]

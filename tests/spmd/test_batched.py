@@ -7,13 +7,16 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable import autograd
 from burst_portable.comm import torch_dist
+from burst_portable.comm.agreement import statement
 from burst_portable.comm.local import run_threads
 from burst_portable.comm.torch_dist import TorchDistTransport
 
@@ -86,3 +89,26 @@ def test_a_rank_that_sends_and_receives_nothing_connects_too(asked):
     torch.testing.assert_close(torch.cat(outs, 1), out.detach())
     torch.testing.assert_close(torch.cat(grads, 1), alone[1].grad)
     assert [sum(rank == r for rank, _ in asked) for r in range(RANKS)] == [1, 4, 4], "once, and only where it is new"
+
+
+@pytest.mark.parametrize(("index", "current"), [(1, 1), (0, 0), (None, 0)])
+def test_a_pass_begins_on_the_device_of_its_tensors(index, current, monkeypatch):
+    """Ranks may have the same current device, and tensors on two: NCCL refuses two ranks on one device."""
+    at, begun = [0], []
+
+    @contextmanager
+    def device_index(number):
+        at[0], before = number, at[0]
+        yield
+        at[0] = before
+
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: at[0])
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
+    monkeypatch.setattr(autograd, "agree", lambda *_, **__: None)
+    transport = SimpleNamespace(size=2, check_in_step=lambda: None, begin=lambda *_: begun.append(at[0]))
+    call = SimpleNamespace(
+        runtime=SimpleNamespace(transport=transport), forward_statement=statement({}), inboxes=(0, 0)
+    )
+    autograd._begin(call, torch.device("cpu" if index is None else "cuda", index))
+    assert begun == [current]
+    assert at == [0]
