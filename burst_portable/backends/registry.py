@@ -238,9 +238,17 @@ def rates_of(
 def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:
     """What `init_process_group` and `new_group` take besides a backend: the timeout, and options with which messages go
     first where that can be had.
+
+    Raises `BackendUnavailableError` where the backend fails to make them.
     """
     make = getattr(backend, "group_options", None)
-    options = make(timeout) if make else None
+    try:
+        options = make(timeout) if make else None
+    # Anything at all, and it must not be taken for an error of the group, which ranks that are absent cause as well.
+    except Exception as error:
+        what = f"the backend {backend.name!r} is broken: it fails to make options of a process group"
+        next_step = "upgrade or mend it: group_options(timeout) gives torch's pg_options, or None"
+        raise BackendUnavailableError(explain(what, got=_in_a_line(error), next_step=next_step)) from error
     return {"timeout": timeout} if options is None else {"timeout": timeout, "pg_options": options}
 
 

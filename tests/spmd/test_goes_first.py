@@ -16,6 +16,8 @@ from burst_portable.backends.cuda import nccl
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.registry import group_options_of, load
 from burst_portable.choices import strategy_on
+from burst_portable.cli.training.worker import join
+from burst_portable.errors import BackendUnavailableError
 from burst_portable.rates import Rates
 from burst_portable.runtime import PlainRuntime, installed
 from burst_portable.strategies.auto import AutoStrategy
@@ -117,6 +119,20 @@ def test_options_of_a_group(monkeypatch):
     assert group_options_of(asked, five) == {"timeout": five, "pg_options": ("mine", five)}
 
 
+@pytest.mark.parametrize("wrong", [RuntimeError("no such switch"), TypeError("got 2 arguments"), None])
+def test_options_that_a_backend_fails_to_make(wrong, tmp_path, monkeypatch):
+    """It is told as the backend's fault: not as ranks that did not come, which is a RuntimeError of torch's, too."""
+
+    def raises(backend, timeout):
+        raise wrong
+
+    monkeypatch.setattr(type(load("cpu")), "group_options", raises if wrong else 3, raising=False)
+    with pytest.raises(BackendUnavailableError, match=f"'cpu' is broken.*{wrong or 'not callable'}"):
+        join("cpu", 0, 2, tmp_path)
+    monkeypatch.setattr(type(load("cpu")), "group_options", None)
+    assert group_options_of(load("cpu"), timedelta(seconds=5)) == {"timeout": timedelta(seconds=5)}
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_a_group_of_nccl_is_asked(first):
     options = SimpleNamespace(is_high_priority_stream=first)
@@ -139,16 +155,19 @@ def test_a_torch_without_nccl():
     assert nccl.high_priority(timedelta(seconds=5)) is None
 
 
-def test_a_group_that_waits_is_told(monkeypatch):
-    """By `explain`, where the backend could do otherwise and messages are beside kernels."""
-    monkeypatch.setattr(type(load("cpu")), "group_options", lambda self, timeout: None, raising=False)
+@pytest.mark.parametrize("given", ["options", None])
+def test_a_group_that_waits_is_told(given, monkeypatch):
+    """By `explain`, where there is a group, the backend could make another, and messages are beside kernels."""
+    monkeypatch.setattr(type(load("cpu")), "group_options", lambda self, timeout: given, raising=False)
 
     def work(mesh):
-        told = [str(bp.explain(*qkv(), mesh=mesh, strategy=strategy)) for strategy in ("ring", "ulysses")]
-        mesh.transport("cpu").goes_first = True
-        return [*told, str(bp.explain(*qkv(), mesh=mesh, strategy="ring"))]
+        def told(strategy="ring"):
+            return "high priority" in str(bp.explain(*qkv(), mesh=mesh, strategy=strategy))
 
-    (ring, ulysses, first), _ = bp.run_local(2, work)
-    assert "high priority" in ring
-    assert "high priority" not in ulysses
-    assert "high priority" not in first
+        threads = told()
+        mesh.group = object()
+        found = [threads, told(), told("ulysses")]
+        mesh.transport("cpu").goes_first = True
+        return [*found, told()]
+
+    assert bp.run_local(2, work) == [[False, given is not None, False, False]] * 2

@@ -93,6 +93,7 @@ def join(backend: str, rank: int, ranks: int, folder: Path) -> None:
 
     serving, deadline = load(backend), from_environment().deadline
     process_group = serving.capabilities.process_group
+    options = group_options_of(serving, timedelta(seconds=deadline))
     listen_on_loopback(process_group)
     try:
         dist.init_process_group(
@@ -100,7 +101,7 @@ def join(backend: str, rank: int, ranks: int, folder: Path) -> None:
             init_method=f"file://{folder / 'rendezvous'}",
             rank=rank,
             world_size=ranks,
-            **group_options_of(serving, timedelta(seconds=deadline)),
+            **options,
         )
     except RuntimeError as error:
         raise DeadlineError(
