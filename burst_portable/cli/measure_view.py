@@ -71,8 +71,8 @@ def _value(name: str, value: Any) -> str:
         return _rate(value) if value else "not priced"
     if name.endswith("latency"):
         return seconds_text(value)
-    if name in ("holds_up", "holds_up_first") and value is not None:
-        return f"{percent(value[0])} forward, {percent(value[1])} backward"
+    if name in ("holds_up", "holds_up_first"):
+        return f"{percent(value[0])} forward, {percent(value[1])} backward" if value else "as holds_up"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 

@@ -95,3 +95,8 @@ def test_a_machine_that_was_busy_is_told_of(capsys):
     assert told in capsys.readouterr().out
     view.show({**facts, "varied": {"tflops": 1.29}}, None)
     assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("value", "told"), [(None, "as holds_up"), ([0.25, 0.5], "25.0 % forward, 50.0 % backward")])
+def test_how_long_messages_that_go_first_hold_kernels_up(value, told):
+    assert measure_view._value("holds_up_first", value) == told
