@@ -156,6 +156,8 @@ class _Measurement:
             return {"measured": True, "how": self.how[name] + rounds}
         if name in ("in_pieces", "merged_once"):
             return {"measured": False, "how": f"what the kernel {self.kernel.name} says of itself"}
+        if name == "holds_up" and name in self.found and self.transport.goes_first:
+            return {"measured": False, "how": "not measured, messages went first; taken from holds_up_first"}
         alone = self.mesh.size == 1 and name in _OF_LINKS
         why = self.why_not.get(name, "one rank has no links" if alone else "not measured")
         source = f"known {before.source}" if before.source else f"the guess of the backend {self.backend.name}"
@@ -276,6 +278,8 @@ class _Measurement:
             tellings.append(f"{one}: {tale}")
         forward, backward = (old if share is None else share for old, share in zip(before, shares, strict=True))
         self.found[name] = (forward, backward)
+        if self.transport.goes_first and not any(known.holds_up):  # else 0 would be said of messages that wait
+            self.found["holds_up"] = (forward, backward)
         told = self.why_not if shares == [None, None] else self.how
         told[name] = "; ".join(tellings)
 

@@ -22,6 +22,7 @@ from burst_portable.measuring.clock import Clock, TransportClock
 from burst_portable.measuring.kernels import Block, memory_rate
 from burst_portable.measuring.links import Peers, curve, hop, lap
 from burst_portable.measuring.rates import Shape, held_up, measure
+from burst_portable.rates import Rates
 
 CPU = torch.device("cpu")
 
@@ -123,6 +124,25 @@ def test_what_cannot_be_told_is_kept(monkeypatch):
     assert not how["measured"]
     assert how["how"].startswith("forward: planted, which does not tell; backward: planted")
     assert "kept as it was: the guess of the backend cpu" in how["how"]
+
+
+@pytest.mark.parametrize("known", [(0.0, 0.0), (0.9, 0.3)])
+def test_where_messages_go_first_those_that_wait_are_not_said_to_hold_up_nothing(known, monkeypatch):
+    """Where the backend knows nothing of them; what it knows stays."""
+    monkeypatch.setattr(rates, "held_up", lambda *_: (0.25, "planted"))
+    before = Rates(tflops=1.0, gbps=1.0, holds_up=known)
+    monkeypatch.setattr(type(load("cpu")), "measured_rates", lambda *_: before, raising=False)
+
+    def work(mesh):
+        mesh.transport("cpu").goes_first = True
+        return measure(mesh, CPU, SMALL, "auto")
+
+    facts = bp.run_local(2, work)[0]
+    assert facts["rates"]["holds_up_first"] == (0.25, 0.25)
+    assert facts["how"]["holds_up_first"]["measured"]
+    assert facts["rates"]["holds_up"] == (known if any(known) else (0.25, 0.25))
+    assert not facts["how"]["holds_up"]["measured"]
+    assert ("taken from holds_up_first" in facts["how"]["holds_up"]["how"]) is not any(known)
 
 
 def test_messages_too_long_to_tell():
