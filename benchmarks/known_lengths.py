@@ -121,10 +121,12 @@ def _beside(device: Device, kernel: float, copy: float) -> Found | None:
     def post(sends: list[Any], receives: list[Any], step: int, *, backward: bool) -> tuple[list[Waits], list[Waits]]:
         return [Waits(lambda: None) for _ in sends], [Waits(arriving[0]) for _ in receives]
 
-    inner = SimpleNamespace(transport=transport, attend=lambda *_: device.kernel(kernel), post=post)
-    ranks = [RecordingRuntime(inner, plan, Recorder(rank, "host", light=False)) for rank in (0, 1)]  # type: ignore[arg-type]
+    inner: Any = SimpleNamespace(transport=transport, attend=lambda *_: device.kernel(kernel), post=post)
+    ranks = [RecordingRuntime(inner, plan, Recorder(rank, "host", light=False)) for rank in (0, 1)]
     q = torch.empty(1, device=device.device)
     first, second = plan.forward.steps_of(0)
+    assert first.compute is not None, "each step of this ring computes"
+    assert second.compute is not None, "and so does the other"
     move, sent = first.receives[0], torch.empty(8, dtype=torch.uint8, device=device.device)
     for runtime in ranks:  # the clocks' first marks wait for the device
         runtime.recorder.clock(device.device)
@@ -134,9 +136,9 @@ def _beside(device: Device, kernel: float, copy: float) -> Found | None:
     leaving.wait()
     arriving.append(device.copy(copy))
     _, (handle,) = ranks[0].post([], [(move, sent)], 0, backward=False)
-    ranks[0].attend(first.compute, q, q, q, Options(1.0), None)  # type: ignore[arg-type]
+    ranks[0].attend(first.compute, q, q, q, Options(1.0), None)
     handle.wait()
-    ranks[0].attend(second.compute, q, q, q, Options(1.0), None)  # type: ignore[arg-type]
+    ranks[0].attend(second.compute, q, q, q, Options(1.0), None)
     if not device.held():
         device.settle()
         return None
