@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from burst_portable.autocast import as_autocast_would
-from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import group_options_of, known, refusal
+from burst_portable.backends.registry import known, may_go_first, refusal
 from burst_portable.checks import checked_device
 from burst_portable.choices import Choices, choose, requested
 from burst_portable.layout import Layout
@@ -162,13 +160,9 @@ def _transport(chosen: Choices, mesh: Mesh) -> Choice:
     name, why = mesh.expected_transport(device, direct=chosen.plan.direct)
     plain = mesh.transport(device)
     waits = name == plain.name and not plain.goes_first and mesh.group is not None
-    if waits and chosen.plan.moves_beside_kernels and _could_go_first(chosen.backend, mesh):
+    if waits and chosen.plan.moves_beside_kernels and may_go_first(chosen.backend):
         why += "; its kernels wait for those that compute: make its group with a stream of high priority"
     return Choice(name, why, {})
-
-
-def _could_go_first(backend: Backend, mesh: Mesh) -> bool:
-    return "pg_options" in group_options_of(backend, timedelta(seconds=mesh.config.deadline))
 
 
 def _kernel(chosen: Choices) -> Choice:

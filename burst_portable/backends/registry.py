@@ -252,6 +252,11 @@ def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:
     return {"timeout": timeout} if options is None else {"timeout": timeout, "pg_options": options}
 
 
+def may_go_first(backend: Backend) -> bool:
+    """Whether messages go first over groups that are made with its options."""
+    return "pg_options" in group_options_of(backend, timedelta(seconds=1))
+
+
 def peaks_of(backend: Backend, dtype: str) -> Peaks:
     """What the current device can do at most in a dtype ("bfloat16"); a backend that tells nothing is unknown."""
     from burst_portable.backends.base import Peaks

@@ -53,6 +53,7 @@ class Recorder:
         self._device: torch.device | None = None
         self.sensors: Sensors | None = None
         self.transport = ""  # its name, known at the first call
+        self.goes_first = False  # whether its messages do
 
     def clock(self, device: torch.device) -> Clock:
         """The clock of a device, made when it is first asked for."""
@@ -112,7 +113,7 @@ class Recorder:
             self.host,
             clock.evidence if clock else "host clock",
             {kind: Table.of(kind, list(rows)) for kind, rows in self.rows.items()},
-            [facts.described(device, self._rates) for facts in plans],
+            [facts.described(device, self._rates, goes_first=self.goes_first) for facts in plans],
             list(self.calls),
             {
                 "device": device,
@@ -148,10 +149,10 @@ class PlanFacts:
                     work = pass_flops(pass_plan.problem, name, area)
                     self.computes[bool(backward), c] = step.index, area, len(c.tiles), work
 
-    def described(self, device_type: str, file: str = "") -> dict[str, Any]:
+    def described(self, device_type: str, file: str = "", *, goes_first: bool = False) -> dict[str, Any]:
         """The plan's facts for a report, predictions with a file's rates, else with what the backend has."""
         plan, p = self.plan, self.plan.problem
-        rates, source = self._rates_and_source(device_type, file)
+        rates, source = self._rates_and_source(device_type, file, goes_first)
         costs = {name: rank_cost(plan, name, self.rank, rates) for name in PASSES}
         return {
             "strategy": plan.strategy,
@@ -178,14 +179,15 @@ class PlanFacts:
             },
         }
 
-    def _rates_and_source(self, device_type: str, file: str) -> tuple[Rates, str]:
+    def _rates_and_source(self, device_type: str, file: str, goes_first: bool) -> tuple[Rates, str]:
         """What is predicted with, and whose it is. A report that is asked for is given, whatever became of the file."""
         backend, p = for_device(device_type), self.plan.problem
         unusable = ""
         try:
-            rates = rates_of(backend, p.ranks, file=file, dtype=self.dtype, head_dim=p.head_dim)
+            rates = rates_of(backend, p.ranks, file=file, dtype=self.dtype, head_dim=p.head_dim, goes_first=goes_first)
         except InputError:
-            rates, unusable = rates_of(backend, p.ranks), "; the file of rates that the settings name cannot be used"
+            rates = rates_of(backend, p.ranks, goes_first=goes_first)
+            unusable = "; the file of rates that the settings name cannot be used"
         return rates, (rates.source.removeprefix("of ") or "the backend's guess") + unusable
 
 

@@ -39,7 +39,7 @@ class RecordingRuntime:
         self.inner, self.recorder = inner, recorder
         self._facts = recorder.facts(plan)
         self._place = recorder.iteration, recorder.call - 1
-        recorder.transport = inner.transport.name
+        recorder.transport, recorder.goes_first = inner.transport.name, inner.transport.goes_first
         self.step = 0
         self.transport = RecordingTransport(inner.transport, self)
 

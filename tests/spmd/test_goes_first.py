@@ -16,8 +16,10 @@ from burst_portable.backends.cuda import nccl
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.registry import group_options_of, load
 from burst_portable.choices import strategy_on
+from burst_portable.cli.training.predicted import rates_of_run
 from burst_portable.cli.training.worker import join
 from burst_portable.errors import BackendUnavailableError
+from burst_portable.profiling.recorder import PlanFacts
 from burst_portable.rates import Rates
 from burst_portable.runtime import PlainRuntime, installed
 from burst_portable.strategies.auto import AutoStrategy
@@ -110,6 +112,29 @@ def test_groups_of_heads_are_considered_where_they_travel_beside_the_kernel(firs
     plan = bp.plan(seq_len=32768, ranks=2, heads=32, mask="causal", strategy=strategy)
     assert ("ulysses, 2 groups" in plan.reason) is first
     assert (plan.groups > 1) is first
+
+
+@pytest.mark.parametrize("options", [None, "some"])
+def test_run_predicts_with_what_its_groups_do(options, monkeypatch):
+    measured = Rates(tflops=1.0, gbps=1.0, holds_up=(0.9, 0.3), holds_up_first=(0.1, 0.2))
+    monkeypatch.setattr(type(load("cpu")), "measured_rates", lambda *_: measured, raising=False)
+    monkeypatch.setattr(type(load("cpu")), "group_options", lambda *_: options, raising=False)
+    found = rates_of_run(load("cpu"), 2, "", "float32", 16)
+    assert found.holds_up == ((0.1, 0.2) if options else (0.9, 0.3))
+
+
+def test_the_rates_of_no_kernel_yet_are_those_of_the_first():
+    """As `run` asks: which kernel computes is not known before there are tensors."""
+    unknown, hopper = (rates_of_machine("NVIDIA H200", 2, kernel) for kernel in ("", "hopper"))
+    assert unknown.where_messages_go_first().holds_up == hopper.holds_up_first
+
+
+def test_a_profile_predicts_with_what_its_transport_does(monkeypatch):
+    slow = Rates(tflops=1e-3, gbps=1e-3, holds_up=(0.9, 0.9), holds_up_first=(0.0, 0.0))
+    monkeypatch.setattr(type(load("cpu")), "measured_rates", lambda *_: slow, raising=False)
+    facts = PlanFacts(bp.plan(seq_len=4096, ranks=2, heads=2, head_dim=16, strategy="ring"), 0)
+    first, last = (facts.described("cpu", goes_first=first)["planned"]["forward"]["seconds"] for first in (True, False))
+    assert first < last
 
 
 def test_options_of_a_group(monkeypatch):

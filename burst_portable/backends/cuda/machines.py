@@ -79,7 +79,7 @@ def rates_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Rates | N
         spread=_NCCL_SPREAD if ranks > 2 else (),
         direct=_by_ranks(_PEER_COPY, ranks),
         holds_up=_NCCL_HOLDS_UP,
-        holds_up_first=_NCCL_HOLDS_UP_FIRST.get(kernel),
+        holds_up_first=_NCCL_HOLDS_UP_FIRST.get(kernel or "hopper"),
         memory=_MEMORY,
         source=f"{source} H200 and their links",
     )

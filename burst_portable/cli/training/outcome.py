@@ -13,10 +13,11 @@ import transformers
 
 from burst_portable import __version__
 from burst_portable.backends.base import Backend, Rates
-from burst_portable.backends.registry import load, rates_of
+from burst_portable.backends.registry import load
 from burst_portable.cli.plan_facts import plan_facts
 from burst_portable.cli.training.job import Job
 from burst_portable.cli.training.loop import PHASES, Course
+from burst_portable.cli.training.predicted import rates_of_run
 from burst_portable.cli.training.prepare import Prepared
 from burst_portable.cli.training.rank import Gradients, Outcome, course_of
 from burst_portable.cli.training.utilisation import utilisation
@@ -161,7 +162,7 @@ def _compared(job: Job, course: Course, alone: Course | None, gradients: Apart |
 def _rates(prepared: Prepared, backend: Backend) -> Rates:
     """What times are predicted with: those of BURST_RATES, or what is known of such machines."""
     job, head_dim = prepared.job, prepared.plan.problem.head_dim
-    return rates_of(backend, job.ranks, file=from_environment().rates, dtype=job.dtype, head_dim=head_dim)
+    return rates_of_run(backend, job.ranks, from_environment().rates, job.dtype, head_dim)
 
 
 def _speed(prepared: Prepared, outcomes: Sequence[Outcome], courses: Sequence[Course], alone: Course | None) -> Facts:

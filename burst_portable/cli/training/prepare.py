@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import rates_of
 from burst_portable.cli.backends import choose_backend
 from burst_portable.cli.strategies import asked_strategy
 from burst_portable.cli.training.job import DTYPES, Job
 from burst_portable.cli.training.limits import check_memory, check_numbers, check_processes, cores
 from burst_portable.cli.training.models import checkpoint_of, config_of, outline, quiet, recompute_layers
+from burst_portable.cli.training.predicted import rates_of_run
 from burst_portable.cli.training.texts import check_tokens, tokens_of
 from burst_portable.cli.training.utilisation import model_flops
 from burst_portable.config import from_environment
@@ -88,7 +88,7 @@ def prepare(
     sketch = _checked_outline(config, seq_len, scoring, recompute)
     tokens, name = tokens_of(text, checkpoint)
     check_tokens(tokens, seq_len, config.vocab_size)
-    rates = rates_of(chosen, ranks, file=settings.rates, dtype=dtype, head_dim=sizes_of(config)["head_dim"])
+    rates = rates_of_run(chosen, ranks, settings.rates, dtype, sizes_of(config)["head_dim"])
     planner = asked_strategy(strategy, inner, travels, moves, rates)
     plan = _plan(config, seq_len, ranks, batch, planner, layout, dtype)
     about = _about(model, config, sketch)

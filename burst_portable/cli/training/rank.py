@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from burst_portable.backends.registry import load, peaks_of, rates_of
+from burst_portable.backends.registry import load, peaks_of
 from burst_portable.cli.strategies import asked_strategy
 from burst_portable.cli.training.job import Job
 from burst_portable.cli.training.loop import Course, OnStep, Sharded, Where, once, score, train
 from burst_portable.cli.training.models import build, checkpoint_of, config_of, quiet, recompute_layers
+from burst_portable.cli.training.predicted import rates_of_run
 from burst_portable.cli.training.texts import batches, tokens_of
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.layouts import sizes_of
@@ -62,7 +63,7 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
 
         def prepare(model: Any) -> Sharded:
             head_dim = sizes_of(model.config)["head_dim"]
-            rates = rates_of(backend, job.ranks, file=mesh.config.rates, dtype=job.dtype, head_dim=head_dim)
+            rates = rates_of_run(backend, job.ranks, mesh.config.rates, job.dtype, head_dim)
             strategy = asked_strategy(job.strategy, job.inner, job.travels, job.moves, rates)
             handle = parallelize(model, mesh, strategy=strategy, layout=job.layout)
             session.mark()  # making the model is no part of the first step
