@@ -29,6 +29,11 @@ class Answer:
         """By name, those that there are."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
+    def differs(self, other: Answer) -> str:
+        """The first quantity that has other bits in the other answer; "" if none has."""
+        theirs = other.quantities()
+        return next((name for name, value in self.quantities().items() if not torch.equal(value, theirs[name])), "")
+
 
 def dense_mask(mask: Mask, q_length: int, k_length: int | None = None) -> Tensor:
     """``[Sq, Sk]`` bool, straight from the definition of a region; how often a pair is seen must be 0 or 1."""

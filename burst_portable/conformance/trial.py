@@ -94,6 +94,6 @@ def raised(error: BaseException) -> str:
     return f"{text} (in {theirs[-1].filename}:{theirs[-1].lineno})" if theirs else text
 
 
-def plain(check: str, name: str, attempt: Callable[[], Outcome]) -> Trial:
-    """A trial that is no case."""
-    return Trial(check, name, lambda _: attempt())
+def plain(check: str, name: str, attempt: Callable[..., Outcome], *arguments: object) -> Trial:
+    """A trial that is not a case: `attempt` with these arguments."""
+    return Trial(check, name, lambda _: attempt(*arguments))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain
 
 import torch
@@ -46,18 +45,12 @@ def _grid(effort: str) -> dict[str, list[Case]]:
 def trials(subject: Subject) -> Iterator[Trial]:
     """What the backend says of itself, then what each kernel says."""
     for name, ask in _ASKED.items():
-        yield _trial(name, subject, ask)
+        yield plain(NAME, name, _made, ask, subject)
     for kernel in subject.kernels:
-        yield plain(NAME, f"{kernel.name}-reasons", partial(_made, _reasons, subject, kernel))
+        yield plain(NAME, f"{kernel.name}-reasons", _made, _reasons, subject, kernel)
         for name, cases in _grid(subject.effort).items():
             if not _declines(subject, kernel, cases):
-                yield plain(
-                    NAME, f"{kernel.name}-runs-what-it-claims-{name}", partial(_made, _runs, subject, kernel, cases)
-                )
-
-
-def _trial(name: str, subject: Subject, ask: Callable[[Subject], str]) -> Trial:
-    return plain(NAME, name, partial(_made, ask, subject))
+                yield plain(NAME, f"{kernel.name}-runs-what-it-claims-{name}", _made, _runs, subject, kernel, cases)
 
 
 def _made(ask: Callable[..., str], *arguments: object) -> Outcome:

@@ -40,11 +40,7 @@ def trials(subject: Subject) -> Iterator[Trial]:
         for bad in ("nan",) if subject.effort == "quick" else BAD:
             for ranks in (1, 2):
                 if ranks <= subject.ranks:
-                    yield _bad_trial(subject, where, bad, ranks)
-
-
-def _bad_trial(subject: Subject, where: str, bad: str, ranks: int) -> Trial:
-    return plain(NAME, f"{bad}-in-{where}-{ranks}ranks", lambda: _bad(subject, where, BAD[bad], ranks))
+                    yield plain(NAME, f"{bad}-in-{where}-{ranks}ranks", _bad, subject, where, BAD[bad], ranks)
 
 
 def _bad(subject: Subject, where: str, value: float, ranks: int) -> Outcome:

@@ -27,7 +27,7 @@ _CASES = (
 def trials(subject: Subject) -> Iterator[Trial]:
     """Messages and collectives; a few attentions. A process takes seconds to start: few of each."""
     counts, cases = ((2,), _CASES[:1]) if subject.effort == "quick" else ((2, 3), _CASES)
-    yield from (_jobs_trial(subject, ranks) for ranks in counts if ranks <= subject.ranks)
+    yield from (plain(NAME, f"messages-{n}ranks", _messages, subject, n) for n in counts if n <= subject.ranks)
     yield from case_trials(NAME, subject, cases, _attempt)
 
 
@@ -36,15 +36,9 @@ def of_case(subject: Subject, case: Case, kernel: str) -> Trial:
     return case_trial(NAME, subject, case, _attempt)
 
 
-def _jobs_trial(subject: Subject, ranks: int) -> Trial:
-    def attempt() -> Outcome:
-        return (
-            Outcome(skipped=_too_few(subject, ranks))
-            if _too_few(subject, ranks)
-            else Outcome(wrong=exchange(subject, ranks))
-        )
-
-    return plain(NAME, f"messages-{ranks}ranks", attempt)
+def _messages(subject: Subject, ranks: int) -> Outcome:
+    too_few = _too_few(subject, ranks)
+    return Outcome(skipped=too_few) if too_few else Outcome(wrong=exchange(subject, ranks))
 
 
 def _attempt(subject: Subject, case: Case) -> Outcome:

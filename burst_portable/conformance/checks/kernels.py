@@ -113,7 +113,8 @@ def trials(subject: Subject) -> Iterator[Trial]:
             if case.possible():
                 yield _case_trial(subject, kernel, case)
         for dtype in (torch.bfloat16,) if subject.effort == "quick" else (torch.float32, torch.bfloat16, torch.float16):
-            yield _growth_trial(subject, kernel, dtype)
+            short = str(dtype).removeprefix("torch.")
+            yield plain(NAME, f"{kernel.name}:flat-error-{short}", _growth, subject, kernel, dtype)
 
 
 def of_case(subject: Subject, case: Case, kernel: str) -> Trial:
@@ -154,11 +155,6 @@ def _attempt(subject: Subject, kernel: Kernel, case: Case) -> Outcome:
     if case.deterministic and not all(torch.equal(getattr(first, n), getattr(by_out, n)) for n in ("out", "lse")):
         return Outcome(outcome.errors, "other bits the second time, though deterministic was asked for")
     return outcome
-
-
-def _growth_trial(subject: Subject, kernel: Kernel, dtype: torch.dtype) -> Trial:
-    short = str(dtype).removeprefix("torch.")
-    return plain(NAME, f"{kernel.name}:flat-error-{short}", lambda: _growth(subject, kernel, dtype))
 
 
 def _growth(subject: Subject, kernel: Kernel, dtype: torch.dtype) -> Outcome:

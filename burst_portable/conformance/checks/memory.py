@@ -131,23 +131,11 @@ def _rounds(device: torch.device, seconds: float = 0.05) -> int:
 def trials(subject: Subject) -> Iterator[Trial]:
     """Each case with delays, and on memory full of other things; each kernel behind work on its stream."""
     if subject.backend.capabilities.streams:
-        yield from (_order_trial(subject, kernel) for kernel in subject.kernels)
+        yield from (plain(NAME, f"stream-order-{k.name}", _order, subject, k) for k in subject.kernels)
     for case in _CASES[:2] if subject.effort == "quick" else _CASES:
         if case.ranks <= subject.ranks:
-            yield _delay_trial(subject, case)
-            yield _stale_trial(subject, case)
-
-
-def _delay_trial(subject: Subject, case: Case) -> Trial:
-    return plain(NAME, f"delays-{case}", lambda: _delays(subject, case))
-
-
-def _stale_trial(subject: Subject, case: Case) -> Trial:
-    return plain(NAME, f"stale-{case}", lambda: _stale(subject, case))
-
-
-def _order_trial(subject: Subject, kernel: Kernel) -> Trial:
-    return plain(NAME, f"stream-order-{kernel.name}", lambda: _order(subject, kernel))
+            yield plain(NAME, f"delays-{case}", _delays, subject, case)
+            yield plain(NAME, f"stale-{case}", _stale, subject, case)
 
 
 def _order(subject: Subject, kernel: Kernel) -> Outcome:
@@ -170,9 +158,8 @@ def _delays(subject: Subject, case: Case) -> Outcome:
         for seed in range(2 if subject.effort == "quick" else 5):
             late = replace(subject, wrap=_delaying(subject, seed, seconds))
             hurried = run_case(late, case, x)
-            for name, value in calm.quantities().items():
-                if not torch.equal(value, hurried.quantities()[name]):
-                    return Outcome(wrong=f"{name} depends on who comes late (delays of seed {seed})")
+            if name := calm.differs(hurried):
+                return Outcome(wrong=f"{name} depends on who comes late (delays of seed {seed})")
     except UnsupportedError as refusal:
         return Outcome(skipped=str(refusal))
     return Outcome()
@@ -192,10 +179,8 @@ def _stale(subject: Subject, case: Case) -> Outcome:
         after = run_case(subject, case, x)
     except UnsupportedError as refusal:
         return Outcome(skipped=str(refusal))
-    for name, value in before.quantities().items():
-        if not torch.equal(value, after.quantities()[name]):
-            return Outcome(wrong=f"{name} depends on the call before")
-    return Outcome()
+    name = before.differs(after)
+    return Outcome(wrong=f"{name} depends on the call before" if name else "")
 
 
 CHECK = Check(NAME, "delays injected, order of streams, memory poisoned, nothing kept from the call before", trials)

@@ -49,12 +49,8 @@ def trials(subject: Subject) -> Iterator[Trial]:
     """The partition of each case, and the clock."""
     for case in _CASES[:1] if subject.effort == "quick" else _CASES:
         if case.ranks <= subject.ranks:
-            yield _partition_trial(subject, case)
-    yield plain(NAME, "clock", lambda: _clock(subject))
-
-
-def _partition_trial(subject: Subject, case: Case) -> Trial:
-    return plain(NAME, f"partition-{case}", lambda: _partition(subject, case))
+            yield plain(NAME, f"partition-{case}", _partition, subject, case)
+    yield plain(NAME, "clock", _clock, subject)
 
 
 def _partition(subject: Subject, case: Case) -> Outcome:
@@ -65,9 +61,8 @@ def _partition(subject: Subject, case: Case) -> Outcome:
             recorded = run_case(subject, case, x)
     except UnsupportedError as refusal:
         return Outcome(skipped=str(refusal))
-    for name, value in plainly.quantities().items():
-        if not torch.equal(value, recorded.quantities()[name]):
-            return Outcome(wrong=f"{name} has other bits while it is recorded")
+    if name := plainly.differs(recorded):
+        return Outcome(wrong=f"{name} has other bits while it is recorded")
     told = _told(session)
     return Outcome(wrong=_sums(told) or counted(told) or _complete(told, case))
 

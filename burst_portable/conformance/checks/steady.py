@@ -30,14 +30,11 @@ def trials(subject: Subject) -> Iterator[Trial]:
         Case(ranks=2, strategy="ulysses", heads="mqa"),
     ):
         if case.ranks <= subject.ranks:
-            yield _repeat_trial(subject, case)
+            yield plain(NAME, f"same-bits-{case}", _repeat, subject, case)
     for dtype in (torch.bfloat16,) if quick else (torch.float32, torch.bfloat16, torch.float16):
         for strategy in ("burst",) if quick else ("ring", "burst"):
-            yield _growth_trial(subject, dtype, strategy)
-
-
-def _repeat_trial(subject: Subject, case: Case) -> Trial:
-    return plain(NAME, f"same-bits-{case}", lambda: _repeat(subject, case))
+            short = str(dtype).removeprefix("torch.")
+            yield plain(NAME, f"flat-error-{strategy}-{short}", _growth, subject, dtype, strategy)
 
 
 def _repeat(subject: Subject, case: Case) -> Outcome:
@@ -47,15 +44,9 @@ def _repeat(subject: Subject, case: Case) -> Outcome:
     except UnsupportedError as refusal:
         return Outcome(skipped=str(refusal))
     for other in others:
-        for name, value in first.quantities().items():
-            if not torch.equal(value, other.quantities()[name]):
-                return Outcome(wrong=f"{name} has other bits the second time, though deterministic was asked for")
+        if name := first.differs(other):
+            return Outcome(wrong=f"{name} has other bits the second time, though deterministic was asked for")
     return Outcome()
-
-
-def _growth_trial(subject: Subject, dtype: torch.dtype, strategy: str) -> Trial:
-    short = str(dtype).removeprefix("torch.")
-    return plain(NAME, f"flat-error-{strategy}-{short}", lambda: _growth(subject, dtype, strategy))
 
 
 def _growth(subject: Subject, dtype: torch.dtype, strategy: str) -> Outcome:

@@ -15,11 +15,7 @@ def trials(subject: Subject) -> Iterator[Trial]:
     """Every job, on few ranks and on many."""
     for ranks in (2, 3) if subject.effort == "quick" else (2, 3, 5, 8):
         if ranks <= subject.ranks:
-            yield from (_trial(subject, job, ranks) for job in JOBS)
-
-
-def _trial(subject: Subject, job: str, ranks: int) -> Trial:
-    return plain(NAME, f"{job}-{ranks}ranks", lambda: _attempt(subject, job, ranks))
+            yield from (plain(NAME, f"{job}-{ranks}ranks", _attempt, subject, job, ranks) for job in JOBS)
 
 
 def _attempt(subject: Subject, job: str, ranks: int) -> Outcome:
