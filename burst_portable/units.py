@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_RANKS = 8  # that are listed by number
 _ROUNDS_UP = 0.9995  # of a unit: shown as one of it, and not as 1000 of the smaller one
 
 
@@ -45,6 +46,12 @@ def time_text(nanoseconds: float) -> str:
 def percent(share: float) -> str:
     """0.1234 -> "12.3 %"."""
     return f"{100 * share:.1f} %"
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """[3] -> "rank 3", [0, 1] -> "ranks 0, 1"; of many, the first few."""
+    more = ", ..." if len(ranks) > _RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_RANKS]))}{more}"
 
 
 def _scaled(value: float, base: float, names: tuple[str, ...]) -> str:

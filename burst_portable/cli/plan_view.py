@@ -22,13 +22,12 @@ from burst_portable.cli.drawing import (
 )
 from burst_portable.cli.output import labelled, table
 from burst_portable.cli.plan_facts import Facts
-from burst_portable.plans import TRAVELS, Plan
+from burst_portable.plans import PASSES, TRAVELS, Plan
 from burst_portable.rates import OUTER_GBPS
 from burst_portable.units import bytes_text, percent, scaled, seconds_text
 
 # Of middling lightness: to be read on a light and on a dark ground, and with white digits on them.
 _COLOURS = ("#2f6fde", "#c8690f", "#17855c", "#b5469e", "#0d8499", "#d2453f", "#8f7500", "#7a5fd0")
-_PASSES = ("forward", "backward")
 _SHARES = ("all pairs of the cell", "from 2/3", "from 1/3", "fewer")  # by shade
 
 
@@ -36,7 +35,7 @@ def show(console: Console, plan: Plan, facts: Facts, *, steps: int) -> None:
     """All of it, from what is planned to what it costs."""
     _header(console, facts)
     _drawing(console, plan)
-    for name in _PASSES:
+    for name in PASSES:
         console.print(_steps_table(facts, name, steps), "")
     console.print(_costs_table(facts), "")
     _time_note(console, facts)
@@ -176,8 +175,8 @@ def _joined(parts: list[str]) -> str:
 
 
 def _costs_table(facts: Facts) -> Table:
-    passes = [facts["passes"][name] for name in _PASSES]
-    rows = table(f"costs over {_ranks_text(facts)}", *_PASSES)
+    passes = [facts["passes"][name] for name in PASSES]
+    rows = table(f"costs over {_ranks_text(facts)}", *PASSES)
     for label, value in _COST_ROWS.items():
         rows.add_row(label, *(value(part) for part in passes))
     return rows

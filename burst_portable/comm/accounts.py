@@ -12,6 +12,7 @@ from time import monotonic
 import torch.distributed as dist
 
 from burst_portable.background import Background
+from burst_portable.units import rank_names
 
 _PATIENCE = 2.0  # seconds: for others to leave their word, and for a store whose host may be the rank that is gone
 _POLL = 0.05
@@ -28,7 +29,7 @@ def compare_accounts(group: dist.ProcessGroup, mine: str) -> str:
         ranks = dist.get_process_group_ranks(group)
     except KeyError:  # torch has forgotten it
         return "this rank has destroyed the process group: make a Mesh of the one that there is now"
-    place = f"{mine[:_LONGEST]} [group {group.group_name}: {_few(ranks)}]"
+    place = f"{mine[:_LONGEST]} [group {group.group_name}: {rank_names(ranks)}]"
     asking = _Asking(ranks, place)
     # A store blocks for minutes where its host is stopped: then what it said so far is all.
     asking.thread.wake(asking)
@@ -39,7 +40,7 @@ def compare_accounts(group: dist.ProcessGroup, mine: str) -> str:
     others = [(r, told.get(global_rank, "")) for r, global_rank in enumerate(ranks) if global_rank != dist.get_rank()]
     heard = [text for _, text in others if text][:_MOST]
     silent = [r for r, text in others if not text]
-    return "; ".join([*heard, *([f"nothing is heard of {_few(silent)}"] if silent else [])])
+    return "; ".join([*heard, *([f"nothing is heard of {rank_names(silent)}"] if silent else [])])
 
 
 class _Asking:
@@ -72,8 +73,3 @@ class _Asking:
                     self.told[rank] = store.get(keys[rank]).decode(errors="replace")
             if not self.thread.pause(_POLL):
                 return
-
-
-def _few(ranks: list[int]) -> str:
-    more = ", ..." if len(ranks) > _MOST else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST]))}{more}"

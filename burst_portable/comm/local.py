@@ -19,6 +19,7 @@ from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.errors import CommunicationError, DeadlineError, InputError, MismatchError, PeerLostError, explain
+from burst_portable.units import rank_names
 
 T = TypeVar("T")
 _POLL = 0.05  # seconds between looks at whether a peer has failed
@@ -88,19 +89,19 @@ class Fabric:
         deadline = time.monotonic() + seconds
         while not event.wait(_POLL):
             if self.failed is not None:
-                raise PeerLostError(f"{where}: rank {self.failed} failed, waiting for {_ranks(missing())}")
+                raise PeerLostError(f"{where}: rank {self.failed} failed, waiting for {rank_names(missing())}")
             gone = self.returned and self.returned.intersection(missing())
             if gone and not event.is_set():  # what it did, it did before it returned
                 raise PeerLostError(
                     explain(
-                        f"{where}: {_ranks(sorted(gone))} returned without this call",
+                        f"{where}: {rank_names(sorted(gone))} returned without this call",
                         next_step="all ranks must make the same calls in the same order",
                     )
                 )
             if time.monotonic() >= deadline:
                 raise DeadlineError(
                     explain(
-                        f"{where}: nothing came from {_ranks(missing())} in {seconds:g} s",
+                        f"{where}: nothing came from {rank_names(missing())} in {seconds:g} s",
                         next_step="find out what that rank is doing, or raise the deadline",
                     )
                 )
@@ -110,10 +111,6 @@ class Fabric:
         with self._lock:
             if self.failed is None:
                 self.failed = rank
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 class _End:

@@ -28,7 +28,7 @@ _MANY = 1 << 31  # calls of a training step, for a key of (training step, call)
 
 def achieved(one: RankRecords, messages: Messages) -> list[Row]:
     """A row a plan and pass of this rank, over all its calls."""
-    compute, message, collective = (one.tables.get(k, Table.of(k, [])) for k in ("compute", "message", "collective"))
+    compute, message, collective = (one.table(k) for k in ("compute", "message", "collective"))
     message, collective = message.where(message["sends"] == 1), collective.where(collective["agreement"] == 0)
     came = (messages.target == one.rank) & messages.known
     receive = messages.receive.where(came)

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from burst_portable.plans import PASSES
 from burst_portable.profiling.achieved import achieved, balance
 from burst_portable.profiling.causes import find_causes, passes_of
 from burst_portable.profiling.contention import contention
 from burst_portable.profiling.evidence import EVIDENCE
 from burst_portable.profiling.intervals import total, union, within
 from burst_portable.profiling.matching import Messages, align, match
-from burst_portable.profiling.partition import FIELDS, Timeline
-from burst_portable.profiling.record import NEVER, RankRecords, Table
+from burst_portable.profiling.partition import Timeline
+from burst_portable.profiling.record import NEVER, RankRecords
 from burst_portable.profiling.timeline import events_of
 from burst_portable.profiling.traced_facts import traced_facts
 from burst_portable.profiling.training import training
@@ -66,7 +67,7 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
         "sensors": _sensors(aligned, clocks.offsets_ns),
         "contention": [row for one in aligned if (row := _contention(one, messages))],
         "traced": [
-            {"rank": one.rank, **traced_facts(one.traced, one.tables.get("compute"))} for one in aligned if one.traced
+            {"rank": one.rank, **traced_facts(one.traced, one.table("compute"))} for one in aligned if one.traced
         ],
         "ablation": [{"rank": one.rank, **one.facts["ablation"]} for one in aligned if "ablation" in one.facts],
         "evidence": EVIDENCE,
@@ -87,13 +88,13 @@ def _without_first(one: RankRecords, skip: int) -> RankRecords:
 
 def timeline_of(one: RankRecords, messages: Messages) -> Timeline:
     """A rank's sets: what it computes, and what of its communication was seen."""
-    message, collective = (one.tables.get(kind, Table.of(kind, [])) for kind in ("message", "collective"))
+    message, collective = one.table("message"), one.table("collective")
     waits = np.concatenate((message.waits(), collective.spans()))
     posts = np.stack((message["posted"], message["left"]), axis=1)[message["posted"] != NEVER]
     seen = messages.known & (messages.target == one.rank)
     transfers = np.stack((messages.ready, messages.arrived), axis=1)[seen]
-    compute, copy = (one.tables.get(kind, Table.of(kind, [])).spans() for kind in ("compute", "copy"))
-    return Timeline.of(compute, np.concatenate((waits, posts, transfers)), copy, waits)
+    comm = np.concatenate((waits, posts, transfers))
+    return Timeline.of(one.table("compute").spans(), comm, one.table("copy").spans(), waits)
 
 
 def _rank(one: RankRecords, timeline: Timeline) -> dict[str, Any]:
@@ -101,14 +102,12 @@ def _rank(one: RankRecords, timeline: Timeline) -> dict[str, Any]:
     passes = union(np.array(passes_of(one), dtype=np.int64).reshape(-1, 2))
     busy = union(np.concatenate((timeline.compute, timeline.comm, timeline.exposed_copy)))
     inside = total(passes) - int(within(busy, passes).sum())
-    compute = one.tables.get("compute", Table.of("compute", []))
-    message = one.tables.get("message", Table.of("message", []))
+    compute, message, collective = (one.table(kind) for kind in ("compute", "message", "collective"))
     by_pass = {}
-    for backward, name in enumerate(("forward", "backward")):
+    for backward, name in enumerate(PASSES):
         own = compute.where(compute["backward"] == backward)
         by_pass[name] = {"flops": int(own["flops"].sum()), "compute": total(union(own.spans())), "kernels": len(own)}
     sent = message["bytes"][message["sends"] == 1]
-    collective = one.tables.get("collective", Table.of("collective", []))
     return {
         "rank": one.rank,
         "host": one.host,
@@ -133,7 +132,7 @@ def _sensors(records: Sequence[RankRecords], offsets: Sequence[int]) -> list[dic
 
 def _contention(one: RankRecords, messages: Messages) -> dict[str, Any] | None:
     """Kernels beside transfers, whose arrival a stream of their own watched, against the same kernels alone."""
-    compute = one.tables.get("compute", Table.of("compute", []))
+    compute = one.table("compute")
     watched = (messages.receive["arrived"] != NEVER) & ((messages.target == one.rank) | (messages.source == one.rank))
     moved = np.stack((messages.ready, np.maximum(messages.arrived, messages.ready)), axis=1)[watched]
     work = np.stack([compute[name] for name in ("backward", "pairs", "tiles", "flops")], axis=1)
@@ -206,11 +205,11 @@ def _work(one: RankRecords, places: NDArray[np.int64]) -> dict[str, NDArray[np.i
     index = {tuple(place): i for i, place in enumerate(places.tolist())}
     work = {name: np.zeros(len(places), dtype=np.int64) for name in ("flops", "pairs", "tiles", "received_bytes")}
     columns = ("iteration", "call", "backward", "step")
-    compute = one.tables.get("compute", Table.of("compute", []))
+    compute = one.table("compute")
     at = [index[tuple(p)] for p in np.stack([compute[c] for c in columns], axis=1).tolist()]
     for name in ("flops", "pairs", "tiles"):
         np.add.at(work[name], at, compute[name])
-    message = one.tables.get("message", Table.of("message", []))
+    message = one.table("message")
     message = message.where(message["sends"] == 0)
     at = [index[tuple(p)] for p in np.stack([message[c] for c in columns], axis=1).tolist()]
     np.add.at(work["received_bytes"], at, message["bytes"])
@@ -272,7 +271,7 @@ def _prediction(records: Sequence[RankRecords]) -> list[dict[str, Any]]:
     """Each pass of each rank: what the plan's cost says, and what was measured, in nanoseconds over all calls."""
     told = []
     for one in records:
-        for backward, name in enumerate(("forward", "backward")):
+        for backward, name in enumerate(PASSES):
             places, windows = step_windows(one)
             mine = places[:, 2] == backward
             measured = int((windows[:, 1] - windows[:, 0])[mine].sum())
@@ -282,6 +281,3 @@ def _prediction(records: Sequence[RankRecords]) -> list[dict[str, Any]]:
             )
             told.append({"rank": one.rank, "pass": name, "predicted": round(seconds * 1e9), "measured": measured})
     return told
-
-
-__all__ = ["FIELDS", "SCHEMA", "analyze", "step_windows", "timeline_of"]

@@ -118,8 +118,7 @@ def _follow(
 
 
 def _computing(one: RankRecords) -> list[Segment]:
-    compute = one.tables.get("compute")
-    spans = union(compute.spans()).tolist() if compute is not None else []
+    spans = union(one.table("compute").spans()).tolist()
     return [Segment(start, end, Cause("compute", one.rank)) for start, end in spans]
 
 
@@ -143,9 +142,9 @@ def _add_collectives(segments: dict[int, list[Segment]], records: Sequence[RankR
     """The last one to come is whom the others wait for; from then on, all exchange."""
     together: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
     for one in records:
-        if (table := one.tables.get("collective")) is not None:
-            for row, key in zip(table.spans().tolist(), _collective_keys(one, table), strict=True):
-                together[key].append((row[0], row[1], one.rank))
+        table = one.table("collective")
+        for (start, end), key in zip(table.spans().tolist(), _collective_keys(one, table), strict=True):
+            together[key].append((start, end, one.rank))
     for key, group in together.items():
         last, _, late = max(group)
         cause = Cause("agreement" if key[-1] else "collective")

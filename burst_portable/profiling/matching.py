@@ -79,18 +79,18 @@ def match(records: Sequence[RankRecords]) -> Messages:
     """Sends and receives of all ranks, brought together by what the plan calls them."""
     ends: dict[Hashable, list[NDArray[np.int64]]] = defaultdict(list)
     for one in records:
-        if (table := one.tables.get("message")) is not None:
-            sent = table.where((table["sends"] == 1) & (table["posted"] != NEVER))
-            for row, key in zip(sent.data, _keys(sent, one.rank), strict=True):
-                ends[key].append(row)
+        table = one.table("message")
+        sent = table.where((table["sends"] == 1) & (table["posted"] != NEVER))
+        for row, key in zip(sent.data, _keys(sent, one.rank), strict=True):
+            ends[key].append(row)
     pairs = []
     for one in records:
-        if (table := one.tables.get("message")) is not None:
-            received = table.where((table["sends"] == 0) & (table["posted"] != NEVER))
-            for row, key in zip(received.data, _keys(received, one.rank), strict=True):
-                if waiting := ends.get(key):
-                    pairs.append((key[0], key[1], waiting.pop(0), row))
-    asking = {one.rank: _asking(one.tables["message"]) for one in records if "message" in one.tables}
+        table = one.table("message")
+        received = table.where((table["sends"] == 0) & (table["posted"] != NEVER))
+        for row, key in zip(received.data, _keys(received, one.rank), strict=True):
+            if waiting := ends.get(key):
+                pairs.append((key[0], key[1], waiting.pop(0), row))
+    asking = {one.rank: _asking(one.table("message")) for one in records}
     return Messages(
         np.array([p[0] for p in pairs], dtype=np.int64),
         np.array([p[1] for p in pairs], dtype=np.int64),

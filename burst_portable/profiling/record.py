@@ -109,7 +109,7 @@ class RankRecords:
         rank: in the mesh whose calls were recorded.
         host: names the clock: ranks of one host read one monotonic clock.
         evidence: what the times are: "host clock", or "device events".
-        plans: facts of each plan that ran (see `session.plan_facts`), by its number.
+        plans: facts of each plan that ran (see `recorder.PlanFacts`), by its number.
         calls: (iteration, call, number of the plan).
         traced: what the vendor's tracer saw; None but at the deep level.
         marked: (iteration, start, end) of each training step, from mark to mark.
@@ -124,6 +124,10 @@ class RankRecords:
     facts: Mapping[str, Any] = field(default_factory=dict)
     traced: Traced | None = None
     marked: Sequence[Sequence[int]] = ()
+
+    def table(self, kind: str) -> Table:
+        """Its rows of one kind; an empty table where none were recorded."""
+        return self.tables.get(kind) or Table.of(kind, [])
 
     def shifted(self, nanoseconds: int) -> RankRecords:
         """The same on another clock."""

@@ -34,6 +34,7 @@ from burst_portable.profiling.record import RankRecords, pack, unpack
 from burst_portable.profiling.recorder import Recorder
 from burst_portable.profiling.recording import RecordingRuntime
 from burst_portable.runtime import Runtime, installed
+from burst_portable.units import rank_names
 
 if TYPE_CHECKING:
     from burst_portable.profiling.ablation import Ablation
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 LEVELS = ("session", "light", "deep")
 Wrap = Callable[[Runtime, Plan, Mesh], Runtime]
-_NAMED = 8  # ranks of a mesh that an error lists
+_NAMED = 8  # ranks that an error lists
 
 
 class _Who(NamedTuple):
@@ -54,12 +55,6 @@ class _Who(NamedTuple):
 
 def _who(mesh: Mesh) -> _Who:
     return _Who(mesh.members, mesh.rank)
-
-
-def _ranks(members: tuple[int, ...]) -> str:
-    """A mesh in words: the first of its ranks, by their numbers in the default process group."""
-    some = ", ".join(map(str, members[:_NAMED])) + (", ..." if len(members) > _NAMED else "")
-    return f"rank{'s' if len(members) > 1 else ''} {some}"
 
 
 class Session:
@@ -134,10 +129,11 @@ class Session:
         if given is not None:
             found = as_mesh(given)
             if meshes and found.members not in meshes:
+                recorded = "; of ".join(map(rank_names, sorted(meshes)))
                 raise InputError(
                     explain(
                         "no call of this mesh was recorded",
-                        got=f"mesh= of {_ranks(found.members)}, calls of {'; of '.join(map(_ranks, sorted(meshes)))}",
+                        got=f"mesh= of {rank_names(found.members)}, calls of {recorded}",
                         next_step="pass as mesh= the one that attention is called with",
                     )
                 )
@@ -146,7 +142,7 @@ class Session:
             raise InputError(
                 explain(
                     "calls of several meshes were recorded",
-                    got="; ".join(map(_ranks, sorted(meshes))),
+                    got="; ".join(map(rank_names, sorted(meshes))),
                     next_step="pass mesh= to profile() or report(): the one whose calls are to be brought together",
                 )
             )

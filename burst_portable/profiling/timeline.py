@@ -30,9 +30,7 @@ def events_of(records: Sequence[RankRecords], messages: Messages) -> dict[str, A
 
 
 def _rank(one: RankRecords, messages: Messages) -> NDArray[np.int64]:
-    compute, message, collective, copy = (
-        one.tables.get(k, Table.of(k, [])) for k in ("compute", "message", "collective", "copy")
-    )
+    compute, message, collective, copy = (one.table(k) for k in ("compute", "message", "collective", "copy"))
     parts = [_rows("compute", compute, compute["q_owner"], compute["k_owner"], compute["flops"])]
     waits = message["start"], message.until
     parts.append(_rows("wait", message, message["peer"], message["owner"], message["bytes"], waits))

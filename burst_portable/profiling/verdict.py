@@ -9,11 +9,11 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from burst_portable.plans import PASSES
 from burst_portable.profiling import advice as change
 from burst_portable.profiling.contention import contended
 from burst_portable.units import percent, scaled, time_text
 
-PASSES = ("forward", "backward")
 _WORTH = 0.03  # of a rank's time: what is less is not worth a verdict
 _MUCH = 0.2  # of all ranks' time: so much idle outside of attention is told of, though it is no loss of attention's
 _HEARD = 0.25  # of a slow rank's excess: what others waited for it, so that all of it counts

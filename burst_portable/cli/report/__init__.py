@@ -13,7 +13,7 @@ from burst_portable.cli.drawing import score_matrix
 from burst_portable.cli.report import charts
 from burst_portable.cli.report.charts import Part, Series
 from burst_portable.cli.run_view import timing_text, utilisation_text, verdict_text
-from burst_portable.plans import TRAVELS, Plan
+from burst_portable.plans import PASSES, TRAVELS, Plan
 from burst_portable.units import bytes_text, scaled, seconds_text
 
 # What a step is made of, in the order in which it is drawn: (class, name, what it is).
@@ -77,7 +77,7 @@ def _whole(text: str) -> Markup:
 
 def time_parts(phases: dict[str, float | None]) -> list[Part]:
     """A rank's mean step, cut into what is known of it."""
-    computing = sum(phases.get(name) or 0.0 for name in ("forward", "backward"))
+    computing = sum(phases.get(name) or 0.0 for name in PASSES)
     kernels, waiting = phases["kernels"], phases["waiting"]
     if kernels is None or waiting is None:
         spent = {"computing": computing}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from burst_portable.plans import PASSES
+
 _TRACKS = {"compute": 0, "copy": 0, "wait": 1, "collective": 1, "post": 1, "transfer": 2}
 _NAMES = ("compute and copies", "communication: waiting", "communication: transfers")
-_PASSES = ("forward", "backward")
 
 
 def trace(data: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def trace(data: dict[str, Any]) -> dict[str, Any]:
                     "name": _name(kind, one["a"][i], one["b"][i]),
                     "cat": kind,
                     "args": {
-                        "pass": _PASSES[one["backward"][i]],
+                        "pass": PASSES[one["backward"][i]],
                         "step": one["step"][i],
                         "layer": one["call"][i],
                         "training step": one["iteration"][i],

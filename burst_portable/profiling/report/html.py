@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from burst_portable.plans import PASSES
 from burst_portable.profiling.contention import contended
 from burst_portable.profiling.evidence import evidence_of
 from burst_portable.profiling.partition import PARTS
@@ -17,7 +18,6 @@ from burst_portable.profiling.report.tables import (
     ABLATED,
     LIGHT,
     NAMES,
-    PASSES,
     drift_text,
     layer_rows,
     loss_name,

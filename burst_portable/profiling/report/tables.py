@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from burst_portable.plans import PASSES
 from burst_portable.units import percent, scaled, time_text
 
 NAMES = {
@@ -17,7 +18,6 @@ NAMES = {
     "median_step": "median whole step",
     "longest_step": "longest whole step",
 }
-PASSES = ("forward", "backward")
 LIGHT = "a light report: copies, hidden communication and bytes sent are not recorded"
 _STEP_PARTS = ("span", "compute", "exposed_comm", "exposed_copy", "idle", "blocking", "overlap")
 _LOSSES = {
