@@ -23,6 +23,8 @@ _HOMES = {  # public name -> module of this package
     "positions": "sharding",
     "shard": "sharding",
     "shard_batch": "sharding",
+    "sum_gradients": "gradients",
+    "sum_over_ranks": "gradients",
     "unshard": "sharding",
     "merge": "numerics",
     "Mask": "mask",
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from burst_portable.choices import plan_on as plan_on
     from burst_portable.errors import BurstError as BurstError
     from burst_portable.explanation import explain as explain
+    from burst_portable.gradients import sum_gradients as sum_gradients
+    from burst_portable.gradients import sum_over_ranks as sum_over_ranks
     from burst_portable.layout import Layout as Layout
     from burst_portable.layout import Segment as Segment
     from burst_portable.layouts import make_layout as make_layout

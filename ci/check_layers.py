@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("executor", "reshard", "by_heads", "strategies"),
     ("planning",),
     ("autograd", "checks", "choices"),
-    ("sharding",),
+    ("sharding", "gradients"),
     ("api", "explanation", "measuring"),
     ("profiling", "nn", ""),  # "" is burst_portable/__init__.py, which hands out the names of api, profile and nn
     ("conformance",),

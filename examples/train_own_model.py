@@ -14,7 +14,6 @@ from torch import nn
 
 import burst_portable as bp
 from burst_portable.errors import InputError
-from burst_portable.integrations.gradients import sum_gradients, sum_over_ranks
 from burst_portable.nn import SelfAttention
 
 
@@ -52,9 +51,9 @@ def train(mesh: bp.Mesh, *, steps: int = 5, seq_len: int = 509, dim: int = 64) -
         loss = nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / (seq_len - 1)
         optimizer.zero_grad()
         loss.backward()
-        sum_gradients(parts.parameters(), mesh)
+        bp.sum_gradients(parts.parameters(), mesh)
         optimizer.step()
-        losses.append(sum_over_ranks(loss.detach(), mesh).item())
+        losses.append(bp.sum_over_ranks(loss.detach(), mesh).item())
     return losses
 
 

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import burst_portable as bp
-from burst_portable.integrations.gradients import sum_gradients, sum_over_ranks
+from burst_portable.gradients import sum_gradients, sum_over_ranks
 from burst_portable.nn import SelfAttention
 from tests.integration.models import assert_same, make, on_one_device, on_ranks, tokens
 

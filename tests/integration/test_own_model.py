@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import burst_portable as bp
 from burst_portable.errors import DtypeError, InputError, LayoutError, MismatchError, ShapeError, UnsupportedError
-from burst_portable.integrations.gradients import sum_gradients
+from burst_portable.gradients import sum_gradients
 from burst_portable.nn import SelfAttention, rotate
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_own_model.py"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from burst_portable import Mesh, run_local
+from burst_portable import gradients as summing
 from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.integrations import gradients as summing
 from burst_portable.integrations.transformers import loss as losses
 from burst_portable.integrations.transformers import parallelize, sum_gradients, sum_over_ranks
 from burst_portable.layouts import OF_DOCUMENTS
@@ -166,6 +168,20 @@ def test_a_parameter_that_no_rank_used_stays_without_a_gradient(monkeypatch: pyt
 
     for ranks in (1, 3):
         assert run_local(ranks, work) == [[None, 5.0 * ranks, 7.0]] * ranks
+
+
+@pytest.mark.parametrize(
+    ("of", "got"),
+    [
+        (lambda model: model, "Linear"),
+        (lambda model: model.weight, "Parameter"),
+        (lambda model: model.named_parameters(), r"\('weight', Parameter"),
+    ],
+)
+def test_what_is_no_list_of_parameters_is_refused(of: Callable[[torch.nn.Linear], Any], got: str):
+    """A tensor by itself can be gone through, row by row: its own gradient would stay as it is, in silence."""
+    with pytest.raises(InputError, match=rf"got {got}.*; pass model\.parameters\(\), or a list of tensors"):
+        sum_gradients(of(torch.nn.Linear(2, 2)), Mesh.single())
 
 
 def test_sparse_gradients_are_refused():

@@ -33,6 +33,8 @@ PUBLIC = [
     "run_local",
     "shard",
     "shard_batch",
+    "sum_gradients",
+    "sum_over_ranks",
     "unshard",
 ]
 

@@ -17,7 +17,7 @@ import torch._dynamo  # what is refused imports it
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import burst_portable as bp
 from burst_portable.comm.base import Message
@@ -149,6 +149,16 @@ def refused(mesh: bp.Mesh) -> dict[str, str]:
     }
 
 
+def summed(grid: DeviceMesh) -> list[float]:
+    """What sums over a sequence's ranks, and over all, come to: of 1, 10, 100, 1000, a digit for each rank."""
+    mine = torch.tensor([10.0 ** dist.get_rank()])
+    found = [bp.sum_over_ranks(mine, mesh).item() for mesh in (grid["sequence"], grid.get_group("sequence"), None)]
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = mine.clone()
+    bp.sum_gradients([parameter], grid["sequence"])
+    return [*found, parameter.grad.item()]
+
+
 def main(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
@@ -161,6 +171,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     inputs = make_inputs(own, seed=rank // 2)
     found["sub_groups"] = judge(on_one_rank(pair, own, inputs), *expected(own, inputs), own.dtype)
     found["sub_groups"] |= wrong(pair, replace(own, strategy="ulysses", mask="full"))
+    found["summed"] = summed(grid)
     found["two_levels"] = two_levels(ranks)
     found["sent"], found["planned"] = bytes_sent(ranks)
     found["refused"] = refused(mesh)

@@ -40,6 +40,12 @@ def test_a_sub_group_of_a_device_mesh_shares_a_sequence(answers):
     assert [found["sub_groups"] for found in answers] == [{}] * RANKS
 
 
+def test_sums_take_what_attention_takes_as_a_mesh(answers):
+    """A DeviceMesh of one axis, a process group, and the default group of all four."""
+    pairs = [11.0, 11.0, 1100.0, 1100.0]
+    assert [found["summed"] for found in answers] == [[pair, pair, 1111.0, pair] for pair in pairs]
+
+
 def test_nodes_have_connections_of_their_own(answers):
     """Ranks 0 and 1 are a node, and 2 and 3: what crosses goes through the other group, also outside of rings."""
     for rank, found in enumerate(answers):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from burst_portable.integrations.gradients import sum_gradients, sum_over_ranks
+from burst_portable.gradients import sum_gradients, sum_over_ranks
 from burst_portable.mesh import Mesh
 from burst_portable.profiling.session import Session
 

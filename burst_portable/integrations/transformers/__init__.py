@@ -9,7 +9,7 @@
     sum_gradients(model.parameters(), mesh)  # now every rank has one device's gradients
 """
 
-from burst_portable.integrations.gradients import sum_gradients, sum_over_ranks
+from burst_portable.gradients import sum_gradients, sum_over_ranks
 from burst_portable.integrations.transformers.checks import check_model
 from burst_portable.integrations.transformers.parallel import Parallel, parallelize
 

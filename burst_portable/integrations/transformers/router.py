@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.errors import UnsupportedError, explain
-from burst_portable.integrations.gradients import sum_over_ranks
+from burst_portable.gradients import sum_over_ranks
 from burst_portable.mesh import Mesh
 
 

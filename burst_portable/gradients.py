@@ -6,15 +6,17 @@ The order makes the sum the same bits on every rank, so that optimizers that sta
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from burst_portable.checks import check_tensor
 from burst_portable.compiling import outside_graphs
-from burst_portable.errors import InputError, explain
-from burst_portable.mesh import Mesh
+from burst_portable.errors import InputError, explain, shown
+from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import accumulation_dtype
 
 _BUCKET = 1 << 28
@@ -22,11 +24,13 @@ _BUCKET = 1 << 28
 
 
 @outside_graphs
-def sum_over_ranks(x: Tensor, mesh: Mesh) -> Tensor:
+def sum_over_ranks(x: Tensor, mesh: MeshLike = None) -> Tensor:
     """The sum of the ranks' tensors of one shape and dtype, on every rank: scattered, added, gathered.
 
-    It is added in float32 or float64 and has the shape and dtype of `x`.
+    It is added in float32 or float64 and has the shape and dtype of `x`. The mesh is as `attention` takes it.
     """
+    check_tensor("x", x)
+    mesh = as_mesh(mesh)
     if mesh.size == 1:
         return x.clone()
     transport = mesh.transport(x.device.type)
@@ -44,7 +48,7 @@ def sum_over_ranks(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 @outside_graphs
-def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
+def sum_gradients(parameters: Iterable[Tensor], mesh: MeshLike = None) -> None:
     """Add up every parameter's gradient over the ranks, in place; one exchange a dtype, device and 256 MiB.
 
     Once a step: after the last batch whose gradients are accumulated, before they are unscaled, clipped and used.
@@ -54,12 +58,17 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
     lists) is summed once.
     Of a parameter that is sharded over other ranks (FSDP2 over data alone), this rank's part is summed.
 
-    Raises `InputError` for parameters that are sharded over these ranks (FSDP has reduced their gradients already), and
-    for sparse gradients.
+    Args:
+        parameters: as an optimizer takes them, ``model.parameters()``.
+        mesh: the ranks that share the sequence, as `attention` takes it.
+
+    Raises `InputError` for what is no list of parameters, for parameters that are sharded over these ranks (FSDP has
+    reduced their gradients already), and for sparse gradients.
     """
+    mesh = as_mesh(mesh)
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     missing = set[Tensor]()
-    for parameter in dict.fromkeys(parameters):
+    for parameter in _listed(parameters):
         if not parameter.requires_grad:
             continue
         _check_whole(parameter, mesh)
@@ -71,6 +80,17 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
     for members in groups.values():
         for bucket in _buckets(members):
             _sum_bucket(bucket, missing, mesh)
+
+
+def _listed(parameters: Any) -> list[Tensor]:
+    """Each parameter once. A tensor by itself would be gone through row by row, and its gradient left as it is."""
+    advice = "pass model.parameters(), or a list of tensors"
+    if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
+        raise InputError(explain("these are no parameters", got=type(parameters).__name__, next_step=advice))
+    listed = list(parameters)
+    if other := next((one for one in listed if not isinstance(one, Tensor)), None):
+        raise InputError(explain("not all of these are parameters", got=shown(other), next_step=advice))
+    return list(dict.fromkeys(listed))
 
 
 def _sum_bucket(bucket: list[Tensor], missing: set[Tensor], mesh: Mesh) -> None:
