@@ -65,7 +65,7 @@ def kernel_of(backend: str, chip: str) -> Any:
     """The kernel with the blocks of a chip, which declines what the interpreter cannot do."""
     from burst_portable.backends.ascend.triton_launch import AscendTritonKernel
     from burst_portable.kernels.contract import KernelProblem, Support
-    from burst_portable.kernels.triton import TritonKernel
+    from burst_portable.kernels.triton.launch import TritonKernel
     from burst_portable.kernels.triton.tuning import HALF, SINGLE
 
     kind = AscendTritonKernel if backend == "ascend" else TritonKernel

@@ -116,7 +116,7 @@ def own(kernel: Kernel, task: Task, *, resumed: bool = False) -> Calls:
 
 
 def triton_kernel(task: Task, *, resumed: bool = False) -> Calls:
-    from burst_portable.kernels.triton import TritonKernel
+    from burst_portable.kernels.triton.launch import TritonKernel
 
     return own(TritonKernel(), task, resumed=resumed)
 

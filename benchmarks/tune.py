@@ -55,7 +55,7 @@ class Trial:
     """One kernel in one variant on one problem."""
 
     def __init__(self, kernel: str, blocks: dict[str, object], problem: dict[str, Tensor], tiles: Tiles) -> None:
-        from burst_portable.kernels.triton import TritonKernel
+        from burst_portable.kernels.triton.launch import TritonKernel
         from burst_portable.kernels.triton.tuning import Blocks, Tuning
 
         self.kernel, self.blocks, self.problem, self.tiles = kernel, blocks, problem, tiles

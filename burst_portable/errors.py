@@ -110,6 +110,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
+def in_a_line(error: BaseException, most: int = 400) -> str:
+    """What others raised, by its kind and text: the text of a KeyError alone is only a key."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:most]
+
+
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """The error for a name that no registry holds, with the near ones first."""
     known = sorted(known)

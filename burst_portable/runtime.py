@@ -51,13 +51,7 @@ class Runtime(Protocol):
         """The kernel on one computation of the plan. `state`: what it returned for the one before; None at first."""
 
     def attend_backward(
-        self,
-        compute: Compute,
-        queries: Queries,
-        k: Tensor,
-        v: Tensor,
-        options: Options,
-        into: tuple[Tensor, ...],
+        self, compute: Compute, queries: Queries, k: Tensor, v: Tensor, options: Options, into: tuple[Tensor, ...]
     ) -> None:
         """The kernel's backward on one computation of the plan; adds to `into`: (dq, dk, dv)."""
 
@@ -97,13 +91,7 @@ class PlainRuntime:
         return self.kernel.attend(q, k, v, compute.tiles, options, state=state)
 
     def attend_backward(
-        self,
-        compute: Compute,
-        queries: Queries,
-        k: Tensor,
-        v: Tensor,
-        options: Options,
-        into: tuple[Tensor, ...],
+        self, compute: Compute, queries: Queries, k: Tensor, v: Tensor, options: Options, into: tuple[Tensor, ...]
     ) -> None:
         q, dout, lse, delta, out = queries
         dq, dk, dv = into
@@ -130,6 +118,39 @@ class PlainRuntime:
             [Message(buffer, move.source, self.places.get(move)) for move, buffer in receives],
             f"{'backward' if backward else 'forward'} step {step}",
         )
+
+
+class WrappedRuntime:
+    """See `Runtime`. Hands everything to the one inside, but for what a class derived from it does otherwise."""
+
+    def __init__(self, inner: Runtime) -> None:
+        self.inner = inner
+        self.transport = inner.transport
+
+    def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
+        return self.inner.attend(compute, q, k, v, options, state)
+
+    def attend_backward(
+        self, compute: Compute, queries: Queries, k: Tensor, v: Tensor, options: Options, into: tuple[Tensor, ...]
+    ) -> None:
+        self.inner.attend_backward(compute, queries, k, v, options, into)
+
+    def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
+        return self.inner.attend_whole(compute, q, k, v, options)
+
+    def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
+        return self.inner.gradients(compute, tensors, options)
+
+    def copying(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
+        return self.inner.copying(device, step, backward=backward)
+
+    def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
+        return self.inner.inbox(moves, size, device)
+
+    def post(
+        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int, *, backward: bool
+    ) -> tuple[list[Handle], list[Handle]]:
+        return self.inner.post(sends, receives, step, backward=backward)
 
 
 installed: ContextVar[Callable[[Runtime, Plan, Mesh], Runtime] | None] = ContextVar("installed", default=None)

@@ -23,9 +23,9 @@ from fake_driver import FakeDriver, Launched
 
 from burst_portable.conformance.cases import MASKS
 from burst_portable.kernels.contract import Options
-from burst_portable.kernels.triton import TritonKernel
+from burst_portable.kernels.triton.arguments import padded
 from burst_portable.kernels.triton.compile import Record, problems, read_amd
-from burst_portable.kernels.triton.prepared import padded
+from burst_portable.kernels.triton.launch import TritonKernel
 from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, choose
 from burst_portable.layouts import make_layout
 from burst_portable.tiles import find_tiles

@@ -11,7 +11,7 @@ import torch
 from burst_portable.backends.base import Capabilities, Probe, wrong_with
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
-from burst_portable.errors import explain
+from burst_portable.errors import explain, in_a_line
 from burst_portable.kernels.contract import Kernel
 
 Facts = dict[str, Any]
@@ -61,7 +61,7 @@ class AcceleratorBackend(ABC):
             torch.get_device_module(self.capabilities.device_type).init()
             said = "a driver that starts and shows no device"
         except (RuntimeError, AssertionError) as error:
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            said = in_a_line(error)
         return explain(missing, got=said, next_step=f"look at {look_at}")
 
     def _devices(self) -> list[Facts]:

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 from burst_portable.comm.base import Transport
-from burst_portable.errors import BackendUnavailableError, explain
+from burst_portable.errors import BackendUnavailableError, explain, in_a_line
 from burst_portable.kernels.contract import Kernel
 from burst_portable.rates import Curve as Curve
 from burst_portable.rates import Rates as Rates
@@ -196,7 +196,7 @@ def _import_error(package: str, found: str, module: str) -> str:
     except Exception as error:  # noqa: BLE001
         return explain(
             f"the package {package} {found} is broken: it fails to import",
-            got=f"{type(error).__name__}: {' '.join(str(error).split())}",
+            got=in_a_line(error),
             next_step=f"`python -c 'import {module}'` shows where; reinstall it, with the driver that it is made for",
         )
     return ""

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
-from burst_portable.errors import BackendUnavailableError, UnsupportedError, explain, unknown_name
+from burst_portable.errors import BackendUnavailableError, UnsupportedError, explain, in_a_line, unknown_name
 from burst_portable.measured_rates import read_rates
 
 if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
@@ -89,7 +89,7 @@ def _imported(name: str, home: str) -> Backend:
     except (Exception, SystemExit) as error:
         next_step = f"`python -c 'import {module}'` shows where; reinstall that package, or remove it"
         raise BackendUnavailableError(
-            explain(f"{what} is broken: it fails to import", got=_in_a_line(error), next_step=next_step)
+            explain(f"{what} is broken: it fails to import", got=in_a_line(error), next_step=next_step)
         ) from error
     if lacking := [part for part in _PARTS if not hasattr(backend, part)]:
         next_step = f"upgrade the package of {module}: it was written for another version of burst_portable"
@@ -120,10 +120,6 @@ def _misshapen(backend: Backend, name: str) -> str:
     return ""
 
 
-def _in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
 def probed(backend: Backend) -> Probe:
     """What its probe says of this machine; a probe that does not do what it must says no, with what is wrong."""
     from burst_portable.backends.base import Probe
@@ -132,7 +128,7 @@ def probed(backend: Backend) -> Probe:
         probe = backend.probe()
     # It must not raise. One that does is in nobody's way but that of who names it.
     except Exception as error:  # noqa: BLE001
-        return Probe(False, f"it is broken: its probe raised {_in_a_line(error)}")
+        return Probe(False, f"it is broken: its probe raised {in_a_line(error)}")
     if not isinstance(probe, Probe):
         return Probe(False, f"it is broken: its probe gave a {type(probe).__name__}, not a Probe")
     return probe if probe.ok or probe.reason else Probe(False, "it does not say why", probe.facts)
@@ -248,7 +244,7 @@ def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:
     except Exception as error:
         what = f"the backend {backend.name!r} is broken: it fails to make options of a process group"
         next_step = "upgrade or mend it: group_options(timeout) gives torch's pg_options, or None"
-        raise BackendUnavailableError(explain(what, got=_in_a_line(error), next_step=next_step)) from error
+        raise BackendUnavailableError(explain(what, got=in_a_line(error), next_step=next_step)) from error
     return {"timeout": timeout} if options is None else {"timeout": timeout, "pg_options": options}
 
 

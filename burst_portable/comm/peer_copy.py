@@ -218,18 +218,6 @@ class PeerCopyTransport(Transport):
         came = exchange_flags(self.size, index, _peers(arriving))
         return _PeerExchange(memory, own, _Arrivals(memory, came, self._mark, self._missing(label)))
 
-    def all_gather(self, send: Tensor, receives: Sequence[Tensor], label: str = "all_gather") -> None:
-        if self.under_way:
-            super().all_gather(send, receives, label)
-        else:
-            self._other.all_gather(send, receives, label)
-
-    def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
-        if self.under_way:
-            super().all_to_all(sends, receives, label)
-        else:
-            self._other.all_to_all(sends, receives, label)
-
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
         return self._other.share(data, label, deadline)
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from xml.etree import ElementTree
 
-from burst_portable.errors import InputError, explain
+from burst_portable.errors import InputError, explain, in_a_line
 from burst_portable.files import parse_json
 
 SCHEMA = "burst_portable.conformance/1"
@@ -127,8 +127,7 @@ class Report:
             only, kernels = (tuple(facts.pop(name)) for name in ("only", "kernels"))
             return cls(**facts, only=only, kernels=kernels, results=results)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise InputError(explain("this is no report that this library wrote", got=told)) from error
+            raise InputError(explain("this is not a report that this library wrote", got=in_a_line(error))) from error
 
     def junit(self) -> str:
         """JUnit XML, a test case a trial, a suite a group."""

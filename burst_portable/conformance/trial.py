@@ -11,8 +11,8 @@ import torch
 
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.subject import Subject
+from burst_portable.errors import in_a_line
 
-_LENGTH = 400  # characters of what an exception says
 _NOT_THEIRS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 Errors = Mapping[str, tuple[float, float]]
@@ -88,7 +88,7 @@ class Check:
 
 def raised(error: BaseException) -> str:
     """What a backend raised, in one line, and where in its own code: not in this suite or in torch."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())[:_LENGTH]}"
+    text = in_a_line(error)
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
     return f"{text} (in {theirs[-1].filename}:{theirs[-1].lineno})" if theirs else text

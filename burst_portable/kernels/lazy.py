@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from burst_portable.errors import BackendUnavailableError, explain
+from burst_portable.errors import BackendUnavailableError, explain, in_a_line
 from burst_portable.kernels import whole
 from burst_portable.kernels.contract import (
     Gradients,
@@ -94,11 +94,9 @@ class LazyKernel:
                 self._real()
             # Whatever a vendor's package raises when it is imported, the user must hear which one it was.
             except Exception as error:
-                got = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                what = f"the package {self._needs} is broken: it fails to import"
                 next_step = "reinstall or remove it, or name another kernel"
-                raise BackendUnavailableError(
-                    explain(f"the package {self._needs} is broken: it fails to import", got=got, next_step=next_step)
-                ) from error
+                raise BackendUnavailableError(explain(what, got=in_a_line(error), next_step=next_step)) from error
         return self._real().supports(problem)
 
     def attend(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.moves import Move
 from burst_portable.numerics import State, empty_state
 from burst_portable.plans import Plan
-from burst_portable.runtime import Queries, Runtime, installed
+from burst_portable.runtime import Queries, Runtime, WrappedRuntime, installed
 from burst_portable.steps import Compute
 from burst_portable.values import as_int
 
@@ -232,53 +232,45 @@ class _Silent(WrappedTransport):
         """The transport goes on."""
 
 
-class _Ablated:
-    """See `runtime.Runtime`."""
+class _Ablated(WrappedRuntime):
+    """See `runtime.Runtime`. With computing off, kernels return at once; with communication off, nothing is sent."""
 
     def __init__(self, inner: Runtime, off: Sequence[str]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._silent, self._idle = "communication" in off, "computing" in off
-        self.transport = _Silent(inner.transport) if self._silent else inner.transport
+        if self._silent:
+            self.transport = _Silent(inner.transport)
 
     def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
         if self._idle:
             return empty_state(q, v.shape[-1]) if state is None else state
-        return self._inner.attend(compute, q, k, v, options, state)
+        return super().attend(compute, q, k, v, options, state)
 
     def attend_backward(
-        self,
-        compute: Compute,
-        queries: Queries,
-        k: Tensor,
-        v: Tensor,
-        options: Options,
-        into: tuple[Tensor, ...],
+        self, compute: Compute, queries: Queries, k: Tensor, v: Tensor, options: Options, into: tuple[Tensor, ...]
     ) -> None:
         if not self._idle:
-            self._inner.attend_backward(compute, queries, k, v, options, into)
+            super().attend_backward(compute, queries, k, v, options, into)
 
     def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
         if self._idle:
             return empty_state(q, v.shape[-1])
-        return self._inner.attend_whole(compute, q, k, v, options)
+        return super().attend_whole(compute, q, k, v, options)
 
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
         if self._idle:
             _, q, k, v, *_ = tensors
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        return self._inner.gradients(compute, tensors, options)
-
-    def copying(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
-        return self._inner.copying(device, step, backward=backward)
+        return super().gradients(compute, tensors, options)
 
     def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
         if self._silent:
             return self.transport.inbox(size, device, moves[0].source)
-        return self._inner.inbox(moves, size, device)
+        return super().inbox(moves, size, device)
 
     def post(
         self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int, *, backward: bool
     ) -> tuple[list[Handle], list[Handle]]:
         if self._silent:
             return [_Done() for _ in sends], [_Done() for _ in receives]
-        return self._inner.post(sends, receives, step, backward=backward)
+        return super().post(sends, receives, step, backward=backward)

@@ -21,7 +21,7 @@ from burst_portable.plans import Plan
 from burst_portable.profiling.place import Place
 from burst_portable.profiling.record import NEVER
 from burst_portable.profiling.recorder import Recorder
-from burst_portable.runtime import Queries, Runtime
+from burst_portable.runtime import Queries, Runtime, WrappedRuntime
 from burst_portable.steps import Compute
 
 T = TypeVar("T")
@@ -32,11 +32,12 @@ def _only(owners: tuple[int, ...]) -> int:
     return owners[0] if len(owners) == 1 else -1
 
 
-class RecordingRuntime:
+class RecordingRuntime(WrappedRuntime):
     """See `runtime.Runtime`. One for every call: forward, and the backward that belongs to it."""
 
     def __init__(self, inner: Runtime, plan: Plan, recorder: Recorder) -> None:
-        self.inner, self.recorder = inner, recorder
+        super().__init__(inner)
+        self.recorder = recorder
         self._facts = recorder.facts(plan)
         self._place = recorder.iteration, recorder.call - 1
         recorder.transport, recorder.goes_first = inner.transport.name, inner.transport.goes_first
@@ -55,13 +56,7 @@ class RecordingRuntime:
         return self._watched(False, compute, q, lambda: self.inner.attend(compute, q, k, v, options, state))
 
     def attend_backward(
-        self,
-        compute: Compute,
-        queries: Queries,
-        k: Tensor,
-        v: Tensor,
-        options: Options,
-        into: tuple[Tensor, ...],
+        self, compute: Compute, queries: Queries, k: Tensor, v: Tensor, options: Options, into: tuple[Tensor, ...]
     ) -> None:
         self._watched(True, compute, k, lambda: self.inner.attend_backward(compute, queries, k, v, options, into))
 
@@ -110,9 +105,6 @@ class RecordingRuntime:
             start = clock.mark()
             yield
             self.row("copy", backward, step, start, clock.mark())
-
-    def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
-        return self.inner.inbox(moves, size, device)
 
     def post(
         self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int, *, backward: bool

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from burst_portable.backends.registry import as_kineto
-from burst_portable.errors import InputError, explain
+from burst_portable.errors import InputError, explain, in_a_line
 from burst_portable.files import parse_json, read_json
 from burst_portable.profiling.partition import Timeline
 
@@ -41,8 +41,8 @@ def read_trace(path: str | Path) -> dict[str, Any]:
             if kind := kind_of(event.category, event.name):
                 spans[kind].append((event.start, event.end))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise InputError(explain(f"{path} is no trace of torch.profiler: an event cannot be read", got=told)) from error
+        what = f"{path} is not a trace of torch.profiler: an event cannot be read"
+        raise InputError(explain(what, got=in_a_line(error))) from error
     if not spans:
         raise InputError(
             explain(

@@ -13,8 +13,9 @@ from triton.compiler import compile as triton_compile
 
 from burst_portable.backends.cuda.backend import CudaBackend
 from burst_portable.kernels.contract import KernelProblem, Options
-from burst_portable.kernels.triton import TritonKernel, compile, launch
+from burst_portable.kernels.triton import compile, launch
 from burst_portable.kernels.triton.compile import TARGETS
+from burst_portable.kernels.triton.launch import TritonKernel
 from burst_portable.kernels.triton.tf32 import Tf32Kernel
 from burst_portable.kernels.triton.tuning import SINGLE, choose
 from burst_portable.tiles import Tile, Tiles

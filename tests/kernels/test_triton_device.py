@@ -32,7 +32,7 @@ def device() -> str:
 
 @pytest.fixture(scope="module")
 def kernel():
-    from burst_portable.kernels.triton import TritonKernel
+    from burst_portable.kernels.triton.launch import TritonKernel
 
     return TritonKernel()
 

@@ -21,7 +21,6 @@ class AscendBackend(AcceleratorBackend):
     """See `backends.base.Backend`."""
 
     name = "ascend"
-    wire = "hccl"
     # Half of what Huawei states for an Ascend 910B, in 16 bits and for one HCCS link. Nothing was measured.
     capabilities = Capabilities(
         device_type="npu", process_group="hccl", streams=True, rates=Rates(tflops=150.0, gbps=25.0)

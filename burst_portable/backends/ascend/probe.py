@@ -9,7 +9,7 @@ import torch
 
 from burst_portable.backends.accelerator import Facts
 from burst_portable.backends.base import require
-from burst_portable.errors import BackendUnavailableError, explain
+from burst_portable.errors import BackendUnavailableError, explain, in_a_line
 
 AT_LEAST = "2.11"
 _INSTALL = "install CANN, then the torch_npu of this torch's version: pip install '.[ascend]' in the clone"
@@ -27,9 +27,8 @@ def missing() -> str:
         npu = import_module("torch_npu").npu
     # Whatever goes wrong in there (a library of CANN that is missing, mostly), the user must hear it.
     except Exception as error:  # noqa: BLE001
-        got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         step = "source CANN's set_env.sh, and look whether its version fits torch_npu's"
-        return explain("torch_npu is installed and fails to import", got=got, next_step=step)
+        return explain("torch_npu is installed and fails to import", got=in_a_line(error), next_step=step)
     return "" if npu.is_available() else "torch_npu sees no NPU; look at npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
 
 

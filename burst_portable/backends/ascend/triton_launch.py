@@ -10,11 +10,9 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from math import log2
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.backends import backends as targets
 from triton.runtime.interpreter import InterpretedFunction
@@ -22,6 +20,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from burst_portable.backends.ascend import triton_kernels
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
+from burst_portable.kernels.triton.arguments import padded, score_numbers, strides
 from burst_portable.kernels.triton.blocks import block_table, transposed
 from burst_portable.kernels.triton.failures import told_where
 from burst_portable.numerics import Compensated, State, row_delta
@@ -33,7 +32,6 @@ LONGEST = 1 << 24  # rows or columns of a block that float32 can still tell apar
 PROGRAMS = 24  # of a launch: the cube cores of an Atlas A2; more or fewer cores change the speed alone
 BUFFER = 192 * 1024  # bytes of a core's unified buffer
 MARGIN = 0.85  # how much of it may be planned for: the compiler needs some itself
-_LOG2_E = log2(2.718281828459045)
 _KEPT = 256
 
 
@@ -69,12 +67,6 @@ def _compensated(state: Compensated | None, part: State) -> Compensated:
         return Compensated(*part, (torch.zeros_like(part[0]), torch.zeros_like(part[1])))
     state.merge(*part)
     return state
-
-
-def padded(size: int) -> int:
-    """A head size as the kernels hold it."""
-    power: int = triton.next_power_of_2(size)
-    return max(16, power)
 
 
 @lru_cache(maxsize=1)
@@ -132,8 +124,8 @@ class AscendTritonKernel:
             state = out, torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
         cut = self._cut(q, v)[0]
         table, blocks = self._table(tiles, q.shape[1], k.shape[1], cut, q.device, every_row=not merge)
-        strides = (*_strides(q, k, v, state[0]), *state[1].stride())
-        arguments = (q, k, v, *state, table, *_numbers(options), *strides, q.shape[1])
+        steps = (*strides(q, k, v, state[0]), *state[1].stride())
+        arguments = (q, k, v, *state, table, *score_numbers(options), *steps, q.shape[1])
         self._run(triton_kernels.attend_kernel, arguments, blocks, q.shape[2], q, k, v, cut, options, MERGE=merge)
         return state
 
@@ -157,15 +149,15 @@ class AscendTritonKernel:
             assert out is not None
             delta = row_delta(dout, out)
         lse, delta, (dq, dk, dv) = lse.float(), delta.float(), into
-        shared = (*_strides(q, k, v, dout), *lse.stride(), *delta.stride())
-        numbers = (*_numbers(options), float(options.scale))
+        shared = (*strides(q, k, v, dout), *lse.stride(), *delta.stride())
+        numbers = (*score_numbers(options), float(options.scale))
         queries_cut, keys_cut = self._cut(q, v)
         turned = Tiles(transposed(tile) for tile in tiles)
         table, blocks = self._table(turned, k.shape[1], q.shape[1], keys_cut, q.device)
-        arguments = (q, k, v, dout, lse, delta, dk, dv, table, *numbers, *shared, *_strides(dk, dv), k.shape[1])
+        arguments = (q, k, v, dout, lse, delta, dk, dv, table, *numbers, *shared, *strides(dk, dv), k.shape[1])
         self._run(triton_kernels.keys_kernel, arguments, blocks, k.shape[2], q, k, v, keys_cut, options)
         table, blocks = self._table(tiles, q.shape[1], k.shape[1], queries_cut, q.device)
-        arguments = (q, k, v, dout, lse, delta, dq, table, *numbers, *shared, *_strides(dq), q.shape[1])
+        arguments = (q, k, v, dout, lse, delta, dq, table, *numbers, *shared, *strides(dq), q.shape[1])
         self._run(triton_kernels.queries_kernel, arguments, blocks, q.shape[2], q, k, v, queries_cut, options)
 
     # ------------------------------------------------------------------------------------- launching
@@ -228,15 +220,3 @@ class AscendTritonKernel:
         sizes = blocks, heads, q.shape[2] // k.shape[2], work
         with told_where(kernel, f"npu, {q.dtype}", constants, "pass other cuts to AscendTritonKernel"):
             kernel[(min(work, self._programs),)](*arguments, *sizes, **constants)
-
-
-def _numbers(options: Options) -> tuple[float, float, float]:
-    """scale, inner, outer of the kernels: everything in base 2."""
-    if options.softcap is None:
-        return options.scale * _LOG2_E, 0.0, 0.0
-    return 1.0, 2.0 * options.scale / options.softcap * _LOG2_E, options.softcap * _LOG2_E
-
-
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """batch, row and head stride of each [B, S, H, D]."""
-    return tuple(s for x in tensors for s in x.stride()[:3])

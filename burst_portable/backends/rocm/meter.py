@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from burst_portable.errors import BackendUnavailableError
+from burst_portable.errors import BackendUnavailableError, in_a_line
 
 
 class AmdsmiMeter:
@@ -22,7 +22,7 @@ class AmdsmiMeter:
             self._smi = smi = import_module("amdsmi")
         # The bindings are there and libamd_smi.so is not: they raise KeyError, OSError, AttributeError.
         except Exception as error:
-            raise BackendUnavailableError(f"amdsmi is broken: {type(error).__name__}: {error}") from error
+            raise BackendUnavailableError(f"amdsmi is broken: {in_a_line(error)}") from error
         try:
             smi.amdsmi_init()
             device = smi.amdsmi_get_processor_handle_from_bdf(address)

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from burst_portable.cli.training.foreign import told
-from burst_portable.errors import InputError, explain, shown
+from burst_portable.errors import InputError, explain, in_a_line, shown
 from burst_portable.integrations.transformers.layouts import check_one_size
 
 TINY = "tiny"
@@ -79,7 +78,7 @@ def build(
         )
     # Files that are cut off, weights of other shapes: each library on the way raises its own.
     except Exception as error:
-        raise InputError(explain(f"the checkpoint {name} cannot be loaded", got=told(error))) from error
+        raise InputError(explain(f"the checkpoint {name} cannot be loaded", got=in_a_line(error))) from error
     _check_kinds(checkpoint, model)
     return model.to(device), _check_weights(name, information)
 
@@ -94,7 +93,7 @@ def recompute_layers(model: Any) -> None:
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
-        raise InputError(explain("the model cannot recompute its layers", got=told(error))) from error
+        raise InputError(explain("the model cannot recompute its layers", got=in_a_line(error))) from error
 
 
 def _check_kinds(checkpoint: Path, model: Any) -> None:
@@ -147,7 +146,7 @@ def outline(config: Any) -> Any:
     # Whatever a config's numbers break in a model that is built from them.
     except Exception as error:
         raise InputError(
-            explain(f"no {config.model_type} model can be built from its config", got=told(error))
+            explain(f"no {config.model_type} model can be built from its config", got=in_a_line(error))
         ) from error
 
 
@@ -235,7 +234,7 @@ def _made(path: Path, fields: dict[str, Any]) -> Any:
         config = AutoConfig.for_model(kind, **fields)
     # transformers checks configs with several libraries, and each raises its own.
     except Exception as error:
-        raise InputError(explain(f"transformers cannot read the config {path}", got=told(error))) from error
+        raise InputError(explain(f"transformers cannot read the config {path}", got=in_a_line(error))) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(explain("the model is no causal language model of transformers", got=kind))
     return config
@@ -259,7 +258,7 @@ def _json(path: Path) -> dict[str, Any]:
     except InputError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(explain(f"{path} cannot be read as JSON", got=told(error))) from error
+        raise InputError(explain(f"{path} cannot be read as JSON", got=in_a_line(error))) from error
     if not isinstance(fields, dict):
         raise InputError(explain(f"{path} holds no config", got=type(fields).__name__, allowed="a JSON object"))
     return fields

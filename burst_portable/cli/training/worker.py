@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from burst_portable.cli.training.imports import without_collector
 from burst_portable.cli.training.job import Job
-from burst_portable.errors import BurstError, CommunicationError, DeadlineError, InputError, explain
+from burst_portable.errors import BurstError, CommunicationError, DeadlineError, InputError, explain, in_a_line
 
 if TYPE_CHECKING:
     from burst_portable.config import Launched
@@ -88,7 +88,6 @@ def join(backend: str, rank: int, ranks: int, folder: Path) -> None:
     import torch.distributed as dist
 
     from burst_portable.backends.registry import group_options_of, load
-    from burst_portable.cli.training.foreign import told
     from burst_portable.config import from_environment, listen_on_loopback
 
     serving, deadline = load(backend), from_environment().deadline
@@ -107,7 +106,7 @@ def join(backend: str, rank: int, ranks: int, folder: Path) -> None:
         raise DeadlineError(
             explain(
                 f"rank {rank}: the other ranks did not start within {deadline:g} s",
-                got=told(error),
+                got=in_a_line(error),
                 next_step="give them more time with BURST_DEADLINE, in seconds",
             )
         ) from error
@@ -118,7 +117,6 @@ def join_launched(backend: str, place: Launched) -> None:
     import torch.distributed as dist
 
     from burst_portable.backends.registry import group_options_of, load
-    from burst_portable.cli.training.foreign import told
     from burst_portable.config import from_environment
 
     serving, deadline = load(backend), from_environment().deadline
@@ -130,7 +128,9 @@ def join_launched(backend: str, place: Launched) -> None:
         next_step = f"see that every rank starts, and that it reaches {place.meeting} (MASTER_ADDR, MASTER_PORT)"
         raise DeadlineError(
             explain(
-                f"the ranks did not meet at {place.meeting} within {deadline:g} s", got=told(error), next_step=next_step
+                f"the ranks did not meet at {place.meeting} within {deadline:g} s",
+                got=in_a_line(error),
+                next_step=next_step,
             )
         ) from error
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from burst_portable.comm.base import Handle, Transport
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.inputs import make_inputs
@@ -20,13 +17,12 @@ from burst_portable.conformance.running import plan_of, run_case
 from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Check, Outcome, Trial, plain
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.contract import Gradients, Options
-from burst_portable.moves import Move
+from burst_portable.kernels.contract import Options
 from burst_portable.numerics import State
 from burst_portable.plans import PASSES, PassName, Plan
 from burst_portable.profiling.partition import PARTS
 from burst_portable.profiling.session import Session, profile
-from burst_portable.runtime import Queries, Runtime, installed
+from burst_portable.runtime import WrappedRuntime, installed
 from burst_portable.steps import Compute
 
 NAME = "profiler"
@@ -136,42 +132,16 @@ def _computes(plan: Plan, name: PassName, rank: int) -> int:
 # ------------------------------------------------------------------------------------------------------- the clock
 
 
-@dataclass
-class _Held:
-    """A runtime whose kernels take `HELD` longer."""
-
-    inner: Runtime
-
-    @property
-    def transport(self) -> Transport:
-        return self.inner.transport
+class _Held(WrappedRuntime):
+    """Its kernels take `HELD` longer, forward."""
 
     def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
         time.sleep(HELD)
-        return self.inner.attend(compute, q, k, v, options, state)
-
-    def attend_backward(
-        self, compute: Compute, queries: Queries, k: Tensor, v: Tensor, options: Options, into: tuple[Tensor, ...]
-    ) -> None:
-        self.inner.attend_backward(compute, queries, k, v, options, into)
+        return super().attend(compute, q, k, v, options, state)
 
     def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
         time.sleep(HELD)
-        return self.inner.attend_whole(compute, q, k, v, options)
-
-    def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
-        return self.inner.gradients(compute, tensors, options)
-
-    def copying(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
-        return self.inner.copying(device, step, backward=backward)
-
-    def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
-        return self.inner.inbox(moves, size, device)
-
-    def post(
-        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int, *, backward: bool
-    ) -> tuple[list[Handle], list[Handle]]:
-        return self.inner.post(sends, receives, step, backward=backward)
+        return super().attend_whole(compute, q, k, v, options)
 
 
 @contextmanager

@@ -22,9 +22,8 @@ from triton.compiler import ASTSource
 
 from burst_portable.errors import explain, unknown_name
 from burst_portable.kernels.triton import backward, forward, matrix_descriptors
+from burst_portable.kernels.triton.arguments import ALWAYS, padded
 from burst_portable.kernels.triton.assembled import assembled
-from burst_portable.kernels.triton.options import ALWAYS
-from burst_portable.kernels.triton.prepared import padded
 from burst_portable.kernels.triton.tuning import HALF, Blocks, choose
 
 KIB = 1024

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from math import log2
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from burst_portable.errors import DtypeError, ShapeError, UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.triton import backward, forward
+from burst_portable.kernels.triton.arguments import padded, score_numbers, strides
 from burst_portable.kernels.triton.blocks import BlockTable, block_table, transposed
 from burst_portable.kernels.triton.prepared import (
     Launch,
@@ -28,8 +28,6 @@ from burst_portable.kernels.triton.prepared import (
     layout_of,
     number_strides,
     on_device_of,
-    padded,
-    strides,
 )
 from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, Table, Tuning, choose
 from burst_portable.numerics import State, running_dtype
@@ -37,7 +35,6 @@ from burst_portable.tiles import Tile, Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
-_LOG2_E = log2(2.718281828459045)
 _LONG_STRIDE = 1 << 23  # from here on a block's rows span more than 32 bits can count
 _DELTA_ROWS = 64
 
@@ -89,7 +86,7 @@ class TritonKernel:
             with on_device_of(q):
                 if launch.tma:
                     k, v = launch.described("k", k), launch.described("v", v)
-                launch(q, k, v, out, lse, launch.table, *_numbers(options))
+                launch(q, k, v, out, lse, launch.table, *score_numbers(options))
         return out, lse
 
     def attend_backward(
@@ -143,7 +140,7 @@ class TritonKernel:
             q, dout = launch.described("q", q), launch.described("dout", dout)
         if launch.tma_numbers:
             lse, delta = launch.described("lse", lse), launch.described("delta", delta)
-        launch(q, k, v, dout, lse, delta, dk, dv, launch.table, *_numbers(options), float(options.scale))
+        launch(q, k, v, dout, lse, delta, dk, dv, launch.table, *score_numbers(options), float(options.scale))
 
     def only_queries(
         self,
@@ -166,7 +163,7 @@ class TritonKernel:
             return
         if launch.tma:
             k, v = launch.described("k", k), launch.described("v", v)
-        launch(q, k, v, dout, lse, delta, dq, launch.table, *_numbers(options), float(options.scale))
+        launch(q, k, v, dout, lse, delta, dq, launch.table, *score_numbers(options), float(options.scale))
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
         """`numerics.row_delta` in one pass over its two tensors."""
@@ -287,13 +284,6 @@ def _new_state(q: Tensor, value_dim: int) -> State:
     batch, rows, heads, _ = q.shape
     out = torch.empty(batch, rows, heads, value_dim, dtype=running_dtype(q.dtype), device=q.device)
     return out, torch.empty(batch, heads, rows, dtype=out.dtype, device=q.device)
-
-
-def _numbers(options: Options) -> tuple[float, float, float]:
-    """scale, inner, outer of the kernels: everything in base 2."""
-    if options.softcap is None:
-        return options.scale * _LOG2_E, 0.0, 0.0
-    return 1.0, 2.0 * options.scale / options.softcap * _LOG2_E, options.softcap * _LOG2_E
 
 
 def _table(

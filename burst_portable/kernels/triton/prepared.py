@@ -19,8 +19,10 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from burst_portable.kernels.triton import forward, matrix_descriptors
+from burst_portable.kernels.triton.arguments import ALWAYS, Address
+from burst_portable.kernels.triton.arguments import padded as padded  # `merging` takes both from here: it is a source
+from burst_portable.kernels.triton.arguments import strides as strides  # of evidence, which each change makes stale
 from burst_portable.kernels.triton.failures import told_where
-from burst_portable.kernels.triton.options import ALWAYS
 
 TMA_BYTES = 16
 """What addresses and strides of a hardware descriptor are multiples of."""
@@ -88,20 +90,8 @@ class Launch:
         if found is None:
             if len(self._descriptors) >= _KEPT:
                 self._descriptors.clear()
-            found = self._descriptors[name, x.data_ptr()] = _descriptor(x, _Address(x), self._columns)
+            found = self._descriptors[name, x.data_ptr()] = _descriptor(x, Address(x), self._columns)
         return found
-
-
-class _Address:
-    """What a descriptor needs of its tensor, without keeping the memory."""
-
-    __slots__ = ("dtype", "pointer")
-
-    def __init__(self, x: Tensor) -> None:
-        self.dtype, self.pointer = x.dtype, x.data_ptr()
-
-    def data_ptr(self) -> int:
-        return self.pointer
 
 
 def _descriptor(x: Tensor, base: object, rows: int) -> TensorDescriptor:
@@ -123,13 +113,8 @@ def layout_of(x: Tensor) -> tuple[object, ...]:
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TMA_BYTES
 
 
-def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """batch, row and head stride of each [B, S, H, D]."""
-    return tuple(s for x in tensors for s in x.stride()[:3])
-
-
 def number_strides(*tensors: Tensor) -> tuple[int, ...]:
-    """batch, head and row stride of each [B, H, S]."""
+    """Batch, head and row stride of each [B, H, S]."""
     return tuple(s for x in tensors for s in x.stride())
 
 
@@ -138,13 +123,6 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     if x.device.index is None or x.device.index == torch.accelerator.current_device_index():
         return nullcontext()
     return torch.accelerator.device_index(x.device.index)
-
-
-@lru_cache
-def padded(size: int) -> int:
-    """A head size as the kernels hold it: matrix instructions want at least 16."""
-    power: int = triton.next_power_of_2(size)
-    return max(16, power)
 
 
 @lru_cache(maxsize=1)

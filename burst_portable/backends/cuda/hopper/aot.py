@@ -10,7 +10,7 @@ from typing import Any
 
 from burst_portable.backends.cuda.hopper.configs import BACKWARD, FORWARD, TALL, ForwardConfig
 from burst_portable.kernels.triton import matrix_descriptors
-from burst_portable.kernels.triton.options import ALWAYS
+from burst_portable.kernels.triton.arguments import ALWAYS
 
 SHARED_LIMIT = 227 * 1024
 _NAMES = {"bf16": 16, "fp16": 16, "fp32": 32}

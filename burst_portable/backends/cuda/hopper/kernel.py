@@ -24,6 +24,7 @@ from burst_portable.backends.cuda.hopper.launch_tables import LaunchTables, OnDe
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.steps import in_steps
+from burst_portable.kernels.triton.arguments import LOG2_E
 from burst_portable.kernels.whole import added_up
 from burst_portable.numerics import State, empty_state, finished, row_delta
 from burst_portable.tiles import Tiles
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 TRITON_FROM, TRITON_BELOW = (3, 6), (3, 10)
 """Versions whose Gluon compiles these kernels; tests/kernels/test_hopper_compile.py is the evidence."""
 
-_LOG2E = 1.4426950408889634
 _PLAIN = torch.contiguous_format
 
 
@@ -117,7 +117,7 @@ class HopperKernel:
                 (
                     q_rows, k_rows, v_rows, compiled.rows("out", out, 64, dim),
                     out, lse, table.numbers, compiled.counter(q.device, stream),
-                    options.scale * _LOG2E, rows, *out.stride()[:3], lse.stride(0), lse.stride(1),
+                    options.scale * LOG2_E, rows, *out.stride()[:3], lse.stride(0), lse.stride(1),
                     *table.heads,
                 ),
                 (config.BN, dim, config.NS, mode, config.W, config.REGS),
@@ -226,7 +226,7 @@ def _launch_backward(
             compiled.rows("dq", dq, 64, 64),
             compiled.rows("dk", dk, 64, dim),
             compiled.rows("dv", dv, 64, dim),
-            dk, dv, table.numbers, scale, scale * _LOG2E, *table.heads, k.shape[1],
+            dk, dv, table.numbers, scale, scale * LOG2_E, *table.heads, k.shape[1],
         ),
         (config.BM, dim, config.NQ, _folds(q.dtype), int(store), config.REGS),
         {"num_warps": 4, "maxnreg": config.maxnreg},

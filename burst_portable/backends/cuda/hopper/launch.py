@@ -17,7 +17,7 @@ from torch import Tensor
 from burst_portable.backends.cuda.kernel_driver import Described, kernel_driver, pack_described, ready
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.steps import in_steps
-from burst_portable.kernels.triton.options import ALWAYS
+from burst_portable.kernels.triton.arguments import ALWAYS, Address
 
 _DESCRIPTORS = 8192  # kept at most: 13 a layer and group of heads
 _COUNTERS = 1024  # in a pool
@@ -99,19 +99,6 @@ def processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-class _Address:
-    """What a descriptor needs of a tensor, without holding its memory."""
-
-    __slots__ = ("dtype", "pointer")
-
-    def __init__(self, pointer: int, dtype: torch.dtype) -> None:
-        self.pointer = pointer
-        self.dtype = dtype
-
-    def data_ptr(self) -> int:
-        return self.pointer
-
-
 class Descriptors:
     """TMA descriptors by address, shape, strides and block; the caching allocator hands out the same ones again."""
 
@@ -167,7 +154,7 @@ class Descriptors:
         if driver is not None:
             encoded = driver.tensor_map(x.data_ptr(), x.dtype, shape, strides, box, swizzle)
             packed = pack_described(encoded, shape, strides)
-        triton = self._make(_Address(x.data_ptr(), x.dtype), shape, strides, block, layout)
+        triton = self._make(Address(x), shape, strides, block, layout)
         if len(self._kept) >= _DESCRIPTORS:
             self._kept.clear()
         made = self._kept[key] = Described(triton, box, swizzle, packed)

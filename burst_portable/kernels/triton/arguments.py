@@ -1,0 +1,44 @@
+"""What launches of all our Triton and Gluon kernels share: options, sizes, strides, numbers, addresses."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from burst_portable.kernels.contract import Options
+
+# a·b + c in one instruction: Triton's default, of which 3.9 warns that it will be another from 3.10 on.
+ALWAYS = {"enable_fp_fusion": True}
+LOG2_E = math.log2(math.e)
+
+
+def padded(size: int) -> int:
+    """A head size as kernels hold it: a power of two, at least 16, as matrix instructions want."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Batch, row and head stride of each [B, S, H, D]."""
+    return tuple(s for x in tensors for s in x.stride()[:3])
+
+
+def score_numbers(options: Options) -> tuple[float, float, float]:
+    """(scale, inner, outer) of the kernels' scores, in base 2: inner and outer are those of a softcap, else 0."""
+    if options.softcap is None:
+        return options.scale * LOG2_E, 0.0, 0.0
+    return 1.0, 2.0 * options.scale / options.softcap * LOG2_E, options.softcap * LOG2_E
+
+
+class Address:
+    """What a descriptor needs of its tensor, without keeping the memory."""
+
+    __slots__ = ("dtype", "pointer")
+
+    def __init__(self, x: Tensor) -> None:
+        self.dtype: torch.dtype = x.dtype
+        self.pointer = x.data_ptr()
+
+    def data_ptr(self) -> int:
+        return self.pointer
