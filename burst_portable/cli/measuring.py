@@ -5,14 +5,14 @@ As a program, one local rank: python -m burst_portable.cli.measuring JOB RANK; s
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from burst_portable.cli.training.job import Saved
 from burst_portable.cli.training.launch import run_processes
 from burst_portable.cli.training.worker import device_of, join, join_launched, main, tell
 from burst_portable.config import Launched
@@ -21,7 +21,7 @@ Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class MeasureJob:
+class MeasureJob(Saved):
     """One call of the command: what is measured, on which backend, and the threads that a rank has."""
 
     ranks: int
@@ -35,15 +35,6 @@ class MeasureJob:
     length: int | None
     inner: int | None
     threads: int
-
-    def save(self, path: Path) -> None:
-        """Write it where `load` finds it."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> MeasureJob:
-        """The job that `save` wrote."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def measure_local(job: MeasureJob, told: Callable[[str], None]) -> Facts:

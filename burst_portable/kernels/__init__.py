@@ -1,1 +1,1 @@
-"""Local attention kernels: `contract` says what one is, `reference` is the oracle, `triton` the portable ones."""
+"""Local attention kernels: `contract` says what one is, `reference` plain torch, `triton` the portable ones."""

@@ -8,10 +8,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.contract import Gradients
+from burst_portable.kernels.contract import Gradients, KernelProblem
 from burst_portable.kernels.merged_once import MergedOnceKernel
 from burst_portable.kernels.steps import in_steps
 from burst_portable.numerics import State
+
+
+def declined(problem: KernelProblem, largest_head: int) -> str:
+    """Why no flash attention, be it torch's or a vendor's, can serve a problem; "" where the vendor decides."""
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {problem.dtype}"
+    if problem.value_dim != problem.head_dim:
+        return f"values of size {problem.value_dim} differ from heads of size {problem.head_dim}"
+    if problem.head_dim % 8 or problem.head_dim > largest_head:
+        return f"it takes head sizes that are multiples of 8 up to {largest_head}, not {problem.head_dim}"
+    if problem.heads % problem.kv_heads:
+        return f"{problem.heads} heads are no multiple of {problem.kv_heads} K/V heads"
+    if problem.softcap:
+        return "it is not asked for a softcap"
+    if not problem.positive_scale:
+        return "it is not asked for scales that are not positive"
+    return ""
 
 
 class AtenFlashKernel(MergedOnceKernel):

@@ -150,7 +150,7 @@ REASONS = [
     ({"head_dim": 68, "value_dim": 68}, "multiples of 8"),
     ({"head_dim": 264, "value_dim": 264}, "up to 256"),
     ({"heads": 3}, "no multiple"),
-    ({"softcap": True}, "no softcap"),
+    ({"softcap": True}, "not asked for a softcap"),
     ({"positive_scale": False}, "scales that are not positive"),
     ({"deterministic": True}, "same order"),
 ]

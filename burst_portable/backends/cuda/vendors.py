@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.aten_flash import AtenFlashKernel
+from burst_portable.kernels import aten_flash
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.merged_once import MergedOnceKernel
 from burst_portable.kernels.pieces import causal_window
@@ -34,20 +34,10 @@ _OBEYS_FROM = "4.0.0b36"
 _STAGES = ("a", "b", "rc", "")
 
 
-def declined(problem: KernelProblem, largest: int) -> str:
+def declined(problem: KernelProblem, largest_head: int) -> str:
     """Why none of them can serve a problem; "" if one may."""
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {problem.dtype}"
-    if problem.value_dim != problem.head_dim:
-        return f"values of size {problem.value_dim} differ from heads of size {problem.head_dim}"
-    if problem.head_dim % 8 or problem.head_dim > largest:
-        return f"it takes head sizes that are multiples of 8 up to {largest}, not {problem.head_dim}"
-    if problem.heads % problem.kv_heads:
-        return f"{problem.heads} heads are no multiple of {problem.kv_heads} K/V heads"
-    if problem.softcap:
-        return "it is not asked for a softcap"
-    if not problem.positive_scale:
-        return "it is not asked for scales that are not positive"
+    if reason := aten_flash.declined(problem, largest_head):
+        return reason
     if problem.deterministic:
         return "its backward adds dq in any order; it serves deterministic=False only"
     if torch.version.hip is not None or problem.device != "cuda":
@@ -66,7 +56,7 @@ def _older_than(first: tuple[int, int]) -> str:
     return f"it needs sm_{first[0]}{first[1]} or later, not {old[0]}" if old else ""
 
 
-class CudaFlashKernel(AtenFlashKernel):
+class CudaFlashKernel(aten_flash.AtenFlashKernel):
     """torch's flash attention (FlashAttention-2)."""
 
     def supports(self, problem: KernelProblem) -> Support:

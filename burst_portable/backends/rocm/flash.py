@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from burst_portable.backends.rocm.probe import architecture
-from burst_portable.kernels.aten_flash import AtenFlashKernel
+from burst_portable.kernels import aten_flash
 from burst_portable.kernels.contract import KernelProblem, Support
 
 ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
@@ -21,18 +21,8 @@ LARGEST_HEAD = 256
 
 def declined(problem: KernelProblem) -> str:
     """Why a flash attention of AMD's, be it torch's or AITER's, cannot serve a problem; "" if it can."""
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {problem.dtype}"
-    if problem.value_dim != problem.head_dim:
-        return f"values of size {problem.value_dim} differ from heads of size {problem.head_dim}"
-    if problem.head_dim % 8 or problem.head_dim > LARGEST_HEAD:
-        return f"it takes head sizes that are multiples of 8 up to {LARGEST_HEAD}, not {problem.head_dim}"
-    if problem.heads % problem.kv_heads:
-        return f"{problem.heads} heads are no multiple of {problem.kv_heads} K/V heads"
-    if not problem.positive_scale:
-        return "it is not asked for scales that are not positive"
-    if problem.softcap:
-        return "it has no softcap"
+    if reason := aten_flash.declined(problem, LARGEST_HEAD):
+        return reason
     if problem.deterministic:
         return "nobody promises that its backward adds in the same order every time; it serves deterministic=False only"
     return _device_reason(problem.device)
@@ -48,7 +38,7 @@ def _device_reason(device: str) -> str:
     return f"it is known to be built for {', '.join(ARCHITECTURES)}, not for {', '.join(others)}" if others else ""
 
 
-class RocmFlashKernel(AtenFlashKernel):
+class RocmFlashKernel(aten_flash.AtenFlashKernel):
     """See `kernels.contract.Kernel`."""
 
     def supports(self, problem: KernelProblem) -> Support:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
+class Saved:
+    """A dataclass of plain values that another process reads."""
+
+    def save(self, path: Path) -> None:
+        """Write it where `load` finds it."""
+        path.write_text(json.dumps(vars(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """What `save` wrote."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
 @dataclass(frozen=True)
-class Job:
+class Job(Saved):
     """One call of `burst-portable run`.
 
     Attributes:
@@ -48,12 +62,3 @@ class Job:
     recompute: bool = False
     profile: str = ""
     ablate: bool = False
-
-    def save(self, path: Path) -> None:
-        """Write it where `load` finds it."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> Job:
-        """The job that `save` wrote."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))

@@ -53,29 +53,8 @@ class HopperKernel:
         self._tables = LaunchTables()
 
     def supports(self, problem: KernelProblem) -> Support:
-        if reason := self._cannot_run(problem):
-            return Support(False, reason)
-        if problem.deterministic:
-            return Support(False, "its backward adds dq in any order; it serves deterministic=False only")
-        return Support(True)
-
-    def supports_forward(self, problem: KernelProblem) -> Support:
-        """Whether it serves the forward pass alone, which is deterministic."""
-        reason = self._cannot_run(problem)
+        reason = _declined(problem)
         return Support(not reason, reason)
-
-    def _cannot_run(self, problem: KernelProblem) -> str:
-        if problem.dtype not in (torch.bfloat16, torch.float16):
-            return f"it takes bfloat16 and float16, not {problem.dtype}"
-        if problem.head_dim not in FORWARD:
-            return f"it takes head sizes {sorted(FORWARD)}, not {problem.head_dim}"
-        if problem.value_dim != problem.head_dim:
-            return f"it needs value heads as large as query heads, not {problem.value_dim} and {problem.head_dim}"
-        if problem.softcap:
-            return "it knows no softcap"
-        if not problem.positive_scale:
-            return "it needs a positive scale"
-        return _triton_reason() or _device_reason(problem.device)
 
     def attend(
         self,
@@ -301,6 +280,23 @@ def _check_last_stride(name: str, x: Tensor) -> None:
         raise UnsupportedError(
             explain(f"the last stride of {name} must be 1", got=x.stride(), next_step="make it contiguous")
         )
+
+
+def _declined(problem: KernelProblem) -> str:
+    """Why it cannot serve a problem; "" if it can."""
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {problem.dtype}"
+    if problem.head_dim not in FORWARD:
+        return f"it takes head sizes {sorted(FORWARD)}, not {problem.head_dim}"
+    if problem.value_dim != problem.head_dim:
+        return f"it needs value heads as large as query heads, not {problem.value_dim} and {problem.head_dim}"
+    if problem.softcap:
+        return "it knows no softcap"
+    if not problem.positive_scale:
+        return "it needs a positive scale"
+    if reason := _triton_reason() or _device_reason(problem.device):
+        return reason
+    return "its backward adds dq in any order; it serves deterministic=False only" if problem.deterministic else ""
 
 
 @cache
