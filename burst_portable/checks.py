@@ -29,6 +29,8 @@ from burst_portable.mesh import Mesh
 from burst_portable.planning import LARGEST_HEAD, check_heads
 from burst_portable.values import as_float
 
+_PACKED = "packed sequences are a batch of one, x.unsqueeze(0), with mask=Mask.documents(cu_seqlens)"
+_HEADS_FIRST = "if they are [batch, heads, rows, head size], as torch's attention takes them: x.transpose(1, 2)"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -123,6 +125,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) ->
                     f"{name} has no usable shape",
                     got=tuple(x.shape),
                     allowed="[batch, rows, heads, head size], none 0",
+                    next_step=_PACKED if x.dim() == 3 else None,
                 )
             )
     if q.dtype != k.dtype or q.dtype != v.dtype:
@@ -141,7 +144,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) ->
         raise InputError(explain("q, k and v lie on different devices", got=got, next_step="move them to one"))
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or (same_rows and q.shape[1] != k.shape[1]):
-        raise ShapeError(explain("q, k and v do not go together", got=shapes, allowed="equal batch and rows"))
+        heads_first = q.shape[2] == k.shape[2] and q.shape[1] > k.shape[1] and q.shape[1] % k.shape[1] == 0
+        advice = _HEADS_FIRST if heads_first else None
+        allowed = "equal batch and rows"
+        raise ShapeError(explain("q, k and v do not go together", got=shapes, allowed=allowed, next_step=advice))
     if q.shape[3] != k.shape[3]:
         raise ShapeError(
             explain("q and k have different head sizes", got=shapes, allowed="one for both; v may have another")

@@ -202,8 +202,8 @@ class Mask:
         """Packed sequences: cumulative = (0, end of the first, ..., length). No token sees another document.
 
         Ints in any sequence, a NumPy array or an integer tensor (``cu_seqlens``); a tensor on a device is copied.
-        Tokens after the last one see nothing: padding. `window` limits each token to so many tokens back within its
-        document.
+        Tokens after the last one see nothing: padding. `window` limits each token to so many tokens back (and ahead,
+        where it is not causal) within its document.
         """
         bounds = cumulative_lengths("documents", cumulative)
         if not isinstance(causal, bool):
@@ -212,9 +212,10 @@ class Mask:
         if window is not None:
             (window,) = _at_least(0, window=window)
             lo, hi = 0 if causal else -window, window
+        name = f"{'' if causal else 'full '}documents({len(bounds) - 1})"
         return cls(
             tuple(Region(a, b, a, b, lo=lo, hi=hi) for a, b in pairwise(bounds)),
-            f"documents({len(bounds) - 1})" if causal else f"full documents({len(bounds) - 1})",
+            name if window is None else f"{name} window {window}",
         )
 
     @classmethod
@@ -370,8 +371,13 @@ def cumulative_lengths(what: str, bounds: object) -> list[int]:
     """(0, end of the first, ..., length) as ints. Raises `MaskError`, in the name of `what`, for anything else."""
     listed = _listed(what, bounds)
     if len(listed) < 2 or listed[0] != 0 or any(a >= b for a, b in pairwise(listed)):
+        allowed, advice = "0 first, then strictly rising ends", None
+        if listed and listed[0] > 0:
+            advice = f"if these are lengths, pass {shown([0, *accumulate(listed)])}"
+        elif len(set(listed)) > 1 and listed == sorted(listed):
+            advice = "leave out what has no tokens: cu_seqlens.unique_consecutive()"
         raise MaskError(
-            explain(f"{what} takes cumulative lengths", got=shown(listed), allowed="0 first, then strictly rising ends")
+            explain(f"{what} takes cumulative lengths", got=shown(listed), allowed=allowed, next_step=advice)
         )
     return listed
 

@@ -20,7 +20,7 @@ from burst_portable.layout import Layout
 from burst_portable.layouts import NAMES as LAYOUTS
 from burst_portable.mask import Mask
 from burst_portable.mesh import MeshLike, as_mesh
-from burst_portable.planning import layout_of, mask_of, strategy_of
+from burst_portable.planning import layout_of, mask_of, no_mask, strategy_of
 from burst_portable.sharding import positions
 from burst_portable.strategies.base import Strategy
 from burst_portable.values import as_float, size
@@ -190,9 +190,7 @@ def _check_names(mask: object, strategy: Any, layout: object) -> None:
     if isinstance(mask, str):
         Mask.parse(mask, 1)
     elif not isinstance(mask, Mask):
-        raise InputError(
-            explain("mask is no mask", got=shown(mask), allowed="a Mask, or its short form as 'causal' or 'full'")
-        )
+        raise no_mask(mask)
     strategy_of(strategy)
     if not isinstance(layout, Layout) and not (isinstance(layout, str) and layout in LAYOUTS):
         raise unknown_name("layout", layout, LAYOUTS)

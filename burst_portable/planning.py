@@ -99,11 +99,16 @@ def mask_of(mask: Mask | str, length: int) -> Mask:
     """The mask that a user passed, for a sequence of that length."""
     made = Mask.parse(mask, length) if isinstance(mask, str) else mask
     if not isinstance(made, Mask):
-        raise InputError(
-            explain("mask is no mask", got=shown(mask), allowed="a Mask, or its short form as 'causal' or 'full'")
-        )
+        raise no_mask(mask)
     made.check_lengths(length, length)
     return made
+
+
+def no_mask(mask: object) -> InputError:
+    """The error for what is neither a mask nor a short form, such as ``cu_seqlens`` or a matrix."""
+    allowed = "a Mask, or its short form as 'causal' or 'full'"
+    advice = "cumulative lengths go into Mask.documents(cu_seqlens); what a matrix says is said with Mask and Region"
+    return InputError(explain("mask is no mask", got=shown(mask), allowed=allowed, next_step=advice))
 
 
 def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) -> Layout:

@@ -32,6 +32,7 @@ _HINTS = {  # what to do where ranks differ in something that nobody named
     "strategy": "where 'auto' chose, name a strategy, or give all ranks the same rates (BURST_RATES) and kernel",
     "rows that cross nodes": "name one kernel= for all ranks",
 }
+_GIVEN = ("mask", "batch", "heads", "head sizes", "dtype", "backend")  # where these differ, so does what auto chooses
 REFUSED = "refused"
 """The fact stated by a rank that refused its own call, so that others do not wait for it."""
 
@@ -129,7 +130,8 @@ def _ask(
     texts = [facts.decode(errors="ignore").strip() for facts in transport.share(packed, "telling each other", deadline)]
     got = _difference(texts, stated)
     step = "all ranks of a mesh must make the same calls in the same order, backward too"
-    if hint := next((hint for fact, hint in _HINTS.items() if f"{fact}: " in got), None):
+    follows = {"strategy"} if any(f"{fact}: " in got for fact in _GIVEN) else set()
+    if hint := next((hint for fact, hint in _HINTS.items() if fact not in follows and f"{fact}: " in got), None):
         step = f"{hint}; else, {step}"
     raise MismatchError(explain(f"rank {transport.rank}: the ranks do not make the same call", got=got, next_step=step))
 

@@ -50,6 +50,23 @@ def test_ranks_that_guess_different_lengths_are_told_of_seq_len():
     bp.run_local(2, work)
 
 
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_rates_are_blamed_only_where_the_ranks_have_the_same_problem(mask):
+    """The strategies differ, as `auto` may choose them: where the masks do too, that is why."""
+
+    def work(mesh):
+        x = torch.ones(1, 8, 2, 4)
+        odd = {"mask": mask, "strategy": "burst"}
+        with pytest.raises(MismatchError) as raised:
+            bp.attention(x, x, x, mesh=mesh, **(odd if mesh.rank else {"strategy": "ring"}))
+        return str(raised.value)
+
+    for message in bp.run_local(2, work):
+        assert "strategy: ring by ring" in message
+        assert ("give all ranks the same rates" in message) == (mask == "causal")
+        assert message.endswith("all ranks of a mesh must make the same calls in the same order, backward too")
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "usp"])
 def test_a_call_after_an_error_in_a_pass(strategy, recorded):

@@ -47,11 +47,17 @@ def test_one_rank_equals_plain_attention():
 @pytest.mark.parametrize(
     ("tensors", "error", "message"),
     [
-        ({"q": (16, 4, 8)}, ShapeError, r"q has no usable shape.*\(16, 4, 8\)"),
+        (
+            {"q": (16, 4, 8)},
+            ShapeError,
+            r"q has no usable shape.*\(16, 4, 8\).*unsqueeze\(0\), with mask=Mask.documents",
+        ),
         ({"q": (1, 0, 4, 8)}, ShapeError, "no usable shape"),
         ({"k": (1, 15, 2, 8)}, ShapeError, "do not go together"),
         ({"v": (1, 16, 4, 8)}, ShapeError, "do not go together"),
         ({"q": (2, 16, 4, 8)}, ShapeError, "do not go together"),
+        ({"q": (1, 4, 16, 8), "k": (1, 2, 16, 8), "v": (1, 2, 16, 8)}, ShapeError, r"x\.transpose\(1, 2\)$"),
+        ({"q": (1, 1, 2, 8)}, ShapeError, "allowed: equal batch and rows$"),
         ({"q": (1, 16, 4, 16)}, ShapeError, "different head sizes"),
         ({"q": (1, 16, 3, 8)}, ShapeError, "no multiple"),
         ({"q": (1, 16, 4, 2048), "k": (1, 16, 2, 2048)}, ShapeError, "unsupported head size"),
@@ -86,6 +92,7 @@ def test_tensors_that_do_not_go_together(tensors, error, message):
         ({"mesh": "here"}, InputError, "no mesh"),
         ({"mask": None}, InputError, "mask is no mask; got None"),
         ({"mask": ["causal"]}, InputError, "mask is no mask"),
+        ({"mask": torch.tensor([0, 5, 16])}, InputError, r"shape \(3,\).*go into Mask\.documents\(cu_seqlens\)"),
         ({"strategy": ["ring"]}, UnknownNameError, "unknown strategy"),
         ({"strategy": type(bp.make_strategy("ring"))}, UnknownNameError, "unknown strategy"),
         ({"strategy": SimpleNamespace(plan=len)}, InputError, "SimpleNamespace cannot be hashed"),
