@@ -32,6 +32,20 @@ def test_batches_are_cut_and_packed_examples_become_documents():
     assert sum(part["input_ids"].shape[1] for part in parts) == 25
 
 
+@pytest.mark.parametrize("examples", [EXAMPLES, EXAMPLES[:1]], ids=["three", "one"])
+def test_what_is_made_for_kernels_of_variable_lengths_changes_nothing(examples: list[dict[str, Any]]):
+    """It tells the documents again, which are known from position ids."""
+    told = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    assert {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"} < set(told(examples))
+
+    def work(mesh: Mesh) -> tuple[dict[str, Any], ...]:
+        handle = parallelize(make("llama"), mesh)
+        return tuple(ShardingCollator(handle, collator)(examples) for collator in (told, DataCollatorWithFlattening()))
+
+    for found, expected in run_local(2, work):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("batch", "error", "told"),
     [
@@ -41,6 +55,9 @@ def test_batches_are_cut_and_packed_examples_become_documents():
         ({"position_ids": torch.tensor([[0, 2, 1]])}, UnsupportedError, "count up"),
         ({"position_ids": torch.tensor([[1, 2, 3]])}, UnsupportedError, "count up"),
         ({"labels": None}, InputError, "no labels"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 3])}, InputError, r"cu_seq_lens_q and position_ids .*\[0, 3\]"),
+        ({"max_length_k": 2}, InputError, "max_length_k and position_ids .*got 2; allowed: 3"),
+        ({"seq_idx": torch.tensor([[0, 0, 1]])}, InputError, "seq_idx and position_ids"),
     ],
 )
 def test_batches_that_cannot_be_cut(batch: dict[str, Any], error: type[Exception], told: str):

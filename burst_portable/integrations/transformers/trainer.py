@@ -16,7 +16,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
 from transformers import Trainer
 
-from burst_portable.errors import InputError, UnsupportedError, explain
+from burst_portable.errors import InputError, UnsupportedError, explain, shown
 from burst_portable.integrations.transformers.arguments import check_arguments
 from burst_portable.integrations.transformers.parallel import Parallel
 
@@ -37,6 +37,7 @@ class ShardingCollator:
         check_arguments(batch)
         documents = documents_of(batch.pop("position_ids", None))
         ids, labels = batch.pop("input_ids"), batch.pop("labels", None)
+        _leave_out_packing(batch, documents or (0, ids.shape[1]))
         if batch:
             raise UnsupportedError(
                 explain("the collator makes what we do not know how to cut", got=", ".join(sorted(batch)))
@@ -46,6 +47,23 @@ class ShardingCollator:
         inputs = self.handle.shard(ids, labels, documents=documents, attention_mask=mask)
         del inputs["num_items_in_batch"]  # Trainer counts over all ranks and all batches of a step
         return {name: x for name, x in inputs.items() if x is not None}
+
+
+def _leave_out_packing(batch: dict[str, Any], bounds: tuple[int, ...]) -> None:
+    """Take out what tells kernels of variable lengths where documents end, if it tells what position ids do.
+
+    `DataCollatorWithFlattening` makes it with return_flash_attn_kwargs and return_seq_idx.
+    """
+    lengths = [b - a for a, b in pairwise(bounds)]
+    expected: dict[str, Any] = {name: list(bounds) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    expected |= {name: max(lengths) for name in ("max_length_q", "max_length_k")}
+    expected["seq_idx"] = [[i for i, length in enumerate(lengths) for _ in range(length)]]
+    for name, value in expected.items():
+        given = batch.pop(name, value)
+        if (given.tolist() if isinstance(given, Tensor) else given) != value:
+            raise InputError(
+                explain(f"{name} and position_ids tell of other documents", got=shown(given), allowed=shown(value))
+            )
 
 
 def documents_of(position_ids: Tensor | None) -> tuple[int, ...] | None:
