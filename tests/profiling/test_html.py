@@ -154,6 +154,17 @@ def test_the_page_does_not_scroll_sideways(browser):
 
 
 @needs_chromium
+def test_no_table_of_the_sample_is_cut_on_a_wide_screen(tmp_path):
+    """A table scrolls where it has no room; on a screen it has, and its last column would be seen by nobody."""
+    opened = chromium.Page(tmp_path / "profile")
+    opened.open(SAMPLE.with_suffix(".html"))
+    tables = opened.run("[...document.querySelectorAll('.scroll')].map(e => [e.scrollWidth, e.clientWidth])")
+    opened.close()
+    assert len(tables) > 4
+    assert [(wide, room) for wide, room in tables if wide > room] == []
+
+
+@needs_chromium
 def test_it_asks_for_nothing_and_complains_of_nothing(browser):
     """Last of its file: about all that the others did."""
     assert browser.said() == []
