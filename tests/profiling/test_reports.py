@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 import burst_portable as bp
 from burst_portable.cli import main
 from burst_portable.profiling.ablation import Ablation
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.tables import ablation_text, step_rows
+from burst_portable.profiling.report.terminal import show
 from tests.profiling.made import Maker, ablated, ring
 
 
@@ -48,6 +50,21 @@ def test_the_terminal_begins_with_the_verdict(files, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("SLOW RANK  Rank 2 computes slowly")
     assert max(map(len, printed.splitlines()[2:])) <= 80
+
+
+def test_on_a_terminal_the_verdict_goes_on_below_its_text(files, capsys):
+    """A terminal cuts words where its lines end; a log gets a line, which can be searched."""
+    data = Report.load(files / "slow.json").data
+    data["verdict"]["text"] = data["verdict"]["text"] + " [not] markup"
+    for on_terminal in (True, False):
+        show(data, Console(force_terminal=on_terminal, width=80, color_system=None))
+        lines = capsys.readouterr().out.splitlines()
+        end = next(i for i, line in enumerate(lines) if line.startswith("  what to do  "))
+        assert (end > 1) == on_terminal
+        assert all(line.startswith(" " * len("SLOW RANK  ")) for line in lines[1:end])
+        told = " ".join(line.strip() for line in lines[:end])
+        assert told.removeprefix("SLOW RANK").strip() == data["verdict"]["text"]
+        assert (max(map(len, lines)) <= 80) == on_terminal
 
 
 def test_the_slowest_rank_of_a_step_computes_longest_and_does_not_wait(files, capsys):

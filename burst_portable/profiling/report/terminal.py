@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection
 from typing import Any
 
@@ -9,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from burst_portable.profiling.contention import contended
 from burst_portable.profiling.partition import PARTS
@@ -41,30 +43,27 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
     say = console or Console(highlight=False)
     verdict = data["verdict"]
     colour = "green" if verdict["kind"] == "none" else "red"
-    say.print(
-        f"[bold {colour}]{escape(loss_name(verdict['kind']).upper())}[/]  {escape(verdict['text'])}", soft_wrap=True
-    )
+    _tell(say, f"{loss_name(verdict['kind']).upper()}  ", verdict["text"], label_style=f"bold {colour}")
     if verdict["advice"]:
-        say.print(f"  [bold]what to do[/]  {escape(verdict['advice'])}", soft_wrap=True)
+        _tell(say, "  what to do  ", verdict["advice"], label_style="bold")
     say.print(_ranks(data))
     say.print("  " + "  ".join(f"{_shade(part, 2)} {NAMES[part]}" for part in PARTS))
     if len(data["ranks"]) > _RANKS:
         say.print(f"  and {len(data['ranks']) - _RANKS} ranks more", style="dim")
-    total = _totals(data)
-    say.print(f"  {total}", soft_wrap=True)
+    _tell(say, "  ", _totals(data))
     if beside := contended(data):
         say.print(f"  beside communication, kernels of rank {beside['rank']} take {beside['ratio']:.2f} x as long")
     if text := training_text(data):
-        say.print(f"  {text}", markup=False, soft_wrap=True)
+        _tell(say, "  ", text)
     if ablated := data.get("ablation"):
         say.print(_ablation(ablated[:_RANKS]))
         say.print(f"  shortest of {ablated[0]['repeat']} runs; hidden: what either hides of the other", style="dim")
     if data.get("achieved"):
         say.print(_achieved(data["achieved"][: 2 * _RANKS]))
         for line in rates_text(data):
-            say.print(f"  planned for {line}", style="dim", markup=False, soft_wrap=True)
+            _tell(say, "  planned for ", line, style="dim")
         for line in peaks_text(data):
-            say.print(f"  peaks of {line}", style="dim", markup=False, soft_wrap=True)
+            _tell(say, "  peaks of ", line, style="dim")
     for one in data.get("sensors", ())[:_RANKS]:
         if text := told(one):
             say.print(f"  rank {one['rank']}: {text}", style="dim", markup=False)
@@ -80,6 +79,14 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
         style="dim",
         markup=False,
     )
+
+
+def _tell(say: Console, label: str, text: str, *, label_style: str = "", style: str = "") -> None:
+    """A word and what is told of it, in one line; on a terminal, further lines stand below the text."""
+    if say.is_terminal:
+        lines = textwrap.wrap(text, max(1, say.width - len(label)), break_long_words=False, break_on_hyphens=False)
+        text = f"\n{'':{len(label)}}".join(lines)
+    say.print(Text.assemble((label, label_style or style), (text, style)), soft_wrap=True)
 
 
 def _totals(data: dict[str, Any]) -> str:
