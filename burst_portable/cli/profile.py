@@ -103,7 +103,7 @@ def compare(
     rows = table("a training step, slowest rank", "before", "after", "after / before")
     for c in changes:
         style = "red" if c.worse else ""
-        ratio = f"{c.ratio:.3g}" if c.before else "-"
+        ratio = f"{c.ratio:.2f}" if c.before else "-"
         rows.add_row(NAMES.get(c.name, c.name), time_text(c.before), time_text(c.after), ratio, style=style)
     say.print("", rows)
     return 1 if worse else 0

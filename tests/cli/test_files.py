@@ -67,6 +67,9 @@ def test_what_never_ends_and_what_is_none(tmp_path, capsys):
         for command in (["profile"], ["compare", str(SAMPLE)], ["trace"]):
             kind = "a folder" if path == tmp_path else "no regular file"
             assert f"got {kind}" in refused(capsys, *command, str(path))
+    assert f"pass {tmp_path / 'profile.json'}" in refused(
+        capsys, "profile", str(tmp_path)
+    )  # where `run --report` wrote it
     for path in (tmp_path / "absent", "x" * 300):
         refused(capsys, "profile", str(path))
         refused(capsys, "trace", str(path))

@@ -207,6 +207,8 @@ def test_the_trace_has_every_rank_and_every_event(files):
 def test_comparing_says_what_became_slower(files, capsys):
     even, slow = str(files / "even.json"), str(files / "slow.json")
     assert main(["compare", even, even]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[-1] for row in rows if row[:1] == ["span"]] == ["1.00"]
     assert main(["compare", slow, even]) == 0, "faster is no failure"
     capsys.readouterr()
     assert main(["compare", even, slow]) == 1

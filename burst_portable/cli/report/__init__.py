@@ -14,7 +14,7 @@ from burst_portable.cli.report import charts
 from burst_portable.cli.report.charts import Part, Series
 from burst_portable.cli.run_view import timing_text, utilisation_text, verdict_text
 from burst_portable.plans import PASSES, TRAVELS, Plan
-from burst_portable.units import bytes_text, scaled, seconds_text
+from burst_portable.units import bytes_text, scaled, time_text
 
 # What a step is made of, in the order in which it is drawn: (class, name, what it is).
 PARTS = (
@@ -44,7 +44,7 @@ def write_html(facts: dict[str, Any], plan: Plan, path: Path) -> None:
     environment.filters.update(
         bytes=bytes_text,
         flops=lambda x: scaled(x, "FLOP"),
-        seconds=seconds_text,
+        seconds=lambda x: time_text(1e9 * x),
         small=lambda x: f"{x:.1e}" if x else "0",
         loss=lambda x: f"{x:.6f}",
         count=lambda x: f"{x:,.0f}",

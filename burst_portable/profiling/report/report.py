@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ class Report:
         Raises `InputError` for another file.
         """
         path = Path(path)
+        if os.path.isdir(path):  # such as that of `run --report`
+            raise InputError(explain(f"{path} is no report", got="a folder", next_step=f"pass {path / 'profile.json'}"))
         data = read_json(path, "no report", _LARGEST)
         data = data.get("profile", data) if isinstance(data, dict) else {}
         data = data if isinstance(data, dict) else {}
