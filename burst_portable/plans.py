@@ -243,6 +243,21 @@ class Plan:
     groups: int = 1
     reason: str = ""
 
+    def __str__(self) -> str:
+        """What is planned, in a few lines; `burst-portable plan` prints steps and costs besides."""
+        p = self.problem
+        values = f" (values {p.value_dim})" if p.value_dim != p.head_dim else ""
+        lines = [
+            f"{self.strategy} over {p.ranks:,} rank{'' if p.ranks == 1 else 's'}, layout {p.q_layout.name}, "
+            f"{p.q_layout.length:,} tokens, batch {p.batch}, {p.heads} query and {p.kv_heads} K/V heads of "
+            f"{p.head_dim}{values}, {p.itemsize} bytes a number",
+            f"mask      {p.mask}: {p.area:,} pairs a head",
+        ]
+        for name in PASSES:
+            how = f"{TRAVELS[name, self.travels(name)]} ({self.moves(name)})"
+            lines.append(f"{name:<10}{how if p.ranks > 1 else 'nothing travels, one rank holds all'}")
+        return "\n".join([*lines, *([f"why       {self.reason}"] if self.reason else [])])
+
     @property
     def layout(self) -> Layout:
         """Which rows each rank holds: what `shard` and `attention` take."""
