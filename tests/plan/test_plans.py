@@ -395,20 +395,3 @@ def test_a_plan_for_another_layout_is_refused(length, ranks):
     """`plan` checks a layout that was made before as `attention` does."""
     with pytest.raises(LayoutError, match=r"another mesh or sequence.*allowed: 2 ranks and 16 tokens"):
         plan(seq_len=16, ranks=2, heads=2, layout=make_layout("zigzag", length, ranks))
-
-
-def test_a_plan_is_printed_in_a_few_lines():
-    plan = bp.plan(seq_len=4096, ranks=8, heads=8, kv_heads=2, value_dim=64, mask="window:100", strategy="ulysses")
-    head, mask, forward, backward = str(plan).splitlines()
-    assert head.startswith(
-        "ulysses over 8 ranks, layout zigzag, 4,096 tokens, batch 1, 8 query and 2 K/V heads of 128 ("
-    )
-    assert mask == f"mask      window:100:0: {4096 * 101 - 5050:,} pairs a head"
-    assert forward.endswith("out goes back after (all_to_all)")
-    assert backward.endswith("gradients go back after (all_to_all)")
-    alone = str(bp.plan(seq_len=64, ranks=1, heads=2)).splitlines()
-    assert alone[2:] == [
-        "forward   nothing travels, one rank holds all",
-        "backward  nothing travels, one rank holds all",
-        "why       on one rank nothing travels, so nothing is chosen",
-    ]
