@@ -24,7 +24,7 @@ from typing import NamedTuple
 from burst_portable.boxes import Box, box_area, fused, make_box
 from burst_portable.errors import LayoutError, ShapeError, explain, shown
 from burst_portable.layout import Segment
-from burst_portable.mask import UNBOUNDED, Mask, Region, first_overlap
+from burst_portable.mask import Mask, Region, first_overlap
 from burst_portable.values import as_int
 
 _COUNTED = 64  # blocks of rows; with more of them, `visited` is estimated
@@ -177,7 +177,7 @@ def banded_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi
     Args:
         q_start, q_stop: rows of the block of queries, from and up to.
         k_start, k_stop: columns, that is rows of the block of keys.
-        lo, hi: row i sees column j where lo <= i - j <= hi; causal is lo = 0, and `UNBOUNDED` is no bound.
+        lo, hi: row i sees column j where lo <= i - j <= hi; causal is lo = 0, and `mask.UNBOUNDED` is no bound.
     """
     box = make_box(q_start, q_stop, k_start, k_stop, lo, hi)
     return Tile(*box) if box else None
@@ -324,6 +324,5 @@ def _box(rows: _Rows, k: Segment, k_offset: int) -> Box | None:
     k_first, k_past = k.within(region.k_start, region.k_stop)
     # Global q - k of row i and column j is base + step * (i - j): the band, divided by the step.
     base = (q.start - k.start) - step * (q_offset - k_offset)
-    lo = -UNBOUNDED if region.lo <= -UNBOUNDED else -((base - region.lo) // step)
-    hi = UNBOUNDED if region.hi >= UNBOUNDED else (region.hi - base) // step
+    lo, hi = -((base - region.lo) // step), (region.hi - base) // step
     return make_box(q_start, q_stop, k_offset + k_first, k_offset + k_past, lo, hi)

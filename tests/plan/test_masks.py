@@ -22,6 +22,54 @@ def test_the_area_of_a_band(rows, columns, lo, hi):
     assert band_area(rows, columns, lo, hi) == counted
 
 
+def document(position: int) -> int:
+    """Of three documents, which end at 5, 6 and 19; what follows is padding."""
+    return sum(position >= end for end in (5, 6, 19))
+
+
+@pytest.mark.parametrize(
+    ("text", "mask", "sees"),
+    [
+        ("full", Mask.full(), lambda q, k: True),
+        ("causal", Mask.causal(), lambda q, k: k <= q),
+        ("window:4", Mask.window(4), lambda q, k: q - 4 <= k <= q),
+        ("window:4:2", Mask.window(4, 2), lambda q, k: q - 4 <= k <= q + 2),
+        ("documents:0,5,6,19", Mask.documents((0, 5, 6, 19)), lambda q, k: document(q) == document(k) < 3 and k <= q),
+        (
+            "full_documents:0,5,6,19",
+            Mask.documents((0, 5, 6, 19), causal=False),
+            lambda q, k: document(q) == document(k) < 3,
+        ),
+        (
+            None,
+            Mask.documents((0, 5, 6, 19), window=2),
+            lambda q, k: document(q) == document(k) < 3 and q - 2 <= k <= q,
+        ),
+        (
+            None,
+            Mask.documents((0, 5, 6, 19), causal=False, window=2),
+            lambda q, k: document(q) == document(k) < 3 and q - 2 <= k <= q + 2,
+        ),
+        ("prefix:5", Mask.prefix_lm(5), lambda q, k: k < 5 or k <= q),
+        ("sink:3:4", Mask.sink_window(3, 4), lambda q, k: k <= q and (k < 3 or q - 4 <= k)),
+        ("global:3:4:2", Mask.global_window(3, 4, 2), lambda q, k: q < 3 or k < 3 or q - 4 <= k <= q + 2),
+        ("block_causal:7", Mask.block_causal((0, 7, 14, 21, 24)), lambda q, k: k // 7 <= q // 7),
+        (
+            "share_question:5,1,13",
+            Mask.share_question((5, 1, 13)),
+            lambda q, k: max(q, k) < 19 and k <= q and (k < 5 or document(q) == document(k)),
+        ),
+    ],
+    ids=str,
+)
+def test_who_sees_whom(text, mask, sees):
+    """Each constructor by its own words, position by position; and its short form."""
+    expected = torch.tensor([[sees(q, k) for k in range(24)] for q in range(24)])
+    assert torch.equal(dense_mask(mask, 24), expected)
+    if text is not None:
+        assert Mask.parse(text, 24) == mask
+
+
 regions = st.builds(
     lambda q, rows, k, columns, lo, width: Region(q, q + rows, k, k + columns, lo, lo + width),
     st.integers(0, 12), st.integers(1, 10), st.integers(0, 12), st.integers(1, 10), bounds, st.integers(0, 15),

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from burst_portable import tiles
 from burst_portable.boxes import fused
 from burst_portable.conformance.cases import LENGTH, MASKS
 from burst_portable.conformance.oracle import dense_mask
@@ -83,11 +84,11 @@ def test_tiles_cover_every_pair_exactly_once(name, layout, ranks):
     pairs = BlockPairs(mask, where.shards, where.shards)
     for q_shard in range(ranks):
         for k_shard in range(ranks):
-            tiles = pairs.tiles(q_shard, k_shard)
-            assert pairs.sees(q_shard, k_shard) == bool(tiles)
-            assert pairs.area(q_shard, k_shard) == tiles.area
+            found = pairs.tiles(q_shard, k_shard)
+            assert pairs.sees(q_shard, k_shard) == bool(found)
+            assert pairs.area(q_shard, k_shard) == found.area
             q, k = where.positions(q_shard), where.positions(k_shard)
-            for tile in tiles:
+            for tile in found:
                 for i, j in cells(tile):
                     covered[q[i], k[j]] += 1
     assert torch.equal(covered, dense_mask(mask, LENGTH).long())
@@ -96,15 +97,18 @@ def test_tiles_cover_every_pair_exactly_once(name, layout, ranks):
 
 @given(st.data())
 def test_random_segments_meet_random_masks(data):
-    """Segments of any start and step, several a side: the one place where mask meets layout."""
+    """Segments of any start and step, several a side: the one place where mask meets layout.
+
+    They may cross each other, and there may be so many keys that they are searched by bisection where they do not.
+    """
     mask = data.draw(st.sampled_from(list(MASKS.values())))
     step = data.draw(st.integers(1, 4))
 
-    def side():
-        starts = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=3, unique=True))
+    def side(most):
+        starts = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=most, unique=True))
         return [Segment(s, data.draw(st.integers(1, 5)), step) for s in starts]
 
-    queries, keys = side(), side()
+    queries, keys = side(3), side(9)
     seen = dense_mask(mask, LENGTH)
     q = [p for s in queries for p in s.positions()]
     k = [p for s in keys for p in s.positions()]
@@ -124,15 +128,27 @@ def test_fusing_gives_one_tile_a_step_for_causal_zigzag_and_striped():
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=9, unique=True), st.integers(1, 4)
 )
 def test_fusing_never_changes_what_is_seen(corners, size):
-    tiles = [banded_box(a * size, (a + 1) * size, b * size, (b + 1) * size, -99, 99) for a, b in corners]
-    larger = [Tile(*box) for box in fused([astuple(tile) for tile in tiles])]
-    assert len(larger) <= len(tiles)
-    assert sorted(c for t in larger for c in cells(t)) == sorted(c for t in tiles for c in cells(t))
+    made = [banded_box(a * size, (a + 1) * size, b * size, (b + 1) * size, -99, 99) for a, b in corners]
+    larger = [Tile(*box) for box in fused([astuple(tile) for tile in made])]
+    assert len(larger) <= len(made)
+    assert sorted(c for t in larger for c in cells(t)) == sorted(c for t in made for c in cells(t))
 
 
 def test_queries_and_keys_of_different_steps_are_refused():
     with pytest.raises(LayoutError, match="different steps"):
         find_tiles(Mask.full(), [Segment(0, 4, 2)], [Segment(0, 4, 1)])
+
+
+def test_documents_by_the_hundred_are_searched(monkeypatch):
+    """Only segments are brought together of which one sees something of the other."""
+    looked, box = [], tiles._box
+    monkeypatch.setattr(tiles, "_box", lambda *given: looked.append(box(*given)) or looked[-1])
+    mask = Mask.documents(range(0, 4001, 40))
+    where = make_layout("document_zigzag", 4000, 4, mask)
+    pairs = BlockPairs(mask, where.shards, where.shards)
+    assert sum(pairs.area(q, k) for q in range(4) for k in range(4)) == 100 * (40 * 41 // 2)
+    assert len(looked) > 100
+    assert None not in looked
 
 
 def test_a_million_tokens_cost_neither_time_nor_memory():
@@ -143,10 +159,10 @@ def test_a_million_tokens_cost_neither_time_nor_memory():
     started = time.process_time()
     mask = Mask.documents(cumulative)
     where = make_layout("zigzag", length, ranks)
-    tiles = [find_tiles(mask, where.shards[5], where.shards[owner]) for owner in range(ranks)]
+    found = [find_tiles(mask, where.shards[5], where.shards[owner]) for owner in range(ranks)]
     seconds = time.process_time() - started
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert sum(t.area for t in tiles) > 0
+    assert sum(t.area for t in found) > 0
     assert peak < 4 << 20
     assert seconds < 10
