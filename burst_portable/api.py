@@ -1,4 +1,4 @@
-"""`attention` and `partial_attention`: what users call. Here a call is checked, planned and remembered, then run.
+"""`attention` and `partial_attention`: what users call. A call is checked, planned and remembered here, then run.
 
 Shapes: B batch, S rows of this rank, Hq query heads, Hkv key/value heads, D head size, Dv value size.
 """
@@ -132,15 +132,16 @@ def attention(
         mesh: a `Mesh` (keep it: it remembers plans), a DeviceMesh of one axis, a process group, or None for the
             default group or, without one, this process alone.
         strategy: "auto" or one of the registry's names, or a strategy object with its options.
-        layout: which rows a rank holds: "contiguous", "zigzag", "striped", or a `Layout`; of documents
+        layout: which rows a rank holds: "contiguous", "zigzag", "striped", or a `Layout`; for masks of documents also
             "whole_documents" and "document_zigzag". `plan_on` tells which is fastest.
-        seq_len: tokens of the whole sequence. None means those of a `Layout`, or that all ranks hold equally many.
-        scale: of the scores; 1/sqrt(D) unless given.
+        seq_len: tokens of the whole sequence. None takes the length of a `Layout`, or assumes that all ranks hold
+            equally many rows.
+        scale: factor of the scores; 1/sqrt(D) unless given.
         softcap: scores become softcap·tanh(scores / softcap).
-        sinks: one logit a query head, ``[Hq]``, that takes part in every row's softmax and has no value; -inf is
-            none. Like those of q, k and v, values are not read, and so not refused: +inf and NaN have NaN gradients.
+        sinks: one logit per query head, ``[Hq]``, that takes part in every row's softmax without a value; -inf is
+            no sink. As with q, k and v, numbers are not read, so none is refused: +inf and NaN have NaN gradients.
         kernel: "auto", or the name of one of the backend's kernels.
-        deterministic: whether gradients must be the same bits every time, which rules the fastest kernels out.
+        deterministic: whether gradients must be bit-identical every time, which rules out the fastest kernels.
             None follows `torch.use_deterministic_algorithms`.
         return_lse: also return LSE ``[B, Hq, S]``, float32 (float64 for float64), with no gradient.
 
@@ -148,16 +149,16 @@ def attention(
         ``[B, S, Hq, Dv]`` in q's dtype, or autocast's; rows that see nothing are 0 (and their LSE -inf).
 
     Raises:
-        InputError: shapes, names, mask, layout that do not go together (a ValueError).
-        DtypeError: dtypes that disagree or that nothing takes (a TypeError).
-        UnsupportedError: what was named cannot serve this call.
+        InputError: shapes, names, a mask or a layout that do not fit together (a ValueError).
+        DtypeError: dtypes that differ, or that no kernel takes (a TypeError).
+        UnsupportedError: a strategy, kernel, backend or transport that was named cannot serve this call.
         CommunicationError: something went wrong between ranks.
     """
     mesh = as_mesh(mesh)
     try:
         check_no_transforms(q, k, v, sinks)
         if not isinstance(return_lse, bool):
-            raise InputError(explain("return_lse is no choice", got=shown(return_lse), allowed="True or False"))
+            raise InputError(explain("return_lse must be a bool", got=shown(return_lse), allowed="True or False"))
         request = requested(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)
         q, k, v = as_autocast_would(q, k, v)
         key = return_lse, _key(request, q, k, v, sinks)
@@ -169,12 +170,12 @@ def attention(
     out, lse = apply(call, mesh, q, k, v, sinks)
     if not return_lse:
         return out
-    assert lse is not None, "it was asked for"
+    assert lse is not None, "LSE was asked for"
     return out, lse
 
 
 def _key(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Hashable:
-    """All that a call depends on: a call with an equal key runs as the remembered one, without another check."""
+    """Everything a call depends on: a call with an equal key runs like the remembered one, without another check."""
     try:
         return (
             request,
@@ -199,7 +200,7 @@ def _prepare(
     chosen = choose(q, k, v, sinks, mesh, request)
     transport, _ = mesh.transport_for(q.device.type, direct=chosen.plan.direct)
     if chosen.plan.direct and not transport.direct:
-        # `auto` may have counted on a direct transport, and the ranks have just found that they cannot have it.
+        # `auto` may have counted on a direct transport, which the ranks have just found out they cannot have.
         chosen = choose(q, k, v, sinks, mesh, request)
         transport, _ = mesh.transport_for(q.device.type, direct=chosen.plan.direct)
     plan = chosen.plan
@@ -219,9 +220,9 @@ def _prepare(
 
 
 def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor | None, with_lse: bool) -> Statement:
-    """What every rank must say alike. Vendors may not differ, or their partial results would be mixed.
+    """What every rank must state alike. Vendors must not differ: their partial results would be mixed.
 
-    Kernels may, where they take rows in the same order.
+    Kernels may differ if they take rows in the same order.
     """
     plan, backend, options = chosen.plan, chosen.backend, chosen.options
     p, forward, backward = plan.problem, plan.forward, plan.backward
@@ -242,7 +243,7 @@ def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor |
         {
             "backend": backend.name,
             "process group": backend.capabilities.process_group,
-            "ranks a node": str(transport.node or "not told"),
+            "ranks per node": str(transport.node or "not told"),
             "batch": str(p.batch),
             "heads": f"{p.heads}, {p.kv_heads} of K and V",
             "head sizes": f"{p.head_dim}, {p.value_dim} of V",
@@ -261,7 +262,7 @@ def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor |
 
 
 def _order_of_rows(chosen: Choices) -> Named:
-    """In which order a node's rows go to other nodes: some kernels want them in another than others."""
+    """The order in which a node's rows go to other nodes: kernels differ in the order that they want."""
     plan = chosen.plan
     if not plan.reshard or plan.nodes == 1:
         return named("none are put together", ())
@@ -282,7 +283,7 @@ def partial_attention(
     softcap: float | None = None,
     kernel: str = "auto",
 ) -> State:
-    """Attention of q over the pairs of some tiles alone: a partial result for `merge`. No gradients.
+    """Attention of q over the pairs of the given tiles alone: a partial result for `merge`. No gradients.
 
     Args:
         q: ``[B, Sq, Hq, D]``, dtypes and strides as in `attention`.
@@ -295,13 +296,15 @@ def partial_attention(
         (out ``[B, Sq, Hq, Dv]``, LSE ``[B, Hq, Sq]``) in the accumulation dtype; rows outside every tile: 0, -inf.
 
     Raises:
-        InputError, DtypeError, UnsupportedError: as `attention`; also tiles that overlap or reach past their block, and
-            tensors that want gradients.
+        InputError, DtypeError, UnsupportedError: as `attention`; also for tiles that overlap or reach past their block,
+            and for tensors that require gradients.
     """
     q, k, v = as_autocast_would(q, k, v)
     check_tensors(q, k, v, same_rows=False)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise InputError("partial_attention has no gradient: detach its tensors first, or let attention() do the whole")
+        raise InputError(
+            "partial_attention has no gradient: detach its tensors first, or call attention(), which has one"
+        )
     tiles = checked_tiles(tiles, q.shape[1], k.shape[1])
     backend = for_device(q.device.type)
     options = Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap))

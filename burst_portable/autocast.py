@@ -15,7 +15,7 @@ def as_autocast_would(q: Tensor, k: Tensor, v: Tensor, device_type: str | None =
     if not torch._C._is_any_autocast_enabled():  # one quick question, where the answer is nearly always no
         return q, k, v
     if device_type is None:
-        if not isinstance(q, Tensor):  # refused later, with all that is no tensor
+        if not isinstance(q, Tensor):  # refused later, with all that is not a tensor
             return q, k, v
         device_type = q.device.type
     if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):

@@ -1,4 +1,4 @@
-"""The one autograd.Function. What a call needs (plan, runtime, options) is settled in forward and kept for backward."""
+"""The one autograd.Function. A call's plan, runtime and options are settled in forward and kept for backward."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _THERE = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Everything about an attention but its tensors.
+    """Everything about one call of attention except its tensors.
 
     Attributes:
         forward_statement, backward_statement: what the ranks agree on before each pass.
         inboxes: bytes, forward and backward: see `messages.Inboxes`.
         by_out: whether the backward kernel is given out instead of delta.
-        with_lse: whether the caller asked for LSE; where heads are resharded, it travels home then.
+        with_lse: whether the caller asked for LSE, which then travels home where heads are resharded.
         row_delta: `numerics.row_delta`, or the kernel's own, which is faster.
         alone: whether one rank holds the whole sequence.
     """
@@ -55,7 +55,7 @@ class Call:
 
 
 def _by_blocks(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out as q, LSE ``[B, Hq, S]`` in the accumulation dtype) of this rank's rows, where heads are not resharded."""
+    """(out in q's dtype, LSE ``[B, Hq, S]`` in the accumulation dtype) of this rank's rows, without a reshard."""
     pass_plan = call.plan.forward
     if _whole(call, sinks):
         state = by_heads.attend(pass_plan, call.runtime, call.options, q, k, v, None)
@@ -86,7 +86,7 @@ class Attention(torch.autograd.Function):
         else:
             out, kept = map(_no_view, _by_blocks(call, q, k, v, sinks))
             ctx.save_for_backward(q, k, v, out, kept, sinks)
-            lse = kept if call.with_lse else None  # every result costs torch time
+            lse = kept if call.with_lse else None  # torch spends time on every result
         ctx.call, ctx.number = call, transport.passes
         transport.end()
         if lse is not None:
@@ -98,7 +98,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             _refuse_twice(ctx.call)
-        saved = ctx.saved_tensors  # read once: where they are recomputed, checkpointing hands each out a single time
+        saved = ctx.saved_tensors  # read once: recomputing checkpoints hand out each tensor a single time
         with own_precision(saved[0].device):
             _begin(ctx.call, saved[0].device, forward_pass=ctx.number)
             run = _backward_by_heads if ctx.call.plan.reshard else _backward_by_blocks
@@ -108,15 +108,15 @@ class Attention(torch.autograd.Function):
 
 
 def _no_view(x: Tensor) -> Tensor:
-    """A result that can be changed in place. Some kernels return views, which torch would refuse to change."""
+    """A result that may be changed in place: some kernels return views, which torch refuses to change."""
     return x.detach() if x._is_view() else x
 
 
 def _refuse_twice(call: Call) -> NoReturn:
     """Refuse a backward pass that is itself to be differentiated.
 
-    torch's `once_differentiable` refuses only when that is done, and not always: where autograd.grad is asked for some
-    inputs alone, second derivatives that pass through ours would be left out in silence.
+    torch's `once_differentiable` refuses only once that happens, and not always: if autograd.grad is asked for some
+    inputs only, second derivatives that pass through attention would silently be left out.
     """
     refusal = UnsupportedError(
         explain(
@@ -140,7 +140,7 @@ def _by_heads(
 
 def _backward_by_blocks(call: Call, saved: tuple[Any, ...], dout: Tensor | None) -> tuple[Gradients, Tensor | None]:
     q, k, v, out, lse, sinks = saved
-    if dout is None:  # nobody used this rank's result, but the other ranks wait for its part of the pass
+    if dout is None:  # this rank's result was not used, but other ranks wait for its part of the pass
         dout = torch.zeros_like(out)
     dout = as_kernels_take(dout)
     pass_plan, rank = call.plan.backward, call.runtime.transport.rank
@@ -168,7 +168,7 @@ def _backward_by_heads(call: Call, saved: tuple[Any, ...], dout: Tensor | None) 
 def _begin(call: Call, device: torch.device, *, forward_pass: int = 0) -> None:
     """Agree with all ranks on the call, and begin one of its passes.
 
-    device: of its tensors.
+    device: of the call's tensors.
     forward_pass: for a backward pass, the number of its forward pass.
     """
     transport = call.runtime.transport
@@ -184,7 +184,7 @@ def _begin(call: Call, device: torch.device, *, forward_pass: int = 0) -> None:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Its device is the current one: ranks connect on that, and two of them on one device would be refused."""
+    """Make a device the current one: ranks connect on that, and two on the same device would be refused."""
     if device.index is None or device.index == torch.accelerator.current_device_index():
         return _THERE
     return torch.accelerator.device_index(device.index)
@@ -193,7 +193,7 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 def apply(
     call: Call, mesh: Mesh, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(out ``[B, S, Hq, Dv]``, LSE ``[B, Hq, S]`` or None); tensors are kept only where gradients are wanted."""
+    """(out ``[B, S, Hq, Dv]``, LSE ``[B, Hq, S]`` or None); tensors are kept only if gradients are required."""
     if (wrap := installed.get()) is not None:
         call = replace(call, runtime=wrap(call.runtime, call.plan, mesh))
     wanted = torch.is_grad_enabled() and (

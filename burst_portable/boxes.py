@@ -1,6 +1,6 @@
-"""Banded boxes: what tiles are made from. Plain tuples, since several are made, and fused, for each tile that stays.
+"""Banded boxes: what tiles are made from. Plain tuples, since several are made and fused for each tile that stays.
 
-A union of some disjoint boxes is fused where it is a banded box again::
+Disjoint boxes are fused if their union is again a banded box::
 
     ◣           rows of a chunk, and of the next one: the first sees itself, the second sees all of the first, and
     ■   ◣       itself; three boxes with the band i >= j, one box with that band
@@ -16,7 +16,7 @@ Box = tuple[int, int, int, int, int, int]
 """q_start, q_stop, k_start, k_stop, lo, hi: see `tiles.Tile`."""
 _Piece = tuple[Box, int]
 """A box and its area."""
-_FUSE_PAIRWISE = 16  # above so many only neighbours are tried: documents by the hundred do not fuse anyway
+_FUSE_PAIRWISE = 16  # with more, only neighbours are tried: hundreds of documents do not fuse anyway
 
 
 def make_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Box | None:
@@ -48,9 +48,9 @@ def box_area(box: Box) -> int:
 
 
 def fused(boxes: Sequence[Box]) -> list[Box]:
-    """The same pairs in fewer boxes where a union of some is one.
+    """The same pairs in fewer boxes, where the union of some is itself a banded box.
 
-    They are disjoint; so if the smallest banded box around them has the sum of their areas, it *is* them.
+    Boxes are disjoint, so if the smallest banded box around some has the sum of their areas, it is their union.
     """
     pieces = [(box, box_area(box)) for box in boxes]
     if len(pieces) < 2:
@@ -73,7 +73,7 @@ def fused(boxes: Sequence[Box]) -> list[Box]:
 
 
 def _fused_neighbours(pieces: Sequence[_Piece]) -> Iterator[Box]:
-    """Each fused with those that come right after it, as long as they fit."""
+    """Each box fused with the ones right after it, as long as they fit."""
     last = pieces[0]
     for piece in pieces[1:]:
         if joined := _union_of_two(last, piece):
@@ -85,7 +85,7 @@ def _fused_neighbours(pieces: Sequence[_Piece]) -> Iterator[Box]:
 
 
 def _union_of_two(piece: _Piece, later: _Piece) -> _Piece | None:
-    """Of two that are sorted by their rows, such as those of two documents, most can be told apart at once."""
+    """The union of two boxes sorted by rows. Most pairs, such as two documents, are ruled out by one comparison."""
     (_, q_stop, _, k_stop, _, _), (q_start, _, k_start, _, lo, hi) = piece[0], later[0]
     if q_start >= q_stop and k_start >= k_stop and lo <= q_start - k_start + 1 <= hi:
         return None  # left of the later one's first pair is a pair of neither, which a box around both would hold
@@ -93,7 +93,7 @@ def _union_of_two(piece: _Piece, later: _Piece) -> _Piece | None:
 
 
 def _union(boxes: Sequence[Box], area: int) -> _Piece | None:
-    """The banded box that is exactly these disjoint ones, of so many pairs in all, if there is one."""
+    """The banded box that is exactly the union of these disjoint ones, which hold `area` pairs in all; or None."""
     q_starts, q_stops, k_starts, k_stops, los, his = zip(*boxes, strict=True)
     box = make_box(min(q_starts), max(q_stops), min(k_starts), max(k_stops), min(los), max(his))
     assert box is not None, "none of them is empty"

@@ -6,8 +6,9 @@
     each group      wait for its rows   ->   compute   ->   start: send the results home
     all groups      wait for the results that come home
 
-While the kernel computes one group, the rows of later ones arrive and the results of earlier ones leave. Computing is
-one launch where all ranks share heads out; where those of a node do, it is a ring's steps between nodes (`executor`).
+While the kernel computes one group, rows of later groups arrive and results of earlier groups leave. Computing is one
+launch if all ranks divide the heads among them; if the ranks of a node do, it is the steps of a ring between nodes
+(`executor`).
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ def run_forward(
 
     Args:
         q, k, v: all heads of this rank's rows, ``[B, S_rank, H, D]``.
-        sinks: ``[Hq]``, one logit a query head, or None.
-        with_lse: whether LSE is asked for; it travels home then.
+        sinks: ``[Hq]``, one logit per query head, or None.
+        with_lse: whether the caller wants LSE, which then travels home.
         keep: whether backward will run.
 
     Returns:
-        out as q, in q's dtype; LSE ``[B, Hq, S_rank]`` in the accumulation dtype, or None; for each group of heads,
-        what `run_backward` needs of all rows of this rank's heads, or an empty list.
+        out ``[B, S_rank, Hq, Dv]`` in q's dtype; LSE ``[B, Hq, S_rank]`` in the accumulation dtype, or None; for each
+        group of heads, what `run_backward` needs, over all rows, or an empty list.
     """
     reshard, groups = Reshard(plan, runtime, q.device, backward=False), plan.head_groups
     coming = [reshard.to_heads([(q, g.queries), *((x, g.keys) for x in (k, v) if g.first)]) for g in groups]
@@ -95,11 +96,11 @@ def run_backward(
     Args:
         dout: ``[B, S_rank, Hq, Dv]``.
         saved: what `run_forward` kept.
-        row_delta: None where the kernel is given out, which does not travel, in place of delta.
+        row_delta: None if the kernel is given out instead of delta.
 
     Returns:
-        dq, dk, dv: ``[B, S_rank, H, D]`` in dout's dtype; dsinks: ``[Hq]``, of the heads and rows that this rank
-        computes and 0 elsewhere, or None without sinks.
+        dq, dk, dv: ``[B, S_rank, H, D]`` in dout's dtype; dsinks: ``[Hq]``, from the rows of the heads that this rank
+        computes, 0 for other heads; None without sinks.
     """
     p, groups = plan.problem, plan.head_groups
     reshard = Reshard(plan, runtime, dout.device, backward=True)
@@ -129,7 +130,7 @@ def run_backward(
 def attend(
     pass_plan: PassPlan, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> State:
-    """(out in q's dtype or wider, LSE in the accumulation dtype) of the rows at hand of some heads."""
+    """(out in q's dtype or wider, LSE in the accumulation dtype) for the rows of some heads."""
     rank = runtime.transport.rank
     if pass_plan.problem.ranks > 1:
         state = executor.run_forward(pass_plan, rank, runtime, options, q, k, v)
@@ -152,7 +153,7 @@ def gradients(
     kept: Saved,
     row_delta: RowDelta | None = None,
 ) -> Gradients:
-    """(dq, dk, dv) of the rows at hand of some heads, in q's dtype or the accumulation dtype."""
+    """(dq, dk, dv) for the rows of some heads, in q's dtype or the accumulation dtype."""
     q, k, v, out, lse = kept
     rank = runtime.transport.rank
     if pass_plan.problem.ranks > 1:
@@ -164,13 +165,13 @@ def gradients(
 
 
 def _only(pass_plan: PassPlan, rank: int) -> Compute | None:
-    """The one computation of a pass over all rows; None where the mask hides everything."""
+    """The only computation of a pass over all rows; None if the mask hides everything."""
     steps = pass_plan.steps_of(rank)
     return steps[0].compute if steps else None
 
 
 def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """total + parts, one by one, in the accumulation dtype."""
+    """The elements of total + parts, in the accumulation dtype."""
     return tuple(a.to(accumulation_dtype(a.dtype)) + b for a, b in zip(total, parts, strict=True))
 
 
@@ -181,13 +182,13 @@ def _own_heads(plan: Plan, group: HeadGroup, runtime: Runtime) -> slice:
 
 
 def _copied(saved: Sequence[Saved], came: Sequence[ToHeads]) -> list[Saved]:
-    """The same, with q, k and v in memory that stays; K and V that several groups share are copied once."""
+    """The same, with q, k and v in memory of their own; K and V that several groups share are copied once."""
     copies = _with_shared(group.kept() for group in came)
     return [(q, k, v, out, lse) for (q, k, v), (_, _, _, out, lse) in zip(copies, saved, strict=True)]
 
 
 def _with_shared(arrived: Iterable[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(q, k, v) of each group, as they come. K and V that several groups share come with the first of them."""
+    """(q, k, v) of each group, as they arrive. K and V that several groups share arrive with the first."""
     pair: list[Tensor] = []
     for queries, *own in arrived:
         pair = own or pair

@@ -96,16 +96,16 @@ def check_data(mesh: Mesh, *tensors: Tensor) -> None:
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Refuse what is no dense tensor of this process."""
+    """Refuse what is not a dense tensor of this process."""
     if not isinstance(x, Tensor):
         advice = "pass a tensor; torch.as_tensor makes one of numbers"
-        raise ShapeError(explain(f"{name} is no tensor", got=shown(x), next_step=advice))
+        raise ShapeError(explain(f"{name} is not a tensor", got=shown(x), next_step=advice))
     if type(x).__name__ == "DTensor":
         raise InputError(f"{name} is a DTensor: pass its local tensor, x.to_local()")
     if x.layout is not torch.strided or x.is_nested:
         next_step = "pass a dense one; sequences of different lengths go into one row, with Mask.documents"
         got = f"{type(x).__name__}, {x.layout}"
-        raise InputError(explain(f"{name} is no dense tensor", got=got, next_step=next_step))
+        raise InputError(explain(f"{name} is not a dense tensor", got=got, next_step=next_step))
 
 
 def checked_device(device: Any) -> torch.device | None:
@@ -113,7 +113,9 @@ def checked_device(device: Any) -> torch.device | None:
     try:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise InputError(explain("this is no device", got=shown(device), allowed="such as 'cpu' or 'cuda'")) from error
+        raise InputError(
+            explain("this is not a device", got=shown(device), allowed="such as 'cpu' or 'cuda'")
+        ) from error
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) -> None:
@@ -184,7 +186,7 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
     if sinks.shape != (q.shape[2],) or not sinks.is_floating_point() or sinks.device != q.device:
         raise ShapeError(
             explain(
-                "sinks must be one logit a query head, on q's device",
+                "sinks must be one logit per query head, on q's device",
                 got=f"{tuple(sinks.shape)} {sinks.dtype} on {sinks.device}",
                 allowed=f"({q.shape[2]},) floating on {q.device}",
             )
@@ -198,7 +200,7 @@ def as_number(name: str, value: Any) -> float:
         raise InputError(explain(f"{name} is a tensor that wants a gradient, and gets none", next_step=next_step))
     number = as_float(value)
     if number is None:
-        raise InputError(explain(f"{name} is no number", got=shown(value), allowed="a float, or a tensor of one"))
+        raise InputError(explain(f"{name} is not a number", got=shown(value), allowed="a float, or a tensor of one"))
     return number
 
 
@@ -207,7 +209,7 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     number = as_number("scale", scale)
     if not math.isfinite(number):
-        raise InputError(explain("scale is no finite number", got=scale, next_step="pass None for 1/sqrt(head size)"))
+        raise InputError(explain("scale must be finite", got=scale, next_step="pass None for 1/sqrt(head size)"))
     return number
 
 

@@ -1,7 +1,7 @@
 """What a call runs on: `choose` settles its plan, backend and kernel. Everything that can be refused is refused here.
 
-Nothing is sent and nothing is computed: `attention` runs what is chosen, and `explain` tells it. `plan_on` gives the
-plan alone, before there are tensors.
+Nothing is sent or computed: `attention` runs what is chosen, `explain` describes it. `plan_on` gives the plan alone,
+before there are tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from burst_portable.values import size
 
 
 class Request(NamedTuple):
-    """The arguments of a call besides its tensors; part of the key that its plan is looked up by."""
+    """The arguments of a call besides its tensors; part of the key under which its plan is remembered."""
 
     mask: Mask | str
     strategy: Strategy | str
@@ -62,9 +62,9 @@ def requested(
     kernel: str,
     deterministic: bool | None,
 ) -> Request:
-    """The arguments with numbers made ints or floats, since 1, 1.0 and True are equal as keys.
+    """The arguments, with numbers as ints or floats: 1, 1.0 and True are equal as keys.
 
-    Raises `InputError` for numbers, names and choices that are of a wrong type.
+    Raises `InputError` for numbers, names and flags of the wrong type.
     """
     deterministic = _checked_deterministic(deterministic)
     if seq_len is not None:
@@ -74,17 +74,19 @@ def requested(
     if softcap is not None:
         softcap = as_number("softcap", softcap)
     if not isinstance(kernel, str):
-        raise InputError(explain("kernel is no name", got=shown(kernel), allowed="'auto', or a kernel of the backend"))
+        raise InputError(
+            explain("kernel must be a name", got=shown(kernel), allowed="'auto', or a kernel of the backend")
+        )
     return Request(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)
 
 
 def _checked_deterministic(given: bool | None) -> bool:
-    """The choice that a user passed; None does as torch does."""
+    """The flag that a user passed; None follows torch's setting."""
     if given is None:
         return torch.are_deterministic_algorithms_enabled()
     if not isinstance(given, bool):
         allowed = "True, False, or None to do as torch does"
-        raise InputError(explain("deterministic is no choice", got=shown(given), allowed=allowed))
+        raise InputError(explain("deterministic must be a bool or None", got=shown(given), allowed=allowed))
     return given
 
 
@@ -93,8 +95,8 @@ class Choices:
     """What a call runs.
 
     Attributes:
-        problem: what the kernel was asked whether it serves it: heads of one rank, where heads are sharded.
-        why_kernel: why this kernel, for people.
+        problem: what the kernel said it can serve; where heads are sharded, with the heads of one rank.
+        why_kernel: why this kernel, in words.
         options: what the kernel is called with.
     """
 
@@ -109,7 +111,7 @@ class Choices:
 def choose(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, request: Request, device: str | None = None
 ) -> Choices:
-    """Settle a call for its tensors, or for tensors like these on another type of device (`device`).
+    """What a call with these tensors runs on, or with tensors like them on another type of device (`device`).
 
     Raises what `attention` raises before a byte moves.
     """
@@ -139,7 +141,7 @@ def choose(
 
 
 def plan_for_kernel(plan: Plan, kernel: Kernel) -> Plan:
-    """The plan as it suits this kernel: rows of head shards as they come, if it takes any tiles in one launch."""
+    """The plan as it suits this kernel: rows of head shards stay as they arrive if it takes any tiles in one launch."""
     return in_rank_order(plan) if plan.reshard and not takes_pieces(kernel) else plan
 
 
@@ -152,7 +154,7 @@ def _plan(
     backend: Backend,
     kernel: Callable[[], Kernel],
 ) -> Plan:
-    """The plan of a call. `kernel` chooses the kernel for all heads, and is called only where plans are priced."""
+    """The plan of a call. `kernel` chooses the kernel for all heads; it is called only if plans are priced."""
     rows = q.shape[1]
     length = whole_length(request.layout, request.seq_len, rows, mesh)
     mask = mask_of(request.mask, length)
@@ -178,9 +180,9 @@ def _strategy(
     dtype: torch.dtype, head_dim: int,
 ) -> Strategy:  # fmt: skip
     """The strategy that a user passed. "auto" predicts with the file of rates that the settings name, or else with
-    what was measured on machines like this one.
+    rates that were measured on machines like this one.
     """
-    if not isinstance(asked, str) or asked != "auto":  # a str first: an array would be compared by elements
+    if not isinstance(asked, str) or asked != "auto":  # an array would be compared element by element
         return strategy_of(asked, mesh.inner)
     named = str(dtype).removeprefix("torch.")
     first = mesh.size > 1 and mesh.transport(device).goes_first
@@ -207,10 +209,10 @@ def plan_on(
     kernel: str = "auto",
     deterministic: bool | None = None,
 ) -> Plan:
-    """What `attention` would do on this mesh, before there are tensors; above all, with which layout it is fastest.
+    """What `attention` would do on this mesh, before there are tensors; above all, which layout is fastest.
 
-    As `plan`, but with what is known of this machine, its links and the kernel that will compute. Pass its `.layout`
-    to `shard` and to `attention`; `.reason` says why. The same question has the same answer on every rank.
+    Like `plan`, but it knows this machine, its links and the kernel that will compute. Pass its `.layout` to `shard`
+    and `attention`; `.reason` says why. The same question has the same answer on every rank.
 
     Args:
         mesh, mask, strategy, kernel, deterministic: as `attention` takes them.
@@ -258,5 +260,5 @@ def strategy_on(
     )  # fmt: skip
     backend = mesh.backend_for(device_type)
     named = mesh.config.kernel if kernel == "auto" else kernel
-    chosen, _ = choose_kernel(backend, problem, named)  # refused now, also where the strategy does not ask for it
+    chosen, _ = choose_kernel(backend, problem, named)  # refused now, even if the strategy does not need it
     return _strategy(strategy, mesh, device_type, backend, lambda: chosen, dtype, sizes[2])

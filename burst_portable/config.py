@@ -18,7 +18,7 @@ _SETTINGS = ("BURST_DEADLINE", "BURST_KERNEL", "BURST_TRANSPORT", "BURST_RATES")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Settings of a process; made once where a mesh is, and passed on from there.
+    """Settings of a process; made once with the mesh, and passed on from there.
 
     Attributes:
         deadline: seconds that a hop may take before it is an error (``BURST_DEADLINE``).
@@ -36,11 +36,13 @@ class Config:
     def __post_init__(self) -> None:
         seconds = as_float(self.deadline)
         if seconds is None or not _SHORTEST <= seconds < _LONGEST:
-            raise InputError(explain("deadline is no number of seconds", got=shown(self.deadline), allowed=_SECONDS))
+            raise InputError(
+                explain("deadline must be a number of seconds", got=shown(self.deadline), allowed=_SECONDS)
+            )
         object.__setattr__(self, "deadline", seconds)
         for name in ("kernel", "transport"):
             if not isinstance(getattr(self, name), str):
-                raise InputError(explain(f"{name} is no name", got=shown(getattr(self, name)), allowed="a string"))
+                raise InputError(explain(f"{name} must be a name", got=shown(getattr(self, name)), allowed="a string"))
         rates = os.fspath(self.rates) if isinstance(self.rates, os.PathLike) else self.rates
         if not isinstance(rates, str) or "\0" in rates:
             raise InputError(explain("rates name no file", got=shown(self.rates), allowed="a file's name, or ''"))
@@ -64,7 +66,7 @@ def _asked_for(deadline: str, kernel: str, transport: str, rates: str) -> Config
     except ValueError:
         seconds = 0.0
     if not _SHORTEST <= seconds < _LONGEST:
-        raise InputError(explain("BURST_DEADLINE is no number of seconds", got=repr(deadline), allowed=_SECONDS))
+        raise InputError(explain("BURST_DEADLINE must be a number of seconds", got=repr(deadline), allowed=_SECONDS))
     return Config(deadline=seconds, kernel=kernel or "auto", transport=transport or "auto", rates=rates)
 
 
@@ -87,7 +89,7 @@ class Launched:
 def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     """What a launcher has set, or None in a process of its own: one without ``RANK`` and ``WORLD_SIZE``.
 
-    Raises `InputError` where variables are missing, or are no ranks and no port.
+    Raises `InputError` where variables are missing, or hold no ranks or no port.
     """
     environment = os.environ if environment is None else environment
     if "RANK" not in environment and "WORLD_SIZE" not in environment:

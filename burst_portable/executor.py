@@ -1,4 +1,4 @@
-"""Runs one rank's steps of a pass whose blocks travel, whatever the strategy. (`by_heads` runs resharded heads.)
+"""Runs one rank's steps of a pass in which blocks travel, for any strategy. (`by_heads` runs resharded heads.)
 
 ::
 
@@ -36,8 +36,8 @@ def run_forward(
 ) -> State:
     """(out ``[B, S, Hq, Dv]``, LSE ``[B, Hq, S]``) of this rank's S queries.
 
-    In the dtypes that the kernel keeps while it merges: see `numerics.finished`. q is ``[B, S, Hq, D]``; k and v,
-    ``[B, S', Hkv, D]`` and ``[B, S', Hkv, Dv]``, are this rank's own; those of others come as the plan says.
+    Both in the dtypes that the kernel keeps while it merges: see `numerics.finished`. q is ``[B, S, Hq, D]``; k and v,
+    ``[B, S', Hkv, D]`` and ``[B, S', Hkv, Dv]``, are this rank's own; others arrive as the plan says.
     """
     blocks = _Blocks(pass_plan, rank, runtime, (k, v), q.dtype, backward=False)
     state: State | None = None
@@ -58,7 +58,7 @@ def run_backward(
 ) -> Gradients:
     """(dq, dk, dv) of this rank's shard, shaped as q, k and v, in the accumulation dtype.
 
-    Of `queries`, dout is ``[B, S, Hq, Dv]``, lse and delta are ``[B, Hq, S]``; delta must be given where they travel.
+    In `queries`, dout is ``[B, S, Hq, Dv]``, lse and delta are ``[B, Hq, S]``; if queries travel, delta must be given.
     """
     own = (queries.q, k, v)
     dq, dk, dv = (torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in own)
@@ -89,9 +89,9 @@ def _travelling(queries: Queries) -> Views:
 
 
 class _Blocks:
-    """The blocks of one pass: this rank's own, and the foreign ones that are here or on their way.
+    """The blocks of one pass: this rank's own, and foreign ones that are here or on their way.
 
-    Blocks that one step needs come into one buffer, one after the other, so that the kernel reads them as one.
+    Blocks that one step needs arrive in one buffer, one after the other, so that the kernel reads them as one.
     """
 
     def __init__(
@@ -129,20 +129,20 @@ class _Blocks:
         return tuple(x if x.dim() == 4 else x.contiguous() for x in views)  # kernels take LSE and delta in one piece
 
     def moving(self, step: int) -> bool:
-        """Whether messages are under way beside this step: some that later ones need."""
+        """Whether messages that later steps need are under way beside this step."""
         return bool(self._arriving) or any(needed > step for needed, _, _ in self._leaving)
 
     def end(self, step: Step) -> None:
-        """Let go of blocks that no later step uses, and of messages that their receivers need by now."""
+        """Release blocks that no later step uses, and messages that their receivers have needed by now."""
         self._wait_until_left(step.index)
         self._inbox_of.pop(step.index, None)
         for owner in step.released:
             del self._held[owner]
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until everything that was sent has left."""
         self._wait_until_left(max((needed for needed, _, _ in self._leaving), default=0))
-        assert not self._held, "the plan lets go of every block"
+        assert not self._held, "the plan releases every block"
         assert not self._arriving, "the plan waits for every move"
 
     def post(self, sends: list[tuple[Move, Tensor]], receives: Sequence[Move], step: int) -> None:
@@ -156,7 +156,7 @@ class _Blocks:
             self._arriving[move] = handle, buffer
 
     def _wait_until_left(self, step: int) -> None:
-        """Wait for messages that their receivers need up to a step; later ones may still cross to another node."""
+        """Wait for messages that their receivers need by this step; later ones may be crossing to another node."""
         for needed, handle, _ in self._leaving:
             if needed <= step:
                 handle.wait()
@@ -169,7 +169,7 @@ class _Blocks:
         return buffer
 
     def copying(self) -> AbstractContextManager[object]:
-        """A context around what a step copies, for the profiler."""
+        """A context around the copies of a step, for the profiler."""
         return self.runtime.copying(self.device, self._step, backward=self.backward)
 
     def buffer(self, size: int) -> Tensor:
@@ -181,7 +181,7 @@ class _Blocks:
         return message_size(self.pass_plan.problem, move)
 
     def _inboxes(self, moves: list[Move]) -> Iterator[tuple[Move, Tensor]]:
-        """Each of some moves that are needed together, with its part of one buffer for all of them."""
+        """Moves that are needed together, each with its part of one buffer for all of them."""
         sizes = [self.size(move) for move in moves]
         inbox = self.runtime.inbox(moves, sum(sizes), self.device)
         if not moves[0].result:
@@ -189,9 +189,9 @@ class _Blocks:
         yield from zip(moves, torch.split(inbox, sizes) if len(sizes) > 1 else (inbox,), strict=True)
 
     def views(self, moves: Sequence[Move], buffer: Tensor, problem: Problem | None = None) -> Views:
-        """The fields of messages that lie one after the other in a buffer, each as one tensor of all their rows.
+        """The fields of messages that lie one after the other in a buffer, each field as one tensor over all rows.
 
-        problem: says the width of gradients, where that is not the pass's own.
+        problem: determines the width of gradients; the pass's own unless given.
         """
         problem, first = problem or self.pass_plan.problem, moves[0]
         held = fields(problem, first.side, result=first.result)
@@ -200,7 +200,7 @@ class _Blocks:
         return tuple(_view(f, buffer, at, rows, problem.batch, self.dtype) for f, at in zip(held, starts, strict=False))
 
     def _pack(self, sends: Iterable[Move]) -> None:
-        """Bring together rows of our own block that leave, once: rows within others are a part of their message."""
+        """Pack the rows of our own block that leave, each once: rows within others are part of their message."""
         for move in to_pack(sends, self._packed):
             self._packed[move.rows] = buffer = self.buffer(self.size(move))
             with self.copying():
@@ -208,7 +208,7 @@ class _Blocks:
                     wide_copy.copy(rows_of(tensor, move.rows), view)
 
     def _outgoing(self, move: Move) -> Tensor:
-        """The message of a block that leaves: a foreign one as it came, or packed rows of our own."""
+        """The message of a block that leaves: a foreign block as it arrived, or packed rows of our own."""
         if move.owner != self.rank:
             return self._held[move.owner]
         rows = holder(move.rows, self._packed)
@@ -224,13 +224,13 @@ class _Results:
     def __init__(self, blocks: _Blocks, own: Views) -> None:
         self._blocks, self._own = blocks, own
         self._made: dict[int, Tensor] = {}  # by owner: sums that have not left
-        problem = blocks.pass_plan.problem  # gradients are added up wide, however they travel
+        problem = blocks.pass_plan.problem  # gradients are summed wide, however they travel
         self._wide = replace(problem, narrow=False) if problem.narrow else problem
         results = [m for step in blocks.pass_plan.steps_of(blocks.rank) for m in step.result_sends]
         self._sends = {m.owner: m for m in results}
 
     def accumulators(self, step: Step) -> Views:
-        """Where the kernel adds the gradients of a step's blocks: our own sums, or fresh zeros for foreign blocks."""
+        """The buffers to which the kernel adds a step's gradients: our own sums, or fresh zeros for foreign blocks."""
         if not step.arrivals:
             return self._own
         moves = [self._sends[move.owner] for move in step.arrivals]
@@ -242,7 +242,7 @@ class _Results:
         return self._blocks.views(moves, sums, self._wide)
 
     def end(self, step: Step) -> None:
-        """Add gradients that came, and send on those that are complete here."""
+        """Add gradients that arrived, and send on those that are complete here."""
         for move in step.result_arrivals:
             self._add(move)
         sends = [(m, self._outgoing(m)) for m in step.result_sends]
@@ -252,7 +252,7 @@ class _Results:
         assert not self._made, "every gradient of a foreign block has left"
 
     def _outgoing(self, move: Move) -> Tensor:
-        """The message of gradients that leave: the buffer of their sums, or a rounded copy if they travel narrow."""
+        """The message of gradients that leave: the buffer of sums itself, or a rounded copy if they travel narrow."""
         made = self._made.pop(move.owner)
         if not self._blocks.pass_plan.problem.narrow:
             return made
@@ -264,7 +264,7 @@ class _Results:
         return message
 
     def _add(self, move: Move) -> None:
-        """Add gradients that came to those of the same block here: our own, or ones that are sent on."""
+        """Add gradients that arrived to those of the same block here: our own, or some that are sent on."""
         came = self._blocks.views([move], self._blocks.take(move))
         if move.owner == self._blocks.rank:
             mine = tuple(rows_of(x, move.rows) for x in self._own)

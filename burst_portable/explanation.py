@@ -39,7 +39,7 @@ class Explanation:
     Attributes:
         backend, strategy, kernel: what is taken, and why.
         layout: its name, and what this rank holds.
-        mask: its name, how many pairs a head it lets through, how many tokens see nothing.
+        mask: its name, how many pairs per head it lets through, how many tokens see nothing.
         moves: what travels in "forward" and "backward", and along which route.
         transport: what moves it. Whether these ranks can have a backend's own, they find out in their first call.
     """
@@ -136,7 +136,7 @@ def _layout(plan: Plan, mesh: Mesh) -> str:
 def _mask(plan: Plan) -> str:
     mask, length = plan.problem.mask, plan.problem.q_layout.length
     blind = mask.blind_rows(length)
-    return f"{mask}: {plan.problem.area} pairs a head" + (f"; {blind} tokens see nothing" if blind else "")
+    return f"{mask}: {plan.problem.area} pairs per head" + (f"; {blind} tokens see nothing" if blind else "")
 
 
 def _moves(plan: Plan) -> dict[str, str]:

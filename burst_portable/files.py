@@ -1,4 +1,4 @@
-"""Files that users give, read up to a size: a pipe that nobody writes to or a small gzip of a large file is refused."""
+"""Files that users name, read up to a limit: pipes are refused, and so are small gzips of large files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_text(path: str | Path, text: str) -> None:
     """Raises `InputError` for a file that cannot be written."""
     try:
         Path(path).write_text(text, encoding="utf-8")
-    except (OSError, TypeError, ValueError) as error:  # what is no path raises one of the two others
+    except (OSError, TypeError, ValueError) as error:  # what is not a path raises one of the two others
         raise InputError(
             explain("this file cannot be written", got=f"{shown(path)}: {_told(error)}", allowed="a path to a file")
         ) from error
@@ -31,40 +31,40 @@ def read_json(path: Path, what: str, largest: int, *, parse_float: ParseFloat | 
     """The JSON of a file, also of a gzip.
 
     Args:
-        what: the file should be and is not, for errors: "no report".
-        largest: bytes of the text, unpacked.
-        parse_float: what makes numbers of decimals; finite floats unless given.
+        what: what the file should be, for errors: "a report".
+        largest: bytes of the text, unpacked, at most.
+        parse_float: turns decimals into numbers; finite floats unless given.
 
-    Raises `InputError`, of one line, for what is no such file, too large, too deep, or no strict JSON.
+    Raises `InputError`, in one line, for a file that cannot be read, is too large or too deep, or is not strict JSON.
     """
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):  # to open a pipe is to wait for its writer
-            raise ValueError("a folder" if stat.S_ISDIR(mode) else "no regular file")
+            raise ValueError("a folder" if stat.S_ISDIR(mode) else "not a regular file")
         with path.open("rb") as file:
             text = _read(gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == _GZIP else file, largest)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise InputError(explain(f"{path} is {what}", got=_told(error))) from error
+        raise InputError(explain(f"{path} is not {what}", got=_told(error))) from error
     return parse_json(text, str(path), what, parse_float=parse_float)
 
 
 def parse_json(text: bytes | str, source: str, what: str, *, parse_float: ParseFloat | None = None) -> Any:
-    """The same of a text at hand; `source` names it in errors."""
+    """The same, from text; `source` names it in errors."""
     try:
         return json.loads(text, parse_float=parse_float or _finite, parse_constant=_refused)
     except RecursionError:
-        raise InputError(explain(f"{source} is {what}", got="JSON that is nested too deeply")) from None
+        raise InputError(explain(f"{source} is not {what}", got="JSON that is nested too deeply")) from None
     except ValueError as error:
-        raise InputError(explain(f"{source} is {what}", got=_told(error))) from error
+        raise InputError(explain(f"{source} is not {what}", got=_told(error))) from error
 
 
 def _told(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)  # without the path, which stands before it
     if isinstance(error, UnicodeDecodeError):
-        return "bytes that are no text"
+        return "bytes that are not text"
     told = " ".join(str(error).split())[:300]
-    return f"no JSON: {told}" if isinstance(error, json.JSONDecodeError) else told
+    return f"not JSON: {told}" if isinstance(error, json.JSONDecodeError) else told
 
 
 def _read(file: Any, largest: int) -> bytes:

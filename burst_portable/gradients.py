@@ -62,7 +62,7 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: MeshLike = None) -> None:
         parameters: as an optimizer takes them, ``model.parameters()``.
         mesh: the ranks that share the sequence, as `attention` takes it.
 
-    Raises `InputError` for what is no list of parameters, for parameters that are sharded over these ranks (FSDP has
+    Raises `InputError` for what is not a list of parameters, for parameters that are sharded over these ranks (FSDP has
     reduced their gradients already), and for sparse gradients.
     """
     mesh = as_mesh(mesh)
@@ -86,7 +86,7 @@ def _listed(parameters: Any) -> list[Tensor]:
     """Each parameter once. A tensor by itself would be gone through row by row, and its gradient left as it is."""
     advice = "pass model.parameters(), or a list of tensors"
     if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
-        raise InputError(explain("these are no parameters", got=type(parameters).__name__, next_step=advice))
+        raise InputError(explain("these are not parameters", got=type(parameters).__name__, next_step=advice))
     listed = list(parameters)
     if other := next((one for one in listed if not isinstance(one, Tensor)), None):
         raise InputError(explain("not all of these are parameters", got=shown(other), next_step=advice))

@@ -1,4 +1,4 @@
-"""Heads as they are shared out where attention is resharded: which a rank holds, and in which groups it computes them.
+"""How heads are divided among ranks where attention is resharded, and the groups in which a rank computes its own.
 
 ::
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Span = tuple[int, int]
-"""(first, past), among the heads that a rank holds."""
+"""[first, past) among the heads that a rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class HeadGroup:
 
     Attributes:
         queries, keys: its query heads, and the K/V heads that they read.
-        first, last: whether no group before it, and none after it, reads these K/V heads: K and V come with the first,
-            dK and dV leave after the last.
+        first, last: whether this is the first, or the last, group that reads these K/V heads: K and V arrive with the
+            first, dK and dV leave after the last.
     """
 
     queries: Span
@@ -31,7 +31,7 @@ class HeadGroup:
 
 
 def heads_of(rank: int, ranks: int, heads: int) -> slice:
-    """The heads that a rank holds; ranks share a head where there are fewer heads than ranks."""
+    """The heads that a rank holds; if there are fewer heads than ranks, ranks share a head."""
     if heads >= ranks:
         return slice(rank * heads // ranks, (rank + 1) * heads // ranks)
     owned = rank * heads // ranks
@@ -39,18 +39,18 @@ def heads_of(rank: int, ranks: int, heads: int) -> slice:
 
 
 def can_share(heads: int, kv_heads: int, ranks: int) -> bool:
-    """Whether so many ranks can have equally many heads each, and whole K/V heads with them."""
+    """Whether this many ranks can have equally many heads each, with whole K/V heads."""
     return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 def heads_each(heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
-    """(query heads, K/V heads) that each of so many ranks has."""
-    assert can_share(heads, kv_heads, ranks), "the strategy has looked"
+    """(query heads, K/V heads) that each rank has."""
+    assert can_share(heads, kv_heads, ranks), "the strategy has checked"
     return heads // ranks, max(1, kv_heads // ranks)
 
 
 def can_group(heads: int, kv_heads: int, groups: int) -> bool:
-    """Whether a rank's heads make so many equal groups, each of whole K/V heads or within one."""
+    """Whether a rank's heads form this many equal groups, each of whole K/V heads or within one."""
     if groups < 1 or heads % groups:
         return False
     size, readers = heads // groups, heads // kv_heads
@@ -59,7 +59,7 @@ def can_group(heads: int, kv_heads: int, groups: int) -> bool:
 
 def head_groups(heads: int, kv_heads: int, groups: int) -> tuple[HeadGroup, ...]:
     """The groups of one rank's heads, in the order in which they are computed."""
-    assert can_group(heads, kv_heads, groups), "the strategy has looked"
+    assert can_group(heads, kv_heads, groups), "the strategy has checked"
     size, readers = heads // groups, heads // kv_heads
     return tuple(
         HeadGroup(

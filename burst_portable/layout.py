@@ -1,4 +1,4 @@
-"""Layouts: which global positions a rank holds, as arithmetic progressions. Those with names are in `layouts`."""
+"""Layouts: which global positions a rank holds, as arithmetic progressions. Named layouts are in `layouts`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from burst_portable.errors import LayoutError, explain, shown
 from burst_portable.values import as_int
 
 MOST_RANKS = 1 << 14
-"""Planning one rank looks at every other; above so many it takes minutes, see docs/plans.md."""
+"""Planning one rank looks at every other; with more ranks it takes minutes, see docs/plans.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Segment:
                     raise LayoutError(explain(f"{name} of a segment must be an int", got=shown(getattr(self, name))))
                 object.__setattr__(self, name, number)
         if self.start < 0 or self.count < 0 or self.step < 1:
-            raise LayoutError(explain("this is no segment", got=self, allowed="start and count >= 0, step >= 1"))
+            raise LayoutError(explain("this is not a segment", got=self, allowed="start and count >= 0, step >= 1"))
 
     @property
     def last(self) -> int:
@@ -44,7 +44,7 @@ class Segment:
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
         """The local indices [first, past) whose positions lie in [start, stop)."""
-        if self.step == 1:  # as most are, and many are asked
+        if self.step == 1:  # the usual case, and called often
             first, past = start - self.start, stop - self.start
             first, past = first if first > 0 else 0, past if past < self.count else self.count
             return first, past if past > first else first
@@ -60,7 +60,7 @@ class Segment:
             return False
         turns = other.step // common
         position = self.start + self.step * (apart * pow(self.step // common, -1, turns) % turns)
-        both = self.step * turns  # from one shared position to the next, were they endless
+        both = self.step * turns  # from one shared position to the next, if both were endless
         position += -((position - max(self.start, other.start)) // both) * both
         return position <= min(self.last, other.last)
 
@@ -69,7 +69,7 @@ class Segment:
 class Layout:
     """The segments of every rank, in the order in which the rank's rows lie in memory.
 
-    Raises `LayoutError` unless each of the positions 0 to length - 1 lies on one rank, and each rank holds some.
+    Raises `LayoutError` unless each position from 0 to length - 1 lies on one rank, and each rank holds at least one.
     """
 
     name: str
@@ -104,13 +104,13 @@ class Layout:
         return [p for s in self.shards[rank] for p in s.positions()]
 
     def joined(self, each: int | None = None) -> Layout:
-        """The shards of `each` ranks in turn on one rank, one after the other; of all ranks unless given."""
+        """Each `each` consecutive shards (by default all) joined into one rank's, one after the other."""
         each = each or self.ranks
         groups = (self.shards[first : first + each] for first in range(0, self.ranks, each))
         return Layout(f"joined {self.name}", self.length, tuple(tuple(chain.from_iterable(group)) for group in groups))
 
     def sorted(self) -> Layout:
-        """The same positions on every rank, segments by where they start; those that follow each other are one."""
+        """The same positions on every rank, with segments sorted by their start and adjacent ones merged."""
         return Layout(f"sorted {self.name}", self.length, tuple(map(_sorted, self.shards)))
 
 
@@ -125,7 +125,7 @@ def _sorted(shard: Iterable[Segment]) -> tuple[Segment, ...]:
 
 
 def _listed(shards: Iterable[Iterable[Segment]]) -> tuple[tuple[Segment, ...], ...]:
-    """Tuples of the segments that hold anything."""
+    """The shards as tuples, without empty segments."""
     try:
         listed = [tuple(shard) for shard in shards]
     except TypeError:
@@ -145,7 +145,7 @@ def check_ranks(name: str, ranks: int) -> None:
 
 
 def _check_partition(layout: Layout) -> None:
-    """Every position on one rank, every rank with some. Segments are counted and compared, positions never listed."""
+    """Refuse a layout unless every position is on one rank and every rank has one. Positions are never listed."""
     what = f"the layout {layout.name!r}"
     if not isinstance(layout.length, int) or layout.length < 1 or not layout.shards:
         raise LayoutError(
@@ -176,7 +176,7 @@ def _check_partition(layout: Layout) -> None:
 
 def _shared(segments: Sequence[Segment]) -> tuple[Segment, Segment] | None:
     """Two segments that share a position, if any do."""
-    tracks: dict[tuple[int, int], list[Segment]] = defaultdict(list)  # on one of them, segments are intervals
+    tracks: dict[tuple[int, int], list[Segment]] = defaultdict(list)  # on one track, segments are intervals
     for s in segments:
         tracks[s.step, s.start % s.step].append(s)
     for track in tracks.values():

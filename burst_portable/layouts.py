@@ -4,7 +4,7 @@
     zigzag          00 11 22 33 33 22 11 00      rank r holds chunks r and 2W-1-r: causal work is even
     striped         0123 0123 0123 0123          position p lies on rank p mod W
     document_zigzag a zigzag of its own for every document
-    whole_documents each document on one rank; a few, the longest, as zigzags, so that work and rows are even
+    whole_documents each document on one rank, except the longest few: these are zigzags, so that work is even
 
 Lengths that the ranks (or twice the ranks) do not divide give uneven shards; nothing is padded.
 """
@@ -21,8 +21,8 @@ from burst_portable.layout import Layout, Segment, check_ranks
 from burst_portable.mask import Mask
 from burst_portable.values import size
 
-_BLOCK = 128  # rows that kernels take at once: chunks of so many times some leave no block half empty
-_UNEVEN = 1.03  # what the busiest rank may have of the mean, before another document is cut
+_BLOCK = 128  # rows that kernels take at once: chunks of whole blocks leave none half empty
+_UNEVEN = 1.03  # the load of the busiest rank over the mean, above which another document is cut
 
 
 def contiguous(length: int, ranks: int) -> Layout:
@@ -60,22 +60,22 @@ def document_zigzag(cumulative: Sequence[int], ranks: int) -> Layout:
 
 
 def whole_documents(cumulative: Sequence[int], ranks: int) -> Layout:
-    """Documents dealt out whole, so that little is sent; the longest cut into zigzags, as few as evenness wants.
+    """Documents dealt out whole, so that little is sent; as few of the longest as evenness needs are cut into zigzags.
 
-    Of the pairs of a causal mask, and of the rows, the busiest rank has 3 % above the mean at most, if documents that
-    are long enough allow it: chunks of what is cut are whole blocks of kernels, in short sequences at least a sixteenth
-    of a rank's rows. They come first on their rank, side by side: what others need is one range.
+    The busiest rank has at most 3 % more than the mean, both of the pairs of a causal mask and of the rows, if there
+    are documents long enough to be cut: the chunks of a cut document are whole blocks of kernels, in short sequences
+    at least a sixteenth of a rank's rows. They come first on their rank, side by side: what others need is one range.
     """
     longest = sorted(pairwise(cumulative), key=lambda d: (d[0] - d[1], d))
     chunk = max(1, min(_BLOCK, cumulative[-1] // (16 * ranks)))
     dealt = _evenest(longest, ranks, 2 * ranks * chunk)
-    if dealt.idle:  # fewer long documents than ranks: smaller chunks are better than nothing to do
+    if dealt.idle:  # fewer long documents than ranks: smaller chunks are better than idle ranks
         dealt = _evenest(longest, ranks, 2 * ranks)
     return Layout("whole_documents", cumulative[-1], dealt.shards)
 
 
 def _evenest(documents: Sequence[tuple[int, int]], ranks: int, shortest: int) -> _Dealt:
-    """The most even way found to deal documents out with some of the longest cut, none shorter than `shortest` rows."""
+    """The most even way found to deal out documents; those that are cut have at least `shortest` rows."""
     most = sum(stop - start >= shortest for start, stop in documents)
     cut, best = 0, _Dealt(documents, 0, ranks)
     while best.uneven > _UNEVEN and cut < most:
@@ -85,7 +85,7 @@ def _evenest(documents: Sequence[tuple[int, int]], ranks: int, shortest: int) ->
 
 
 class _Dealt:
-    """Documents shared out to ranks, the first `cut` of them as zigzags; the others to who has least so far."""
+    """Documents dealt out to ranks: the first `cut` of them as zigzags, each of the others to the least loaded rank."""
 
     def __init__(self, documents: Sequence[tuple[int, int]], cut: int, ranks: int) -> None:
         self._pairs, self._rows = [0] * ranks, [0] * ranks
@@ -96,7 +96,7 @@ class _Dealt:
             block = min(_BLOCK, (stop - start) // (2 * ranks))
             blocks = (stop - start) // block
             for turn in range(ranks):
-                rank = (turn + index) % ranks  # some chunks are a block longer: not always the same ranks'
+                rank = (turn + index) % ranks  # some chunks are a block longer: spread these over the ranks
                 for piece in (turn, 2 * ranks - 1 - turn):
                     chunk = _chunk(blocks, 2 * ranks, piece)
                     first, past = (start + at * block for at in (chunk.start, chunk.start + chunk.count))
@@ -142,10 +142,10 @@ NAMES = (*LAYOUTS, *OF_DOCUMENTS)
 def make_layout(name: str, length: int, ranks: int, mask: Mask | None = None) -> Layout:
     """The layout of that name; `OF_DOCUMENTS` read the documents from the mask.
 
-    Raises `UnknownNameError` for a name that is not in `NAMES`, `InputError` for lengths and ranks that are no sizes,
-    `LayoutError` for those that do not fit together, and for a mask without documents where they are needed.
+    Raises `UnknownNameError` for a name that is not in `NAMES`, `InputError` for a length or a number of ranks that is
+    not a size, `LayoutError` if they do not fit together or the mask lacks documents that the layout needs.
     """
-    # Checked outside the cache, where 2, 2.0 and True would find each other's layouts.
+    # Checked outside the cache, whose keys do not tell 1, 1.0 and True apart.
     length, ranks = size("length", length), size("ranks", ranks)
     if not isinstance(name, str) or name not in NAMES:
         raise unknown_name("layout", name, NAMES)
@@ -155,7 +155,7 @@ def make_layout(name: str, length: int, ranks: int, mask: Mask | None = None) ->
 
 
 def suited(mask: Mask, length: int, ranks: int) -> Iterator[Layout]:
-    """Layouts that may be the fastest for a mask; of equally fast ones, the first is taken."""
+    """Layouts that may be the fastest for a mask; among equally fast ones, the first is taken."""
     yield make_layout("zigzag", length, ranks)
     if ranks > 1:
         yield make_layout("contiguous", length, ranks)
@@ -163,7 +163,7 @@ def suited(mask: Mask, length: int, ranks: int) -> Iterator[Layout]:
         for name in OF_DOCUMENTS:
             try:
                 yield make_layout(name, length, ranks, mask)
-            except LayoutError:  # these regions are no documents, or too few
+            except LayoutError:  # these regions are not documents, or too few
                 continue
 
 
@@ -184,7 +184,7 @@ def _made(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
 
 
 def _document_bounds(name: str, mask: Mask | None, length: int) -> tuple[int, ...]:
-    """Where documents end: the square regions on the diagonal that tile the sequence."""
+    """Where documents begin and end: the squares on the diagonal that tile the sequence."""
     bounds = [0]
     for region in mask.regions if mask is not None else ():
         if (region.q_start, region.q_stop) != (region.k_start, region.k_stop) or region.q_start != bounds[-1]:
@@ -202,7 +202,7 @@ def _document_bounds(name: str, mask: Mask | None, length: int) -> tuple[int, ..
 
 
 def _chunk(length: int, pieces: int, index: int) -> Segment:
-    """Piece `index` of a length; the first `length mod pieces` are one longer, so that no rank goes empty."""
+    """Piece `index` of a length; the first `length mod pieces` are one longer, so that no rank is empty."""
     size, longer = divmod(length, pieces)
     return Segment(index * size + min(index, longer), size + (index < longer))
 

@@ -34,11 +34,11 @@ def run_local(
             q, k, v = (torch.randn(1, 16, 2, 8, generator=generator) for _ in range(3))
             return attention(q, k, v, mesh=mesh)
 
-    On one accelerator gradients need processes: torch's autograd has one worker a device.
+    On one accelerator gradients need processes: torch's autograd has one worker per device.
 
     Args:
         ranks: how many, up to 1024.
-        work: called once a rank, with that rank's mesh.
+        work: called once per rank, with that rank's mesh.
         deadline: seconds that a rank waits for another before that is an error.
         inner, backend: see `Mesh`.
 
@@ -49,7 +49,7 @@ def run_local(
         most = f"up to {_MOST_RANKS}: each is a thread"
         raise InputError(explain("too many ranks for one process", got=ranks, allowed=most))
     if not callable(work):
-        raise InputError(explain("work is no function of a mesh", got=shown(work), allowed="such as work(mesh)"))
+        raise InputError(explain("work must be a function of a mesh", got=shown(work), allowed="such as work(mesh)"))
     seconds = Config(deadline=deadline).deadline
     checked_inner(inner, ranks)
     checked_backend(backend)

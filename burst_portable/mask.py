@@ -26,7 +26,7 @@ from burst_portable.errors import MaskError, explain, shown, unknown_name
 from burst_portable.values import as_int, size
 
 UNBOUNDED = 1 << 60
-"""Stands for "as far as the sequence goes": in ranges, and (negated too) in bands."""
+"""Stands for "as far as the sequence goes", in ranges and, also negated, in bands."""
 
 
 def band_area(rows: int, columns: int, lo: int, hi: int) -> int:
@@ -77,13 +77,13 @@ class Region:
         return lo <= hi
 
     def area(self, q_length: int, k_length: int) -> int:
-        """How many pairs of a sequence with these lengths it holds."""
+        """How many pairs it holds in a sequence of these lengths."""
         rows, columns = min(self.q_stop, q_length) - self.q_start, min(self.k_stop, k_length) - self.k_start
         offset = self.q_start - self.k_start
         return band_area(rows, columns, self.lo - offset, self.hi - offset) if rows > 0 and columns > 0 else 0
 
     def rows(self, length: int) -> tuple[int, int]:
-        """[start, stop) of the queries that see a key of it, in a sequence of that length."""
+        """[start, stop) of the queries that see one of its keys, in a sequence of this length."""
         if self.k_start >= length:
             return 0, 0
         past = min(self.q_stop, min(self.k_stop, length) + self.hi, length)
@@ -133,7 +133,7 @@ class Mask:
                 )
             )
 
-    # A mask is the key of every plan's cache: its hash is kept, and the usual case of equality is identity.
+    # A mask is part of every plan's cache key, so its hash is kept; equal masks are mostly the same object.
     def __hash__(self) -> int:
         return self._hash
 
@@ -165,13 +165,13 @@ class Mask:
         return self.regions[bisect_right(self._furthest, start) : bisect_left(self._starts, stop)]
 
     def area(self, q_length: int, k_length: int | None = None) -> int:
-        """How many (q, k) pairs it lets through: what FLOPs are counted from."""
+        """How many (q, k) pairs it lets through; FLOPs are counted from this."""
         rows = size("q_length", q_length)
         columns = rows if k_length is None else size("k_length", k_length)
         return sum(r.area(rows, columns) for r in self.regions)
 
     def blind_rows(self, length: int) -> int:
-        """How many tokens of a sequence see nothing: attention gives 0 for them."""
+        """How many tokens of a sequence see nothing: their attention is 0."""
         length = size("length", length)
         seen = reached = 0
         for start, stop in sorted(r.rows(length) for r in self.regions):
@@ -201,13 +201,13 @@ class Mask:
     def documents(cls, cumulative: Sequence[int], *, causal: bool = True, window: int | None = None) -> Mask:
         """Packed sequences: cumulative = (0, end of the first, ..., length). No token sees another document.
 
-        Ints in any sequence, a NumPy array or an integer tensor (``cu_seqlens``); a tensor on a device is copied.
-        Tokens after the last one see nothing: padding. `window` limits each token to so many tokens back (and ahead,
-        where it is not causal) within its document.
+        `cumulative` is a sequence of ints, a NumPy array or an integer tensor (``cu_seqlens``); a tensor on a device is
+        copied. Tokens after the last document see nothing: padding. `window` is how many tokens back (and ahead, if not
+        causal) a token sees within its document.
         """
         bounds = cumulative_lengths("documents", cumulative)
         if not isinstance(causal, bool):
-            raise MaskError(explain("causal is no choice", got=shown(causal), allowed="True or False"))
+            raise MaskError(explain("causal must be a bool", got=shown(causal), allowed="True or False"))
         lo, hi = 0 if causal else -UNBOUNDED, UNBOUNDED
         if window is not None:
             (window,) = _at_least(0, window=window)
@@ -283,7 +283,7 @@ class Mask:
         ``share_question:Q,A,A,...``.
         """
         if not isinstance(text, str):
-            raise MaskError(explain("this is no short form of a mask", got=shown(text), allowed="a string"))
+            raise MaskError(explain("this is not the short form of a mask", got=shown(text), allowed="a string"))
         length = length if length is None else size("length", length)
         name, _, rest = text.partition(":")
         if name not in _PARSERS:
@@ -299,9 +299,9 @@ class Mask:
 
 
 def _number(text: str) -> int:
-    """As it is written everywhere: Python's `int` takes 1_0 and digits of other scripts as well."""
+    """Plain decimal digits only: Python's `int` also takes 1_0 and digits of other scripts."""
     if not (text.isascii() and text.removeprefix("-").isdecimal()):
-        raise ValueError(f"{text!r} is no whole number")
+        raise ValueError(f"{text!r} is not a whole number")
     return int(text)
 
 
@@ -316,7 +316,7 @@ def _uniform_blocks(numbers: list[int], length: int | None) -> Mask:
     return Mask.block_causal([*range(0, length, blocks), length])
 
 
-_MOST_BLOCKS = 1 << 20  # of a short form: each is a region, and held in memory
+_MOST_BLOCKS = 1 << 20  # of a short form: each is a region in memory
 
 
 _PARSERS: dict[str, tuple[str, Callable[[list[int], int | None], Mask]]] = {
@@ -334,8 +334,8 @@ _PARSERS: dict[str, tuple[str, Callable[[list[int], int | None], Mask]]] = {
 
 
 def first_overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
-    """The first overlapping pair of regions sorted by q_start, if any: a sweep over q, bisection over k."""
-    open_: list[Region] = []  # those that may share a query with what follows, by k_start
+    """The first overlapping pair, if any, of regions sorted by q_start: a sweep over q, bisection over k."""
+    open_: list[Region] = []  # regions that may share a query with later ones, sorted by k_start
     for q_start, row in groupby(regions, key=lambda r: r.q_start):
         open_ = [r for r in open_ if r.q_stop > q_start]
         widest = max((r.k_stop - r.k_start for r in open_), default=0)
@@ -387,7 +387,7 @@ def _listed(what: str, values: Any) -> list[int]:
     try:
         many = values.tolist() if hasattr(values, "tolist") else values
         listed = [as_int(value) for value in many]
-    except (TypeError, RuntimeError):  # nothing that can be gone through, or a tensor that holds no list of numbers
+    except (TypeError, RuntimeError):  # not iterable, or a tensor that holds no list of numbers
         listed = [None]
     numbers = [value for value in listed if value is not None]
     if len(numbers) < len(listed) or isinstance(values, str | bytes):

@@ -71,13 +71,13 @@ def read_rates(file: str | Path) -> MeasuredRates:
     if not str(file):
         raise InputError(explain("no file of rates is named", got="an empty name", next_step=NEXT_STEP))
     try:
-        data = read_json(Path(file), "no file of rates", _LARGEST_FILE)
+        data = read_json(Path(file), "a file of rates", _LARGEST_FILE)
     except InputError as error:
         raise InputError(f"{error}; {NEXT_STEP}") from error
     found = data.get("schema") if isinstance(data, dict) else None
     if found != SCHEMA:
         raise InputError(
-            explain(f"{file} is no file of rates", got=f"schema {shown(found)}", allowed=SCHEMA, next_step=NEXT_STEP)
+            explain(f"{file} is not a file of rates", got=f"schema {shown(found)}", allowed=SCHEMA, next_step=NEXT_STEP)
         )
     given = data.get("rates")
     if not isinstance(given, dict):

@@ -124,8 +124,8 @@ class Resharded(NamedTuple):
 def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, picks: bool) -> list[Resharded]:
     """For taking a rank's tensors to head shards and back, by groups of heads.
 
-    `picks`: the transport sends rows from where they lie, if they are no crowd of batch rows, into inboxes that the
-    next pass overwrites.
+    `picks`: the transport sends rows from where they lie, unless the batch is large, into inboxes that the next
+    pass overwrites.
     """
     p = plan.problem
     packs = not picks or p.batch > PICKED_BATCHES

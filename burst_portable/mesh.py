@@ -38,17 +38,17 @@ class Mesh:
     """The ranks of one sequence axis.
 
     Make one with `Mesh.single`, `Mesh.from_group`, `Mesh.from_device_mesh` or, for threads, `run_local`. Keep it:
-    it holds the transports, and the plans of calls that were made on it.
+    it holds the transports and the plans of earlier calls.
 
     Attributes:
-        rank, size: this rank among those that share the sequence, and how many they are.
-        inner: ranks a node, where there are several nodes: lets `auto` consider the double ring and USP, which take it
-            too where they are named, and gives messages between nodes connections of their own, made in the first pass.
-        backend: the name of the one that must serve, or "auto": the first for the tensors' device that can.
+        rank, size: this rank's number, and how many ranks share the sequence.
+        inner: ranks per node, where there are several nodes. Lets `auto` consider the double ring and USP, which also
+            use it where they are named, and gives messages between nodes their own connections, made in the first pass.
+        backend: the name of the backend to use, or "auto": the first that can serve the tensors' device.
         config: settings, from the environment unless given.
 
     Raises:
-        InputError: a rank that is none of `size`, an `inner` that does not divide it, an unknown backend.
+        InputError: a rank that is not below `size`, an `inner` that does not divide it, an unknown backend.
         BackendUnavailableError: the named backend cannot run here.
     """
 
@@ -67,7 +67,7 @@ class Mesh:
         self.group, self.inner, self.backend = group, checked_inner(inner, self.size), checked_backend(backend)
         self.config = checked_config(config)
         if not isinstance(group, dist.ProcessGroup | None):
-            raise InputError(explain("this is no process group", got=shown(group), allowed="one of dist's, or None"))
+            raise InputError(explain("this is not a process group", got=shown(group), allowed="one of dist's, or None"))
         if not callable(connect):
             raise InputError(explain("a mesh connects by a function of the device type", got=shown(connect)))
         self._connect = connect
@@ -79,18 +79,18 @@ class Mesh:
         return f"Mesh(rank={self.rank}, size={self.size})"
 
     def __deepcopy__(self, memo: object) -> Mesh:
-        """Itself: a copied module stands on the same ranks, whose connections cannot be copied."""
+        """Itself: a copied module uses the same ranks, and connections cannot be copied."""
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Mesh], tuple[Config, str]]:
-        """One rank alone can be pickled. Connections to others cannot."""
+        """A mesh of one rank can be pickled; connections to other ranks cannot."""
         if self.size > 1:
             raise UnsupportedError(
                 explain(
                     "a mesh of several ranks cannot be pickled: it holds connections",
                     got=self,
-                    next_step="save a module's state_dict(), and make mesh and module anew; let a data loader fork its "
-                    "workers, or cut batches outside of them",
+                    next_step="save the module's state_dict() and make mesh and module again; let a data loader fork "
+                    "its workers, or cut batches outside of them",
                 )
             )
         return Mesh.single, (self.config, self.backend)
@@ -112,7 +112,7 @@ class Mesh:
     ) -> Mesh:
         """The ranks of a process group; None for the default one.
 
-        Raises `InputError` where torch.distributed is not initialised, or this rank is no member.
+        Raises `InputError` if torch.distributed is not initialised, or this rank is not in the group.
         """
         if not dist.is_initialized():
             raise InputError(
@@ -147,7 +147,7 @@ class Mesh:
         backend: str = "auto",
         config: Config | None = None,
     ) -> Mesh:
-        """One axis of a torch DeviceMesh; the others are left to data or tensor parallelism.
+        """The ranks along one axis of a torch DeviceMesh; other axes are left to data or tensor parallelism.
 
         `axis` is its name or number, and may be left out where there is only one.
         """
@@ -155,11 +155,11 @@ class Mesh:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Its ranks, by their numbers in the default process group; without a group, by their own."""
+        """Its ranks, by their numbers in the default process group, or in the mesh if it has no group."""
         return tuple(range(self.size) if self.group is None else dist.get_process_group_ranks(self.group))
 
     def backend_for(self, device_type: str) -> Backend:
-        """The backend that serves tensors of a device type: the one that this mesh names, or the first that can."""
+        """The backend for tensors of a device type: the one that this mesh names, or the first that can serve them."""
         return for_device(device_type, self.backend)
 
     def transport(self, device_type: str) -> Transport:
@@ -169,16 +169,16 @@ class Mesh:
         return self._transports[device_type]
 
     def connected(self) -> Transport | None:
-        """A transport that this mesh has been using, if any."""
+        """A transport that this mesh has used already, if any."""
         return next(iter(self._transports.values()), None)
 
     def transport_for(self, device_type: str, *, direct: bool) -> tuple[Transport, str]:
-        """The transport of a plan, and why: the one that the settings name, or the fastest that serves it.
+        """The transport of a plan, and why: the one that the settings name, or else the fastest that serves the plan.
 
         Args:
             direct: whether all messages go straight to where they are used: see `Plan.direct`.
 
-        Raises `UnknownNameError`, or `UnsupportedError` with the reason why the one named cannot serve.
+        Raises `UnknownNameError`, or `UnsupportedError` if the named one cannot serve, with the reason.
         """
         name, why = self.expected_transport(device_type, direct=direct)
         plain = self.transport(device_type)
@@ -190,9 +190,10 @@ class Mesh:
         return plain, self.expected_transport(device_type, direct=direct)[1]  # raises, if it was named
 
     def expected_transport(self, device_type: str, *, direct: bool) -> tuple[str, str]:
-        """The name of what `transport_for` gives, and why, as far as one rank can tell alone; raises as that does.
+        """The name of the transport that `transport_for` would give, and why, as far as one rank alone can tell.
 
-        Whether the ranks can have the backend's own transport, they find out together when it is first wanted.
+        Raises as `transport_for`. Whether the ranks can have the backend's own transport, they find out together when
+        it is first needed.
         """
         plain, named = self.transport(device_type).name, self.config.transport
         if self.size == 1 or named == plain:
@@ -218,17 +219,17 @@ class Mesh:
         return plain, f"not {name}: {found}"
 
     def may_be_direct(self, device_type: str) -> bool:
-        """Whether the backend's own transport is there or untried: what plans may count on before any is connected."""
+        """Whether plans may count on the backend's own transport: it is connected, or has not been tried."""
         if self.group is None or isinstance(self._direct.get(device_type), str):
             return False
         return self.config.transport in ("auto", self.backend_for(device_type).capabilities.direct_transport)
 
     def _direct_transport(self, device_type: str, name: str) -> Transport | str:
-        """The backend's own transport, or why these ranks cannot have it; settled once, by all ranks together."""
+        """The backend's own transport, or why these ranks cannot have it. All ranks settle this together, once."""
         if device_type not in self._direct:
             backend: Any = self.backend_for(device_type)
             plain = self.transport(device_type)
-            # A rank that refuses its call asks in these words too: the others hear of it, and nobody is left behind.
+            # `agree` also hears from a rank that refuses its call, so nobody waits for that rank.
             agree(plain, statement({"pass": f"connecting the transport {name!r}"}))
             try:
                 self._direct[device_type] = backend.connect_direct(plain, self.group, self.config.deadline)
@@ -237,9 +238,9 @@ class Mesh:
         return self._direct[device_type]
 
     def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gave for this key before; the least recently used are forgotten.
+        """What `make` returned for this key; the least recently used results are forgotten.
 
-        A key with something in it that cannot be hashed is not looked up: `make` says what is wrong with it.
+        A key that cannot be hashed is not looked up: `make` then says what is wrong with it.
         """
         try:
             found: T | None = self._calls.get(key)
@@ -261,7 +262,7 @@ else:  # a torch without torch.distributed has no such classes
 
 
 def as_mesh(mesh: Any) -> Mesh:
-    """A mesh from whatever was passed: a Mesh, a DeviceMesh of one axis, a process group, or None.
+    """A mesh from what the caller passed: a Mesh, a DeviceMesh of one axis, a process group, or None.
 
     None is the default process group where torch.distributed is initialised, and one rank elsewhere.
     """
@@ -277,7 +278,7 @@ def as_mesh(mesh: Any) -> Mesh:
         return _of_group(axis_group(mesh, None))
     raise InputError(
         explain(
-            "this is no mesh",
+            "this is not a mesh",
             got=shown(mesh),
             allowed="Mesh, torch DeviceMesh with one axis, process group, or None",
         )
@@ -286,11 +287,11 @@ def as_mesh(mesh: Any) -> Mesh:
 
 @lru_cache(maxsize=64)
 def _alone(config: Config, thread: int) -> Mesh:
-    """The mesh of a thread that shares no sequence: the same one each time, for it remembers plans."""
+    """The mesh of a thread on its own: the same one each time, because it remembers plans."""
     return Mesh.single(config)
 
 
 @lru_cache(maxsize=64)
 def _of_group(group: Any) -> Mesh:
-    """The mesh of a group that is passed as such: the same one each time, for its transport counts the passes."""
+    """The mesh of a process group: the same one each time, because its transport counts passes."""
     return Mesh.from_group(group)

@@ -54,7 +54,7 @@ def place_in(group: Any) -> tuple[int, int]:
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to those that it leaves out
         raise _no_member()
     if not isinstance(group, dist.ProcessGroup):
-        raise InputError(explain("this is no process group", got=shown(group), next_step="dist.new_group makes one"))
+        raise InputError(explain("this is not a process group", got=shown(group), next_step="dist.new_group makes one"))
     try:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     except ValueError as error:  # made by hand, or destroyed
@@ -71,7 +71,7 @@ def place_in(group: Any) -> tuple[int, int]:
 def _no_member() -> InputError:
     return InputError(
         explain(
-            "this rank is no member of the group",
+            "this rank is not a member of the group",
             got=f"global rank {dist.get_rank()}",
             next_step="let the members alone make the call",
         )
@@ -82,7 +82,7 @@ def axis_group(device_mesh: Any, axis: object) -> Any:
     """The process group of one axis of a DeviceMesh."""
     if not hasattr(device_mesh, "get_group"):
         raise InputError(
-            explain("this is no DeviceMesh", got=shown(device_mesh), next_step="init_device_mesh makes one")
+            explain("this is not a DeviceMesh", got=shown(device_mesh), next_step="init_device_mesh makes one")
         )
     names, axes = device_mesh.mesh_dim_names or (), device_mesh.ndim
     told = f"a DeviceMesh of {axes} axes ({', '.join(names) or 'without names'})"

@@ -1,9 +1,9 @@
-"""What a message holds, and where it lies. Bytes of messages are counted here alone.
+"""What a message holds, and where it lies. Bytes of messages are counted only here.
 
 The message of a block holds its rows, with all fields of a row side by side::
 
-    row 0   K K K K | V V V V        messages that lie one after the other are one K and one V of all their rows,
-    row 1   K K K K | V V V V        and so one launch
+    row 0   K K K K | V V V V        messages that lie one after the other are one K and one V over all their rows,
+    row 1   K K K K | V V V V        so a kernel takes them in one launch
 
 ========  ============================  =======================================================
 side      forward, and backward inputs  backward results
@@ -12,10 +12,10 @@ kv        K, V                          dK, dV in the accumulation dtype
 q         Q, dO, LSE, delta             dQ in the accumulation dtype
 ========  ============================  =======================================================
 
-Narrow gradients travel in the dtype of the inputs; they are added up in the accumulation dtype even so.
+Narrow gradients travel in the dtype of the inputs, but are still summed in the accumulation dtype.
 
 Where heads are resharded, a message to head shards holds some heads of all tensors side by side, and a message back
-those of one tensor: ``[rows, B, heads, dim]`` each.
+holds heads of one tensor: ``[rows, B, heads, dim]`` each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from burst_portable.moves import Move, Side
 from burst_portable.plans import PASSES, PassName, PassPlan, Plan, Problem
 
 ALIGNMENT = 16
-"""Bytes: in every row, a field starts at a multiple of it, since kernels load straight from the message."""
+"""Bytes: every field of a row starts at a multiple of it, since kernels load straight from the message."""
 _INBOX_ALIGNMENT = 256  # bytes: messages that are needed together begin at a multiple of it
 
 
@@ -46,7 +46,7 @@ class Field:
         return batch * self.heads * (self.dim or 1) * self.itemsize
 
     def size(self, batch: int) -> int:
-        """Bytes of a row, with the padding up to where the next field may start."""
+        """Bytes of a row, padded to where the next field may start."""
         return -(-self.bytes(batch) // ALIGNMENT) * ALIGNMENT
 
 
@@ -75,18 +75,20 @@ def row_size(problem: Problem, side: Side, *, result: bool) -> int:
 
 
 def needed_together(moves: Iterable[Move]) -> Iterator[list[Move]]:
-    """Receives of one step, those that are needed at the same later step by themselves: they come into one buffer."""
+    """The receives of one step, grouped by the later step that needs them: each group arrives in one buffer."""
     return (list(group) for _, group in groupby(moves, lambda m: m.needed))
 
 
 def head_fields(plan: Plan, pass_name: PassName) -> list[tuple[tuple[Field, ...], tuple[Field, ...]]]:
-    """For each group of heads: the fields that a rank gets from every other before, and sends to every other after.
+    """For each group of heads: the fields that a rank gets from every other rank before, and sends to it after.
 
-    Every other of its node, see `Plan.inner`.
+    Ranks are those among which heads are divided: see `Plan.inner`.
     """
     p, part = plan.problem, plan.forward.problem
     data, d, dv = p.itemsize, p.head_dim, p.value_dim
-    gradients = max(data, 4) if p.kv_heads < plan.inner else data  # ranks add up what they have of a shared head
+    gradients = (
+        max(data, 4) if p.kv_heads < plan.inner else data
+    )  # contributions of several ranks to a shared head are added up
     groups: list[tuple[tuple[Field, ...], tuple[Field, ...]]] = []
     for group in plan.head_groups:
         q, out = Field(part.heads, d, data), Field(part.heads, dv, data)
@@ -100,9 +102,9 @@ def head_fields(plan: Plan, pass_name: PassName) -> list[tuple[tuple[Field, ...]
 
 
 def head_room(plan: Plan, row: int, *, back: bool) -> int:
-    """Bytes of every rank's inbox that one exchange takes, at `row` bytes a row; `back`: from head shards.
+    """Bytes of every rank's inbox that one exchange takes, at `row` bytes per row; `back`: from head shards.
 
-    As many on all ranks, though nodes may hold more or fewer rows.
+    The same on all ranks, although nodes may hold more or fewer rows.
     """
     shards, nodes = plan.problem.q_layout, plan.forward.problem.q_layout
     if back:
@@ -112,11 +114,11 @@ def head_room(plan: Plan, row: int, *, back: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Inboxes:
-    """Where messages come to lie, on a transport whose senders write into the memory of their receivers.
+    """Where messages lie, on a transport whose senders write into the memory of their receivers.
 
     Attributes:
         forward, backward: bytes of the largest inbox in that pass, divided by the ranks and rounded up.
-        places: of each message that one rank sends or receives, the byte at which it lies in its receiver's inbox.
+        places: for each message that one rank sends or receives, the byte at which it begins in its receiver's inbox.
     """
 
     forward: int = 0
@@ -125,9 +127,9 @@ class Inboxes:
 
 
 def inboxes(plan: Plan, rank: int) -> Inboxes:
-    """The inboxes of a plan as one rank needs them. Blocks that are needed together lie one after the other.
+    """The inboxes of a plan, as one rank needs them. Blocks that are needed together lie one after the other.
 
-    What is resharded lies in front of them, where `reshard` counts the places.
+    Resharded tensors lie in front of them; `reshard` counts those places.
     """
     resharded = [_reshard_inbox(plan, name) if plan.reshard else 0 for name in PASSES]
     places: dict[Move, int] = {}
@@ -146,7 +148,7 @@ def inboxes(plan: Plan, rank: int) -> Inboxes:
 def _places(pass_plan: PassPlan, target: int, start: int) -> tuple[dict[Move, int], int]:
     """The place of every message that comes to a rank, from `start` on, and where the last one ends.
 
-    Inputs come first: a block that travels in both passes is the same `Move` in both, and so has one place.
+    Inputs come first: a block that travels in both passes is the same `Move` in both, so it has one place.
     """
     steps = pass_plan.steps_of(target)
     inputs, results = ([step.receives for step in steps], [step.result_receives for step in steps])
@@ -161,7 +163,7 @@ def _places(pass_plan: PassPlan, target: int, start: int) -> tuple[dict[Move, in
 
 
 def _reshard_inbox(plan: Plan, pass_name: PassName) -> int:
-    """Bytes of an inbox that exchanges take where heads are resharded; with the LSE, which may be asked for."""
+    """Bytes of an inbox that exchanges take where heads are resharded, including LSE, which may be asked for."""
     p, size = plan.problem, 0
     for there, back in head_fields(plan, pass_name):
         lse = Field(plan.forward.problem.heads, None, max(p.itemsize, 4))

@@ -11,7 +11,7 @@ block gets to each rank that needs it, and how the gradients that were made of i
     fetch         0 -> 1, 0 -> 2, 0 -> 3     each block straight from its owner, its gradients straight home; several
                                              may come together, for one launch
 
-A block is only sent to ranks whose mask needs it; where that breaks a chain, the owner sends.
+A block is sent only to ranks that need it under the mask; where that breaks a chain, the owner sends.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Move(NamedTuple):
 
 
 def holder(rows: tuple[int, int], among: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
-    """The first of some [start, stop) that holds these rows, all of them."""
+    """The first [start, stop) of `among` that holds all of these rows."""
     return next((one for one in among if one[0] <= rows[0] and rows[1] <= one[1]), None)
 
 
 def to_pack(sends: Iterable[Move], packed: Iterable[tuple[int, int]]) -> list[Move]:
-    """Of moves of one block that leave together, those whose rows are packed for it: the rest lie within them.
+    """Of the moves of one block that leave together, those whose rows must be packed: the others lie within them.
 
     packed: rows that were packed before.
     """
@@ -69,7 +69,7 @@ def to_pack(sends: Iterable[Move], packed: Iterable[tuple[int, int]]) -> list[Mo
 
 
 class Needs:
-    """Which rank needs whose block: the mask between a travelling block and what stays on a rank."""
+    """Which rank needs whose block: whether the mask connects a travelling block with what stays on a rank."""
 
     def __init__(self, pairs: BlockPairs, side: Side) -> None:
         self._pairs, self._side = pairs, side
@@ -88,11 +88,11 @@ class Route(Protocol):
 
     @property
     def name(self) -> str:
-        """As the command line and printed plans call it."""
+        """Its name on the command line and in printed plans."""
 
     @property
     def trims(self) -> bool:
-        """Whether only the rows that the target needs are sent: nobody hands them on."""
+        """Whether only the rows that the target needs are sent, because nobody hands them on."""
 
     @property
     def before(self) -> float:
@@ -117,7 +117,7 @@ class Route(Protocol):
         """The neighbour that may send `rank` gradients of the block of `owner` to add to."""
 
     def patience(self, source: int, target: int) -> int:
-        """How many steps after they leave `source` gradients are added at `target`."""
+        """How many steps after leaving `source` gradients are added at `target`."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,10 @@ class Ring:
 class DoubleRing:
     """Rings of `inner` ranks (a node), and an outer ring over the nodes that hides behind whole inner rounds.
 
-    A node takes part if one of its ranks needs the block; gradients are added up along a node's ring, and go home
-    once from each node. The own node's round is divided: its `first` steps come before the other nodes' blocks, and
-    the rest after them, while the last of their gradients go home. The rest is a ring of its own, which begins at the
-    owner again, so that no block is held in between.
+    A node takes part if one of its ranks needs the block; gradients are added up along a node's ring and go home once
+    from each node. The round of the owner's node is divided: its `first` steps come before the blocks of other nodes,
+    and the rest after them, while the last of their gradients go home. The rest is a ring of its own that begins at
+    the owner again, so that no block is held in between.
     """
 
     ranks: int
@@ -213,7 +213,7 @@ class DoubleRing:
         return neighbour if neighbour != owner and not self._begins(*self._distance(owner, rank)) else None
 
     def patience(self, source: int, target: int) -> int:
-        """Between nodes a whole inner round: gradients only go home there, and home can add them at any later step."""
+        """Between nodes a whole inner round: such gradients only go home, and home can add them at any later step."""
         return 1 if source // self.inner == target // self.inner else self.inner
 
     @property
@@ -224,26 +224,26 @@ class DoubleRing:
         return range(node * self.inner, (node + 1) * self.inner)
 
     def _along(self, rank: int, turns: int) -> int:
-        """The rank so many places further along the node's ring."""
+        """The rank `turns` places further along the node's ring."""
         return rank // self.inner * self.inner + (rank + turns) % self.inner
 
     def _distance(self, owner: int, rank: int) -> tuple[int, int]:
-        """How many nodes, and how many ranks within the node's ring, the block is from its owner."""
+        """How far the block is from its owner: in nodes, and in ranks within the node's ring."""
         return (rank // self.inner - owner // self.inner) % self._nodes, (rank - owner) % self.inner
 
     def _begins(self, nodes: int, turn: int) -> bool:
-        """Whether a ring inside a node begins with this turn: a round, or the rest of the own node's."""
+        """Whether a ring inside a node begins at this turn: a whole round, or the rest of the owner's node's."""
         return turn % self.inner == 0 or (nodes == 0 and turn == self.first)
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Straight from the owner, straight home; at each step every rank asks, and is asked by, one other.
+    """Straight from the owner, straight home; at each step every rank asks one other, and is asked by one other.
 
-    A block is asked for `ahead` steps before it is needed: more ahead holds more blocks and waits for fewer. A step
-    takes as many blocks `together`, in one launch: where blocks are short, launches and merges cost more than waiting.
-    A rank computes a share of its own block `before` the others, while the first of them comes, and the rest after
-    them, while the gradients of the last leave.
+    A block is requested `ahead` steps before it is needed: a larger number holds more blocks and waits less. A step
+    computes `together` blocks in one launch: for short blocks, launches and merges cost more than waiting. A rank
+    computes the share `before` of its own block first, while the first foreign block comes, and the rest last, while
+    the gradients of the last foreign block leave.
     """
 
     ranks: int

@@ -62,7 +62,7 @@ def rotate(x: Tensor, where: Tensor, theta: float = 10000.0) -> Tensor:
 def _checked_theta(theta: float) -> float:
     number = as_float(theta)
     if number is None or not (math.isfinite(number) and number > 0):
-        raise InputError(explain("theta is no base of frequencies", got=shown(theta), allowed="above 0"))
+        raise InputError(explain("theta cannot be the base of frequencies", got=shown(theta), allowed="above 0"))
     return number
 
 
@@ -165,7 +165,7 @@ class SelfAttention(nn.Module):
         check_tensor("x", x)
         if x.dim() != 3 or x.shape[-1] != self.q.in_features:
             allowed = f"[batch, rows, {self.q.in_features}]"
-            raise ShapeError(explain("x is no input of this module", got=tuple(x.shape), allowed=allowed))
+            raise ShapeError(explain("x cannot be an input of this module", got=tuple(x.shape), allowed=allowed))
         said = None if seq_len is None else size("seq_len", seq_len)
         length = whole_length(self.layout, said, x.shape[1], self.mesh)
         check_rows(layout_of(self.layout, length, self.mesh.size, mask_of(mask, length)), x.shape[1], self.mesh)

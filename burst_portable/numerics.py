@@ -3,8 +3,8 @@
 Conventions, everywhere in this library:
 
 - LSE is the natural logarithm of the sum of exp(scores), float32 (float64 for float64), ``[B, H, S]``.
-- A row that sees nothing has out 0 and LSE -inf, and gets and gives gradient 0. No other value is ever merged:
-  kernels of others that answer 0 or +inf there are mended before they come here.
+- A row that sees nothing has out 0, LSE -inf and gradient 0, and contributes gradient 0. No other value is ever merged:
+  results of foreign kernels that answer 0 or +inf there are corrected before they come here.
 - Partial outs and gradients are accumulated in float32 (float64 for float64), never in 16 bits.
 
 Shapes: B batch, S rows, H heads, D head size. out ``[B, S, H, D]``, LSE and delta ``[B, H, S]``.
@@ -20,30 +20,30 @@ from torch import Tensor
 from burst_portable.errors import DtypeError, InputError, ShapeError, explain, shown
 
 State = tuple[Tensor, Tensor]
-"""A partial result (out, LSE). While it is merged into, its dtypes are its kernel's business; see `finished`."""
+"""A partial result (out, LSE). While parts are merged into it, its kernel decides on its dtypes; see `finished`."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for all else."""
+    """float64 for float64, float32 for all other dtypes."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in this dtype. torch's own `to` takes its time even where it has nothing to do."""
+    """x in this dtype. torch's own `to` takes time even if there is nothing to do."""
     return x if x.dtype is dtype else x.to(dtype)
 
 
 def running_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of an out that is merged into again and again: one step wider than the parts.
+    """The dtype of an out that many parts are merged into: one step wider than the parts.
 
     float32 for 16-bit tensors, float64 for float32: otherwise the rounding of every merge adds up, and the error
-    of float32 attention doubles from 2 to 64 ranks. Where float64 is dear, see `Compensated`.
+    of float32 attention doubles from 2 to 64 ranks. For devices where float64 is slow, see `Compensated`.
     """
     return torch.float32 if dtype.itemsize == 2 else torch.float64
 
 
 def empty_state(q: Tensor, value_dim: int) -> State:
-    """The running state of having seen nothing yet: out 0, LSE -inf. Its LSE, one number a row, is float64."""
+    """The running state before any part: out 0, LSE -inf. LSE, one number per row, is float64."""
     batch, rows, heads, _ = q.shape
     out = torch.zeros(batch, rows, heads, value_dim, dtype=running_dtype(q.dtype), device=q.device)
     lse = torch.full((batch, heads, rows), -torch.inf, dtype=torch.float64, device=q.device)
@@ -56,7 +56,7 @@ def per_row(x: Tensor) -> Tensor:
 
 
 def anchored(lse: Tensor) -> Tensor:
-    """What exponents are taken from: LSE, and 0 for a row that saw nothing, where -inf - -inf would be NaN."""
+    """What to subtract in exponents: LSE, or 0 for a row that saw nothing, where -inf - -inf would be NaN."""
     return torch.where(lse == -torch.inf, 0.0, lse)
 
 
@@ -76,15 +76,15 @@ def merge_into(state: State, out: Tensor, lse: Tensor) -> None:
 
 
 def widened(state: State, dtype: torch.dtype) -> State:
-    """A state of tensors of `dtype` that is about to be merged into, in the dtypes of `empty_state`."""
+    """A state for tensors of `dtype`, in the dtypes of `empty_state`, before parts are merged into it."""
     return state[0].to(running_dtype(dtype)), state[1].double()
 
 
 class Compensated(tuple[Tensor, Tensor]):
-    """A running state in float32 alone, for devices where float64 is dear: (out, LSE), and what their sums lost.
+    """A running state in float32, for devices where float64 is slow: (out, LSE), and what rounding took from them.
 
-    Two tensors of rounding errors ride along (Kahan's summation), so that the error does not grow with the number of
-    parts either.
+    Two tensors of rounding errors are carried along (Kahan summation), so here, too, the error does not grow with the
+    number of parts.
     """
 
     lost: State
@@ -105,10 +105,10 @@ class Compensated(tuple[Tensor, Tensor]):
     def merge(self, out: Tensor, lse: Tensor, lost: Tensor | None = None) -> None:
         """Merge one partial result, in place; `lost` is what rounding took from its LSE.
 
-        The same as `merge_into`, written as steps towards the part: with d = LSE' - LSE,
+        The same as `merge_into`, as a step towards the part: with d = LSE' - LSE,
         out += sigmoid(d)·(out' - out) and LSE += log(1 + exp(d)).
         """
-        blind = self[1] == -torch.inf  # takes the part as it is: there is nothing to take a step from
+        blind = self[1] == -torch.inf  # takes the part as it is: there is nothing to step from
         lost = torch.zeros_like(lse) if lost is None else lost
         distance = lse - anchored(self[1]) + (lost - self.lost[1])
         weight = torch.where(blind, 1.0, torch.sigmoid(distance))
@@ -119,7 +119,7 @@ class Compensated(tuple[Tensor, Tensor]):
 
 
 def _add_compensated(total: Tensor, lost: Tensor, part: Tensor) -> None:
-    """total += part, where `lost` is what rounding has taken from total before."""
+    """total += part; `lost` is what rounding has taken from total so far."""
     part = part + lost
     summed = total + part
     lost.copy_(torch.where(summed.isfinite(), part - (summed - total), 0.0))
@@ -127,7 +127,7 @@ def _add_compensated(total: Tensor, lost: Tensor, part: Tensor) -> None:
 
 
 def finished(state: State, dtype: torch.dtype) -> State:
-    """A running state of tensors of `dtype`, in the dtypes of a result: the accumulation dtype for both."""
+    """A running state for tensors of `dtype` as a result: both tensors in the accumulation dtype."""
     wide = accumulation_dtype(dtype)
     return as_dtype(state[0], wide), as_dtype(state[1], wide)
 
@@ -142,8 +142,8 @@ def merge(parts: Sequence[State]) -> State:
         (out, LSE) in the accumulation dtype. Rows that saw nothing: 0 and -inf, whatever their out was.
 
     Raises:
-        InputError: no part, or one that is no pair of tensors; parts on different devices, or that want gradients.
-        ShapeError, DtypeError: parts whose shapes or dtypes do not go together.
+        InputError: no part, or one that is not a pair of tensors; parts on different devices, or requiring gradients.
+        ShapeError, DtypeError: parts whose shapes or dtypes do not fit together.
     """
     _check_parts(parts)
     out, lse = parts[0]
@@ -154,12 +154,12 @@ def merge(parts: Sequence[State]) -> State:
 
 
 def _seen(out: Tensor, lse: Tensor) -> Tensor:
-    """`out`, 0 in rows that saw nothing: other libraries leave NaN there, which a weight of 0 would keep."""
+    """`out`, with 0 in rows that saw nothing: other libraries leave NaN there, which a weight of 0 would not remove."""
     return out.masked_fill(per_row(lse == -torch.inf), 0.0)
 
 
 def _check_parts(parts: Sequence[State]) -> None:
-    """Refuse what is no partial result, and parts that do not go together."""
+    """Refuse what is not a partial result, and parts that do not fit together."""
     if not isinstance(parts, list | tuple) or not parts:
         raise InputError(explain("merge needs a list of at least one partial result (out, LSE)", got=shown(parts)))
     for part in parts:
@@ -197,24 +197,24 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 
 
 def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
-    """An out* whose rowsum with dO is delta, for kernels of others that insist on `out` where only delta travels.
+    """An out* whose rowsum with dO is delta, for foreign kernels that require `out` where only delta travels.
 
-    out* = dO·delta/|dO|², 0 where dO is 0 (there delta is 0 as well). Rows are brought to a largest entry of 1 before
-    they are squared: gradients of mean losses over long sequences are small enough for their squares to vanish.
+    out* = dO·delta/|dO|², 0 where dO is 0 (there delta is 0 as well). Rows are scaled to a largest entry of 1 before
+    they are squared: gradients of mean losses over long sequences are so small that their squares underflow.
     """
     wide = dout.to(accumulation_dtype(dout.dtype))
     largest = wide.abs().amax(-1, keepdim=True)
     largest = torch.where(largest > 0, largest, 1.0)
     unit = wide / largest
-    square = unit.square().sum(-1, keepdim=True).clamp_min(1.0)  # it is 1 or more, but for rows of zeros
+    square = unit.square().sum(-1, keepdim=True).clamp_min(1.0)  # at least 1, except in rows of zeros
     return (unit * (per_row(delta) / largest / square)).to(dout.dtype)
 
 
 def add_sinks(state: State, sinks: Tensor) -> None:
-    """Merge attention sinks, one logit a head ``[H]``, into a finished state: (out 0, LSE sink), in place.
+    """Merge attention sinks, one logit per head ``[H]``, into a finished state: (out 0, LSE sink), in place.
 
-    Once and last: in a ring a kernel would count them once a hop. -inf is no sink. Next to +inf nothing else counts:
-    out is 0, LSE +inf, and the sink's gradient NaN.
+    Call it once, last: in a ring, a kernel would count them once per hop. -inf is no sink. Beside +inf nothing else
+    counts: out is 0, LSE +inf, and the sink's gradient NaN.
     """
     out, lse = state
     sink = sinks.to(lse.dtype).view(1, -1, 1).expand_as(lse)

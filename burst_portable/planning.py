@@ -18,7 +18,7 @@ from burst_portable.strategies.registry import WITH_NODES, make_strategy
 from burst_portable.units import by_time
 from burst_portable.values import size
 
-LARGEST_HEAD = 1024  # no device's kernels take heads near that size
+LARGEST_HEAD = 1024  # no device's kernels take heads nearly that large
 
 
 def plan(
@@ -45,16 +45,16 @@ def plan(
         heads, kv_heads: query heads, and K/V heads (None: as many).
         head_dim, value_dim: the size of a head of Q and K, and of V (None: the same); at most 1024.
         mask, strategy: as `attention` takes them.
-        layout: as `attention` takes it; or "auto", the one whose plan is predicted to be fastest. Pass
-            `plan(...).layout` to `shard` and to `attention` then.
+        layout: as `attention` takes it; or "auto", the layout whose plan is predicted to be fastest. Then pass
+            `plan(...).layout` to `shard` and `attention`.
         batch: sequences side by side.
         itemsize: bytes of an element of Q, K and V.
 
-    Where `strategy` is an `AutoStrategy`, its rates predict.
+    Predictions use the rates of `strategy` if that is an `AutoStrategy`.
 
     Raises:
-        InputError: sizes, names, mask, layout that do not go together (a ValueError).
-        UnsupportedError: the strategy that was named cannot serve this problem.
+        InputError: sizes, names, a mask or a layout that do not fit together (a ValueError).
+        UnsupportedError: the named strategy cannot serve this problem.
     """
     seq_len, ranks, heads = size("seq_len", seq_len), size("ranks", ranks), size("heads", heads)
     kv_heads = heads if kv_heads is None else size("kv_heads", kv_heads)
@@ -81,7 +81,7 @@ def planned(strategy: Strategy, problem: Problem) -> Plan:
 
 @lru_cache(maxsize=256)
 def planned_with_best_layout(strategy: Strategy, problem: Problem) -> Plan:
-    """The same with the layout whose plan is predicted to be fastest, in place of the problem's own."""
+    """The same, with the layout whose plan is predicted to be fastest instead of the problem's own."""
     pricing = strategy if isinstance(strategy, AutoStrategy) else AutoStrategy()
     plans: dict[str, Plan] = {}
     for layout in suited(problem.mask, problem.q_layout.length, problem.ranks):
@@ -106,17 +106,17 @@ def mask_of(mask: Mask | str, length: int) -> Mask:
 
 def no_mask(mask: object) -> InputError:
     """The error for what is neither a mask nor a short form, such as ``cu_seqlens`` or a matrix."""
-    allowed = "a Mask, or its short form as 'causal' or 'full'"
-    advice = "cumulative lengths go into Mask.documents(cu_seqlens); what a matrix says is said with Mask and Region"
-    return InputError(explain("mask is no mask", got=shown(mask), allowed=allowed, next_step=advice))
+    allowed = "a Mask, or its short form, such as 'causal'"
+    advice = "cumulative lengths go into Mask.documents(cu_seqlens); a matrix is expressed by Mask and Region"
+    return InputError(explain("mask is not a mask", got=shown(mask), allowed=allowed, next_step=advice))
 
 
 def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) -> Layout:
-    """The layout that a user passed, for so many tokens and ranks. Only layouts of documents read the mask."""
+    """The layout that a user passed, for this many tokens and ranks. Only layouts of documents read the mask."""
     if isinstance(layout, str) and layout == "auto":
         raise InputError(
             explain(
-                "rows are cut and attended to by one layout, which is settled before",
+                "shard and attention need the same layout, so it is chosen beforehand",
                 got="the layout 'auto'",
                 next_step="plan_on(mesh, seq_len=..., heads=...).layout is the fastest: pass it to shard and attention",
             )
@@ -137,9 +137,9 @@ def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) 
 
 
 def strategy_of(strategy: Strategy | str, inner: int | None = None) -> Strategy:
-    """The strategy that a user passed. Plans are looked up by it, so it must be hashable.
+    """The strategy that a user passed. It is part of the key of plans, so it must be hashable.
 
-    inner: ranks a node, for strategies with nodes that are passed by name; their own default unless given.
+    inner: ranks per node, for a strategy with nodes that is passed by name; its own default unless given.
     """
     if isinstance(strategy, str):
         return make_strategy(strategy, inner=inner if strategy in WITH_NODES else None)
@@ -156,9 +156,9 @@ def strategy_of(strategy: Strategy | str, inner: int | None = None) -> Strategy:
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    """Refuse query heads that K/V heads cannot be shared among evenly."""
+    """Refuse query heads that cannot be divided evenly among the K/V heads."""
     if heads % kv_heads:
         next_step = "each K/V head serves the same number of query heads (GQA): take a divisor of the query heads"
         raise ShapeError(
-            explain("query heads are no multiple of K/V heads", got=f"{heads} and {kv_heads}", next_step=next_step)
+            explain("query heads are not a multiple of K/V heads", got=f"{heads} and {kv_heads}", next_step=next_step)
         )

@@ -7,12 +7,12 @@ leaves, and what is computed::
     step 1   compute q1 x kv0           send kv0 -> 2     receive kv3 <- 0
     ...
 
-It needs no device and no torch: it can be made, printed, costed and verified for any number of ranks on any
-machine. A rank's steps are made when they are asked for, so planning one rank of a thousand costs one rank's time.
+It needs no device and no torch: it can be made, printed, priced and verified for any number of ranks on any machine.
+A rank's steps are made when they are asked for, so planning one rank of a thousand costs one rank's time.
 
 A block is one rank's shard of one side, and that rank is its owner: see `moves`. Where heads are resharded inside nodes
-and blocks travel between them, ranks of the same place in their nodes are a ring of their own, and all these rings do
-alike; a block is then what a rank has after the reshard.
+and blocks travel between nodes, ranks with the same place in their nodes form a ring, and all these rings do the same;
+a block is then what a rank has after the reshard.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Problem:
     """What is planned: the mask, who holds which positions, and the sizes that bytes and FLOPs follow from.
 
     Attributes:
-        heads, kv_heads: query heads, and K/V heads, of all that a rank computes with.
+        heads, kv_heads: query heads, and K/V heads, in what a rank computes.
         head_dim, value_dim: the size of a head of Q and K, and of V.
         batch: sequences side by side.
         itemsize: bytes of an element of Q, K and V.
-        narrow: gradients travel in the dtype of the inputs, and not in the one that they are added up in.
+        narrow: gradients travel in the dtype of the inputs, not in the one in which they are summed.
     """
 
     mask: Mask
@@ -85,14 +85,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """How one pass goes: which side travels, along which route, and what each rank does.
+    """One pass: which side travels, along which route, and what each rank does.
 
     Attributes:
         side: which side's blocks travel; the other side's stay where they are.
         route: how they travel.
         results: how their gradients get home; None forward, where results stay where they are made.
-        stride: from one member of its ring to the next. The problem and the routes count members; steps name ranks.
-            With 4, ranks 1, 5, 9 ... are the members 0, 1, 2 ... of one of four rings.
+        stride: distance in ranks from one member of a ring to the next. The problem and the routes count members, steps
+            name ranks. With 4, ranks 1, 5, 9 ... are the members 0, 1, 2 ... of one of four rings.
     """
 
     problem: Problem
@@ -110,9 +110,9 @@ class PassPlan:
         object.__setattr__(self, "_needs", Needs(self._pairs, self.side))
 
     def steps_of(self, rank: int) -> Steps:
-        """The steps of one rank; those of the last few asked for are kept."""
+        """The steps of one rank; recent ones are kept."""
         found = self._ranks.get(rank)
-        if found is None:  # asked once: another thread, which plans for another rank, may clear them
+        if found is None:  # read once: another thread, planning for another rank, may clear the dict
             if len(self._ranks) >= _RANKS_KEPT:
                 self._ranks.clear()
             member, place = divmod(rank, self.stride)
@@ -123,7 +123,7 @@ class PassPlan:
         return found
 
     def _make(self, rank: int) -> Steps:
-        """The steps of one member; those below count members as well."""
+        """The steps of one member. From here down, `rank` is a member's number."""
         inputs = list(self._inputs(rank))
         owners: dict[int, list[int]] = defaultdict(list)  # by step, of the blocks that it computes with
         for owner in range(self.problem.ranks):
@@ -136,7 +136,7 @@ class PassPlan:
         return scheduled(rank, inputs, computes, list(self._results(rank)))
 
     def _compute(self, owners: tuple[int, ...], rank: int) -> Compute:
-        """The launch of a rank with the blocks of a step, which lie one after the other."""
+        """A rank's launch at one step, with blocks that lie one after the other."""
         blocks: list[BlockTiles] = []
         before = 0
         for owner in owners:
@@ -151,7 +151,7 @@ class PassPlan:
         return self._pairs.tiles(rank, owner) if self.side == "kv" else self._pairs.tiles(owner, rank)
 
     def _rows(self, owner: int, rank: int) -> tuple[int, int]:
-        """[start, stop) of the owner's rows that come to this rank: those that it needs, or all if it hands them on."""
+        """[start, stop) of the owner's rows that this rank gets: the ones it needs, or all if it hands them on."""
         if owner == rank or not self.trims:
             layout = self.problem.k_layout if self.side == "kv" else self.problem.q_layout
             return 0, layout.count(owner)
@@ -160,11 +160,11 @@ class PassPlan:
 
     @property
     def trims(self) -> bool:
-        """Whether only the rows that a rank needs are sent to it, and only their gradients back."""
+        """Whether a rank is sent only the rows that it needs, and sends back only their gradients."""
         return self.route.trims and (self.results is None or self.results.trims)
 
     def _inputs(self, rank: int) -> Iterator[Move]:
-        """Blocks that come to a rank, and those that it sends: its own, and what it hands on."""
+        """Blocks that a rank receives, and blocks that it sends: its own, and those that it hands on."""
         for owner in range(self.problem.ranks):
             if owner != rank and (move := self._input(owner, rank)):
                 yield move
@@ -209,7 +209,7 @@ class PassPlan:
 
 @lru_cache(maxsize=8)
 def block_pairs(mask: Mask, q_layout: Layout, k_layout: Layout) -> BlockPairs:
-    """The pairs of blocks of all ranks; made once, as both passes and every strategy that `auto` tries share them."""
+    """The pairs of blocks of all ranks; made once and shared by both passes and every strategy that `auto` tries."""
     return BlockPairs(mask, q_layout.shards, k_layout.shards)
 
 
@@ -217,22 +217,22 @@ def block_pairs(mask: Mask, q_layout: Layout, k_layout: Layout) -> BlockPairs:
 def make_pass_plan(
     problem: Problem, side: Side, route: Route, results: Route | None = None, stride: int = 1
 ) -> PassPlan:
-    """A `PassPlan`; made once, as strategies that `auto` compares have passes in common."""
+    """A `PassPlan`; made once, because strategies that `auto` compares have passes in common."""
     return PassPlan(problem, side, route, results, stride)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All of one attention: both passes, what made it, and why.
+    """A whole attention: both passes, which strategy made it, and why.
 
     Attributes:
         strategy: the name of the strategy that made it.
         reshard: "heads" where tensors go from sequence shards to head shards before, and back after: among `inner`
-            ranks, all of them (Ulysses) or those of a node (USP). Then `forward` and `backward` are the plans of one
-            group of a rank's heads over the rows of all these ranks; the layout of their problem has a member a node,
-            and says in which order its rows lie.
-        groups: in how many groups a rank computes its heads.
-        reason: why `auto` chose it, or what the strategy chose by itself; for people.
+            ranks, all of them (Ulysses) or those of a node (USP). `forward` and `backward` then plan one group of a
+            rank's heads over the rows of all these ranks; the layout of their problem has a member per node and says
+            in which order its rows lie.
+        groups: the number of groups in which a rank computes its heads.
+        reason: why `auto` chose it, or what the strategy chose by itself, in words.
     """
 
     problem: Problem
@@ -278,12 +278,12 @@ class Plan:
 
     @property
     def inner(self) -> int:
-        """How many ranks share heads out among them; 1 where heads are not resharded."""
+        """How many ranks divide heads among themselves; 1 where heads are not resharded."""
         return self.forward.stride
 
     @property
     def nodes(self) -> int:
-        """How many sets of so many ranks there are."""
+        """How many such sets of `inner` ranks there are."""
         return self.forward.problem.ranks
 
     def travels(self, pass_name: PassName) -> str:
@@ -294,7 +294,7 @@ class Plan:
         return f"heads+{side}" if self.nodes > 1 else "heads"
 
     def moves(self, pass_name: PassName) -> str:
-        """How it travels, as the command line and printed plans call it."""
+        """How blocks travel, by the name that the command line and printed plans use."""
         name = self.pass_plan(pass_name).route.name
         if not self.reshard:
             return name
@@ -307,7 +307,7 @@ class Plan:
         return head_groups(*heads_each(p.heads, p.kv_heads, self.inner), self.groups)
 
     def steps(self, pass_name: PassName, rank: int) -> Steps:
-        """What a rank does in a pass; where heads are resharded, for each group of its heads, between the exchanges."""
+        """What a rank does in a pass; where heads are resharded, what it does between the exchanges for each group."""
         return self.pass_plan(pass_name).steps_of(rank)
 
     def pass_plan(self, pass_name: PassName) -> PassPlan:

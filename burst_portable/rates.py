@@ -21,8 +21,8 @@ class Rates:
     """What a machine does.
 
     Attributes:
-        tflops, backward: matrix TFLOP/s a rank, forward and backward; 0 backward means the same.
-        gbps: GB/s a rank in each direction, where there is no curve.
+        tflops, backward: matrix TFLOP/s per rank, forward and backward; 0 backward means the same.
+        gbps: GB/s per rank in each direction, where there is no curve.
         hop_latency, launch_latency, backward_launch_latency: seconds; 0 backward means the same.
         link: the curve of messages between two ranks over the plain transport.
         direct: the curve of the backend's own transport, for messages that go straight to where they are used; empty
@@ -42,8 +42,8 @@ class Rates:
         merged_once: whether it merges each of them in one pass over memory.
         block: rows and columns that a kernel computes at once, whatever a mask hides of them; 1: exact pairs count.
         source: where the numbers come from, for people; follows the word "rates": "of an H100", "measured on ...".
-        node: ranks a node, where there are several nodes; 0: one node.
-        outer_gbps: GB/s a rank in each direction between nodes: another link than the one inside.
+        node: ranks per node, where there are several nodes; 0: one node.
+        outer_gbps: GB/s per rank in each direction between nodes: another link than the one inside.
     """
 
     tflops: float

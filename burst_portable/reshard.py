@@ -6,12 +6,13 @@
     rows  A   AaAb                  heads  Aa Ba   Ab Bb        (letters: rows; small ones: heads)
           B          BaBb
 
-To heads: a rank gets one message from every other for a group of heads, with the rows of all tensors side by side. The
-sender packs each tensor in one copy, or sends it from where it lies if the transport can (`Transport.picks`). What came
-lies rank after rank, and is used in place if the plan takes rows in that order (`strategies.ulysses.in_rank_order`).
+To heads: for a group of heads a rank gets one message from every other rank, with the rows of all tensors side by side.
+The sender packs each tensor in one copy, or sends it from where it lies if the transport can (`Transport.picks`). What
+arrives lies rank after rank, and is used in place if the plan takes rows in that order
+(`strategies.ulysses.in_rank_order`).
 
-Back: a message for each tensor, sent as the kernel left it if its rows lie like that (one sequence, in the order of
-ranks), and the receiver puts the ranks' heads together in one copy. Every exchange is under way until it is waited for.
+Back: one message per tensor, sent as the kernel left it if its rows already lie in the order of ranks; the receiver
+puts the ranks' heads together in one copy. Every exchange runs in the background until it is waited for.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from burst_portable.numerics import accumulation_dtype
 from burst_portable.plans import Plan
 from burst_portable.runtime import Runtime
 
-_RUNS = 64  # runs of rows are put together by `cat`; so many or more, by their indices
-_APART = (1 << 31) - 1  # bytes from one line to the next, at most: what copy engines take
+_RUNS = 64  # fewer runs of rows than this are put together by `cat`, more by their indices
+_APART = (1 << 31) - 1  # the most bytes from one line to the next that copy engines take
 
 
 class Reshard:
     """The all-to-alls of one pass on one rank. All ranks begin the same ones, in the same order.
 
-    Each goes among the `Plan.inner` ranks that share heads out. They are counted by their places, from 0 on. Where
-    bytes lie in inboxes is called `at`.
+    Each is among the `Plan.inner` ranks that divide the heads; their places count from 0. `at` is where bytes begin in
+    an inbox.
     """
 
     def __init__(self, plan: Plan, runtime: Runtime, device: torch.device, *, backward: bool) -> None:
@@ -60,7 +61,7 @@ class Reshard:
 
     @property
     def lasting(self) -> bool:
-        """Whether tensors that came stay as they are when the pass is over."""
+        """Whether tensors that arrived stay unchanged after the pass."""
         return self.to_plan is not None or self.transport.lasting
 
     def copying(self) -> AbstractContextManager[object]:
@@ -68,7 +69,7 @@ class Reshard:
         return self._runtime.copying(self.device, 0, backward=self._backward)
 
     def to_heads(self, parts: Sequence[tuple[Tensor, Span]]) -> ToHeads:
-        """Start bringing here all rows of some heads of this rank, of tensors ``[B, S_rank, H, D]`` of one dtype."""
+        """Start bringing all rows of some of this rank's heads here, of tensors ``[B, S_rank, H, D]`` of one dtype."""
         like = parts[0][0]
         fields = [Field(past - first, x.shape[3], x.itemsize) for x, (first, past) in parts]
         row = sum(field.size(like.shape[0]) for field in fields)
@@ -91,7 +92,7 @@ class Reshard:
         return ToHeads(self, exchange, whole, fields, like.shape[0], leaving)
 
     def _packed(self, parts: Sequence[tuple[Tensor, Span]], fields: Sequence[Field], row: int) -> Tensor:
-        """``[ranks, S_rank, row]``: for each rank its heads, in rows of so many bytes."""
+        """``[ranks, S_rank, row]``: for each rank its heads; `row` in bytes."""
         like = parts[0][0]
         packed = like.new_empty(self.size, like.shape[1], row // like.itemsize)
         with self.copying():
@@ -104,12 +105,13 @@ class Reshard:
         return packed
 
     def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, Span]], *, alone: bool) -> ToSequence:
-        """Start bringing home what was made of some heads.
+        """Start bringing home what was computed for some heads.
 
         Args:
-            parts: for each tensor ``[B, S_all, h, D]``: itself, the result ``[B, S_rank, H, D]`` that it is written
-                into, and which of this rank's heads it holds. What several ranks made for a shared head is added up.
-            alone: no kernel runs after it.
+            parts: for each tensor ``[B, S_all, h, D]``: the tensor, the result ``[B, S_rank, H, D]`` that it is written
+                into, and which of this rank's heads it holds. Contributions of several ranks to a shared head are
+                added up.
+            alone: whether no kernel runs after it.
         """
         size, mine = self.size, self.rows[self.place]
         leaving, arriving, came = [], [], []
@@ -126,19 +128,19 @@ class Reshard:
         return ToSequence(self, exchange, came, leaving)
 
     def _inbox(self, size: int, row: int, *, back: bool) -> tuple[Tensor, int]:
-        """An inbox of so many bytes, and the byte at which it begins; every rank counts bytes in the same way."""
+        """An inbox of `size` bytes, and the byte at which it begins; every rank counts bytes in the same way."""
         at = self._at
         self._at += head_room(self.plan, row, back=back)
         return self.transport.inbox(size, self.device, self.transport.rank, at), at
 
     def _rows_first(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[B, S_all, h, D]`` -> ``[S_all, B, h, D]`` in one piece, rank after rank."""
+        """``[B, S_all, h, D]`` -> ``[S_all, B, h, D]``, contiguous, rank after rank."""
         rows = x.transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
         return rows.contiguous() if self.to_ranks is None else self.to_ranks(rows)
 
 
 class ToHeads:
-    """All rows of some heads, on their way to this rank; and what it sends of its own rows."""
+    """All rows of some heads, on their way to this rank, and what it sends of its own rows."""
 
     def __init__(
         self,
@@ -153,12 +155,12 @@ class ToHeads:
         self._came, self._fields, self._batch = came, fields, batch
 
     def wait(self) -> list[Tensor]:
-        """``[B, S_all, h, D]`` each, rows in the plan's order; where that is the order of ranks, in the inbox."""
+        """The tensors, ``[B, S_all, h, D]``, rows in the plan's order; in the inbox if that is the order of ranks."""
         self._exchange.wait()
         return _tensors(self._in_order(), self._fields, self._batch)
 
     def kept(self) -> list[Tensor]:
-        """What `wait` gave, in memory that stays when the pass is over."""
+        """What `wait` returned, in memory that stays after the pass."""
         with self._reshard.copying():
             return _tensors(self._came.clone(), self._fields, self._batch)
 
@@ -170,7 +172,7 @@ class ToHeads:
             return put(self._came)
 
     def left(self) -> None:
-        """Let go of what was sent, once it has left."""
+        """Release what was sent, once it has left."""
         self._exchange.left()
         self._sends.clear()
 
@@ -184,7 +186,7 @@ class ToSequence:
         self._reshard, self._exchange, self._came, self._sends = reshard, exchange, came, sends
 
     def wait(self) -> None:
-        """Write what came into the results. What this rank made of its own rows is copied while others' come."""
+        """Write what arrives into the results; this rank's own part is copied while other parts are on their way."""
         with self._reshard.copying():
             self._exchange.copy_own()
         self._exchange.wait()
@@ -208,8 +210,8 @@ def _parts_to_heads(order: tuple[int, ...], first: int, rows: tuple[int, ...], r
     """The messages of the last rank of `order`: its packed rows for each rank; all rows of its heads, rank after rank.
 
     Args:
-        order: ranks by their places, which count from the rank `first` on.
-        rows: how many each of them holds.
+        order: places of ranks; place 0 is the rank `first`.
+        rows: how many rows each of them holds.
         row: bytes of a row.
         at: where the exchange begins in every inbox.
     """
@@ -220,8 +222,8 @@ def _parts_to_heads(order: tuple[int, ...], first: int, rows: tuple[int, ...], r
 
 
 def _can_be_picked(x: Tensor) -> bool:
-    """Whether a copy engine can send it: some heads of a row are one line, lines do not overlap (as in an expanded
-    tensor) and lie near enough, and the batch is small."""
+    """Whether a copy engine can send it: heads of a row form one line, lines do not overlap (as they do in an expanded
+    tensor) and are not too far apart, and the batch is small."""
     batch, rows, heads, dim = x.shape
     lines = x.stride(3) == 1 and (x.stride(2) == dim or heads == 1)
     return lines and batch <= PICKED_BATCHES and (rows == 1 or heads * dim <= x.stride(1) <= _APART // x.itemsize)
@@ -238,12 +240,12 @@ def _strips(
     at: int,
     row: int,
 ) -> tuple[Strip, ...]:
-    """The strips of a tensor ``[B, S_rank, H, D]``, whose heads are shared out to the ranks in `order`.
+    """The strips of a tensor ``[B, S_rank, H, D]`` whose heads are divided among the ranks in `order`.
 
     Args:
-        order, first: as of `_parts_to_heads`.
-        heads: which of the heads that a rank has of it are sent.
-        at: in the receivers' inboxes, where they begin in the first row.
+        order, first: as in `_parts_to_heads`.
+        heads: which of the heads of each rank are sent.
+        at: the byte in the receivers' inboxes at which the first row of these heads begins.
         row: bytes from one row to the next there.
     """
     batch, rows, count, dim = shape
@@ -260,7 +262,7 @@ def _strips(
 
 @lru_cache(maxsize=512)
 def _parts_to_sequence(order: tuple[int, ...], first: int, rows: tuple[int, ...], row: int, at: int) -> BothWays:
-    """The same on the way back: to each rank its rows; from each rank what it made of this rank's rows."""
+    """The same on the way back: to each rank its rows; from each rank what it computed for this rank's rows."""
     me, starts = order[-1], _starts(rows)
     mine = rows[me] * row
     there = tuple(Part(first + p, starts[p] * row, starts[p + 1] * row, at + me * rows[p] * row) for p in order)
@@ -299,7 +301,7 @@ def _lying(rows: Tensor, fields: Sequence[Field], batch: int) -> Iterator[tuple[
 
 
 def _of_owners(x: Tensor, owners: int, heads: Span) -> Tensor:
-    """``[B, S, H, D]`` -> a view ``[owners, S, B, h, D]``: of each owner's heads, those of the span `heads`."""
+    """``[B, S, H, D]`` -> a view ``[owners, S, B, h, D]``: of each owner's heads, the span `heads`."""
     batch, rows, count, dim = x.shape
     step_batch, step_row, step_head, step = x.stride()
     return x.as_strided(
@@ -310,7 +312,7 @@ def _of_owners(x: Tensor, owners: int, heads: Span) -> Tensor:
 
 
 class _Order:
-    """Puts rows into another order: a few runs by `cat`, which is faster; more by their indices."""
+    """Puts rows into another order: by `cat` if there are few runs, which is faster, else by indices."""
 
     def __init__(self, index: Tensor, runs: Sequence[tuple[int, int]], device: torch.device) -> None:
         self._runs = runs
@@ -324,11 +326,11 @@ class _Order:
 
 @lru_cache(maxsize=64)
 def _orders(layout: Layout, within: Layout, node: int, device: torch.device) -> tuple[_Order | None, _Order | None]:
-    """(from the plan's order of rows to that of the ranks, and back); None twice where they are the same.
+    """(from the plan's order of rows to the order of ranks, and back); (None, None) if they are the same.
 
     Args:
-        layout, within: who holds which rows before, and after, when the rows of a node are on one member.
-        node: whose rows are meant.
+        layout, within: who holds which rows before the reshard, and after it, when a member has the rows of its node.
+        node: the node whose rows are put in order.
     """
     came = layout.joined(layout.ranks // within.ranks).shards[node]
     if within.shards[node] == came:
@@ -347,7 +349,7 @@ def _positions(shard: Sequence[Segment]) -> Tensor:
 
 
 def _runs(index: Tensor) -> list[tuple[int, int]]:
-    """[start, stop) of the runs of indices that follow each other; none where they are many."""
+    """[start, stop) of the runs of consecutive indices; empty if there are many."""
     breaks = (index.diff() != 1).nonzero().flatten() + 1
     if len(breaks) >= _RUNS:
         return []

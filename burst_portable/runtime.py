@@ -1,7 +1,7 @@
-"""`Runtime`: what the code that runs plans asks for kernels and messages.
+"""`Runtime`: what the code that runs plans gets its kernels and messages from.
 
-`PlainRuntime` hands everything straight to a kernel and a transport. The profiler installs one that records as well
-(see `installed`), and the code that runs plans knows nothing of it.
+`PlainRuntime` hands everything straight to a kernel and a transport. The profiler installs one that also records (see
+`installed`); the code that runs plans does not know.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Queries(NamedTuple):
     """The query side of a backward pass, shaped as `kernels.contract` says; LSE, delta and out are global.
 
-    Either delta or out is given. Kernels that call operators on pieces want out, which never travels.
+    Either delta or out is given: out, which never travels, for kernels that call operators on pieces.
     """
 
     q: Tensor
@@ -48,24 +48,24 @@ class Runtime(Protocol):
         """For buffers and collectives."""
 
     def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
-        """The kernel on one computation of the plan. `state`: what it returned for the one before; None at first."""
+        """Run the kernel on one computation of the plan. `state`: what it returned for the last one; None at first."""
 
     def attend_backward(
         self, compute: Compute, queries: Queries, k: Tensor, v: Tensor, options: Options, into: tuple[Tensor, ...]
     ) -> None:
-        """The kernel's backward on one computation of the plan; adds to `into`: (dq, dk, dv)."""
+        """Run the kernel's backward on one computation of the plan; adds to `into`: (dq, dk, dv)."""
 
     def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
-        """The kernel on a computation that is all of an attention: see `kernels.whole`."""
+        """Run the kernel on a computation that is a whole attention: see `kernels.whole`."""
 
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
-        """The kernel's backward on such a computation, of (dO, q, k, v, out, LSE)."""
+        """Run the kernel's backward on such a computation; `tensors`: (dO, q, k, v, out, LSE)."""
 
     def copying(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
-        """A context around what is copied or added up outside of kernels: messages, and gradients that came."""
+        """A context around what is copied or added outside of kernels: messages, and gradients that arrived."""
 
     def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
-        """The transport's buffer for these messages, which are needed together and lie in it one after the other.
+        """The transport's buffer for messages that are needed together and lie one after the other in it.
 
         size: bytes of all of them.
         """
@@ -121,7 +121,7 @@ class PlainRuntime:
 
 
 class WrappedRuntime:
-    """See `Runtime`. Hands everything to the one inside, but for what a class derived from it does otherwise."""
+    """See `Runtime`. Hands everything to the runtime inside, except what a derived class overrides."""
 
     def __init__(self, inner: Runtime) -> None:
         self.inner = inner
@@ -154,4 +154,4 @@ class WrappedRuntime:
 
 
 installed: ContextVar[Callable[[Runtime, Plan, Mesh], Runtime] | None] = ContextVar("installed", default=None)
-"""Makes the runtime of a call from its own, if set. Asked once a call, in forward; backward uses what that returned."""
+"""If set, makes the runtime that a call uses out of its own. Called once per call, in forward; backward keeps it."""

@@ -56,7 +56,7 @@ def shard(
     Returns:
         A copy with this rank's S rows along `dim`, in the layout's order.
 
-    Raises `InputError`: for an x that is no tensor or has no such dimension, and as `positions`.
+    Raises `InputError`: for an x that is not a tensor or has no such dimension, and as `positions`.
     """
     dim = _dimension(x, dim)
     index = positions(mesh, seq_len=x.shape[dim], layout=layout, mask=mask, device=x.device)
@@ -73,7 +73,7 @@ def _dimension(x: Tensor, dim: int) -> int:
     number = as_int(dim)
     if number is None or not -x.dim() <= number < x.dim():
         allowed = f"{-x.dim()} to {x.dim() - 1}" if x.dim() else "a tensor that has dimensions"
-        raise ShapeError(explain("dim is no dimension of x", got=shown(dim), allowed=allowed))
+        raise ShapeError(explain("x has no such dimension", got=shown(dim), allowed=allowed))
     return number
 
 
@@ -165,7 +165,7 @@ def shard_batch(
 
     Raises:
         InputError: tensors whose shapes differ, documents that do not fill the sequence, and as `attention`.
-        DtypeError: ids that are no integers.
+        DtypeError: ids that are not integers.
     """
     _check_ids("input_ids", input_ids)
     length = input_ids.shape[1]
@@ -183,7 +183,7 @@ def shard_batch(
     held = torch.iinfo(labels.dtype)
     if missing is None or not held.min <= missing <= held.max:
         allowed = f"an int that {labels.dtype} holds"
-        raise InputError(explain("ignore_index is no label", got=shown(ignore_index), allowed=allowed))
+        raise InputError(explain("ignore_index cannot be a label", got=shown(ignore_index), allowed=allowed))
     shifted = torch.full_like(labels, missing)
     shifted[:, :-1] = labels[:, 1:]
     count = torch.arange(length, device=input_ids.device)

@@ -14,7 +14,7 @@ from burst_portable.tiles import Tiles, covered
 
 
 class BlockTiles(NamedTuple):
-    """The tiles of one pair of blocks, and where the pair's first row and column lie among those of a `Compute`."""
+    """The tiles of one pair of blocks, and where the pair's first row and column lie in a `Compute`."""
 
     tiles: Tiles
     row: int = 0
@@ -45,12 +45,12 @@ class Compute:
 
     @cached_property
     def tiles(self) -> Tiles:
-        """The tiles of all its pairs; rows and columns count from the first block of each side on."""
+        """The tiles of all its pairs; rows and columns are counted from the first block of each side."""
         return Tiles(
             tile.shifted(row, column) if row or column else tile for tiles, row, column in self.blocks for tile in tiles
         )
 
-    # The rest does without `tiles`: most plans are only priced, and shifting tiles for that would take longest.
+    # The properties below do without `tiles`: most plans are only priced, and shifting tiles would dominate that.
 
     @property
     def count(self) -> int:
@@ -108,13 +108,13 @@ class Step:
 
 
 Steps = tuple[Step, ...]
-_ROWS = 128  # that most kernels compute at once: a launch begins with such a block
+_ROWS = 128  # what most kernels compute at once: a launch is cut where such a block begins
 _MOVES = ("arrivals", "sends", "receives", "result_arrivals", "result_sends", "result_receives")
 """The fields of a `Step` that hold moves."""
 
 
 def renamed(step: Step, stride: int, place: int) -> Step:
-    """The step of a member of a ring, with ranks for members: member m is the rank m * stride + place."""
+    """A step of a ring's member, with members replaced by ranks: member m is the rank m * stride + place."""
 
     def rank(member: int) -> int:
         return member * stride + place
@@ -140,9 +140,9 @@ def renamed(step: Step, stride: int, place: int) -> Step:
 
 
 def divided(compute: Compute, share: float) -> tuple[Compute, Compute] | None:
-    """A launch of one pair of blocks as two: its upper rows with about that share of its pairs, and the rest.
+    """A launch of one pair of blocks as two: the upper rows, with about that share of its pairs, and the rest.
 
-    None where the share is nothing or all, or a part would have no pair.
+    None if the share is 0 or 1, or if a part would have no pair.
     """
     (block,) = compute.blocks
     if not 0 < share < 1 or (row := _cut(block.tiles, share)) is None:
@@ -159,9 +159,9 @@ def divided(compute: Compute, share: float) -> tuple[Compute, Compute] | None:
 
 
 def _cut(tiles: Tiles, share: float) -> int | None:
-    """The row above which about that share of all pairs lies; where a tile begins, if one does near it.
+    """The row above which about that share of all pairs lies; preferably one where a tile begins.
 
-    Tiles stay whole then: of those that are cut, some kernels take the parts in more calls.
+    Tiles then stay whole: some kernels need more calls for the parts of a tile that was cut.
     """
     top, bottom, left, right = tiles.box
 

@@ -1,15 +1,15 @@
 """Tiles: the one place where a mask meets a layout.
 
-A `Tile` is a box of *local* rows and columns of one block pair, and a band across it in local indices; a kernel is
-launched on a list of them. All tiles of a pair are disjoint, no row or column of a tile is empty, and
-neighbours whose union is one banded box again are fused into it: zigzag and striped causal work is one tile a
-step, as in code written for it by hand::
+A `Tile` is a box of *local* rows and columns of one pair of blocks, with a band across it in local indices; a kernel is
+launched on a list of tiles. The tiles of a pair are disjoint, no row or column of a tile is empty, and neighbours whose
+union is again one banded box are fused: causal work under zigzag and striped layouts is one tile per step, as in code
+written by hand for it::
 
     zigzag, rank 1 of 2 against itself: chunks 1 and 2 of 4        keys    1   2
                                                             queries 1      ◣          three tiles, fused
                                                                     2      ■   ◣      into one ◣
 
-Nothing here is in proportion to the tokens: positions are never listed, regions are found by bisection.
+Nothing here grows with the number of tokens: positions are never listed, regions are found by bisection.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from burst_portable.layout import Segment
 from burst_portable.mask import Mask, Region, first_overlap
 from burst_portable.values import as_int
 
-_COUNTED = 64  # blocks of rows; with more of them, `visited` is estimated
+_COUNTED = 64  # blocks of rows; above this, `visited` is estimated
 _PAIRS_KEPT = 1 << 14  # pairs of blocks whose tiles are kept
-_SEARCHED = 4  # segments; up to so many, looking at each is faster than bisection
+_SEARCHED = 4  # segments; up to this many, looking at each is faster than bisection
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Tile:
 
     @property
     def area(self) -> int:
-        """Pairs that it holds."""
+        """The number of pairs in it."""
         return box_area((self.q_start, self.q_stop, self.k_start, self.k_stop, self.lo, self.hi))
 
     @property
@@ -62,7 +62,7 @@ class Tile:
         return self.lo <= self.q_start - self.k_stop + 1 and self.hi >= self.q_stop - 1 - self.k_start
 
     def shifted(self, rows: int, columns: int) -> Tile:
-        """The same pairs where the block's first row or column has another index."""
+        """The same pairs, with all row and column indices shifted."""
         return Tile(
             self.q_start + rows,
             self.q_stop + rows,
@@ -73,7 +73,7 @@ class Tile:
         )
 
     def clipped(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Tile | None:
-        """What of it lies in a box, without empty rows and columns; None if nothing does."""
+        """The part of it inside a box, without empty rows and columns; None if there is none."""
         return banded_box(
             max(self.q_start, q_start),
             min(self.q_stop, q_stop),
@@ -84,16 +84,16 @@ class Tile:
         )
 
     def visited(self, block: int, down: int = 0) -> int:
-        """Pairs that a kernel computes which takes `block` rows and columns at once, those hidden by the band included.
+        """Pairs, including hidden ones, that a kernel computes if it takes `block` rows and columns at once.
 
         Blocks of rows begin at multiples of `block`, blocks of columns at the first column that their rows see.
-        `down`: shifts the tile by so many rows first.
+        `down`: rows by which the tile is shifted first.
         """
         if block == 1:
             return self.area
         first, past = (self.q_start + down) // block, -(-(self.q_stop + down) // block)
         slanted = (self.lo > self.q_start - self.k_stop + 1) + (self.hi < self.q_stop - 1 - self.k_start)
-        if past - first > _COUNTED:  # what the last block of a row hides is little
+        if past - first > _COUNTED:  # the last block of a row hides little
             return self.area + slanted * self.rows * block // 2
         if not slanted:
             return (past - first) * -(-self.columns // block) * block * block
@@ -106,7 +106,7 @@ class Tile:
 
 
 class Tiles(tuple[Tile, ...]):
-    """The disjoint tiles of one block pair. Properties of all of them together are computed once, their hash too."""
+    """The disjoint tiles of one pair of blocks. Their common properties, and their hash, are computed once."""
 
     _visited: dict[tuple[int, int], int]
 
@@ -124,7 +124,7 @@ class Tiles(tuple[Tile, ...]):
 
     @cached_property
     def area(self) -> int:
-        """Pairs in all of them."""
+        """The number of pairs in all of them."""
         return sum([t.area for t in self])
 
     @cached_property
@@ -140,7 +140,7 @@ class Tiles(tuple[Tile, ...]):
 
     @cached_property
     def box(self) -> tuple[int, int, int, int]:
-        """(q_start, q_stop, k_start, k_stop) of the smallest box around all of them; there must be some."""
+        """(q_start, q_stop, k_start, k_stop) of the smallest box around them; there must be at least one tile."""
         return (
             min([t.q_start for t in self]),
             max([t.q_stop for t in self]),
@@ -172,10 +172,10 @@ def covered(ranges: Iterable[tuple[int, int]]) -> int:
 
 
 def banded_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Tile | None:
-    """The tile of a box and a band; None if nothing is seen.
+    """The tile of a box and a band; None if the band leaves nothing of the box.
 
     Args:
-        q_start, q_stop: rows of the block of queries, from and up to.
+        q_start, q_stop: rows of the block of queries, [start, stop).
         k_start, k_stop: columns, that is rows of the block of keys.
         lo, hi: row i sees column j where lo <= i - j <= hi; causal is lo = 0, and `mask.UNBOUNDED` is no bound.
     """
@@ -184,9 +184,10 @@ def banded_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi
 
 
 def checked_tiles(tiles: Iterable[Tile], rows: int, columns: int) -> Tiles:
-    """Tiles that a user made for a block of so many rows and columns, without empty rows and columns in them.
+    """Tiles that a user made for a block of this size, trimmed of empty rows and columns.
 
-    Raises `ShapeError` for what is no tile, a tile that is empty or reaches past its block, and two that overlap.
+    Raises `ShapeError` for anything but a tile, for a tile that is empty or reaches past its block, and for two that
+    overlap.
     """
     allowed = f"ints; starts below stops, within {rows} rows and {columns} columns; lo <= hi"
     made: list[Tile] = []
@@ -197,7 +198,7 @@ def checked_tiles(tiles: Iterable[Tile], rows: int, columns: int) -> Tiles:
     for tile in listed:
         numbers = [as_int(getattr(tile, name)) for name in Tile.__slots__] if isinstance(tile, Tile) else [None]
         if None in numbers:
-            raise ShapeError(explain("this is no tile", got=shown(tile), allowed=allowed))
+            raise ShapeError(explain("this is not a tile", got=shown(tile), allowed=allowed))
         t = Tile(*(n for n in numbers if n is not None))
         if not (0 <= t.q_start < t.q_stop <= rows and 0 <= t.k_start < t.k_stop <= columns and t.lo <= t.hi):
             raise ShapeError(explain("a tile is empty or reaches past its block", got=t, allowed=allowed))
@@ -237,17 +238,17 @@ class BlockPairs:
         return self._seen[pair]
 
     def tiles(self, q_owner: int, k_owner: int) -> Tiles:
-        """The tiles of one rank's queries against the other's keys. Those of a few thousand pairs are kept."""
+        """The tiles of one rank's queries against the other's keys; kept for a few thousand pairs."""
         pair = q_owner, k_owner
         found = self._tiles.get(pair)
-        if found is None:  # asked once: another thread, which plans for another rank, may clear them
+        if found is None:  # read once: another thread, planning for another rank, may clear the dict
             if len(self._tiles) >= _PAIRS_KEPT:
                 self._tiles.clear()
             self._tiles[pair] = found = Tiles(Tile(*box) for box in fused(list(self._boxes(q_owner, k_owner))))
         return found
 
     def area(self, q_owner: int, k_owner: int) -> int:
-        """How many pairs of both blocks the mask lets through, without their tiles."""
+        """How many (query, key) pairs of two blocks the mask lets through, without making tiles."""
         return sum(map(box_area, self._boxes(q_owner, k_owner)))
 
     def _boxes(self, q_owner: int, k_owner: int) -> Iterator[Box]:
@@ -259,7 +260,7 @@ class BlockPairs:
 
 
 class _Rows(NamedTuple):
-    """The rows of a segment of queries that lie in a region, and the range of positions of the keys that they see."""
+    """The rows of a segment of queries that lie in a region, and the positions of the keys that they may see."""
 
     region: Region
     segment: Segment
@@ -289,7 +290,7 @@ def _boxes(rows: Iterable[_Rows], keys: _KeySearch) -> Iterator[Box]:
 
 
 class _KeySearch:
-    """Which segments of a block of keys may hold positions of a range: by bisection, where there are many."""
+    """Finds the segments of a block of keys that may hold positions of a range; by bisection if there are many."""
 
     def __init__(self, keys: Sequence[Segment]) -> None:
         self._pairs = list(zip(keys, accumulate((k.count for k in keys), initial=0), strict=False))
@@ -308,7 +309,7 @@ class _KeySearch:
 
 
 def _box(rows: _Rows, k: Segment, k_offset: int) -> Box | None:
-    """The box that rows of one region see of one segment of keys; None if they see nothing of it."""
+    """The box in which rows of one region see one segment of keys; None if they see nothing of it."""
     region, q, q_offset, q_start, q_stop, _, _ = rows
     if region.k_start > k.last or region.k_stop <= k.start:
         return None

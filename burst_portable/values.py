@@ -42,7 +42,7 @@ def size(name: str, value: object) -> int:
     """A whole number of at least 1 and below 2**48, or an `InputError` that says what `name` may be."""
     number = as_int(value)
     if number is None or number < 1:
-        raise InputError(explain(f"{name} is no size", got=shown(value), allowed="an int of at least 1"))
+        raise InputError(explain(f"{name} is not a size", got=shown(value), allowed="an int of at least 1"))
     if number >= _TOO_LARGE:
-        raise InputError(explain(f"{name} is no size", got=shown(value), allowed="an int below 2**48"))
+        raise InputError(explain(f"{name} is not a size", got=shown(value), allowed="an int below 2**48"))
     return number

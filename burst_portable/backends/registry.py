@@ -94,11 +94,11 @@ def _imported(name: str, home: str) -> Backend:
     if lacking := [part for part in _PARTS if not hasattr(backend, part)]:
         next_step = f"upgrade the package of {module}: it was written for another version of burst_portable"
         raise BackendUnavailableError(
-            explain(f"{what} is no backend: it has no {', '.join(lacking)}", next_step=next_step)
+            explain(f"{what} is not a backend: it has no {', '.join(lacking)}", next_step=next_step)
         )
     if reason := _misshapen(backend, name):
         next_step = "backends/README.md says what a backend is, step by step"
-        raise BackendUnavailableError(explain(f"{what} is no backend: {reason}", next_step=next_step))
+        raise BackendUnavailableError(explain(f"{what} is not a backend: {reason}", next_step=next_step))
     return backend
 
 

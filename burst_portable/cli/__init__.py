@@ -1,4 +1,4 @@
-"""The command `burst-portable`, also `python -m burst_portable`: one file a command, listed in `cli.app`.
+"""The command `burst-portable`, also `python -m burst_portable`: one file per command, listed in `cli.app`.
 
 Exit codes: 0 all is well; 1 a check failed, ranks lost each other, or output could not be written; 2 something that was
 typed cannot be used (one line on stderr says what, no traceback); 130 and 143 interrupted and terminated; 141 nobody

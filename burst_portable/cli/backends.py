@@ -10,7 +10,7 @@ from burst_portable.errors import BackendUnavailableError, explain, unknown_name
 
 
 def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
-    """The backend of that name, or for "auto" an accelerator with a device a rank, else what needs none; and why.
+    """The backend of that name, or for "auto" an accelerator with a device per rank, else what needs none; and why.
 
     Raises `UnknownNameError`, or `BackendUnavailableError` with the reason.
     """

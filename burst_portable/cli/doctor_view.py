@@ -60,7 +60,7 @@ def _answer(ok: bool) -> Text:
 
 
 def _details(name: str, backend: Facts) -> list[Table | Padding | str]:
-    """What a backend's probe found, a line a device; then its kernels, and why some do not serve."""
+    """What a backend's probe found, a line per device; then its kernels, and why some do not serve."""
     short, lines = [], []
     for key, value in backend["facts"].items():
         if isinstance(value, list) and value and isinstance(value[0], dict):

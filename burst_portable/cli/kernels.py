@@ -46,7 +46,7 @@ def kernels(
             near = f"the nearest are {size - size % STEP} and {size - size % STEP + STEP}"
             allowed = f"multiples of {STEP} from 16 to 256"
             raise InputError(
-                explain("--head-dim is no head size of the kernels", got=size, allowed=allowed, next_step=near)
+                explain("--head-dim is not a head size of the kernels", got=size, allowed=allowed, next_step=near)
             )
     try:
         from burst_portable.kernels.triton import compile as ahead

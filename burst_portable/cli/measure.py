@@ -26,7 +26,7 @@ def measure(
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Start so many local processes: unless given, one a device, or 2 on CPUs; torchrun's are joined."
+            help="Start so many local processes: unless given, one per device, or 2 on CPUs; torchrun's are joined."
         ),
     ] = None,
     backend: Annotated[

@@ -55,7 +55,7 @@ def plan(
     ] = None,
     outer_gbps: Annotated[
         float | None,
-        typer.Option(help="GB/s a rank between nodes of --inner ranks, beside --gbps inside; 50 unless given."),
+        typer.Option(help="GB/s per rank between nodes of --inner ranks, beside --gbps inside; 50 unless given."),
     ] = None,
     rates_file: Annotated[
         str | None,
@@ -92,7 +92,7 @@ def plan(
     _positive(tflops=tflops, gbps=gbps, inner=inner, steps=steps, **{"outer-gbps": outer_gbps})
     if outer_gbps is not None and inner is None:
         raise InputError(
-            explain("--outer-gbps is between nodes, and there is one", next_step="name --inner, the ranks a node")
+            explain("--outer-gbps is between nodes, and there is one", next_step="name --inner, the ranks per node")
         )
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)

@@ -2,7 +2,7 @@
 
 ==================  ==========================================================================================
 schema              "burst_portable.plan/1"; a change that breaks readers counts it up
-problem             the sizes that were asked for; mask and layout by name; `area`: (query, key) pairs a head;
+problem             the sizes that were asked for; mask and layout by name; `area`: (query, key) pairs per head;
                     `blind_rows`: tokens that see nothing
 strategy, reason    what plans, and why where it was chosen
 reshard, groups     "heads" where heads are resharded, and in how many groups a rank computes them

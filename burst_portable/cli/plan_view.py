@@ -73,7 +73,7 @@ def _header(console: Console, facts: Facts) -> None:
     )
     console.print(labelled("plan", Text.assemble((facts["strategy"], "bold"), told)))
     blind = f"; {p['blind_rows']:,} tokens see nothing, their output is 0" if p["blind_rows"] else ""
-    console.print(labelled("mask", f"{p['mask']}: {p['area']:,} pairs a head, {100 * share:.3f} % of all{blind}"))
+    console.print(labelled("mask", f"{p['mask']}: {p['area']:,} pairs per head, {100 * share:.3f} % of all{blind}"))
     if facts["reason"]:
         console.print(labelled("why", facts["reason"]))
 
@@ -194,7 +194,7 @@ def _max_mean(key: str, text: Any) -> Any:
 
 
 _COST_ROWS = {
-    "FLOPs a rank, max / mean": _max_mean("flops", lambda x: scaled(x, "FLOP")),
+    "FLOPs per rank, max / mean": _max_mean("flops", lambda x: scaled(x, "FLOP")),
     "imbalance (max / mean)": lambda part: f"{part['imbalance']:.3f}",
     "sent by a rank, max / mean": _max_mean("sent_bytes", bytes_text),
     "received by a rank, max / mean": _max_mean("received_bytes", bytes_text),

@@ -69,7 +69,7 @@ def compare(
 
     Exit code 1 where one did by more than the threshold, or the median step, where both reports have marked steps.
     Times are of the slowest rank. Reports of other work, by
-    attention's FLOPs a step, are refused; what else differs (strategy, layout, level, device) is told.
+    attention's FLOPs per step, are refused; what else differs (strategy, layout, level, device) is told.
 
     Examples:
 
@@ -111,7 +111,7 @@ def compare(
 
 def trace(
     files: Annotated[
-        list[Path], typer.Argument(help="Traces of torch.profiler or torch_npu.profiler, one a rank (JSON or .gz).")
+        list[Path], typer.Argument(help="Traces of torch.profiler or torch_npu.profiler, one per rank (JSON or .gz).")
     ],
     as_json: Annotated[bool, typer.Option("--json", help=PRINT_JSON_HELP)] = False,
 ) -> None:

@@ -1,7 +1,7 @@
-"""What went wrong elsewhere: when a transfer fails, a rank leaves word in the store and reads what the others left.
+"""What went wrong elsewhere: when a transfer fails, a rank leaves a note in the store and reads those of the others.
 
 A rank sees only that a neighbour is late or gone; often that neighbour gave up because of a third rank, or waits in
-another group. Nothing is written while all is well: a store may be a file, which grows with every word.
+another group. Nothing is written while all is well: a store may be a file, which grows with every note.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import torch.distributed as dist
 from burst_portable.background import Background
 from burst_portable.units import rank_names
 
-_PATIENCE = 2.0  # seconds: for others to leave their word, and for a store whose host may be the rank that is gone
+_PATIENCE = 2.0  # seconds: for notes of others, and for a store whose host may be the rank that is gone
 _POLL = 0.05
-_LONGEST = 400  # characters of an account
-_MOST = 8  # ranks that an error tells of
+_LONGEST = 400  # characters of a note
+_MOST = 8  # notes that an error shows
 
 
 def compare_accounts(group: dist.ProcessGroup, mine: str) -> str:
-    """Leave `mine` for the other ranks of the group; what they left, or that they left nothing, as one line.
+    """Leave `mine` for the other ranks of the group; returns, in one line, what they left or that they left nothing.
 
-    Takes a few seconds at most. Empty where the store cannot be reached, or the group has one rank.
+    Takes a few seconds at most. Empty if the store cannot be reached, or the group has one rank.
     """
     try:
         ranks = dist.get_process_group_ranks(group)
     except KeyError:  # torch has forgotten it
-        return "this rank has destroyed the process group: make a Mesh of the one that there is now"
+        return "this rank has destroyed the process group: make a new Mesh of an existing one"
     place = f"{mine[:_LONGEST]} [group {group.group_name}: {rank_names(ranks)}]"
     asking = _Asking(ranks, place)
-    # A store blocks for minutes where its host is stopped: then what it said so far is all.
+    # A store blocks for minutes if its host is stopped: then what has been read so far must do.
     asking.thread.wake(asking)
     asking.over.wait(_PATIENCE + 1)
     told = asking.told
@@ -44,7 +44,7 @@ def compare_accounts(group: dist.ProcessGroup, mine: str) -> str:
 
 
 class _Asking:
-    """Leaves this rank's word, and fills `told` with what is in the store, by global rank."""
+    """Leaves this rank's note, and fills `told` with the notes in the store, by global rank."""
 
     def __init__(self, ranks: list[int], text: str) -> None:
         self._ranks, self._text = ranks, text
@@ -53,9 +53,9 @@ class _Asking:
         self.thread = Background(self, _Asking._run, "accounts of a fault")
 
     def _run(self) -> None:
-        """Until all have spoken or patience ends."""
+        """Read notes until all ranks have left one or patience ends."""
         try:
-            if (world := dist.group.WORLD) is not None:  # else this rank has left it by now
+            if (world := dist.group.WORLD) is not None:  # else this rank has left the group by now
                 self._ask(world.get_group_store(), dist.get_rank())
         except RuntimeError:  # DistStoreError and the like: the store went away with its host
             return

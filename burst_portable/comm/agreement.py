@@ -1,11 +1,11 @@
 """Do all ranks make the same call? Asked before the first hop of a pass, and answered on every rank.
 
-Each rank shares 16 bytes (a hash of everything that must be equal) and how many passes it has begun. Where those
-differ, the facts themselves are exchanged, and every rank raises an error that names both sides; no block is sent.
+Each rank shares 16 bytes (a hash of everything that must be equal) and how many passes it has begun. If these differ,
+the facts themselves are exchanged, and every rank raises an error that names both sides; no block is sent.
 
-Transports of host memory ask in every pass. On others the host would have to wait for the device, so ranks ask only
-when a call is new, through the store of their group. A rank that later makes another call than the rest is found out
-by the flags of peer copies (`comm.peer_copy`), or by the deadline of NCCL.
+Transports of host memory ask in every pass. With others the host would have to wait for the device, so ranks ask only
+when a call is new, through the store of their group. If a rank later makes a different call, the flags of peer copies
+(`comm.peer_copy`) or the deadline of NCCL reveal it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from burst_portable.errors import BurstError, CommunicationError, DeadlineError,
 
 _FACTS_SIZE = 4096
 _SHOWN = 300
-_REMEMBERED = 1 << 14  # statements that a transport need not ask again
-_TELLING = 10.0  # seconds that a rank which refuses its call waits for others to hear of it
+_REMEMBERED = 1 << 14  # statements that a transport need not ask about again
+_TELLING = 10.0  # seconds that a rank which refuses its call waits for the others to hear of it
 _TITLE = ("pass", "mask", "case")
-_HINTS = {  # what to do where ranks differ in something that nobody named
+_HINTS = {  # what to do if ranks differ in a fact that no user chose
     "tokens": "where ranks hold different numbers of rows, pass seq_len= (tokens of the whole sequence)",
     "strategy": "where 'auto' chose, name a strategy, or give all ranks the same rates (BURST_RATES) and kernel",
     "rows that cross nodes": "name one kernel= for all ranks",
 }
 _GIVEN = ("mask", "batch", "heads", "head sizes", "dtype", "backend")  # where these differ, so does what auto chooses
 REFUSED = "refused"
-"""The fact stated by a rank that refused its own call, so that others do not wait for it."""
+"""The fact that a rank states after refusing its own call, so that others do not wait for it."""
 
 
 class Named(NamedTuple):
-    """A fact that ranks compare by the digest of its content, and that errors tell by its name."""
+    """A fact that ranks compare by a digest of its content; errors show its name."""
 
     name: str
     digest: str
@@ -54,7 +54,7 @@ class Statement(NamedTuple):
     facts: Facts
 
     def of_pass(self, name: str) -> Statement:
-        """The same call, in one of its passes."""
+        """The statement for one pass of the same call."""
         return statement({**self.facts, "pass": name})
 
     @property
@@ -65,28 +65,28 @@ class Statement(NamedTuple):
 
 
 def named(name: str, holds: object) -> Named:
-    """A fact of this name; `holds` is compared by its repr, which must be the same on all ranks."""
+    """A fact with this name; `holds` is compared by its repr, which must be the same on all ranks."""
     return Named(name[:_SHOWN], hashlib.blake2b(repr(holds).encode(), digest_size=16).hexdigest())
 
 
 def statement(facts: Facts) -> Statement:
-    """A statement of facts. A `Named` fact counts by its digest alone: equal masks of different names are one mask."""
+    """A statement of facts. Only the digest of a `Named` fact counts: equal masks with different names are the same."""
     compared = {key: fact.digest if isinstance(fact, Named) else fact for key, fact in facts.items()}
     text = json.dumps(compared, sort_keys=True)
     return Statement(hashlib.blake2b(text.encode(), digest_size=16).digest(), facts)
 
 
 def agree(transport: Transport, mine: Statement, *, forward_pass: int = 0, deadline: float | None = None) -> None:
-    """Return when all ranks of the transport have stated the same, and count a pass; every rank must ask.
+    """Count a pass, and return when all ranks of the transport have stated the same; every rank must call this.
 
     Args:
         transport: of the ranks that make the call together.
-        mine: what this rank says of it.
+        mine: what this rank says about it.
         forward_pass: for a backward pass, which of the transport's passes was its forward pass: ranks that go backward
             in different orders would exchange blocks of different calls.
         deadline: seconds; the transport's own unless given.
 
-    Raises `MismatchError` on every rank where they differ, `CommunicationError` where a rank does not answer.
+    Raises `MismatchError` on every rank if they differ, `CommunicationError` if a rank does not answer.
     """
     if transport.size == 1:
         return
@@ -100,15 +100,15 @@ def agree(transport: Transport, mine: Statement, *, forward_pass: int = 0, deadl
 
 
 def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -> None:
-    """Return when all ranks of the transport make this call, which is no pass of an attention: asked every time.
+    """Return when all ranks of the transport make this call, which is no pass of attention; asked every time.
 
     Args:
         transport: of the ranks that make the call together.
         call: how users write it, "session.report()".
-        facts: what ranks must say alike of it.
+        facts: what ranks must state alike about it.
 
-    Raises `MismatchError` on every rank where they differ, or where some make another call; `DeadlineError` or
-    `PeerLostError` where a rank does not come, with the call that is missing there.
+    Raises `MismatchError` on every rank if they differ or some make another call; `DeadlineError` or `PeerLostError`,
+    naming the call, if a rank does not make it.
     """
     if transport.size == 1:
         return
@@ -121,7 +121,7 @@ def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -
 def _ask(
     transport: Transport, mine: Statement, label: str, *, forward_pass: int = 0, deadline: float | None = None
 ) -> None:
-    """Raise `MismatchError` on every rank where they do not state the same."""
+    """Raise `MismatchError` on every rank if they do not all state the same."""
     counts = transport.passes.to_bytes(8, "little") + forward_pass.to_bytes(8, "little")
     stated = transport.share(mine.digest + counts, label, deadline)
     if all(other == stated[0] for other in stated):
@@ -137,7 +137,7 @@ def _ask(
 
 
 def _remember(transport: Transport, digest: bytes) -> None:
-    if len(transport.agreed) >= _REMEMBERED:  # on all ranks at once: they have agreed on the same ones
+    if len(transport.agreed) >= _REMEMBERED:  # all ranks do this at once: they have agreed on the same statements
         transport.agreed.clear()
     transport.agreed.add(digest)
 
@@ -145,12 +145,11 @@ def _remember(transport: Transport, digest: bytes) -> None:
 def tell_refusal(transport: Transport, error: Exception, deadline: float = _TELLING) -> None:
     """Let the others know that this rank refuses its call, so that they raise too instead of waiting.
 
-    They may not be there at all: then a few seconds are lost, `deadline` at most, and the refusal is raised all the
-    same.
+    If the others are not there at all, a few seconds are lost, at most `deadline`, and the refusal is raised anyway.
     """
     told = str(error) if isinstance(error, BurstError) else f"{type(error).__name__}: {error}"
     try:
-        # What is refused may be a transform, a trace or a mode of torch's: it would take hold of the messages, too.
+        # What is refused may be a transform, a trace or a mode of torch, which would also affect the messages.
         with torch._C._DisableFuncTorch(), torch._C.DisableTorchFunction(), _disable_current_modes():
             agree(transport, statement({REFUSED: told[:1000]}), deadline=min(_TELLING, deadline))
     except CommunicationError:
@@ -158,24 +157,22 @@ def tell_refusal(transport: Transport, error: Exception, deadline: float = _TELL
 
 
 def _difference(texts: Sequence[str], stated: Sequence[bytes]) -> str:
-    """Fact by fact, what which ranks say."""
+    """The facts that differ, each with what every rank says."""
     facts: list[dict[str, Any]] = []
     for text in texts:
         try:
             facts.append(json.loads(text))
-        except json.JSONDecodeError:  # cut at the size of a message
+        except json.JSONDecodeError:  # cut off at the size of a message
             facts.append({"facts": text[:_SHOWN]})
     if refusals := [f"rank {r} refused: {f[REFUSED]}" for r, f in enumerate(facts) if REFUSED in f]:
         return "; ".join(refusals)
     names = sorted({name for f in facts for name in f})
-    if (
-        all("pass" in f for f in facts) and len({f["pass"] for f in facts}) > 1
-    ):  # most facts are of one kind of pass only
+    if all("pass" in f for f in facts) and len({f["pass"] for f in facts}) > 1:  # most facts belong to one kind of pass
         names = ["pass", *(name for name in names if name != "pass" and all(name in f for f in facts))]
     told = [_sides(name, [f.get(name, "-") for f in facts]) for name in names]
     for name, start in (("passes begun", 16), ("backward of the pass", 24)):
         told.append(_sides(name, [str(int.from_bytes(one[start : start + 8], "little")) for one in stated]))
-    return "; ".join(filter(None, told)) or "facts that were too long to be told"
+    return "; ".join(filter(None, told)) or "facts that were too long to show"
 
 
 def _sides(name: str, values: Sequence[str | list[str]]) -> str:

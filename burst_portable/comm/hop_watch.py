@@ -1,7 +1,7 @@
-"""A thread that notices transfers that never end, where waiting for them happens on the device: NCCL, RCCL, HCCL.
+"""A thread that notices transfers that never end, for NCCL, RCCL and HCCL, where the device waits for them.
 
-torch's own watchdog ends the process after the group's timeout, and names an operation's number. This one counts from
-when the device could have begun a transfer, says which rank, step and peers on standard error, fills what was to be
+torch's own watchdog ends the process after the group's timeout and names the number of an operation. This one counts
+from when the device could have begun a transfer, prints rank, step and peers to standard error, fills what was to be
 received with NaN, and aborts the group so that its kernels end; the next transfer that this rank starts raises.
 """
 
@@ -33,13 +33,13 @@ class _Work(Protocol):
 
 @dataclass(eq=False)
 class _Hop:
-    """Transfers of one post; `ready` happens when the device comes to them, or is None while the host starts them."""
+    """Transfers of one post; `ready` is recorded just before them on the device, None while the host starts them."""
 
     what: str
     ready: _Event | None
     works: Sequence[_Work] = ()
     incoming: Sequence[Tensor] = ()
-    since: float | None = None  # the time at which it was first seen under way
+    since: float | None = None  # when it was first seen to be under way
 
     def over(self) -> bool:
         return self.ready is not None and all(work.is_completed() for work in self.works)
@@ -51,7 +51,7 @@ class HopWatch:
     Args:
         deadline: seconds that a transfer may take.
         settle: fills what was to be received with NaN and aborts the group; called in the watch's thread.
-        prepare: what that thread does first, if anything.
+        prepare: called first in that thread, if given.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class HopWatch:
         self.failed: DeadlineError | None = None
         self._deadline, self._settle, self._prepare = deadline, settle, prepare
         self._hops: deque[_Hop] = deque()
-        self._awake = False  # whether the thread is at work: then it sees what is added without being woken
+        self._awake = False  # whether the thread is at work and will see new transfers without being woken
         self._lock = threading.Lock()
         self._thread: Background[HopWatch] | None = None
 
     def starting(self, what: str, incoming: Sequence[Tensor]) -> _Hop:
-        """The host is about to start transfers; the watch begins now, since starting may block where a peer is gone.
+        """The host is about to start transfers. The watch begins now, since starting may block if a peer is gone.
 
-        Transfers that are over are let go of here, and not only when the thread looks again: until then their buffers
-        could not be used again, and the call would need more memory.
+        Finished transfers are released here, not only when the thread looks again: until then their buffers could not
+        be reused, and the call would need more memory.
         """
         if self.failed is not None:
             raise self.failed
@@ -94,7 +94,7 @@ class HopWatch:
     # ------------------------------------------------------------------------------------------ the thread
 
     def _watch(self) -> None:
-        """Until no transfer is under way."""
+        """Watch until no transfer is under way."""
         if self._prepare is not None:
             self._prepare()
             self._prepare = None
@@ -105,7 +105,7 @@ class HopWatch:
                 self._fail(late.what)
 
     def _goes_on(self) -> bool:
-        """Whether there are transfers to look at. If not, the thread sleeps, and the next transfer wakes it."""
+        """Whether there are transfers to watch. If not, the thread sleeps until the next transfer wakes it."""
         with self._lock:
             self._awake = bool(self._hops) and self.failed is None
             return self._awake
@@ -115,7 +115,7 @@ class HopWatch:
             self._hops.popleft()
 
     def _look(self) -> _Hop | None:
-        """Let go of what is over. Returns the first transfer if it has been under way for too long, else None."""
+        """Release finished transfers. Returns the first transfer if it has been under way for too long, else None."""
         with self._lock:
             self._let_go()
             if not self._hops or not (self._hops[0].ready is None or self._hops[0].ready.query()):

@@ -1,9 +1,9 @@
-"""Ranks as threads of one process: for tests, notebooks, and plans that want to be seen running.
+"""Ranks as threads of one process: for tests, notebooks, and watching plans run.
 
     results = run_threads(4, lambda transport: ...)      # one result a rank
 
-A rank that raises ends the others at their next hop, and its own error is the one that is raised. A rank that returns
-while others wait for it ends them too.
+A rank that raises ends the others at their next hop, and its error is the one that is raised. A rank that returns while
+others wait for it ends them too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from burst_portable.units import rank_names
 
 T = TypeVar("T")
 _POLL = 0.05  # seconds between looks at whether a peer has failed
-_LAST_WORDS = 3.0  # seconds that ranks have to end when nobody waits for them any more
+_LAST_WORDS = 3.0  # seconds that ranks get to finish when nobody waits for them any more
 
 
 class Transfer:
@@ -36,10 +36,10 @@ class Transfer:
         self.mismatch = ""
 
     def meet(self, buffer: Tensor, *, sends: bool) -> None:
-        """The second end is there, with its buffer: copy."""
+        """The second end has come, with its buffer: copy."""
         assert self.buffer is not None
         sent, received = (buffer, self.buffer) if sends else (self.buffer, buffer)
-        # The slower end's handle must not keep the faster one's memory.
+        # The handle of the slower end must not keep the memory of the faster one.
         self.buffer = None
         if sent.numel() == received.numel():
             received.copy_(sent)
@@ -62,7 +62,7 @@ class Fabric:
         self._waiting: dict[tuple[int, int, bool], deque[Transfer]] = defaultdict(deque)
 
     def post(self, source: int, target: int, buffer: Tensor, *, sends: bool) -> Transfer:
-        """Post one end of a message; the rank that comes second copies."""
+        """Post one end of a message; the rank that posts second copies."""
         with self._lock:
             self.sent[source] += buffer.numel() if sends else 0
             other = self._waiting[source, target, not sends]
@@ -75,7 +75,7 @@ class Fabric:
         return transfer
 
     def share(self, rank: int, turn: int, data: bytes) -> tuple[threading.Event, dict[int, bytes]]:
-        """Say something at this turn: (an event, set when all ranks have; what each has said)."""
+        """Say something at this turn; returns (an event that is set when all ranks have spoken, what each said)."""
         with self._lock:
             event, said = self._said.setdefault(turn, (threading.Event(), {}))
             said[rank] = data
@@ -85,13 +85,13 @@ class Fabric:
         return event, said
 
     def wait(self, event: threading.Event, where: str, missing: Callable[[], list[int]], seconds: float) -> None:
-        """Until an event, a rank that failed or is not coming, or the deadline; `missing` are those waited for."""
+        """Wait for an event. Raises if a rank fails or will not come, or at the deadline; `missing`: those awaited."""
         deadline = time.monotonic() + seconds
         while not event.wait(_POLL):
             if self.failed is not None:
                 raise PeerLostError(f"{where}: rank {self.failed} failed, waiting for {rank_names(missing())}")
             gone = self.returned and self.returned.intersection(missing())
-            if gone and not event.is_set():  # what it did, it did before it returned
+            if gone and not event.is_set():  # whatever it did, it did before it returned
                 raise PeerLostError(
                     explain(
                         f"{where}: {rank_names(sorted(gone))} returned without this call",
@@ -166,16 +166,16 @@ class LocalTransport(Transport):
 
 
 def run_threads(ranks: int, work: Callable[[LocalTransport], T], *, deadline: float = 60.0) -> list[T]:
-    """Run `work(transport)` on so many threads; the results in rank order. Context variables are copied.
+    """Run `work(transport)` on this many threads; returns results in rank order. Context variables are copied.
 
-    Raises what the first failing rank raised; errors of communication only if there is no other.
+    Raises what the first failing rank raised; a communication error only if there is no other.
     """
     if ranks < 1:
         raise InputError(explain("too few local ranks", got=ranks, allowed="at least 1"))
     fabric = Fabric(ranks, deadline)
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
-    over: list[threading.Event] = []  # of the ranks that were started
+    over: list[threading.Event] = []  # for each rank that was started
 
     def body(rank: int) -> None:
         try:
@@ -197,13 +197,13 @@ def run_threads(ranks: int, work: Callable[[LocalTransport], T], *, deadline: fl
             thread.start()
         for thread in threads:
             thread.join()
-    except BaseException:  # Ctrl-C: nobody waits for them now, and a rank that is at work when Python ends aborts it
+    except BaseException:  # Ctrl-C: nobody waits for ranks now, and one still at work when Python ends would abort it
         fabric.fail(0)
         until = time.monotonic() + _LAST_WORDS
-        for event in over:  # a thread that is just being started does not call itself alive
+        for event in over:  # not thread.join: a thread that is just starting is not alive yet
             event.wait(max(0.0, until - time.monotonic()))
         raise
     if errors:
-        # What a rank raised of its own explains more than what others raised because of it.
+        # A rank's own error explains more than those that other ranks raised because of it.
         raise min(errors, key=lambda error: isinstance(error[1], CommunicationError))[1]
     return [results[rank] for rank in range(ranks)]

@@ -8,13 +8,12 @@
     copy the message into its place
     "it has come"                        ->  compute stream: wait; use it where it lies
 
-Copy engines do the work, and no multiprocessor, where blocks are on their way beside a kernel. What all ranks exchange
-at once has one flag a pair of ranks, since all of it is waited for together, and a device may move it in another way.
-Both ends know from the plan where in the inbox a message comes to lie; messages that are in no plan have a region for
-each peer, where they lie one after the other. A flag holds the mark of its pass, a number that grows and a piece of the
-call's fingerprint: what is left of an earlier pass, or comes from another call, is never taken for a message of this
-one. When numbers begin again, the pieces are others. Each rank sends to the one after it first, so no link is asked
-twice at once.
+While a kernel runs, copy engines move the blocks, and no multiprocessor is needed. What all ranks exchange at once has
+one flag per pair of ranks, since it is waited for together, and a device may move it in other ways. Both ends know from
+the plan where in the inbox a message lies; messages outside of plans lie one after the other in a region for each peer.
+A flag holds the mark of its pass, a growing number and a piece of the call's fingerprint, so what is left of an earlier
+pass, or comes from another call, is never taken for a message of this one. When numbers start again, the pieces differ.
+Each rank sends to the next rank first, so that no link serves two ranks at once.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from burst_portable.comm.peer_flags import (
 from burst_portable.errors import UnsupportedError, explain
 
 ALIGNMENT = 256
-"""Bytes: messages begin at multiples of it."""
+"""Bytes: messages begin at multiples of this."""
 MARKS = 1 << 15
-"""Passes are numbered from 1 up to below it, and then from 1 again."""
+"""Passes are numbered from 1 to MARKS - 1, then from 1 again."""
 
 
 class Watched(Protocol):
-    """Says what is being waited for at a flag, for the error of a wait whose deadline has passed."""
+    """Describes what a flag is waited for, for the error of a wait past its deadline."""
 
     def __call__(self, flag: int) -> str: ...
 
@@ -55,64 +54,64 @@ class Watched(Protocol):
 class PeerMemory(Protocol):
     """Memory and flags that every rank of a group can write, and a copy stream.
 
-    Nothing here waits on the host but `reserve`. `copying` chooses the copy stream over the current one.
+    Only `reserve` makes the host wait. `copying` selects the copy stream instead of the current one.
     """
 
     rank: int
     size: int
 
     def reserve(self, inbox: int) -> None:
-        """Give every rank an inbox of so many bytes, and flags that stand at 0. All ranks ask for the same.
+        """Give every rank an inbox of this many bytes, and flags set to 0. All ranks ask for the same.
 
-        What there was is given up, also where it raises.
+        Earlier memory is given up, even if this raises.
         """
 
     def inbox(self, offset: int, size: int) -> Tensor:
         """Bytes of this rank's own inbox."""
 
     def enter(self) -> None:
-        """A pass begins on the current stream, which goes on after the pass before, on whatever stream that was.
+        """A pass begins on the current stream, after the last pass, whatever stream that was on.
 
-        Raises, and then none has begun, where the stream can have none.
+        Raises, without having begun one, if the stream cannot have a pass.
         """
 
     def leave(self) -> None:
-        """The pass ends: the next `enter` comes after what the current stream has been given so far."""
+        """The pass ends: the next one comes after everything that the current stream has been given so far."""
 
     def fork(self) -> None:
-        """The copy stream goes on after what the current stream has been given so far."""
+        """The copy stream continues after everything that the current stream has been given so far."""
 
     def copy(self, leaving: Sequence[Parts | Strips], *, alone: bool) -> None:
         """Copy parts of buffers to their places in inboxes, on the copy stream.
 
-        alone: no kernel runs beside it, so it may be done by one. Else all of it goes to other ranks.
+        alone: whether no kernel runs beside it, so that a kernel may copy. If not, all parts go to other ranks.
         """
 
     def copy_own(self, leaving: Sequence[Parts | Strips]) -> None:
-        """The same of parts that stay on this rank, on the current stream."""
+        """The same for parts that stay on this rank, on the current stream."""
 
     def sent(self) -> Handle:
-        """A handle of what the copy stream has been given so far."""
+        """A handle for everything that the copy stream has been given so far."""
 
     def signal(self, flags: Sequence[tuple[int, int]], mark: int, *, copying: bool) -> None:
-        """Set flags, (peer, flag) each, once what the stream was given before is done."""
+        """Set flags, as (peer, flag), once everything that the stream was given before is done."""
 
     def wait(self, flags: Sequence[int], mark: int, what: Watched, *, copying: bool) -> None:
-        """The stream goes on when these flags of this rank all show the mark."""
+        """Hold the stream until all these flags of this rank show the mark."""
 
     def check(self) -> None:
-        """Raise what went wrong since, if anything did."""
+        """Raise what has gone wrong in the meantime, if anything."""
 
     def close(self) -> None:
-        """Let go of it. Collective."""
+        """Release the memory. Collective."""
 
 
 class PeerCopyTransport(Transport):
     """See `comm.base.Transport`. Messages go by peer copies inside a pass; all else goes through `other`.
 
     Args:
-        memory: of the ranks of the group.
-        other: a transport of the same ranks, for what happens between passes.
+        memory: the peer memory of the group's ranks.
+        other: a transport of the same ranks, for messages between passes.
     """
 
     name = "peer_copy"
@@ -129,7 +128,7 @@ class PeerCopyTransport(Transport):
         self._coming = _Places(self.size)
         self._handed: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
 
-    # Counted by the other transport: a rank that refuses its call tells it through that one, and counts a pass there.
+    # Counted by the other transport: a rank that refuses its call says so through that one, and counts a pass there.
 
     @property
     def passes(self) -> int:
@@ -145,7 +144,7 @@ class PeerCopyTransport(Transport):
         self.check_in_step()
         need = -(-(inbox + MESSAGES * ALIGNMENT) // ALIGNMENT) * ALIGNMENT
         if need > self._region:
-            self._region = 0  # what there was is given up, also where more cannot be had
+            self._region = 0  # earlier memory is given up even if no more can be had
             memory.reserve(need * self.size)
             self._region, self._number = need, 0
         memory.enter()  # may raise, and then no pass has begun
@@ -169,7 +168,7 @@ class PeerCopyTransport(Transport):
         if not self.under_way or not size:
             return self._other.inbox(size, device, peer)
         if place is not None:
-            assert place + size <= self._region * self.size, "an inbox has room for what comes"
+            assert place + size <= self._region * self.size, "an inbox has room for all messages"
             return self.memory.inbox(place, size)
         index, offset = self._take(self._coming, peer, size)
         buffer = self.memory.inbox(peer * self._region + offset, size)
@@ -196,7 +195,7 @@ class PeerCopyTransport(Transport):
     def exchange(
         self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
     ) -> Exchange:
-        """See `Transport.exchange`. One flag a peer says that all of its buffers have come."""
+        """See `Transport.exchange`. One flag per peer says that all of its buffers have arrived."""
         if not self.under_way or not leaving or leaving[0].parts[0].place is None:
             return super().exchange(leaving, arriving, label)
         memory, index = self.memory, self._exchanges
@@ -210,8 +209,8 @@ class PeerCopyTransport(Transport):
         self._wait_for_room(targets, label)
         own: list[Parts | Strips] = []
         if not alone:
-            # Copies within a device are made by its multiprocessors. On the copy stream they wait for a kernel that
-            # holds all of these, and messages wait behind them.
+            # Multiprocessors make copies within a device. On the copy stream such copies wait for a kernel that
+            # occupies them all, and messages wait behind the copies.
             leaving, own = _split(leaving, self.rank)
         memory.copy(leaving, alone=alone)
         memory.signal([(peer, mine) for peer in targets], self._mark, copying=True)
@@ -239,7 +238,7 @@ class PeerCopyTransport(Transport):
         memory.signal([(peer, came_flag(self.rank, index))], self._mark, copying=True)
 
     def _wait_for_room(self, peers: Sequence[int], label: str) -> None:
-        """The copy stream waits until the inboxes of these peers are free; for each of them once a pass."""
+        """Make the copy stream wait until the inboxes of these peers are free; once per pass for each."""
         new = [peer for peer in peers if peer not in self._waited and peer != self.rank]
         if not new:
             return
@@ -263,7 +262,7 @@ class PeerCopyTransport(Transport):
         return _Wait(self.rank, self.size, label, "has not sent its message")
 
     def _distance(self, peer: int) -> int:
-        """How many ranks further on."""
+        """How many ranks further on a peer is."""
         return (peer - self.rank) % self.size
 
     def _take(self, places: _Places, peer: int, size: int) -> tuple[int, int]:
@@ -286,7 +285,7 @@ class PeerCopyTransport(Transport):
 
 
 class _PeerExchange(Exchange):
-    """Messages between all ranks; what a rank sends itself is still to be copied where a kernel runs beside them."""
+    """Messages between all ranks; if a kernel runs beside them, what a rank sends to itself is copied separately."""
 
     def __init__(self, memory: PeerMemory, own: Sequence[Parts | Strips], arrivals: _Arrivals) -> None:
         super().__init__([memory.sent()], [arrivals])
@@ -325,7 +324,7 @@ def _ranks(parts: tuple[Part, ...] | tuple[Strip, ...]) -> tuple[int, ...]:
 
 
 class _Places:
-    """Where messages of a pass lie in a region: one after the other."""
+    """Counts where messages of a pass lie in a region: one after the other."""
 
     def __init__(self, size: int) -> None:
         self._count, self._offset = [0] * size, [0] * size
@@ -343,7 +342,7 @@ class _Places:
 
 
 class _Wait:
-    """What is being waited for; put into words only if it does not come."""
+    """What is being waited for; put into words only if it does not arrive."""
 
     __slots__ = ("label", "missing", "rank", "size")
 
@@ -355,7 +354,7 @@ class _Wait:
 
 
 class _Arrivals:
-    """What all ranks send at once, on its way into this rank's inbox."""
+    """What all ranks send at once, on its way to this rank's inbox."""
 
     __slots__ = ("_flags", "_mark", "_what", "memory")
 
@@ -368,7 +367,7 @@ class _Arrivals:
 
 
 class _Arrival(_Arrivals):
-    """One message, which is wanted in a buffer that may lie elsewhere."""
+    """One message, and the buffer in which it is wanted, which may lie elsewhere."""
 
     __slots__ = ("_buffer", "_place")
 

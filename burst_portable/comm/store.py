@@ -1,4 +1,4 @@
-"""A few bytes of every rank by way of a process group's store: slow, but no device takes part."""
+"""A few bytes of every rank through a process group's store: slow, but no device takes part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def board_of(group: dist.ProcessGroup) -> Board:
 
 
 class Board:
-    """Where every rank of a group puts up what it says, turn after turn; the store counts a rank's turns.
+    """Where every rank of a group posts what it says, turn after turn; the store counts each rank's turns.
 
     Args:
         store: shared by the ranks, and by nobody else under the same prefix.
@@ -29,15 +29,15 @@ class Board:
     def share(self, data: bytes, what: str, deadline: float) -> list[bytes]:
         """What every rank said at this turn, in rank order.
 
-        Raises `DeadlineError` naming the ranks that said nothing in `deadline` seconds, `PeerLostError` where the
-        store itself is gone.
+        Raises `DeadlineError`, naming the ranks that said nothing in `deadline` seconds; `PeerLostError` if the store
+        itself is gone.
         """
         until = time.monotonic() + deadline
         turn = -1  # unknown
         try:
             turn = self._store.add(f"turns/{self._rank}", 1) - 1
             self._store.set(f"{turn}/{self._rank}", data)  # type: ignore[arg-type]  # bytes need not be text
-            if turn > 1:  # all ranks have said something at the turn before, so they have read the one before that
+            if turn > 1:  # all ranks have spoken at the last turn, so they have read the one before
                 self._store.delete_key(f"{turn - 2}/{self._rank}")
             return [self._said(f"{turn}/{rank}", until) for rank in range(self._size)]
         except RuntimeError as error:

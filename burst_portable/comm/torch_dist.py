@@ -1,7 +1,7 @@
 """Point to point through torch.distributed: NCCL, RCCL, HCCL, gloo.
 
-Moves of one post go out together: in one batch where the process group launches kernels for them (so that no order
-of sends and receives can lock), one by one where it has threads of its own.
+Moves of one post go out together: in one batch if the process group launches kernels for them (so that no order of
+sends and receives can deadlock), one by one if it has threads of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from burst_portable.comm.hop_watch import HopWatch
 from burst_portable.comm.store import board_of
 from burst_portable.errors import CommunicationError, DeadlineError, PeerLostError, explain, first_line
 
-_SHARING = 600.0  # seconds for words through the store, where no deadline was given
+_SHARING = 600.0  # seconds for sharing bytes through the store, if no deadline was given
 
 
 class _Transfer:
-    """A torch work with names for its errors."""
+    """torch works, and what to call them in errors."""
 
     def __init__(self, works: Sequence[dist.Work], what: str, deadline: float | None, group: dist.ProcessGroup) -> None:
         self._works, self._what, self._deadline, self._group = works, what, deadline, group
@@ -42,7 +42,7 @@ class _Transfer:
 
 
 def named_error(error: RuntimeError, what: str, group: dist.ProcessGroup) -> CommunicationError:
-    """torch's error as ours: too late, or gone; with what other ranks say of it."""
+    """torch's error as ours: too late, or peer lost; with what other ranks say about it."""
     told = re.sub(r"^\[\S+\] ", "", first_line(error)).partition(". This is typically")[0]
     late = "timed out" in told.lower() or "timeout" in told.lower()
     kind, verb = (DeadlineError, "took too long") if late else (PeerLostError, "failed")
@@ -52,7 +52,7 @@ def named_error(error: RuntimeError, what: str, group: dist.ProcessGroup) -> Com
 
 
 def _capturing(x: Tensor) -> bool:
-    """Whether what is put on the device now is being captured into a graph: then nothing runs that could be late."""
+    """Whether device work is being captured into a graph: then nothing runs that could be late."""
     asked = getattr(torch.get_device_module(x.device), "is_current_stream_capturing", None)
     return bool(asked and asked())
 
@@ -65,7 +65,7 @@ class TorchDistTransport(Transport):
         name: what torch calls the group's backend: "gloo", "nccl" (RCCL too), "hccl".
         batched: whether moves are launched as one batch.
         deadline: seconds a transfer may take; None leaves it to the group's own timeout.
-        in_watch: what the thread that watches over the deadline of batched moves does first, if anything.
+        in_watch: called first in the thread that watches the deadline of batched moves, if given.
         goes_first: whether the group's kernels run on a stream of high priority.
     """
 
@@ -96,8 +96,8 @@ class TorchDistTransport(Transport):
             self._connect()
 
     def _connect(self) -> None:
-        """A group that launches kernels connects in its first batch, and waits there for all ranks: those too that a
-        mask leaves without messages. Each sends the next a byte, and no more: every pair that meets takes buffers.
+        """Exchange a byte with the neighbours. A group that launches kernels connects in its first batch, and there
+        waits for all ranks, even those that a mask leaves without messages. More pairs would take more buffers.
         """
         mine = torch.zeros(1, dtype=torch.uint8, device=torch.accelerator.current_accelerator())
         there, back = Message(mine, self.others[0]), Message(torch.empty_like(mine), self.others[-1])
@@ -115,7 +115,7 @@ class TorchDistTransport(Transport):
         if not self.host:
             seconds = deadline or self._deadline or _SHARING
             return board_of(self.group).share(data, f"rank {self.rank}, {label}: hearing from all ranks", seconds)
-        # To each and from each, and not as a collective, whose error would not name the rank that is missing.
+        # Point to point, since the error of a collective would not name the missing rank.
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         outgoing, incoming = self._post(
@@ -156,7 +156,7 @@ class TorchDistTransport(Transport):
         return [transfer] * len(sends), [transfer] * len(receives)
 
     def _give_up(self, incoming: Sequence[Tensor]) -> None:
-        """What did not come is NaN in every dtype, and the group's kernels end."""
+        """Fill what did not arrive with NaN in every dtype, and end the group's kernels."""
         if incoming:
             device = incoming[0].device
             with torch.Stream(device):

@@ -1,12 +1,12 @@
-"""Connections of their own for what crosses from node to node.
+"""Separate connections for messages that cross from node to node.
 
 ::
 
-    one transport     a hop inside the node and one between nodes, posted together, end together; the next hop waits too
+    one transport     hops inside the node and between nodes, posted together, end together; the next hop waits too
     two               0 -> 1 -> 2 -> 3       hops inside the node, one after the other
                       0 ------------> 4      meanwhile: between nodes, a whole inner round long
 
-A process group that launches kernels for its messages does so for all that are posted at once, and one after the other.
+A process group that launches kernels launches one for all messages that are posted at once, one after the other.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from burst_portable.comm.torch_dist import named_error
 
 
 class TwoLevelTransport(Transport):
-    """See `comm.base.Transport`. All that happens before the first pass goes through `near`.
+    """See `comm.base.Transport`. Everything before the first pass goes through `near`.
 
     Args:
         near: moves messages inside a node.
         connect: makes what moves messages between nodes; called in the first pass, on all ranks.
-        node: ranks a node.
+        node: ranks per node.
     """
 
     def __init__(self, near: Transport, connect: Callable[[], Transport], node: int) -> None:
@@ -84,12 +84,12 @@ def with_two_levels(
     deadline: float,
     options: Callable[[timedelta], dict[str, Any]],
 ) -> TwoLevelTransport:
-    """Transports of one group: its own between the ranks of a node, and a second group's of the same ranks.
+    """Two transports for one group: its own inside nodes, and that of a second group of the same ranks between nodes.
 
     Args:
-        transport: of a process group.
-        options: what `new_group` takes besides for a timeout, where the group has one backend.
-        deadline: of a hop, in seconds. The new group's own is twice that, so that what is late is told by us.
+        transport: makes the transport of a process group.
+        options: what else `new_group` takes for a timeout, if the group has one backend.
+        deadline: of a hop, in seconds. The new group's own is twice that, so that our error comes first.
     """
 
     def connect() -> Transport:
@@ -97,7 +97,7 @@ def with_two_levels(
         how: dict[str, Any] = {"backend": dist.get_backend_config(group), "use_local_synchronization": True}
         timeout = timedelta(seconds=2 * deadline)
         how.update({"timeout": timeout} if "," in str(how["backend"]) else options(timeout))
-        if ranks != sorted(ranks):  # only releases of torch that know this option make such groups
+        if ranks != sorted(ranks):  # only releases of torch that have this option make such groups
             how["sort_ranks"] = False
         try:
             return transport(dist.new_group(ranks, **how))

@@ -1,4 +1,4 @@
-"""A transport around another one: all goes through, but for what a class derived from it does otherwise."""
+"""A transport around another: everything goes through, except what a derived class overrides."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from burst_portable.comm.base import Handle, Message, Transport
 
 
 class WrappedTransport(Transport):
-    """See `comm.base.Transport`. Passes, and calls that ranks agree on, are counted by the one inside.
+    """See `comm.base.Transport`. The inner transport counts passes, and remembers what ranks have agreed on.
 
-    An exchange is made of messages that are posted here.
+    An exchange becomes messages that are posted here.
     """
 
     def __init__(self, inner: Transport) -> None:

@@ -193,7 +193,7 @@ def _spelt(text: str) -> tuple[int, int, int, int]:
     parts = text.split("x")
     if len(parts) != 4 or not all(p.isdecimal() and int(p) for p in parts) or int(parts[0]) % int(parts[1]):
         allowed = f"{', '.join(HEADS)}, or HEADSxKV_HEADSxSIZExVALUE_SIZE such as 4x2x80x64"
-        raise InputError(explain("these are no heads", got=repr(text), allowed=allowed))
+        raise InputError(explain("these are not heads", got=repr(text), allowed=allowed))
     heads, kv_heads, size, value_size = map(int, parts)
     return heads, kv_heads, size, value_size
 
@@ -213,7 +213,7 @@ def _named(kind: str, names: Iterable[str]) -> Callable[[str], object]:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 1 << 20:
-        raise InputError(explain("this is no count", got=repr(text), allowed="1 to 1048576"))
+        raise InputError(explain("this is not a count", got=repr(text), allowed="1 to 1048576"))
     return int(text)
 
 
@@ -223,7 +223,7 @@ def _softcap(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise InputError(explain("this is no softcap", got=repr(text), allowed="a number above 0"))
+        raise InputError(explain("this is not a softcap", got=repr(text), allowed="a number above 0"))
     return value
 
 
@@ -233,7 +233,7 @@ def _scale(text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise InputError(explain("this is no scale", got=repr(text), allowed="a finite number, such as 0.05"))
+        raise InputError(explain("this is not a scale", got=repr(text), allowed="a finite number, such as 0.05"))
     return value
 
 

@@ -62,7 +62,7 @@ def attempt(trial: Trial, case: Case | None = None) -> Outcome:
 
 
 def shrunk(trial: Trial, attempts: int = _AT_LENGTH) -> Case | None:
-    """The smallest case found that fails as this one does; None for trials that are no case."""
+    """The smallest case found that fails as this one does; None for trials that are not cases."""
     if trial.case is None:
         return None
     return smallest(trial.case, lambda case: not attempt(trial, case).ok, attempts=attempts)

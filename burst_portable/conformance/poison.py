@@ -16,7 +16,7 @@ import torch
 
 @contextmanager
 def examining() -> Iterator[None]:
-    """Poisoned memory, and one torch thread a rank: ranks are threads, and more below them fight over the cores."""
+    """Poisoned memory, and one torch thread per rank: ranks are threads, and more below them fight over the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Ranks as processes, over the backend's own transport: a process group of this machine, one device a rank."""
+"""Ranks as processes, over the backend's own transport: a process group of this machine, one device per rank."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Report:
         return tuple(r for r in self.results if r.skipped)
 
     def lines(self) -> list[Line]:
-        """A line a group, in the order of the results."""
+        """A line per group, in the order of the results."""
         groups: dict[str, list[Result]] = {}
         for result in self.results:
             groups.setdefault(result.check, []).append(result)
@@ -116,10 +116,10 @@ class Report:
     @classmethod
     def from_json(cls, text: str) -> Report:
         """A report that `to_json` wrote. Raises `InputError` for anything else."""
-        facts = parse_json(text, "this", "no report")
+        facts = parse_json(text, "this", "a report")
         if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
             got = repr(facts.get("schema"))[:80] if isinstance(facts, dict) else type(facts).__name__
-            raise InputError(explain("this is no report of this version", got=got, allowed=SCHEMA))
+            raise InputError(explain("this is not a report of this version", got=got, allowed=SCHEMA))
         try:
             for derived in ("schema", "ok", "counts"):
                 facts.pop(derived)
@@ -130,7 +130,7 @@ class Report:
             raise InputError(explain("this is no report that this library wrote", got=in_a_line(error))) from error
 
     def junit(self) -> str:
-        """JUnit XML, a test case a trial, a suite a group."""
+        """JUnit XML, a test case per trial, a suite per group."""
         root = ElementTree.Element("testsuites", name=f"burst-portable conform {self.backend}")
         root.set("time", f"{self.seconds:.3f}")
         for name, count in zip(("tests", "failures", "skipped"), self._totals(), strict=True):
@@ -150,7 +150,7 @@ class Report:
         return len(self.results), len(self.failures), len(self.skipped)
 
     def markdown(self) -> str:
-        """For people: what was examined, a line a group, every failure with its command."""
+        """For people: what was examined, a line per group, every failure with its command."""
         counts = self.counts()
         parts = [
             f"# Conformance of `{self.backend}`: {'passed' if self.ok else 'FAILED'}",

@@ -1,6 +1,6 @@
 """Runs one case over ranks: the same plan, executor and gradients as `attention`, on a kernel and transports of choice.
 
-Forward and backward of the autograd function are called directly, without torch's engine: it has one worker a device,
+Forward and backward of the autograd function are called directly, without torch's engine: it has one worker per device,
 so ranks that are threads of one process would wait for each other on an accelerator for ever.
 """
 

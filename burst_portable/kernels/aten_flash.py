@@ -23,7 +23,7 @@ def declined(problem: KernelProblem, largest_head: int) -> str:
     if problem.head_dim % 8 or problem.head_dim > largest_head:
         return f"it takes head sizes that are multiples of 8 up to {largest_head}, not {problem.head_dim}"
     if problem.heads % problem.kv_heads:
-        return f"{problem.heads} heads are no multiple of {problem.kv_heads} K/V heads"
+        return f"{problem.heads} heads are not a multiple of {problem.kv_heads} K/V heads"
     if problem.softcap:
         return "it is not asked for a softcap"
     if not problem.positive_scale:

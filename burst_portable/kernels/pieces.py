@@ -90,7 +90,7 @@ class PiecewiseKernel(ABC, Generic[P]):
         """(dq, dk, dv) of one piece; `out` and `lse` are global."""
 
     def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """A whole tensor as the operator wants it, once a call and not once a piece. `dtype`: of q."""
+        """A whole tensor as the operator wants it, once per call and not once per piece. `dtype`: of q."""
         return x.to(dtype)
 
     def merge(self, state: State, out: Tensor, lse: Tensor) -> None:

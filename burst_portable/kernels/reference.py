@@ -26,7 +26,7 @@ class ReferenceKernel:
 
     def supports(self, problem: KernelProblem) -> Support:
         if not problem.dtype.is_floating_point or problem.dtype.itemsize < 2:
-            return Support(False, f"{problem.dtype} is no floating dtype of 16 bits or more")
+            return Support(False, f"{problem.dtype} is not a floating dtype of 16 bits or more")
         return Support(True)
 
     def attend(

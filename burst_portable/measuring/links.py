@@ -81,7 +81,7 @@ def lap(transport: Transport, block: Tensor, peers: Peers, calls: int = CALLS) -
 
 
 def curve(clock: Clock, transport: Transport, peers: Peers, sizes: Sequence[int]) -> Curve:
-    """GB/s a rank in each direction by bytes: of a message, or of those to several ranks together."""
+    """GB/s per rank in each direction by bytes: of a message, or of those to several ranks together."""
     points: list[tuple[int, float]] = []
     for size in sizes:
         each = max(1, size // len(peers.there))

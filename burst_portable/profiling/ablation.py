@@ -123,13 +123,11 @@ def _checked(step: object, model: object, repeat: object) -> int:
     """The number of times to repeat; raises `InputError` for what cannot be run."""
     times = as_int(repeat)
     if times is None or times < 1:
-        raise InputError(
-            explain("repeat is no number of times to run a step", got=shown(repeat), allowed="an int >= 1")
-        )
+        raise InputError(explain("repeat must be a number of times", got=shown(repeat), allowed="an int >= 1"))
     if not callable(step):
         raise InputError(explain("a step is a function that takes nothing", got=shown(step)))
     if model is not None and not isinstance(model, nn.Module):
-        raise InputError(explain("model is no torch.nn.Module", got=shown(model)))
+        raise InputError(explain("model is not a torch.nn.Module", got=shown(model)))
     return times
 
 

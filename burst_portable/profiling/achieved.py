@@ -27,7 +27,7 @@ _MANY = 1 << 31  # calls of a training step, for a key of (training step, call)
 
 
 def achieved(one: RankRecords, messages: Messages) -> list[Row]:
-    """A row a plan and pass of this rank, over all its calls."""
+    """A row per plan and pass of this rank, over all its calls."""
     compute, message, collective = (one.table(k) for k in ("compute", "message", "collective"))
     message, collective = message.where(message["sends"] == 1), collective.where(collective["agreement"] == 0)
     came = (messages.target == one.rank) & messages.known
@@ -101,7 +101,7 @@ def _roofline(planned: Mapping[str, Any], rate: float | None, peaks: Mapping[str
 
 
 def balance(ranks: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """A row a pass: the busiest rank against the mean, by the plan's FLOPs and by the time that kernels took."""
+    """A row per pass: the busiest rank against the mean, by the plan's FLOPs and by the time that kernels took."""
     rows = []
     for name in PASSES:
         flops, times = ([r["passes"][name][key] for r in ranks] for key in ("flops", "compute"))

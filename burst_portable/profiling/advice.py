@@ -12,7 +12,7 @@ _LATENCY = 0.5  # of a link's planned time: messages are too small to be worth t
 _SIDES = {"kv": "K and V", "q": "Q and dO", "heads": "heads"}
 MORE_TOKENS = "give each rank more tokens, so that computing hides the blocks"
 AGREEMENT = (
-    "it is asked once a pass and costs the same whatever the messages carry: make fewer calls with more tokens each, "
+    "it is asked once per pass and costs the same whatever the messages carry: make fewer calls with more tokens each, "
     "and look whether processes share cores, for then each answers only when its turn comes"
 )
 OUTSIDE = (
@@ -94,4 +94,4 @@ def _chunk(report: Report) -> str:
     if not link or received / (plan["rates"]["gbps"] * 1e9) > (1 - _LATENCY) * link:
         return ""
     mean = bytes_text(size / messages)
-    return f"send larger messages: of {mean} each, latency costs more than bytes; more tokens a rank, or fewer ranks"
+    return f"send larger messages: of {mean} each, latency costs more than bytes; more tokens per rank, or fewer ranks"

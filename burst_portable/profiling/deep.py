@@ -43,7 +43,7 @@ class TorchTracer:
             raise UnsupportedError(
                 explain(
                     "a tracer runs in this process already",
-                    next_step="open one deep session a process: around run_local, not inside of it",
+                    next_step="open one deep session per process: around run_local, not inside of it",
                 )
             )
         self._profiler.start()

@@ -61,7 +61,7 @@ class Timeline:
         return (min(int(s[0, 0]) for s in sets), max(int(s[-1, 1]) for s in sets)) if sets else (0, 0)
 
     def measured(self, windows: Intervals) -> dict[str, NDArray[np.int64]]:
-        """Nanoseconds of each of `FIELDS`, a window an entry."""
+        """Nanoseconds of each of `FIELDS`, a window per entry."""
         sizes = {name: within(getattr(self, name), windows) for name in FIELDS if name not in ("span", "idle")}
         span = windows[:, 1] - windows[:, 0]
         busy = sizes["compute"] + sizes["exposed_comm"] + sizes["exposed_copy"]

@@ -221,7 +221,7 @@ class RecordingTransport(WrappedTransport):
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
         self._shared += 1
-        if self._shared == 2:  # asked once a pass
+        if self._shared == 2:  # asked once per pass
             self._begin_backward()
         clock = self._runtime.recorder.clock(torch.device("cpu"))
         start = clock.mark()

@@ -152,7 +152,7 @@ class Session:
         """A training or inference step is over, and the next one begins: the calls to come belong to it.
 
         The first step begins when the session is opened, or with a mark before any attention. What comes after the last
-        mark is no step with a time of its own.
+        mark is not timed as a step of its own.
 
         Ranks that are threads mark for themselves: those that have called attention in this thread. The thread that
         opened the session marks for all where it has called none itself.

@@ -58,7 +58,7 @@ def read_trace(path: str | Path) -> dict[str, Any]:
 
 
 def kind_of(category: str, name: str) -> str | None:
-    """ "compute", "comm", "wait" or "copy"; None for what is no work of a device."""
+    """ "compute", "comm", "wait" or "copy"; None for what did not run on a device."""
     category = category.lower()
     if category != "kernel" and category not in _COPIES:
         return None
@@ -99,23 +99,25 @@ def load_trace(path: Path) -> dict[str, Any]:
 
     Raises `InputError` for another file.
     """
-    return _checked(read_json(path, "no trace", _LARGEST, parse_float=Decimal), str(path))
+    return _checked(read_json(path, "a trace", _LARGEST, parse_float=Decimal), str(path))
 
 
 def parse_trace(raw: bytes, path: str) -> dict[str, Any]:
     """What `load_trace` read; `path` is for the message."""
-    return _checked(parse_json(raw, path, "no trace", parse_float=Decimal), path)
+    return _checked(parse_json(raw, path, "a trace", parse_float=Decimal), path)
 
 
 def _checked(data: Any, path: str) -> dict[str, Any]:
     if isinstance(data, list):
         data = {"traceEvents": data}
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
-        raise InputError(explain(f"{path} is no trace", allowed="JSON with traceEvents, as torch.profiler exports it"))
+        raise InputError(
+            explain(f"{path} is not a trace", allowed="JSON with traceEvents, as torch.profiler exports it")
+        )
     try:
         return {**data, "traceEvents": as_kineto(data["traceEvents"])}
     except (AttributeError, TypeError) as error:
-        raise InputError(explain(f"{path} is no trace: an event cannot be read", got=str(error)[:200])) from error
+        raise InputError(explain(f"{path} is not a trace: an event cannot be read", got=str(error)[:200])) from error
 
 
 def _nanoseconds(microseconds: Any) -> int:

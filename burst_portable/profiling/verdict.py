@@ -15,7 +15,7 @@ from burst_portable.profiling.contention import contended
 from burst_portable.units import percent, scaled, time_text
 
 _WORTH = 0.03  # of a rank's time: what is less is not worth a verdict
-_MUCH = 0.2  # of all ranks' time: so much idle outside of attention is told of, though it is no loss of attention's
+_MUCH = 0.2  # of all ranks' time: this much idle outside of attention is told, though attention does not lose it
 _HEARD = 0.25  # of a slow rank's excess: what others waited for it, so that all of it counts
 _THROTTLED = 0.95  # of the other ranks' clock
 _STANDS_OUT = 2.0  # a link is slow when ranks wait so many times longer for it than for the middle one, at such a rate

@@ -26,22 +26,21 @@ from burst_portable.tiles import BlockPairs
 from burst_portable.units import by_time
 
 DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
-"""A present-day accelerator, used where no backend says better."""
+"""A present-day accelerator, used where no backend knows better."""
 
-_AT_ONCE = 16  # ranks whose blocks may all be held at once
-_NO_FASTER = (
-    1.0025  # of the predicted time: what more groups of heads save by less than that, they were not seen to save
-)
-_LITTLE = 0.5  # of a message's time: messages that hold a forward kernel up for less are better sent in parts
-_SAMPLED_RANKS = 4  # of more ranks, only so many and the busiest are priced: all would take ranks² tiles
-_LOOKED_AT = 1 << 13  # segments, and ranks times regions: of more, the busiest rank is not looked for
+_AT_ONCE = 16  # ranks, at most, whose blocks may all be held at once
+_NO_FASTER = 1.0025  # of the predicted time: smaller gains from more groups of heads were not seen when measured
+_LITTLE = 0.5  # of a message's time: if messages delay a forward kernel by less, sending them in parts pays
+_SAMPLED_RANKS = 4  # with more ranks, only this many and the busiest are priced: all would take ranks² tiles
+_LOOKED_AT = 1 << 13  # segments, and ranks times regions: beyond this, the busiest rank is not searched for
 
 
 @dataclass(frozen=True)
 class AutoStrategy:
-    """The plan of the other strategies that is predicted to be fastest at these `rates`.
+    """Of the plans of the other strategies, the one that is predicted to be fastest at these `rates`.
 
-    With `inner` (ranks a node) the double ring and USP are candidates too, and messages between nodes are priced apart.
+    With `inner` (ranks per node), the double ring and USP are candidates too, and messages between nodes have their own
+    price.
     """
 
     inner: int | None = None
@@ -56,7 +55,7 @@ class AutoStrategy:
             )
 
     def seconds(self, plan: Plan) -> float:
-        """What plans are compared by: the predicted time at these rates, of a sample where there are many ranks."""
+        """What plans are compared by: their predicted time at these rates, over a sample of ranks if there are many."""
         return plan_seconds(plan, self._rates_for(plan.problem), _sample(plan.problem))
 
     def plan(self, problem: Problem) -> Plan:
@@ -91,11 +90,11 @@ class AutoStrategy:
         return text
 
     def _sent(self, plan: Plan) -> int:
-        """Bytes sent by the rank that sends most, both passes: what decides between plans that take equally long."""
+        """Bytes sent by the rank that sends most, in both passes: the tie-breaker between equally fast plans."""
         return plan_cost(plan, self._rates_for(plan.problem), _sample(plan.problem)).sent
 
     def _rates_for(self, problem: Problem) -> Rates:
-        """These rates; over several nodes without peer copies, which reach no other node: one transport serves all."""
+        """These rates; over several nodes without peer copies: one transport serves all, and they end at the node."""
         node = self.inner or self.rates.node
         if not 0 < node < problem.ranks:
             return self.rates
@@ -109,7 +108,7 @@ class AutoStrategy:
         yield "ring+fetch, own last", RingStrategy(moves="fetch", own="last")
         yield "burst+fetch", BurstStrategy(moves="fetch")
         yield "ulysses", UlyssesStrategy()
-        # Only where it was measured what such messages take, and not for many ranks: their blocks, all held at once,
+        # Only where the cost of such messages was measured, and not for many ranks, whose blocks, all held at once,
         # would fill the memory.
         if (rates.direct or rates.spread) and ranks <= _AT_ONCE:
             yield "ring+fetch, all ahead", RingStrategy(moves="fetch", ahead=ranks)
@@ -129,9 +128,9 @@ class AutoStrategy:
             yield from self._usp(problem, self.inner)
 
     def _usp(self, problem: Problem, node: int) -> Iterator[tuple[str, Strategy]]:
-        """In nodes, or in the largest parts of them that heads allow."""
+        """USP inside nodes, or inside the largest parts of them that the heads allow."""
         fitting = [i for i in divisors(node) if i > 1 and shares_out(problem, i)]
-        inner = max(fitting, default=node)  # that one refuses, and says why
+        inner = max(fitting, default=node)  # its plan is refused, with the reason
         if inner < problem.ranks and problem.ranks % inner == 0:
             part = "" if inner == node else f" in {inner}"
             yield f"usp{part}", UspStrategy(inner=inner)
@@ -152,7 +151,7 @@ def _fewest_groups(best: str, plans: dict[str, Plan], seconds: dict[str, float])
 
 @lru_cache(maxsize=64)
 def _sample(problem: Problem) -> tuple[int, ...]:
-    """The ranks whose costs are compared: all, if they are few; else some at equal distances, and the busiest."""
+    """The ranks whose costs are compared: all if there are few, else a few evenly spaced ones and the busiest."""
     ranks, mask = problem.ranks, problem.mask
     if ranks <= _SAMPLED_RANKS:
         return tuple(range(ranks))

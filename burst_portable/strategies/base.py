@@ -46,9 +46,9 @@ def check_moves(moves: object) -> None:
 
 
 def check_inner(inner: object) -> None:
-    """Refuse what is no number of ranks a node. 2.0 and True are refused too: as keys they equal 2 and 1."""
+    """Refuse what is not a number of ranks per node. 2.0 and True are refused too: as keys they equal 2 and 1."""
     if inner is not None and (type(inner) is not int or inner < 1):
-        raise InputError(explain("inner is no size", got=shown(inner), allowed="an int of at least 1, or None"))
+        raise InputError(explain("inner is not a size", got=shown(inner), allowed="an int of at least 1, or None"))
 
 
 def check_divides(inner: int, ranks: int) -> None:
@@ -74,11 +74,11 @@ def node_size(ranks: int, fits: Callable[[int], bool] = lambda inner: True) -> i
 
 
 def check_fetched(moves: Moves, ahead: object, together: object) -> None:
-    """Refuse an `ahead` that is no number of steps, and a `together` that is no number of fetched blocks."""
+    """Refuse an `ahead` that is not a number of steps, and a `together` that is not a number of fetched blocks."""
     for name, what, given in (("ahead", "steps", ahead), ("together", "blocks", together)):
         if type(given) is not int or given < 1:
             raise InputError(
-                explain(f"{name} is no number of {what}", got=shown(given), allowed="an int of at least 1")
+                explain(f"{name} is not a number of {what}", got=shown(given), allowed="an int of at least 1")
             )
     if together != 1 and moves != "fetch":
         raise InputError(

@@ -35,7 +35,7 @@ class BurstStrategy:
 
     moves: Moves = "neighbour"
     ahead: int = 1  # steps before it is needed that a block is fetched
-    together: int = 1  # fetched blocks a launch
+    together: int = 1  # fetched blocks per launch
     gradients: GradientWidth = "wide"
     name: str = "burst"
 

@@ -40,7 +40,7 @@ from burst_portable.strategies.base import (
 
 @dataclass(frozen=True)
 class DoubleRingStrategy:
-    """`inner` ranks a node; None takes the largest divisor of the ranks that is at most 8 and below all of them."""
+    """`inner` ranks per node; None takes the largest divisor of the ranks that is at most 8 and below all of them."""
 
     inner: int | None = None
     travels: Side = "q"

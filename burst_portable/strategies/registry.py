@@ -19,7 +19,7 @@ _CLASSES = {
 
 NAMES = tuple(_CLASSES)
 WITH_NODES = ("double_ring", "usp", "auto")
-"""Those that have an option `inner`: ranks a node."""
+"""Those that have an option `inner`: ranks per node."""
 
 
 def make_strategy(name: str, **options: object) -> Strategy:
@@ -32,7 +32,7 @@ def make_strategy(name: str, **options: object) -> Strategy:
         if base in _CLASSES:  # as plans are called where their options differ
             raise InputError(
                 explain(
-                    "a strategy's options are no part of its name",
+                    "a strategy's options are not part of its name",
                     got=shown(name),
                     next_step=f'make_strategy("{base}", moves="fetch", ...), or --strategy {base} --moves fetch',
                 )

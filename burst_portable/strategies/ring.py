@@ -35,7 +35,7 @@ class RingStrategy:
 
     moves: Moves = "neighbour"
     ahead: int = 1  # steps before it is needed that a block is fetched
-    together: int = 1  # fetched blocks a launch
+    together: int = 1  # fetched blocks per launch
     own: Own = "first"  # when backward computes with the own block: first hides the block that comes, last gradients
     gradients: GradientWidth = "wide"
     name: str = "ring"

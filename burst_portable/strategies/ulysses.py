@@ -7,8 +7,8 @@
     out <- all-to-all: all heads of some rows
 
 Ranks hold whole K/V heads: their number must be a multiple of the ranks, or divide them (then ranks that share a
-K/V head each get a copy, and its gradients are added up). With `groups`, a rank computes some of its heads after the
-others, while those that come next arrive and those that are done leave.
+K/V head each get a copy, and its gradients are added up). With `groups`, a rank computes its heads group by group,
+while the next group arrives and the previous one leaves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_GROUPS = 8
 
 @dataclass(frozen=True)
 class UlyssesStrategy:
-    """Heads are sharded during the attention; a rank computes them in so many `groups`."""
+    """Heads are sharded during the attention; a rank computes its heads in this many `groups`."""
 
     groups: int = 1
     name: str = "ulysses"
@@ -35,7 +35,7 @@ class UlyssesStrategy:
     def __post_init__(self) -> None:
         if type(self.groups) is not int or not 1 <= self.groups <= MOST_GROUPS:
             allowed = f"an int from 1 to {MOST_GROUPS}"
-            raise InputError(explain("groups is no number of groups", got=shown(self.groups), allowed=allowed))
+            raise InputError(explain("groups must be a number of groups", got=shown(self.groups), allowed=allowed))
 
     def plan(self, problem: Problem) -> Plan:
         ranks = problem.ranks
@@ -54,7 +54,7 @@ class UlyssesStrategy:
             raise UnsupportedError(
                 explain(
                     f"ulysses cannot compute these heads in {self.groups} groups",
-                    got=f"{heads} query and {kv_heads} K/V heads a rank",
+                    got=f"{heads} query and {kv_heads} K/V heads per rank",
                     allowed=f"groups of {', '.join(map(str, allowed))}",
                 )
             )
@@ -85,12 +85,12 @@ def possible_groups(problem: Problem) -> tuple[int, ...]:
 
 
 def shares_out(problem: Problem, ranks: int) -> bool:
-    """Whether so many ranks can share the heads of a problem out among them."""
+    """Whether this many ranks can divide the heads of a problem among them."""
     return can_share(problem.heads, problem.kv_heads, ranks)
 
 
 def in_rank_order(plan: Plan) -> Plan:
-    """The plan with rows of head shards left as they come, rank after rank, where that makes no crowd of tiles."""
+    """The plan with rows of head shards left as they arrive, rank after rank, unless that makes too many tiles."""
     if not comes_in_order(plan, in_pieces=False):
         return plan
     queries, keys = (layout.joined(plan.inner) for layout in (plan.problem.q_layout, plan.problem.k_layout))

@@ -9,9 +9,10 @@ Ulysses inside nodes of `inner` ranks, a ring over the nodes::
     out <- all-to-all in the node: the rank's rows of all heads          node 2    8   9  10  11
 
 A launch takes the rows of a whole node, `inner` times as many as in a ring over all ranks, and there are `inner` times
-fewer; every rank's own card carries a share of what crosses. With all ranks in one node it is Ulysses, with one rank a
-node a ring: the same plans. Ranks hold whole K/V heads: their number is a multiple of `inner`, or divides it. Then
-ranks of a node that share a K/V head each get a copy, which goes round too, and its gradients are added up.
+fewer launches; every rank's own network card carries a share of what crosses nodes. With all ranks in one node this is
+Ulysses, with one rank per node a ring: the same plans. Ranks hold whole K/V heads, so their number is a multiple of
+`inner` or divides it. In the latter case ranks of a node that share a K/V head each get a copy, which travels too, and
+its gradients are added up.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from burst_portable.strategies.ulysses import UlyssesStrategy, shares_out
 
 @dataclass(frozen=True)
 class UspStrategy:
-    """`inner` ranks a node; None takes the largest divisor of the ranks, at most 8 and below all, that heads allow."""
+    """`inner` ranks per node; None takes the largest divisor of the ranks that heads allow, at most 8 and below all."""
 
     inner: int | None = None
     travels: Side = "kv"  # backward, between nodes
@@ -75,7 +76,7 @@ class UspStrategy:
         return replace(ring, problem=problem, reshard="heads" if inner > 1 else None)
 
     def _inner(self, problem: Problem) -> tuple[int, str]:
-        """(ranks a node, a note where nobody named them). Raises where ranks or heads do not go with what was named."""
+        """(ranks per node, a note if they were not given). Raises if the ranks or heads do not fit what was given."""
         ranks = problem.ranks
         if self.inner is None:
             inner, largest = node_size(ranks, lambda inner: shares_out(problem, inner)), node_size(ranks)

@@ -108,7 +108,7 @@ def test_the_command_reads_its_file(tmp_path, capsys):
     # All of the device counts here: the model's product from 200 to 700 too.
     assert (found["span"], found["compute"], found["comm"], found["idle"]) == (600_000, 600_000, 100_000, 0)
     path.write_text(json.dumps([*TRACE, {"ph": "X", "pid": []}]))
-    with pytest.raises(bp.BurstError, match=r"trace_view\.json is no trace: an event cannot be read"):
+    with pytest.raises(bp.BurstError, match=r"trace_view\.json is not a trace: an event cannot be read"):
         load_trace(path)
 
 

@@ -206,7 +206,7 @@ REASONS = [
     ({"value_dim": 32}, "differ from heads"),
     ({"head_dim": 68, "value_dim": 68}, "multiples of 8"),
     ({"head_dim": 264, "value_dim": 264}, "up to"),
-    ({"heads": 3}, "no multiple"),
+    ({"heads": 3}, "not a multiple"),
     ({"softcap": True}, "softcap"),
     ({"positive_scale": False}, "not positive"),
     ({"deterministic": True}, "any order"),

@@ -149,7 +149,7 @@ REASONS = [
     ({"value_dim": 32}, "differ from heads"),
     ({"head_dim": 68, "value_dim": 68}, "multiples of 8"),
     ({"head_dim": 264, "value_dim": 264}, "up to 256"),
-    ({"heads": 3}, "no multiple"),
+    ({"heads": 3}, "not a multiple"),
     ({"softcap": True}, "not asked for a softcap"),
     ({"positive_scale": False}, "scales that are not positive"),
     ({"deterministic": True}, "same order"),

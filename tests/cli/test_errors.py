@@ -29,7 +29,7 @@ def refused(capsys, *arguments: str, code: int = 2) -> str:
     ("arguments", "said"),
     [
         (("--strategy", "rng"), ["unknown strategy", "'rng'", "double_ring", "did you mean 'ring'"]),
-        (("--strategy", "ring+fetch"), ["no part of its name", "--strategy ring --moves fetch"]),
+        (("--strategy", "ring+fetch"), ["not part of its name", "--strategy ring --moves fetch"]),
         (("--layout", "zigzig"), ["unknown layout", "contiguous", "did you mean 'zigzag'"]),
         (("--mask", "casual"), ["unknown mask", "sink", "did you mean 'causal'"]),
         (("--dtype", "float23"), ["unknown dtype", "bfloat16", "did you mean 'float"]),
@@ -63,7 +63,7 @@ def test_zero_and_negative_numbers(capsys, option, value):
         (("--tflops", "nan"), ["--tflops", "nan"]),
         (("--rank", "2"), ["no such rank", "0 to 1"]),
         (("--rank", "-1"), ["no such rank", "0 to 1"]),
-        (("--kv-heads", "3"), ["no multiple", "4 and 3"]),
+        (("--kv-heads", "3"), ["not a multiple", "4 and 3"]),
         (("--ranks", "65"), ["more ranks than tokens", "at most 64"]),
         (("--mask", "documents:0,40,80"), ["longer than the sequence", "up to 80", "64 tokens"]),
         (("--mask", "documents:0,40,30"), ["cumulative", "strictly rising"]),
@@ -89,9 +89,9 @@ def test_zero_and_negative_numbers(capsys, option, value):
         (("--kv-heads", "3"), ["take a divisor"]),
         (("--head-dim", "1025"), ["head_dim is too large", "at most 1024"]),
         (("--value-dim", "1025"), ["value_dim is too large", "at most 1024"]),
-        (("--seq-len", str(1 << 60)), ["seq_len is no size", "below 2**48"]),
+        (("--seq-len", str(1 << 60)), ["seq_len is not a size", "below 2**48"]),
         (("--seq-len", "1000000", "--ranks", "16385"), ["too many ranks", "16384"]),
-        (("--heads", "9" * 400), ["heads is no size"]),
+        (("--heads", "9" * 400), ["heads is not a size"]),
         (("--seq-len", "1000000000", "--mask", "block_causal:1"), ["cuts the sequence too small"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
@@ -176,7 +176,7 @@ def test_the_module_is_the_command():
     command = [sys.executable, "-m", "burst_portable", "plan", "--seq-len", "0", "--ranks", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "burst-portable: seq_len is no size; got 0; allowed: an int of at least 1\n"
+    assert done.stderr == "burst-portable: seq_len is not a size; got 0; allowed: an int of at least 1\n"
     assert not done.stdout
 
 

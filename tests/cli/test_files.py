@@ -65,7 +65,7 @@ def test_what_never_ends_and_what_is_none(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, "/dev/zero"):
         for command in (["profile"], ["compare", str(SAMPLE)], ["trace"]):
-            kind = "a folder" if path == tmp_path else "no regular file"
+            kind = "a folder" if path == tmp_path else "not a regular file"
             assert f"got {kind}" in refused(capsys, *command, str(path))
     assert f"pass {tmp_path / 'profile.json'}" in refused(
         capsys, "profile", str(tmp_path)
@@ -89,7 +89,7 @@ def test_a_report_is_not_written_over(tmp_path, capsys, option):
 @pytest.mark.parametrize("threshold", ["nan", "-0.1"])
 def test_a_threshold_that_is_none(capsys, threshold):
     told = refused(capsys, "compare", str(SAMPLE), str(SAMPLE), "--threshold", threshold)
-    assert "the threshold is no share" in told
+    assert "the threshold is out of range" in told
 
 
 def places(value: object, place: tuple = ()) -> list[tuple]:
@@ -219,5 +219,5 @@ def test_a_number_too_large(tmp_path):
     "text", ["[" * 200_000, "{}", '{"schema": "burst_portable.conformance/1"}', "\x00"], ids=lambda t: t[:9]
 )
 def test_reports_of_conformance(text):
-    with pytest.raises(InputError, match="no report"):
+    with pytest.raises(InputError, match="not a report"):
         Conformance.from_json(text)

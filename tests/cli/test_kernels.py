@@ -30,5 +30,5 @@ def test_an_unknown_chip():
 def test_a_head_size_that_the_kernels_are_not_compiled_for(capsys):
     assert main(["kernels", "--head-dim", "64", "--head-dim", "63"]) == 2
     said = capsys.readouterr().err
-    assert "--head-dim is no head size of the kernels; got 63; allowed: multiples of 16 from 16 to 256;" in said
+    assert "--head-dim is not a head size of the kernels; got 63; allowed: multiples of 16 from 16 to 256;" in said
     assert "the nearest are 48 and 64" in said

@@ -60,9 +60,9 @@ def test_under_torchrun(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--ranks", "0"), "--ranks is no size; got 0"),
+        (("--ranks", "0"), "--ranks is not a size; got 0"),
         (("--ranks", "9999"), "more ranks than this machine's cores can serve"),
-        (("--heads", "5"), "query heads are no multiple of K/V heads"),
+        (("--heads", "5"), "query heads are not a multiple of K/V heads"),
         (("--head-dim", "4096"), "--head-dim is too large"),
         (("--seq-len", "7"), "--seq-len is too short"),
         (("--seq-len", "1048576", "--heads", "16384"), "does not fit this machine's memory; got 2 TiB"),
@@ -82,7 +82,7 @@ def test_what_is_refused_before_a_process_starts(capsys, monkeypatch, arguments,
 def test_the_usual_length_counts_too(capsys, monkeypatch):
     monkeypatch.setattr("burst_portable.cli.measuring.run_processes", lambda *_: pytest.fail("a process started"))
     assert main(["measure", "--ranks", "1", "--heads", "16384", "--kv-heads", "16384", "--head-dim", "1024"]) == 2
-    assert "got 128 GiB of q, k, v and gradients a rank, 1 rank;" in capsys.readouterr().err
+    assert "got 128 GiB of q, k, v and gradients per rank, 1 rank;" in capsys.readouterr().err
 
 
 def test_a_machine_that_was_busy_is_told_of(capsys):

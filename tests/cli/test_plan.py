@@ -312,7 +312,7 @@ def test_rates_of_a_machine_that_somebody_measured(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--rates", "none.json"), "none.json is no file of rates"),
+        (("--rates", "none.json"), "none.json is not a file of rates"),
         (("--rates", "none.json", "--tflops", "3"), "--rates and --tflops exclude each other"),
         (("--rates", "none.json", "--gbps", "3"), "--rates and --gbps exclude each other"),
     ],

@@ -137,7 +137,7 @@ def test_weights_of_whole_numbers(checkpoint, tmp_path):
         name = "model.layers.0.self_attn.q_proj.weight"
         weights[name] = weights[name].to(torch.int32)
 
-    with pytest.raises(InputError, match=r"no plain numbers; got I32: model\..*q_proj"):
+    with pytest.raises(InputError, match=r"not plain numbers; got I32: model\..*q_proj"):
         loaded(changed(checkpoint, tmp_path, change))
 
 

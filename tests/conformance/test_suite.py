@@ -112,7 +112,7 @@ def test_json_comes_back(failed):
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "burst_portable.conformance/0"}'])
 def test_json_that_is_no_report_is_refused(text):
-    with pytest.raises(InputError, match="no report"):
+    with pytest.raises(InputError, match="not a report"):
         Report.from_json(text)
 
 

@@ -273,8 +273,8 @@ def test_any_disjoint_tiles_of_a_user(tiles):
         (Tile(5, 5, 0, 12, -99, 99), "is empty"),
         (Tile(5, 3, 0, 12, -99, 99), "is empty"),
         (Tile(0, 16, 0, 12, 3, 2), "is empty"),
-        (Tile(0, 16.0, 0, 12, 0, 9), "no tile"),
-        ((0, 16, 0, 12, 0, 9), "no tile"),
+        (Tile(0, 16.0, 0, 12, 0, 9), "not a tile"),
+        ((0, 16, 0, 12, 0, 9), "not a tile"),
     ],
 )
 def test_bad_tiles_of_a_user(tile, message):

@@ -145,8 +145,8 @@ def test_numbers_that_no_machine_has_are_refused(tmp_path, name, value):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("", "no JSON"),
-        ("{", "no JSON"),
+        ("", "not JSON"),
+        ("{", "not JSON"),
         ("[1]", "schema None"),
         ({**data(), "schema": "burst_portable.rates/2"}, "allowed: burst_portable.rates/1"),
         (json.dumps(data()).replace("123.5", "NaN"), "NaN"),
@@ -175,7 +175,7 @@ def test_files_that_are_none_are_refused(tmp_path, content, told):
 
 
 def test_a_file_that_is_missing_and_a_folder(tmp_path):
-    with pytest.raises(InputError, match=r"none\.json is no file of rates; got No such file.*measure --json FILE"):
+    with pytest.raises(InputError, match=r"none\.json is not a file of rates; got No such file.*measure --json FILE"):
         read_rates(tmp_path / "none.json")
     with pytest.raises(InputError, match="a folder"):
         read_rates(tmp_path)

@@ -373,7 +373,7 @@ def test_auto_fetches_where_the_mask_is_narrow():
         ({"strategy": "ulysses", "heads": 6}, UnsupportedError, "cannot share these heads"),
         ({"strategy": "ulysses", "heads": 12, "kv_heads": 3}, UnsupportedError, "cannot share these heads"),
         ({"ranks": 65}, LayoutError, "more ranks than tokens"),
-        ({"ranks": 0}, InputError, "ranks is no size"),
+        ({"ranks": 0}, InputError, "ranks is not a size"),
         ({"layout": "zig"}, UnknownNameError, "did you mean 'zigzag'"),
         ({"layout": "document_zigzag", "mask": Mask.prefix_lm(4)}, LayoutError, "documents that fill"),
     ],

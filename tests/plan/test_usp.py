@@ -194,7 +194,7 @@ def test_node_sizes_that_are_refused():
     )
     with pytest.raises(UnsupportedError, match=told):
         make(inner=2, kv_heads=3)
-    with pytest.raises(InputError, match="inner is no size"):
+    with pytest.raises(InputError, match="inner is not a size"):
         make(inner=2.0)
 
 

@@ -191,7 +191,7 @@ def test_what_was_taken_away_is_given_back_after_an_error():
 
 
 def test_it_must_run():
-    with pytest.raises(bp.BurstError, match="repeat is no number"):
+    with pytest.raises(bp.BurstError, match="repeat must be a number"):
         ablate(lambda: None, repeat=0)
 
 

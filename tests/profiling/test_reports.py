@@ -295,7 +295,9 @@ def test_steps_that_were_all_skipped_are_told_from_none_recorded():
         bp.attention(*(torch.randn(1, 8, 1, 8) for _ in range(3)))
         bp.attention(*(torch.randn(1, 8, 1, 8) for _ in range(3)))
     assert session.report() is not None
-    with pytest.raises(bp.BurstError, match=r"all that was recorded is skipped.*1 training step, skip=1.*mark\(\)"):
+    with pytest.raises(
+        bp.BurstError, match=r"everything that was recorded is skipped.*1 training step, skip=1.*mark\(\)"
+    ):
         session.report(skip=1)
     maker = Maker(0)
     for maker.iteration in range(3):
@@ -318,5 +320,5 @@ def test_times_that_do_not_add_up_are_refused(files, tmp_path):
 
 @pytest.mark.parametrize("skip", [-1, 1.5, "x", True])
 def test_a_number_of_steps_to_skip(skip):
-    with pytest.raises(bp.BurstError, match="no number of training steps"):
+    with pytest.raises(bp.BurstError, match="skip must be a number of training steps"):
         Report.of(ring(2, 3), skip=skip)

@@ -88,11 +88,11 @@ def test_ranks_that_saw_other_steps(which):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"repeat": 1.5}, "repeat is no number"),
-        ({"repeat": True}, "repeat is no number"),
-        ({"repeat": 0}, "repeat is no number"),
+        ({"repeat": 1.5}, "repeat must be a number"),
+        ({"repeat": True}, "repeat must be a number"),
+        ({"repeat": 0}, "repeat must be a number"),
         ({"step": None}, "a step is a function"),
-        ({"model": "x"}, "no torch.nn.Module"),
+        ({"model": "x"}, "not a torch.nn.Module"),
     ],
 )
 def test_what_ablate_refuses(changes, told):
@@ -129,7 +129,7 @@ def test_what_one_rank_alone_refuses_to_ablate_is_told_to_all():
         ablate(lambda: attend(mesh), mesh=mesh, repeat=0 if mesh.rank == 1 else 1)
 
     first, second, third = quickly(work)
-    assert second == (InputError, "repeat is no number of times to run a step; got 0; allowed: an int >= 1")
+    assert second == (InputError, "repeat must be a number of times; got 0; allowed: an int >= 1")
     for kind, message in (first, third):
         assert kind is MismatchError
         assert f"rank 1 refused: {second[1]}" in message

@@ -86,7 +86,7 @@ def test_a_call_after_an_error_in_a_pass(strategy, recorded):
             with pytest.raises(MemoryError if mesh.rank == 1 else CommunicationError):
                 bp.attention(x, x, x, mask="full", mesh=mesh, strategy=strategy)
             for _ in range(2):
-                with pytest.raises(CommunicationError, match=rf"^rank {mesh.rank}: the pass before has not ended"):
+                with pytest.raises(CommunicationError, match=rf"^rank {mesh.rank}: the last pass has not ended"):
                     bp.attention(x, x, x, mask="full", mesh=mesh, strategy=strategy)
 
     run_threads(4, work, deadline=0.5)

@@ -59,7 +59,7 @@ def test_one_rank_equals_plain_attention():
         ({"q": (1, 4, 16, 8), "k": (1, 2, 16, 8), "v": (1, 2, 16, 8)}, ShapeError, r"x\.transpose\(1, 2\)$"),
         ({"q": (1, 1, 2, 8)}, ShapeError, "allowed: equal batch and rows$"),
         ({"q": (1, 16, 4, 16)}, ShapeError, "different head sizes"),
-        ({"q": (1, 16, 3, 8)}, ShapeError, "no multiple"),
+        ({"q": (1, 16, 3, 8)}, ShapeError, "not a multiple"),
         ({"q": (1, 16, 4, 2048), "k": (1, 16, 2, 2048)}, ShapeError, "unsupported head size"),
         ({"dtype": torch.int64}, DtypeError, "no attention in this dtype.*float32"),
     ],
@@ -75,37 +75,37 @@ def test_tensors_that_do_not_go_together(tensors, error, message):
     ("options", "error", "message"),
     [
         ({"mask": "causl"}, UnknownNameError, "did you mean 'causal'"),
-        ({"mask": 3}, InputError, "mask is no mask"),
+        ({"mask": 3}, InputError, "mask is not a mask"),
         ({"mask": bp.Mask.documents((0, 17))}, MaskError, "longer than the sequence"),
         ({"strategy": "rng"}, UnknownNameError, "did you mean 'ring'"),
         ({"strategy": 5}, InputError, "unknown strategy"),
         ({"layout": "zag"}, UnknownNameError, "zigzag"),
         ({"layout": bp.make_layout("zigzag", 16, 2)}, LayoutError, "another mesh"),
         ({"seq_len": 17}, LayoutError, "another number of rows"),
-        ({"seq_len": -1}, InputError, "seq_len is no size"),
+        ({"seq_len": -1}, InputError, "seq_len is not a size"),
         ({"kernel": "cpu_flsh"}, UnknownNameError, "did you mean 'cpu_flash'"),
         ({"kernel": "cpu_flash", "softcap": 2.0}, UnsupportedError, "no softcap"),
         ({"softcap": -1.0}, InputError, "positive"),
         ({"scale": float("nan")}, InputError, "finite"),
-        ({"sinks": torch.zeros(3)}, ShapeError, "one logit a query head"),
-        ({"sinks": [0.0] * 4}, ShapeError, "sinks is no tensor"),
-        ({"mesh": "here"}, InputError, "no mesh"),
-        ({"mask": None}, InputError, "mask is no mask; got None"),
-        ({"mask": ["causal"]}, InputError, "mask is no mask"),
+        ({"sinks": torch.zeros(3)}, ShapeError, "one logit per query head"),
+        ({"sinks": [0.0] * 4}, ShapeError, "sinks is not a tensor"),
+        ({"mesh": "here"}, InputError, "not a mesh"),
+        ({"mask": None}, InputError, "mask is not a mask; got None"),
+        ({"mask": ["causal"]}, InputError, "mask is not a mask"),
         ({"mask": torch.tensor([0, 5, 16])}, InputError, r"shape \(3,\).*go into Mask\.documents\(cu_seqlens\)"),
         ({"strategy": ["ring"]}, UnknownNameError, "unknown strategy"),
         ({"strategy": type(bp.make_strategy("ring"))}, UnknownNameError, "unknown strategy"),
         ({"strategy": SimpleNamespace(plan=len)}, InputError, "SimpleNamespace cannot be hashed"),
         ({"layout": ["zigzag"]}, UnknownNameError, "unknown layout"),
         ({"layout": torch.zeros(2, 2)}, UnknownNameError, r"got Tensor of shape \(2, 2\)"),
-        ({"kernel": None}, InputError, "kernel is no name"),
-        ({"kernel": ["reference"]}, InputError, "kernel is no name"),
+        ({"kernel": None}, InputError, "kernel must be a name"),
+        ({"kernel": ["reference"]}, InputError, "kernel must be a name"),
         ({"kernel": "cpu_flash", "softcap": 2.0}, UnsupportedError, "allowed: reference"),
-        ({"scale": "0.5"}, InputError, "scale is no number"),
-        ({"scale": 10**400}, InputError, "scale is no number"),
-        ({"softcap": torch.ones(2)}, InputError, "softcap is no number"),
+        ({"scale": "0.5"}, InputError, "scale is not a number"),
+        ({"scale": 10**400}, InputError, "scale is not a number"),
+        ({"softcap": torch.ones(2)}, InputError, "softcap is not a number"),
         ({"scale": torch.ones((), requires_grad=True)}, InputError, "wants a gradient"),
-        ({"deterministic": "no"}, InputError, "deterministic is no choice"),
+        ({"deterministic": "no"}, InputError, "deterministic must be a bool or None"),
     ],
 )
 def test_options_that_cannot_be(options, error, message):
@@ -118,7 +118,7 @@ def test_options_that_cannot_be(options, error, message):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("wrong", [[1.0], None, torch.randn(1, 16, 4, 8).numpy()], ids=["list", "none", "numpy"])
 def test_what_is_no_tensor(name, wrong):
-    with pytest.raises(ShapeError, match=f"{name} is no tensor"):
+    with pytest.raises(ShapeError, match=f"{name} is not a tensor"):
         bp.attention(**dict(zip("qkv", qkv(), strict=True)) | {name: wrong})
 
 
@@ -146,10 +146,10 @@ def test_no_wrong_value_finds_the_plan_of_an_equal_one(usual, wrong):
 def test_equal_numbers_of_other_types_share_no_layout_and_no_strategy():
     bp.make_layout("zigzag", 16, 2), bp.make_strategy("double_ring", inner=1)
     for wrong in ((16.0, 2), (16, 2.0), (True, True)):
-        with pytest.raises(InputError, match="is no size"):
+        with pytest.raises(InputError, match="is not a size"):
             bp.make_layout("zigzag", *wrong)
     for inner in (1.0, True, 0):
-        with pytest.raises(InputError, match="inner is no size"):
+        with pytest.raises(InputError, match="inner is not a size"):
             bp.make_strategy("double_ring", inner=inner)
 
 

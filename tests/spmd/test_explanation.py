@@ -62,7 +62,7 @@ def test_every_reason_is_told():
     assert told.kernel.others == {"cpu_flash": "it has no softcap"}
     assert told.moves == {"forward": "nothing, one rank holds all", "backward": "nothing, one rank holds all"}
     assert told.strategy.why == "on one rank nothing travels, so nothing is chosen"
-    assert told.mask == "documents(2): 43 pairs a head; 4 tokens see nothing"
+    assert told.mask == "documents(2): 43 pairs per head; 4 tokens see nothing"
     text = str(told).splitlines()
     assert "kernel    reference: the first of the backend's that serves it" in text
     assert "          not cpu_flash: it has no softcap" in text
@@ -97,10 +97,10 @@ def test_plans_are_priced_for_the_kernel_that_will_compute():
         ({"kernel": "cpu_flash", "softcap": 2.0}, UnsupportedError, "no softcap; allowed: reference"),
         ({"kernel": "cpu_flsh"}, UnknownNameError, "did you mean 'cpu_flash'"),
         ({"mask": "window:x"}, InputError, "cannot be read"),
-        ({"sinks": torch.zeros(3)}, InputError, "one logit a query head"),
+        ({"sinks": torch.zeros(3)}, InputError, "one logit per query head"),
         ({"device": "meta"}, UnsupportedError, "no backend for tensors on 'meta': not cpu: it takes tensors on cpu"),
-        ({"device": "fast"}, InputError, "no device; got 'fast'"),
-        ({"device": 1.5}, InputError, "no device"),
+        ({"device": "fast"}, InputError, "not a device; got 'fast'"),
+        ({"device": 1.5}, InputError, "not a device"),
     ],
 )
 def test_what_cannot_be_is_refused_as_attention_would(options, error, message):

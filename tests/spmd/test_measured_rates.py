@@ -136,7 +136,7 @@ def test_ranks_with_other_files_and_the_same_plan_go_on(files):
 def test_a_file_that_one_rank_lacks_is_refused_on_both(files, tmp_path):
     def work(mesh):
         where = with_rates(mesh, str(tmp_path / "none.json") if mesh.rank else files["slow"])
-        with pytest.raises(InputError if mesh.rank else MismatchError, match=r"none\.json is no file of rates"):
+        with pytest.raises(InputError if mesh.rank else MismatchError, match=r"none\.json is not a file of rates"):
             bp.attention(*tensors(mesh), mesh=where)
 
     bp.run_local(2, work)

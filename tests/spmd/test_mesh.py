@@ -50,7 +50,7 @@ def one_process():
         ({"size": 0}, "size of a mesh"),
         ({"size": 2.0}, "size of a mesh"),
         ({"inner": 3}, "inner does not divide the ranks; got 3, 2 ranks; allowed: 1, 2"),
-        ({"inner": 1.0}, "inner is no size"),
+        ({"inner": 1.0}, "inner is not a size"),
         ({"connect": None}, "connects by a function"),
         ({"config": {"deadline": 3}}, "config is not a Config"),
         ({"backend": "cpo"}, "did you mean 'cpu'"),
@@ -66,13 +66,13 @@ def test_a_mesh_that_cannot_be(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ranks": 0}, "ranks is no size"),
-        ({"ranks": "2"}, "ranks is no size"),
-        ({"ranks": 2.0}, "ranks is no size"),
-        ({"ranks": True}, "ranks is no size"),
+        ({"ranks": 0}, "ranks is not a size"),
+        ({"ranks": "2"}, "ranks is not a size"),
+        ({"ranks": 2.0}, "ranks is not a size"),
+        ({"ranks": True}, "ranks is not a size"),
         ({"ranks": 10**9}, "too many ranks for one process"),
-        ({"work": 3}, "no function of a mesh"),
-        ({"deadline": float("nan")}, "deadline is no number of seconds; got nan"),
+        ({"work": 3}, "must be a function of a mesh"),
+        ({"deadline": float("nan")}, "deadline must be a number of seconds; got nan"),
         ({"deadline": float("inf")}, "deadline"),
         ({"deadline": None}, "deadline"),
         ({"deadline": "5"}, "deadline"),
@@ -147,16 +147,16 @@ def test_device_meshes_of_one_axis_and_of_two(one_process):
     for axis in (2, -1, 1.0, True):
         with pytest.raises(InputError, match="no such axis"):
             bp.Mesh.from_device_mesh(grid, axis)
-    with pytest.raises(InputError, match="no DeviceMesh"):
+    with pytest.raises(InputError, match="not a DeviceMesh"):
         bp.Mesh.from_device_mesh("grid")
     assert as_mesh(init_device_mesh("cpu", (1,))).size == 1
 
 
 def test_process_groups_that_are_none(one_process):
-    with pytest.raises(InputError, match="no member of the group"):
+    with pytest.raises(InputError, match="not a member of the group"):
         as_mesh(dist.GroupMember.NON_GROUP_MEMBER)
     for wrong in ("gloo", [0]):
-        with pytest.raises(InputError, match="no process group"):
+        with pytest.raises(InputError, match="not a process group"):
             bp.Mesh.from_group(wrong)
     gone = dist.new_group([0])
     assert as_mesh(gone).size == 1
@@ -174,7 +174,7 @@ def test_a_mesh_whose_group_was_destroyed(one_process):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(InputError, match=r"does not know this process group; .*not registered"):
         bp.attention(x, x, x, mesh=mesh)
-    assert "this rank has destroyed the process group: make a Mesh" in compare_accounts(group, "waiting")
+    assert "this rank has destroyed the process group: make a new Mesh" in compare_accounts(group, "waiting")
     assert bp.attention(x, x, x).shape == x.shape  # the new group has a mesh of its own
 
 
@@ -274,7 +274,7 @@ def test_a_rank_may_refuse_the_call_in_which_the_others_connect():
         mesh = bp.Mesh(local.rank, 2, lambda device_type: local)
         mesh.group, mesh.backend_for = object(), lambda device_type: Talking("")
         x = torch.ones(1, 8, 2, 4, requires_grad=True)
-        with pytest.raises((InputError, MismatchError), match="scale is no number"):
+        with pytest.raises((InputError, MismatchError), match="scale is not a number"):
             bp.attention(x, x, x, mesh=mesh, strategy="ulysses", scale="bad" if mesh.rank else 0.5)
         bp.attention(x, x, x, mesh=mesh, strategy="ulysses", scale=0.5).sum().backward()
         return mesh.transport("cpu").passes

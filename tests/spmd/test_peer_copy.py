@@ -168,7 +168,7 @@ def test_a_peer_that_sends_nothing_is_named():
         _, received = transport.post([], [Message(came, 0)], "forward step 3")
         with pytest.raises(DeadlineError, match="rank 1, forward step 3: rank 0 has not sent"):
             received[0].wait()
-        with pytest.raises(CommunicationError, match="the pass before has not ended"):  # the pass was never ended
+        with pytest.raises(CommunicationError, match="the last pass has not ended"):  # the pass was never ended
             transport.begin(b"call", 512)
 
     run_peers(World(2, deadline=0.2), work)
@@ -299,7 +299,7 @@ def test_after_a_call_that_one_rank_refused_the_ranks_are_in_step():
         return said
 
     for first, refused, *later in run_threads(2, work, deadline=3.0):
-        assert "scale is no number" in refused
+        assert "scale is not a number" in refused
         assert [first, *later] == ["", "", ""]
 
 

@@ -53,7 +53,7 @@ def test_what_is_named_stays():
         ({"layout": "zigzig"}, UnknownNameError, "did you mean 'zigzag'"),
         ({"kernel": "none"}, UnknownNameError, "kernel"),
         ({"kernel": "none", "strategy": "ring"}, UnknownNameError, "kernel"),
-        ({"deterministic": "no"}, InputError, "deterministic is no choice; got 'no'"),
+        ({"deterministic": "no"}, InputError, "deterministic must be a bool or None; got 'no'"),
         ({"dtype": 2}, InputError, "dtype"),
         ({"device": "cpus"}, InputError, "device"),
         ({"kv_heads": 3}, InputError, "multiple"),

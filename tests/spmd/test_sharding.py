@@ -53,7 +53,7 @@ def test_unshard_refuses_to_guess_a_gradient():
         ({"heads": 3}, "shape of a row: .* on rank 0"),
         ({"layout": "striped"}, "layout: zigzag on rank 0 but striped on rank 1"),
         ({"rows": 5}, "rank 1 holds another number of rows"),
-        ({"dim": 9}, "no dimension"),
+        ({"dim": 9}, "no such dimension"),
         ({"grad": True}, "unshard has no gradient"),
     ],
 )
@@ -98,11 +98,11 @@ IDS = torch.arange(10).view(1, 10)
         ({"position_ids": torch.arange(10)}, ShapeError, "position_ids must be"),
         ({"position_ids": torch.rand(1, 10)}, DtypeError, "position_ids are integers"),
         ({"labels": IDS[:, :9]}, ShapeError, "labels differ"),
-        ({"labels": [1, 2]}, ShapeError, "labels is no tensor"),
+        ({"labels": [1, 2]}, ShapeError, "labels is not a tensor"),
         ({"input_ids": IDS[0]}, ShapeError, "input_ids must be"),
         ({"input_ids": IDS.float()}, DtypeError, "not embeddings"),
         ({"input_ids": IDS[:, :0]}, ShapeError, "none 0"),
-        ({"input_ids": IDS.tolist()}, ShapeError, "no tensor"),
+        ({"input_ids": IDS.tolist()}, ShapeError, "not a tensor"),
         ({"ignore_index": 0.5}, InputError, "ignore_index"),
         ({"layout": 3}, UnknownNameError, "unknown layout"),
     ],
@@ -130,12 +130,12 @@ def test_documents_of_a_batch_may_be_a_tensor_and_positions_one_row_for_all():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"seq_len": 16.0}, "seq_len is no size"),
-        ({"seq_len": "16"}, "seq_len is no size"),
+        ({"seq_len": 16.0}, "seq_len is not a size"),
+        ({"seq_len": "16"}, "seq_len is not a size"),
         ({"layout": bp.make_layout("zigzag", 16, 2)}, "another mesh"),
         ({"layout": "document_zigzag"}, "needs a mask of documents"),
-        ({"mask": 7}, "mask is no mask"),
-        ({"mesh": 7}, "no mesh"),
+        ({"mask": 7}, "mask is not a mask"),
+        ({"mesh": 7}, "not a mesh"),
     ],
 )
 def test_positions_that_cannot_be(arguments, message):
@@ -146,9 +146,9 @@ def test_positions_that_cannot_be(arguments, message):
 @pytest.mark.parametrize("cut", [bp.shard, lambda x, dim=1: bp.unshard(x, seq_len=4, dim=dim)], ids=["there", "back"])
 def test_dimensions_that_cannot_be_cut(cut):
     for dim in (3, -4, "1", 1.0):
-        with pytest.raises(ShapeError, match=r"dim is no dimension of x; .*; allowed: -3 to 2"):
+        with pytest.raises(ShapeError, match=r"x has no such dimension; .*; allowed: -3 to 2"):
             cut(torch.zeros(4, 4, 4), dim=dim)
     with pytest.raises(ShapeError, match="allowed: a tensor that has dimensions"):
         cut(torch.zeros(()), dim=0)
-    with pytest.raises(ShapeError, match="x is no tensor"):
+    with pytest.raises(ShapeError, match="x is not a tensor"):
         cut([1, 2, 3, 4])

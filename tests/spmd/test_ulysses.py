@@ -142,9 +142,11 @@ def test_groups(heads, kv_heads, groups, keys, shared):
 
 def test_groups_that_cannot_be():
     assert not can_group(6, 3, 2)  # three heads would read one K/V head and a half
-    with pytest.raises(InputError, match="groups is no number of groups; got 0"):
+    with pytest.raises(InputError, match="groups must be a number of groups; got 0"):
         bp.make_strategy("ulysses", groups=0)
-    with pytest.raises(UnsupportedError, match="in 2 groups; got 6 query and 3 K/V heads a rank; allowed: groups of 1"):
+    with pytest.raises(
+        UnsupportedError, match="in 2 groups; got 6 query and 3 K/V heads per rank; allowed: groups of 1"
+    ):
         bp.plan(seq_len=64, ranks=2, heads=12, kv_heads=6, strategy=bp.make_strategy("ulysses", groups=2))
 
 

@@ -95,7 +95,7 @@ def _launches(events: list[Event]) -> dict[tuple[Any, Any, str], list[Event]]:
 
 
 def _work(event: Event, process: str | None) -> Event | None:
-    """Kineto's category and a name that says what ran; None for what is no work of the device."""
+    """Kineto's category and a name that says what ran; None for what did not run on the device."""
     name = str(event.get("name", ""))
     if process in _COMMUNICATION:
         return {"cat": "kernel"} if name.startswith("hcom") else None  # else a part of an operator that is there

@@ -17,7 +17,7 @@ _SECONDS = 0.02  # of each measurement
 
 
 def peaks(dtype: str) -> Peaks:
-    """By the threads that torch has now; measured once a process and number of threads, in about 50 ms."""
+    """By the threads that torch has now; measured once per process and number of threads, in about 50 ms."""
     return _measured(dtype, torch.get_num_threads())
 
 

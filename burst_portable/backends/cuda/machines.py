@@ -4,7 +4,7 @@ Kernels: one causal call of bf16 with heads of 128, on an H100 (benchmarks/resul
 what a launch costs besides is what S 4096 takes longer than at that rate. On H200 at work: between what a plain call
 and what whole passes of 32,768 and 131,072 tokens took (benchmarks/results/ring-h200x{2,4}-*-2026-11-21.json).
 
-Links: GB/s a rank, ten messages back to back, the slowest rank; NVLink through switches, NCCL 2.28.9, torch 2.11.0.
+Links: GB/s per rank, ten messages back to back, the slowest rank; NVLink through switches, NCCL 2.28.9, torch 2.11.0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _H200 = {
     **_H100,  # the same chip with more memory, and the kernels on four of them at work
     # One backward launch over three blocks of 32,768 tokens, with nothing sent, took 3 % longer than three launches.
     # Launches in turn took 3 to 6 % longer than those of Ulysses, beside what else is predicted of both, on four GPUs.
-    # With 262,144 rows a rank they took 2 to 6 % longer even with nothing sent, with 65,536 no longer: K and V of a
+    # With 262,144 rows per rank they took 2 to 6 % longer even with nothing sent, with 65,536 no longer: K and V of a
     # head are 128 and 32 MiB, the L2 60 (ring-h200x2-{128k,512k}-2026-11-22.json; forward, boxes begin apart since).
     "hopper": Rates(
         640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, backward_together=0.96, backward_in_turn=0.96, far=(1 << 17, 0.98)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from burst_portable.backends.base import Peaks
 
 # (chip, compute units, in the name): (TFLOP/s, GB/s, who says so). Compared, in November 2026, with public copies of
-# these sheets, and with units x clock x FLOPs a clock: 1024 a unit for MI200, 2048 for MI300, 4096 for MI355X. Copies
+# these sheets, and with units x clock x FLOPs per clock: 1024 a unit for MI200, 2048 for MI300, 4096 for MI355X. Copies
 # differ on MI350X, which is not here.
 _MI200 = "AMD Instinct MI200 series data sheet"
 _BY_DEVICE = {

@@ -16,7 +16,7 @@ COLOURS = 8  # ranks have so many colours, then the first again
 
 
 class Series(NamedTuple):
-    """A line: its CSS class, its name, a value a step (None where there is no finite one)."""
+    """A line: its CSS class, its name, a value per step (None where there is no finite one)."""
 
     style: str
     name: str

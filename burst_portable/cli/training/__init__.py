@@ -2,7 +2,7 @@
 
 ::
 
-    run.py -> Job -> launch.py -> worker.py (a process a rank) -> loop.py      losses, gradients, times
+    run.py -> Job -> launch.py -> worker.py (a process per rank) -> loop.py      losses, gradients, times
                   -> reference.py                              -> loop.py      the same on one device
                   -> outcome.py                                                the verdict and the JSON
 """

@@ -31,7 +31,7 @@ class Job(Saved):
         model: "tiny", a config's JSON, or a checkpoint's folder.
         text: a file, or None for the text that comes with Python.
         steps: training steps, or sequences that are scored.
-        batch: sequences a step.
+        batch: sequences per step.
         scoring: perplexity instead of training.
         backend, device_type: the backend by name, and the type of its devices.
         strategy, inner, travels, moves: see `cli.strategies`.

@@ -23,7 +23,7 @@ def check_numbers(seq_len: int, ranks: int, steps: int | None, batch: int, rate:
             what = "small" if value < at_least else "large"
             raise InputError(explain(f"{name} is too {what}", got=value, allowed=f"{at_least} to 2**62"))
     if not (math.isfinite(rate) and rate > 0):
-        raise InputError(explain("--lr is no learning rate", got=rate, allowed="above 0"))
+        raise InputError(explain("--lr is not a learning rate", got=rate, allowed="above 0"))
     if ranks > seq_len:
         got = f"--ranks {ranks}, --seq-len {seq_len}"
         raise InputError(explain("more ranks than tokens", got=got, allowed=f"at most {seq_len} ranks"))
@@ -73,7 +73,7 @@ def check_room(size: int, copies: int) -> None:
         raise InputError(
             explain(
                 "what is measured does not fit this machine's memory",
-                got=f"{bytes_text(size)} of q, k, v and gradients a rank, {copies} rank{'' if copies == 1 else 's'}",
+                got=f"{bytes_text(size)} of q, k, v and gradients per rank, {copies} rank{'' if copies == 1 else 's'}",
                 allowed=f"{bytes_text(there)} together",
                 next_step="take a smaller --seq-len, --heads, --head-dim or --ranks",
             )

@@ -36,7 +36,7 @@ def checkpoint_of(name: str) -> Path | None:
 def config_of(name: str, seq_len: int) -> Any:
     """The transformers config of a model.
 
-    Raises `InputError` for what is no causal language model that transformers knows, or one for shorter sequences;
+    Raises `InputError` for what is not a causal language model that transformers knows, or one for shorter sequences;
     `UnsupportedError` for one whose attention has no one size.
     """
     config = _tiny(seq_len) if name == TINY else _from_file(name)
@@ -108,7 +108,7 @@ def _check_kinds(checkpoint: Path, model: Any) -> None:
         if packed := {name: kind for name, kind in kinds.items() if kind not in ("F64", "F32", "F16", "BF16")}:
             raise InputError(
                 explain(
-                    f"{path} holds parameters that are no plain numbers",
+                    f"{path} holds parameters that are not plain numbers",
                     got=f"{', '.join(sorted(set(packed.values())))}: {_few(sorted(packed))}",
                     allowed="F64, F32, F16, BF16",
                     next_step="take the checkpoint that was not quantized",
@@ -184,7 +184,7 @@ def _from_file(name: str) -> Any:
 
 
 def _config_file(name: str) -> Path:
-    """The file of a model's config, which is there. Raises OSError, and `InputError` for what is no model."""
+    """The file of a model's config, which is there. Raises OSError, and `InputError` for what is not a model."""
     path = Path(name)
     if name and path.is_dir():
         if not any(path.glob("*.safetensors")):
@@ -236,7 +236,7 @@ def _made(path: Path, fields: dict[str, Any]) -> Any:
     except Exception as error:
         raise InputError(explain(f"transformers cannot read the config {path}", got=in_a_line(error))) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError(explain("the model is no causal language model of transformers", got=kind))
+        raise InputError(explain("the model is not a causal language model of transformers", got=kind))
     return config
 
 
@@ -247,7 +247,7 @@ def _check_sizes(fields: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]]
         whole = isinstance(size, int) and not isinstance(size, bool)
         if size is not None and not (whole and least <= size <= most):
             allowed = f"an int from {least} to {most:,}"
-            raise InputError(explain(f"{name} of the config is no size", got=repr(size)[:40], allowed=allowed))
+            raise InputError(explain(f"{name} of the config is not a size", got=repr(size)[:40], allowed=allowed))
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -45,12 +45,12 @@ _SMALLEST = 1e-4
 
 
 def relative_differences(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """|a - b| / |b|, loss by loss; infinite where one is no finite number."""
+    """|a - b| / |b|, loss by loss; infinite where one is not a finite number."""
     return [_ratio(abs(a - b), abs(b)) for a, b in zip(losses, reference, strict=True)]
 
 
 def _ratio(difference: float, norm: float) -> float:
-    """0 / 0 is 0; what is no finite number is infinite."""
+    """0 / 0 is 0; what is not a finite number is infinite."""
     if not norm:
         return 0.0 if difference == 0 else math.inf
     ratio = difference / norm
@@ -191,7 +191,7 @@ def failures(facts: Facts) -> list[str]:
     if not facts["ranks_agree"]:
         wrong.append("ranks ended with different parameters or losses")
     if not all(math.isfinite(loss) for loss in facts["losses"]):
-        wrong.append("a loss is no finite number")
+        wrong.append("a loss is not finite")
     loss, gradient = facts["max_relative_difference"], facts["gradient_relative_difference"]
     worst = facts["worst_gradient_relative_difference"]
     if loss is not None and not loss <= limits["loss"]:

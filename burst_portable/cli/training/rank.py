@@ -66,7 +66,7 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
             rates = rates_of_run(backend, job.ranks, mesh.config.rates, job.dtype, head_dim)
             strategy = asked_strategy(job.strategy, job.inner, job.travels, job.moves, rates)
             handle = parallelize(model, mesh, strategy=strategy, layout=job.layout)
-            session.mark()  # making the model is no part of the first step
+            session.mark()  # making the model is not part of the first step
             return Sharded(handle, mesh, session, timed=not capabilities.streams)
 
         def again(step: Callable[[], object], model: Any) -> None:

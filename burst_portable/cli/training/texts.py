@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burst_portable.errors import InputError, explain, in_a_line
 
-_LARGEST = 1 << 30  # bytes of a text: more would be held in memory once a rank
+_LARGEST = 1 << 30  # bytes of a text: more would be held in memory once per rank
 
 
 def tokens_of(text: str | None, checkpoint: Path | None) -> tuple[Tensor, str]:
@@ -57,7 +57,7 @@ def _tokenized(content: bytes, tokenizer: Path) -> Tensor:
         return torch.tensor(made.encode(content.decode("utf-8", "replace")).ids, dtype=torch.int64)
     # The library raises plain Exceptions of its own.
     except Exception as error:
-        raise InputError(explain(f"{tokenizer} is no tokenizer", got=in_a_line(error))) from error
+        raise InputError(explain(f"{tokenizer} is not a tokenizer", got=in_a_line(error))) from error
 
 
 def check_tokens(tokens: Tensor, seq_len: int, vocabulary: int) -> None:

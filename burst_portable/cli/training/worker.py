@@ -45,7 +45,7 @@ def main(arguments: list[str], work: Callable[[Path, int], None] | None = None) 
 
 
 def tell(**event: Any) -> None:
-    """One line to the parent. A loss that is no number is written as NaN, which Python reads back."""
+    """One line to the parent. A loss that is not a number is written as NaN, which Python reads back."""
     print(json.dumps(event), flush=True)
 
 

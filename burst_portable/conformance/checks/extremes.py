@@ -82,7 +82,7 @@ def _hidden(dirty: Answer, where: str) -> str:
         shows = {"dv": dirty.dv[0, 0, 0, 0], "dq": dirty.dq[0, ROW, 0, 0]}
     elif where == "v":
         shows = {"out": dirty.out[0, ROW, 0, 0]}
-    else:  # the score of the query ROW with the key ROW is NaN or infinite; -inf alone hides a key and is no fault
+    else:  # the score of the query ROW with the key ROW is NaN or infinite; -inf alone hides a key and is not a fault
         shows = {"dk": dirty.dk[0, 0, 0, 0]} if where == "q" else {"dq": dirty.dq[0, ROW, 0, 0]}
     silent = [name for name, value in shows.items() if bool(value.isfinite())]
     return f"{silent[0]} is finite, and depends on a number that is not" if silent else ""

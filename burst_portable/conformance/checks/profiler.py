@@ -26,7 +26,7 @@ from burst_portable.runtime import WrappedRuntime, installed
 from burst_portable.steps import Compute
 
 NAME = "profiler"
-_PART = {"compute": "compute", "copy": "exposed_copy"}  # of events that are no communication
+_PART = {"compute": "compute", "copy": "exposed_copy"}  # of events that are not communication
 HELD = 0.02
 """Seconds for which a kernel is held in the trial of the clock."""
 _MARGIN = 5_000_000  # nanoseconds by which a device's clock may be set wrong against the host's
@@ -121,7 +121,7 @@ def _complete(told: Facts, case: Case) -> str:
         kernels = [rank["passes"][name]["kernels"] for rank in told["ranks"]]
         planned = [_computes(plan, name, rank) for rank in range(case.ranks)]
         if kernels != planned:
-            return f"{name}: {kernels} kernels a rank are in the report, and the plan has {planned}"
+            return f"{name}: {kernels} kernels per rank are in the report, and the plan has {planned}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Sizes and shapes: head sizes that are no powers of two, GQA, ragged lengths down to one row, strides, dtypes."""
+"""Sizes and shapes: head sizes that are not powers of two, GQA, ragged lengths down to one row, strides, dtypes."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ModelState(Protocol):
     attended: bool
 
 
-@never_compiled("plans, transports and hooks are no graphs")
+@never_compiled("plans, transports and hooks are not graphs")
 def attend(
     module: nn.Module,
     query: Tensor,

@@ -16,7 +16,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def check_model(model: Any) -> None:
-    """Raises `InputError` for what is no transformers model, `UnsupportedError` with the reason for one we cannot."""
+    """Raises `InputError` if this is no transformers model, `UnsupportedError` with the reason if we cannot run it."""
     if not isinstance(model, PreTrainedModel):
         raise InputError(
             explain(
@@ -40,7 +40,7 @@ def _why_not(model: PreTrainedModel) -> str | None:
     if getattr(model, "_is_stateful", False):
         return "a state that runs along the sequence, beside attention"
     if others := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
-        return f"layers that are no attention: {', '.join(sorted(others))}"
+        return f"layers that are not attention: {', '.join(sorted(others))}"
     if not model._can_set_attn_implementation():
         return "an attention that does not go through transformers' AttentionInterface"
     if "position_ids" not in parameters_of(model):

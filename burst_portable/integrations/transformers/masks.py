@@ -56,10 +56,10 @@ class Wanted:
         """A model that computes with its mask, as with a tensor."""
         if name.startswith("_"):
             raise AttributeError(name)
-        raise UnsupportedError(explain("the model changes its mask, which is no tensor here", got=f"mask.{name}"))
+        raise UnsupportedError(explain("the model changes its mask, which is not a tensor here", got=f"mask.{name}"))
 
 
-@never_compiled("plans, transports and hooks are no graphs")
+@never_compiled("plans, transports and hooks are not graphs")
 def wanted_mask(
     batch_size: int,
     q_length: int,

@@ -216,7 +216,7 @@ class Parallel:
 
     # ------------------------------------------------------------------------------------------------ the hooks
 
-    @never_compiled("plans, transports and hooks are no graphs")
+    @never_compiled("plans, transports and hooks are not graphs")
     def _enter(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -251,7 +251,7 @@ class Parallel:
         self.call, self._caller, self.attended = sequence, module, False
         return (), kwargs
 
-    @never_compiled("plans, transports and hooks are no graphs")
+    @never_compiled("plans, transports and hooks are not graphs")
     def _leave(self, module: Any, args: Any, output: Any) -> Any:
         """After a model's forward, also one that failed and has no output."""
         if self._caller is not module:

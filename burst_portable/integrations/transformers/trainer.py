@@ -90,7 +90,7 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         arguments: Trainer's other ones.
 
     Raises:
-        InputError: processes that are no multiple of the mesh; average_tokens_across_devices off.
+        InputError: a number of processes that is not a multiple of the mesh; average_tokens_across_devices off.
         UnsupportedError: a dataset without a length; metrics of logits, which no rank has whole; a loss other than the
             model's own; NEFTune.
     """

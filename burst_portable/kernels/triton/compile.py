@@ -62,7 +62,7 @@ _SERIALISED = re.compile(r"C751[0-7][^\n]*")
 
 
 class Allowed(NamedTuple):
-    """Scratch memory that a kernel may have: bytes a thread, and why."""
+    """Scratch memory that a kernel may have: bytes per thread, and why."""
 
     scratch: int
     why: str
@@ -79,8 +79,8 @@ JUSTIFIED = {
 class Record:
     """One kernel compiled for one target.
 
-    `occupancy` is programs a multiprocessor on NVIDIA's chips, waves a SIMD on AMD's. `registers` are a thread's,
-    on AMD's chips vector registers with `accumulators` apart. `scratch` is bytes a thread of spilled memory.
+    `occupancy` is programs per multiprocessor on NVIDIA's chips, waves a SIMD on AMD's. `registers` are a thread's,
+    on AMD's chips vector registers with `accumulators` apart. `scratch` is bytes per thread of spilled memory.
     `descriptors` are wgmma's that may be wrong, see `matrix_descriptors`.
     """
 

@@ -68,7 +68,7 @@ class TritonKernel:
         if largest > LARGEST_HEAD:
             return Support(False, f"head size {largest} is larger than {LARGEST_HEAD}")
         if problem.heads % problem.kv_heads:
-            return Support(False, f"{problem.heads} heads are no multiple of {problem.kv_heads} K/V heads")
+            return Support(False, f"{problem.heads} heads are not a multiple of {problem.kv_heads} K/V heads")
         accelerator = torch.accelerator.current_accelerator()
         if not interpreted() and (accelerator is None or accelerator.type != problem.device):
             return Support(False, f"Triton has no code for {problem.device}, and its interpreter is off")

@@ -82,7 +82,7 @@ HALF: Table = {
             (Blocks(128, 128, 8, 3, tma=True), Blocks(128, 128, 8, 3)),
             (Blocks(64, 64, 4, 2, tma=True), Blocks(128, 64, 8, 3)),
             (Blocks(128, 64, 8, 3, tma=True), Blocks(128, 64, 8, 3)),
-            # Three small programs a multiprocessor hide one another's reading of the state.
+            # Three small programs per multiprocessor hide one another's reading of the state.
             (Blocks(64, 64, 4, 3, tma=True), Blocks(64, 64, 4, 3)),
         ),
         256: Tuning(
@@ -115,7 +115,7 @@ HALF: Table = {
 """For 16-bit tensors."""
 
 SINGLE: Table = {
-    # Exact float32 products are no matrix instructions: small blocks, or there are not enough registers.
+    # Exact float32 products are not matrix instructions: small blocks, or there are not enough registers.
     "*": {64: _SMALL, 128: _one(Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
           256: _one(Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1))},
     "interpreter": HALF["interpreter"],

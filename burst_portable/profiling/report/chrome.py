@@ -1,4 +1,4 @@
-"""A trace in Chrome's JSON, for ui.perfetto.dev: a process a rank, tracks for kernels, waiting and transfers."""
+"""A trace in Chrome's JSON, for ui.perfetto.dev: a process per rank, tracks for kernels, waiting and transfers."""
 
 from __future__ import annotations
 

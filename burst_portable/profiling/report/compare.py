@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A part of the time a training step, or all of one, in nanoseconds of the slowest rank, before and after."""
+    """A part of the time per training step, or all of one, in nanoseconds of the slowest rank, before and after."""
 
     name: str
     before: float
@@ -60,11 +60,11 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float) -> 
     Idle counts as nobody's and is shown alone, as are the shortest and the longest step, which are one step each;
     computing less is never worse.
 
-    Raises `InputError` for reports of different numbers of ranks or of other work, or a threshold that is no finite
+    Raises `InputError` for reports of different numbers of ranks or of other work, or a threshold that is not a finite
     number of 0 or more.
     """
     if not 0 <= threshold < float("inf"):  # nothing would exceed nan or more
-        raise InputError(explain("the threshold is no share", got=threshold, allowed="0 or more, 0.1 for a tenth"))
+        raise InputError(explain("the threshold is out of range", got=threshold, allowed="0 or more, 0.1 for a tenth"))
     sizes = len(before["ranks"]), len(after["ranks"])
     if sizes[0] != sizes[1]:
         raise InputError(explain("the reports are of different numbers of ranks", got=f"{sizes[0]} and {sizes[1]}"))

@@ -143,7 +143,7 @@ def _bar_parts(rank: dict[str, Any]) -> list[tuple[str, int, str]]:
 
 
 def _curves(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a rank and sensor: its values in words, and as the points of a line of 1000 x 100."""
+    """A row per rank and sensor: its values in words, and as the points of a line of 1000 x 100."""
     rows = []
     for one in data.get("sensors", ()):
         for name, unit in _SENSORS.items():

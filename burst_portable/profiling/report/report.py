@@ -20,7 +20,7 @@ _ADVICE = "pass a report's profile.json"
 
 
 def _nothing_left(steps: int, skip: int) -> InputError:
-    """Why there is nothing to report: nothing was recorded, or all that was is skipped."""
+    """The error where nothing is left to report: nothing was recorded, or everything recorded is skipped."""
     if not steps:
         return InputError(
             explain("nothing was recorded", next_step="call attention inside `with burst_portable.profile(...)`")
@@ -28,7 +28,7 @@ def _nothing_left(steps: int, skip: int) -> InputError:
     recorded = "1 training step" if steps == 1 else f"{steps} training steps"
     return InputError(
         explain(
-            "all that was recorded is skipped",
+            "everything that was recorded is skipped",
             got=f"{recorded}, skip={skip}",
             allowed="a skip of less than the steps",
             next_step="call session.mark() after each step, or all calls count as one; or record more steps than skip",
@@ -46,8 +46,8 @@ class Report:
     def of(cls, records: Sequence[RankRecords], *, skip: int = 0) -> Report:
         """From all ranks' records, without the first `skip` training steps.
 
-        Raises `InputError` where nothing is left to report, for a `skip` that is no number of steps, and for records of
-        several meshes.
+        Raises `InputError` if nothing is left to report, if `skip` is not a number of steps, and for records of several
+        meshes.
         """
         ranks = sorted(one.rank for one in records)
         if len(set(ranks)) < len(ranks):
@@ -60,7 +60,7 @@ class Report:
             )
         number = as_int(skip)
         if number is None or number < 0:
-            raise InputError(explain("skip is no number of training steps", got=shown(skip), allowed="an int >= 0"))
+            raise InputError(explain("skip must be a number of training steps", got=shown(skip), allowed="an int >= 0"))
         last = max((int(t["iteration"].max()) for r in records for t in r.tables.values() if len(t)), default=-1)
         if last < number:
             raise _nothing_left(last + 1, number)
@@ -74,8 +74,10 @@ class Report:
         """
         path = Path(path)
         if os.path.isdir(path):  # such as that of `run --report`
-            raise InputError(explain(f"{path} is no report", got="a folder", next_step=f"pass {path / 'profile.json'}"))
-        data = read_json(path, "no report", _LARGEST)
+            raise InputError(
+                explain(f"{path} is not a report", got="a folder", next_step=f"pass {path / 'profile.json'}")
+            )
+        data = read_json(path, "a report", _LARGEST)
         data = data.get("profile", data) if isinstance(data, dict) else {}
         data = data if isinstance(data, dict) else {}
         if data.get("schema") != SCHEMA:
@@ -83,10 +85,10 @@ class Report:
             older = str(data.get("schema")).startswith(SCHEMA.partition("/")[0])
             advice = "record it again" if older else _ADVICE
             raise InputError(
-                explain(f"{path} is no profile of this version", got=got, allowed=SCHEMA, next_step=advice)
+                explain(f"{path} is not a profile of this version", got=got, allowed=SCHEMA, next_step=advice)
             )
         if wrong := what_is_wrong(data):
-            raise InputError(explain(f"{path} is no report that this library wrote", got=wrong, next_step=_ADVICE))
+            raise InputError(explain(f"{path} is not a report that this library wrote", got=wrong, next_step=_ADVICE))
         return cls(data)
 
     @property
@@ -105,7 +107,7 @@ class Report:
         write_text(path, page(self.data))
 
     def write_chrome(self, path: str | Path) -> None:
-        """A trace for ui.perfetto.dev or chrome://tracing: a process a rank, tracks for computing and communication."""
+        """A trace for ui.perfetto.dev or chrome://tracing: a process per rank, tracks for computing and messages."""
         from burst_portable.profiling.report.chrome import trace
 
         write_text(path, json.dumps(trace(self.data), separators=(",", ":")) + "\n")

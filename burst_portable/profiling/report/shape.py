@@ -31,7 +31,7 @@ def what_is_wrong(data: dict[str, Any]) -> str:
         for index, one in enumerate(data.get("sensors", [])):
             for name in (name for name in SENSORS if name in one):
                 if not _curve(one[name]) or len(one[name]) != len(one["time"]):
-                    raise _Wrong(f"report.sensors[{index}].{name} is no column of this table")
+                    raise _Wrong(f"report.sensors[{index}].{name} is not a column of this table")
         for name, text in data["evidence"].items():
             _check([name, text], [_text], "report.evidence")
     except _Wrong as wrong:
@@ -199,7 +199,7 @@ def _check_events(events: dict[str, Any]) -> None:
         for name in COLUMNS:
             column = rank.get(name)
             if not isinstance(column, list) or len(column) != len(rank["kind"]):
-                raise _Wrong(f"{place}.{name} is no column of this table")
+                raise _Wrong(f"{place}.{name} is not a column of this table")
             if not all(map(_whole, column)):
                 raise _Wrong(f"{place}.{name} has something other than whole numbers")
         if not set(rank["kind"]) <= set(range(len(events["kinds"]))) or not set(rank["backward"]) <= {0, 1}:

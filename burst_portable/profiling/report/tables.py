@@ -126,7 +126,7 @@ def layer_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def prediction_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Prediction beside measurement, a row a pass of a rank; `longest` is the scale that they share."""
+    """Prediction beside measurement, a row per pass of a rank; `longest` is the scale that they share."""
     rows = [{**one, "index": i} for i, one in enumerate(data["prediction"]) if one["measured"] and one["predicted"]]
     longest = max((max(r["predicted"], r["measured"]) for r in rows), default=1) or 1
     return [{**row, "longest": longest} for row in rows]

@@ -10,7 +10,7 @@ from burst_portable.tiles import Tiles
 
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
-    """Key blocks of BN, NS slots, W workers (warpgroups) of 64 query rows, registers a thread of theirs."""
+    """Key blocks of BN, NS slots, W workers (warpgroups) of 64 query rows, registers per thread of theirs."""
 
     BN: int
     NS: int
@@ -21,7 +21,7 @@ class ForwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class BackwardConfig:
-    """Query blocks of BM, NQ slots, registers a thread of the two workers of 64 keys."""
+    """Query blocks of BM, NQ slots, registers per thread of the two workers of 64 keys."""
 
     BM: int
     NQ: int
@@ -36,7 +36,7 @@ BACKWARD = {64: BackwardConfig(128, 2, 240, 168), 128: BackwardConfig(64, 2, 240
 KEY_BLOCK = 128  # of the backward
 
 TALL_BLOCKS = 32  # key blocks that a query block must visit, on average, for the tall cut to be worth it
-TALL_ITEMS = 4  # query blocks of all heads a multiprocessor
+TALL_ITEMS = 4  # query blocks of all heads per multiprocessor
 ROOM = 64  # key blocks, of heads of 128, that a program visits before it makes way: about 0.1 ms on one H100
 LATE = 6  # a program of the backward may be so small a part of what a multiprocessor does
 FEW = 4  # keys whose gradients are added up apart may be so small a part of all

@@ -75,7 +75,7 @@ def _for_triton(args: Sequence[Any]) -> list[Any]:
 
 
 class Counters:
-    """Work counters that stand at 0, one a launch: a pool a stream, so that none is cleared each time."""
+    """Work counters that stand at 0, one per launch: a pool per stream, so that none is cleared each time."""
 
     def __init__(self) -> None:
         self._pools: dict[Hashable, Iterator[Tensor]] = {}
@@ -199,5 +199,5 @@ class Compiled:
 
 @cache
 def compiled_kernels() -> Compiled:
-    """One for all: a kernel is compiled once a process."""
+    """One for all: a kernel is compiled once per process."""
     return Compiled()

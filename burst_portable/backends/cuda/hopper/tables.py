@@ -27,7 +27,7 @@ from burst_portable.tiles import Tile, Tiles
 
 _WORK = 16
 _HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # a masked block that shows nothing
-_SHORT = 64  # inner blocks: no longer is no reason to divide
+_SHORT = 64  # inner blocks: no reason to divide what is not longer
 _LONG = 4  # outer blocks: a document of so many has blocks of its own
 _PART = 8  # inner blocks: a shorter part costs more by what it adds at its end than it saves
 

@@ -59,7 +59,7 @@ class CudaPeerMemory:
         self._compute_handle = self._last_handle = self._compute_stream.cuda_stream
         self._forked, self._left = torch.cuda.Event(), torch.cuda.Event()
         self._wait_stream = torch.cuda.Stream(device) if by_copies else None
-        self._marks = torch.zeros(2, dtype=torch.int32, device=device) if by_copies else None  # one a stream
+        self._marks = torch.zeros(2, dtype=torch.int32, device=device) if by_copies else None  # one per stream
         self._push = self._pusher()
         self.watch = Watch(device, deadline, self._read_flags, self._release)
 
