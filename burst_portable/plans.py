@@ -251,7 +251,7 @@ class Plan:
             f"{self.strategy} over {p.ranks:,} rank{'' if p.ranks == 1 else 's'}, layout {p.q_layout.name}, "
             f"{p.q_layout.length:,} tokens, batch {p.batch}, {p.heads} query and {p.kv_heads} K/V heads of "
             f"{p.head_dim}{values}, {p.itemsize} bytes a number",
-            f"mask      {p.mask}: {p.area:,} pairs a head",
+            f"mask      {p.mask}: {p.area:,} pairs per head",
         ]
         for name in PASSES:
             how = f"{TRAVELS[name, self.travels(name)]} ({self.moves(name)})"

@@ -127,7 +127,7 @@ class Report:
             only, kernels = (tuple(facts.pop(name)) for name in ("only", "kernels"))
             return cls(**facts, only=only, kernels=kernels, results=results)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise InputError(explain("this is no report that this library wrote", got=in_a_line(error))) from error
+            raise InputError(explain("this is not a report that this library wrote", got=in_a_line(error))) from error
 
     def junit(self) -> str:
         """JUnit XML, a test case per trial, a suite per group."""

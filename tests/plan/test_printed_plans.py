@@ -10,7 +10,7 @@ def test_a_plan_is_printed_in_a_few_lines():
     head, mask, forward, backward = str(made).splitlines()
     sizes = "8 query and 2 K/V heads of 128 (values 64), 2 bytes a number"
     assert head == f"ulysses over 8 ranks, layout zigzag, 4,096 tokens, batch 1, {sizes}"
-    assert mask == f"mask      window:100:0: {4096 * 101 - 5050:,} pairs a head"
+    assert mask == f"mask      window:100:0: {4096 * 101 - 5050:,} pairs per head"
     assert forward.endswith("out goes back after (all_to_all)")
     assert backward.endswith("gradients go back after (all_to_all)")
 
