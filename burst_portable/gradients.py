@@ -6,19 +6,21 @@ The order makes the sum the same bits on every rank, so that optimizers that sta
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from burst_portable.checks import check_tensor
+from burst_portable.checks import check_tensor, tell_the_others
+from burst_portable.comm.agreement import agree, named, statement
 from burst_portable.compiling import outside_graphs
 from burst_portable.errors import InputError, explain, shown
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import accumulation_dtype
 
+Groups: TypeAlias = dict[tuple[torch.dtype, torch.device], list[Tensor]]
 _BUCKET = 1 << 28
 """Bytes of gradients that are exchanged together: an exchange holds three more copies of them."""
 
@@ -28,9 +30,27 @@ def sum_over_ranks(x: Tensor, mesh: MeshLike = None) -> Tensor:
     """The sum of the ranks' tensors of one shape and dtype, on every rank: scattered, added, gathered.
 
     It is added in float32 or float64 and has the shape and dtype of `x`. The mesh is as `attention` takes it.
+
+    Raises:
+        InputError: x is not a dense tensor.
+        MismatchError: ranks that differ in shape or dtype, or make another call; on every rank, where the transport can
+            tell.
+        CommunicationError: something else went wrong between ranks.
     """
-    check_tensor("x", x)
     mesh = as_mesh(mesh)
+    try:
+        check_tensor("x", x)
+        transport = mesh.transport(x.device.type)
+    except Exception as refusal:
+        tell_the_others(mesh, refusal, x)
+        raise
+    dtype = str(x.dtype).removeprefix("torch.")
+    agree(transport, statement({"pass": "sum_over_ranks", "dtype": dtype, "shape": str(tuple(x.shape))}))
+    return _summed(x, mesh)
+
+
+def _summed(x: Tensor, mesh: Mesh) -> Tensor:
+    """The sum, where the ranks are known to have tensors of one shape and dtype."""
     if mesh.size == 1:
         return x.clone()
     transport = mesh.transport(x.device.type)
@@ -62,13 +82,33 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: MeshLike = None) -> None:
         parameters: as an optimizer takes them, ``model.parameters()``.
         mesh: the ranks that share the sequence, as `attention` takes it.
 
-    Raises `InputError` for what is not a list of parameters, for parameters that are sharded over these ranks (FSDP has
-    reduced their gradients already), and for sparse gradients.
+    Raises:
+        InputError: what is not a list of parameters, parameters that are sharded over these ranks (FSDP has reduced
+            their gradients already), and sparse gradients.
+        MismatchError: ranks that differ in their parameters, or make another call; on every rank, where the transport
+            can tell. Gradients are then as they were.
+        CommunicationError: something else went wrong between ranks.
     """
     mesh = as_mesh(mesh)
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    missing = set[Tensor]()
-    for parameter in _listed(parameters):
+    listed, missing = list[Tensor](), set[Tensor]()
+    try:
+        listed = _listed(parameters)
+        groups = _grouped(listed, mesh, missing)
+        _agree_on(groups, mesh)
+    except Exception as refusal:
+        for parameter in missing:
+            parameter.grad = None
+        tell_the_others(mesh, refusal, *listed[:1])
+        raise
+    for members in groups.values():
+        for bucket in _buckets(members):
+            _sum_bucket(bucket, missing, mesh)
+
+
+def _grouped(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups:
+    """Parameters whose gradients are summed; those that had none get zeros, and are added to `missing`."""
+    groups: Groups = {}
+    for parameter in parameters:
         if not parameter.requires_grad:
             continue
         _check_whole(parameter, mesh)
@@ -77,9 +117,18 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: MeshLike = None) -> None:
             missing.add(parameter)
         gradient = _gradient(parameter)
         groups.setdefault((gradient.dtype, gradient.device), []).append(parameter)
-    for members in groups.values():
-        for bucket in _buckets(members):
-            _sum_bucket(bucket, missing, mesh)
+    return groups
+
+
+def _agree_on(groups: Groups, mesh: Mesh) -> None:
+    """Ask whether all ranks sum the same: buffers of other sizes would end a process, or leave it waiting."""
+    transport = mesh.transport(next(iter(groups))[1].type) if groups else mesh.connected()
+    if transport is None:
+        return
+    shapes = [(str(dtype), [tuple(_gradient(p).shape) for p in members]) for (dtype, _), members in groups.items()]
+    numbers = sum(_gradient(p).numel() for members in groups.values() for p in members)
+    told = f"{sum(map(len, groups.values())):,} tensors of {numbers:,} numbers"
+    agree(transport, statement({"pass": "sum_gradients", "parameters": named(told, shapes)}))
 
 
 def _listed(parameters: Any) -> list[Tensor]:
@@ -97,7 +146,7 @@ def _sum_bucket(bucket: list[Tensor], missing: set[Tensor], mesh: Mesh) -> None:
     """The gradients of some parameters, and with them how many ranks have one; this rank has none of the `missing`."""
     gradients = [_gradient(parameter) for parameter in bucket]
     here = gradients[0].new_tensor([float(parameter not in missing) for parameter in bucket])
-    total = sum_over_ranks(torch.cat([*(g.reshape(-1) for g in gradients), here]), mesh)
+    total = _summed(torch.cat([*(g.reshape(-1) for g in gradients), here]), mesh)
     *sums, holders = total.split([*(g.numel() for g in gradients), len(bucket)])
     for gradient, part in zip(gradients, sums, strict=True):
         gradient.copy_(part.view(gradient.shape))

@@ -146,6 +146,7 @@ def refused(mesh: bp.Mesh) -> dict[str, str]:
         "grad": told(torch.func.grad(lambda q: bp.attention(q, x, x, mesh=mesh).sum()), x),
         "vmap": told(torch.vmap(lambda q: bp.attention(q, x, x, mesh=mesh)), torch.stack([x, x])),
         "tangent": told(tangent),
+        "sums": told(bp.sum_over_ranks, torch.ones(mesh.rank + 1), mesh),
     }
 
 

@@ -68,6 +68,7 @@ def test_bytes_on_the_wire_are_the_plan_s(answers):
         ("export", "tensors without data cannot be sent"),
         ("trace", "attention cannot be traced"),
         ("tangent", "no forward-mode derivative"),
+        ("sums", r"shape: \(1,\) on rank 0 but \(2,\) on rank 1"),
     ],
 )
 def test_refusals_are_told_over_processes(answers, what, words):
