@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import runpy
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -245,3 +247,19 @@ def test_the_example_tells_in_a_line_what_cannot_be_used(ranks, told, monkeypatc
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     assert ended.value.code == 2
     assert told in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_example_under_fsdp_gives_the_same_losses_on_any_grid():
+    """Of four ranks, two sequences at a time; the checkpoint half-way is read by a model of other weights."""
+
+    def losses(ranks: int, *options: str) -> list[float]:
+        command = [sys.executable, "-m", "tests.ranks_of", str(ranks), "examples.train_with_fsdp", *options]
+        done = subprocess.run(command, cwd=EXAMPLE.parents[1], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [float(loss) for loss in done.stdout.split()[1:]]
+
+    alone, pairs = losses(1), losses(4, "--sequence", "2")
+    assert len(alone) == 4
+    assert alone[-1] < alone[0] - 1
+    assert pairs == pytest.approx(alone, rel=1e-5)
