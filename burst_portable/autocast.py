@@ -1,4 +1,4 @@
-"""Where torch's autocast ends: a call takes its tensors as scaled_dot_product_attention would, and keeps to them."""
+"""Where torch's autocast ends: tensors are cast as for scaled_dot_product_attention, and not again inside a call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _NOTHING = nullcontext()
 
 
 def as_autocast_would(q: Tensor, k: Tensor, v: Tensor, device_type: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """In autocast's dtype where it is on for their device, or for the one that is meant; float64 is left alone."""
-    if not torch._C._is_any_autocast_enabled():  # one quick question, where the answer is nearly always no
+    """The tensors in autocast's dtype if it is on for their device, or for `device_type`; float64 is left alone."""
+    if not torch._C._is_any_autocast_enabled():  # a quick check that is nearly always false
         return q, k, v
     if device_type is None:
-        if not isinstance(q, Tensor):  # refused later, with all that is not a tensor
+        if not isinstance(q, Tensor):  # refused later, like everything that is not a tensor
             return q, k, v
         device_type = q.device.type
     if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
@@ -31,7 +31,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def own_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast ends here: it would cut the products inside a kernel down to 16 bits."""
+    """A context without autocast, which would round the products inside a kernel to 16 bits."""
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return _NOTHING

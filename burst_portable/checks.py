@@ -35,7 +35,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def whole_length(layout: object, seq_len: int | None, rows: int, mesh: Mesh) -> int:
-    """Tokens of the whole sequence: `seq_len`, or those of a `Layout`, or as if every rank held as many rows."""
+    """Tokens of the whole sequence: `seq_len`, or the length of a `Layout`, or `rows` on every rank."""
     if seq_len is not None:
         return seq_len
     return layout.length if isinstance(layout, Layout) else rows * mesh.size
@@ -45,7 +45,7 @@ def check_rows(layout: Layout, rows: int, mesh: Mesh) -> None:
     if layout.count(mesh.rank) != rows:
         raise LayoutError(
             explain(
-                f"rank {mesh.rank} holds another number of rows than the layout {layout.name!r} gives it",
+                f"rank {mesh.rank} holds a different number of rows than the layout {layout.name!r} gives it",
                 got=f"{rows} rows",
                 allowed=f"{layout.count(mesh.rank)} of {layout.length} tokens on {mesh.size} ranks",
                 next_step="cut tensors with shard(), or pass seq_len where ranks hold different lengths",
@@ -56,9 +56,9 @@ def check_rows(layout: Layout, rows: int, mesh: Mesh) -> None:
 def check_no_transforms(*tensors: object) -> None:
     """Refuse a call from inside torch.func: buffers that are sent and merged into hold one tensor, not a batch.
 
-    Tangents of forward-mode differentiation would not be sent, and lost in silence by some kernels.
+    Tangents of forward-mode differentiation would not be sent, and some kernels would silently drop them.
     """
-    if torch._C._are_functorch_transforms_active():  # what torch's own autograd.Function asks
+    if torch._C._are_functorch_transforms_active():  # what torch's own autograd.Function checks
         raise UnsupportedError(
             explain(
                 "attention cannot be transformed by torch.func",
@@ -84,7 +84,7 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def check_data(mesh: Mesh, *tensors: Tensor) -> None:
-    """Refuse to send tensors that have none: those of FakeTensorMode, and so of torch.export. One rank takes them."""
+    """Refuse to send tensors without data, from FakeTensorMode or torch.export. A mesh of one rank accepts them."""
     if mesh.size > 1 and any(isinstance(x, FakeTensor) for x in tensors):
         raise UnsupportedError(
             explain(
@@ -162,7 +162,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) ->
 def not_to_be_kept(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[str, ...]:
     """Names of the tensors that backward needs and autograd refuses to keep: those made under inference_mode."""
     if not (q.is_inference() or k.is_inference() or v.is_inference() or (sinks is not None and sinks.is_inference())):
-        return ()  # asked of every call, so that the common answer is a quick one
+        return ()  # checked in every call, so the common case must be quick
     tensors = {"q": q, "k": k, "v": v} if sinks is None else {"q": q, "k": k, "v": v, "sinks": sinks}
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors.values()):
         return ()
@@ -194,10 +194,10 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
 
 
 def as_number(name: str, value: Any) -> float:
-    """A float from a number or a tensor of one. It is read now, since plans are looked up by numbers."""
+    """A float from a number, or from a tensor that holds one. It is read now, since plans are looked up by numbers."""
     if isinstance(value, Tensor) and value.requires_grad:
         next_step = f"pass {name}.item(), or multiply q by it where that means the same"
-        raise InputError(explain(f"{name} is a tensor that wants a gradient, and gets none", next_step=next_step))
+        raise InputError(explain(f"{name} is a tensor that requires a gradient, and has none", next_step=next_step))
     number = as_float(value)
     if number is None:
         raise InputError(explain(f"{name} is not a number", got=shown(value), allowed="a float, or a tensor of one"))
@@ -235,6 +235,6 @@ def _transport_to_tell(mesh: Mesh, tensors: Sequence[Tensor]) -> Transport | Non
     for device_type in [x.device.type for x in tensors if isinstance(x, Tensor)]:
         try:
             return mesh.transport(device_type)
-        except BurstError:  # no backend for such tensors, which may be the very reason of the refusal
+        except BurstError:  # no backend for such tensors, which may be the reason for the refusal
             continue
     return mesh.connected()

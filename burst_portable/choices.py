@@ -222,7 +222,7 @@ def plan_on(
 
     Raises:
         InputError: as `plan`, and a dtype or device that torch does not know.
-        UnsupportedError: no kernel, or not the one that was named, serves such a call; or as `plan`.
+        UnsupportedError: no kernel, or not the named one, serves such a call; or as `plan`.
     """
     mesh = as_mesh(mesh)
     kv_heads = heads if kv_heads is None else kv_heads

@@ -15,7 +15,7 @@ T = TypeVar("T")
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
     """A declared graph break: a compiled caller runs `function` uncompiled, between two graphs.
 
-    Decorating imports no compiler, as `torch.compiler.disable` would; without a compiler a call costs one question.
+    Unlike `torch.compiler.disable`, decorating does not import the compiler; without one, a call costs one check.
     """
     told = f"burst_portable runs {function.__name__} outside of graphs"
 
@@ -26,14 +26,14 @@ def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
             return uncompiled(*args, **kwargs)
         return function(*args, **kwargs)
 
-    # What `torch.compiler.disable` notes down: a compiler that may not break the graph (fullgraph=True) tells this
+    # What `torch.compiler.disable` sets: a compiler that may not break the graph (fullgraph=True) then reports this
     # reason, and not that it cannot trace `disable`.
     call.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=told)
     return call
 
 
 def never_compiled(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """`torch.compiler.disable` with types. Decorating imports the compiler: for what users import by name."""
+    """`torch.compiler.disable` with types. Decorating imports the compiler, so only for modules that users import."""
 
     def mark(function: Callable[P, T]) -> Callable[P, T]:
         marked: Callable[P, T] = torch.compiler.disable(function, reason=reason)

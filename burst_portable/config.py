@@ -11,7 +11,7 @@ from functools import lru_cache
 from burst_portable.errors import InputError, explain, shown
 from burst_portable.values import as_float
 
-_SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; process groups count milliseconds, and take 0 of them for no deadline
+_SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; process groups count milliseconds and take 0 for no deadline
 _SECONDS = "0.001 or more, below 1e9"
 _SETTINGS = ("BURST_DEADLINE", "BURST_KERNEL", "BURST_TRANSPORT", "BURST_RATES")
 
@@ -24,8 +24,8 @@ class Config:
         deadline: seconds that a hop may take before it is an error (``BURST_DEADLINE``).
         kernel: the local kernel, or "auto" (``BURST_KERNEL``).
         transport: what moves blocks, or "auto" (``BURST_TRANSPORT``).
-        rates: a file of what was measured on this machine, for `auto` to choose with; "" for what the backend knows
-            (``BURST_RATES``). It is read where something is chosen.
+        rates: a file of rates measured on this machine, with which `auto` chooses; "" for what the backend knows
+            (``BURST_RATES``). It is read when a choice is made.
     """
 
     deadline: float = 600.0
@@ -50,9 +50,9 @@ class Config:
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
-    """The settings that the environment asks for; `environment` stands in for it in tests. Empty is as good as not set.
+    """The settings in the environment, or in `environment` (for tests). Empty means not set.
 
-    Raises `InputError` for a value that cannot be one.
+    Raises `InputError` for a value that cannot be used.
     """
     environment = os.environ if environment is None else environment
     return _asked_for(*[environment.get(name) or "" for name in _SETTINGS])
@@ -60,7 +60,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
 
 @lru_cache(maxsize=16)
 def _asked_for(deadline: str, kernel: str, transport: str, rates: str) -> Config:
-    """Kept, as every call without a mesh asks for it."""
+    """Cached, because every call without a mesh needs it."""
     try:
         seconds = float(deadline or "600")
     except ValueError:
@@ -72,10 +72,10 @@ def _asked_for(deadline: str, kernel: str, transport: str, rates: str) -> Config
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a launcher such as torchrun tells a process.
+    """What a launcher such as torchrun tells a process through the environment.
 
     Attributes:
-        rank, world_size: this rank, and how many there are.
+        rank, world_size: this rank's number, and how many ranks there are.
         local_rank: its number on this host.
         meeting: where the ranks meet, ``host:port``.
     """
@@ -87,9 +87,9 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
-    """What a launcher has set, or None in a process of its own: one without ``RANK`` and ``WORLD_SIZE``.
+    """What a launcher has set; None without one, that is without ``RANK`` and ``WORLD_SIZE``.
 
-    Raises `InputError` where variables are missing, or hold no ranks or no port.
+    Raises `InputError` if variables are missing, or are not valid ranks or ports.
     """
     environment = os.environ if environment is None else environment
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
@@ -112,7 +112,7 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
 
 
 def _count(text: str) -> int:
-    """A number that is not negative, or -1."""
+    """The number in a text, or -1 if it holds none."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
 
 
@@ -126,10 +126,10 @@ def environment_of_children(**changes: str) -> dict[str, str]:
 
 
 def listen_on_loopback(process_group: str) -> None:
-    """Let the process groups that this process makes be reached from this machine alone; "gloo", "nccl" ...
+    """Make process groups of this kind ("gloo", "nccl" ...) listen on the loopback interface only.
 
-    For processes that exist to be ranks of one machine: unless told otherwise, a group listens on an address that
-    the network can reach. Those of torch each have a variable of this name.
+    For processes that are ranks of one machine: by default a group listens on an address that the network can reach.
+    Each kind of group in torch has a variable of this name.
     """
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]  # "lo", or "lo0" where BSD named it
     os.environ[f"{process_group.upper()}_SOCKET_IFNAME"] = min(names, key=len, default="lo")

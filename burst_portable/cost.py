@@ -1,8 +1,8 @@
 """What a plan costs: bytes, FLOPs, launches, memory and predicted time, from the plan alone.
 
-FLOPs count exact mask area: forward 2·area·H·(D + Dv), backward 2·area·H·(3·D + 2·Dv), which for Dv = D is the
-field's 4·area·H·D and 2.5 times that. The time is a simulation of one rank's compute and links, each busy with one
-thing at a time; it knows no contention and no slow neighbour, so it ranks plans rather than promising seconds.
+FLOPs count exact mask area: forward 2·area·H·(D + Dv), backward 2·area·H·(3·D + 2·Dv), which for Dv = D are the usual
+4·area·H·D and 2.5 times that. The time is a simulation of one rank's kernels and links, each busy with one thing at a
+time; it knows no contention and no slow neighbour, so it ranks plans rather than promising seconds.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class PassCost:
 
     Attributes:
         flops: exact mask area counts, see the top of this module.
-        memory: bytes that its kernel calls move at least, see `pass_memory`.
+        memory: the least bytes that its kernel calls move, see `pass_memory`.
         sent, received: bytes of messages.
-        hops: messages that it receives; where heads are resharded, exchanges that it takes part in count as well.
+        hops: messages that it receives; where heads are resharded, its exchanges count as well.
         launches, tiles: kernel launches, and the tiles in them.
-        blocks_held: bytes of the largest set of foreign blocks held at once, those on their way included.
-        seconds: predicted time of all of it.
-        compute_seconds: of the kernel calls alone.
-        link_seconds: of the messages alone, one after the other; kernels may hide some of it.
+        blocks_held: bytes of the largest set of foreign blocks held at once, including those on their way.
+        seconds: predicted time of the whole pass.
+        compute_seconds: predicted time of the kernel calls alone.
+        link_seconds: predicted time of the messages alone, one after the other; kernels may hide some of it.
     """
 
     flops: int
@@ -56,9 +56,9 @@ def pass_flops(problem: Problem, pass_name: PassName, area: int) -> int:
 
 
 def pass_memory(problem: Problem, pass_name: PassName, compute: Compute) -> int:
-    """Bytes that one kernel call moves at least: each row that it needs read once, each of its results written once.
+    """The least bytes that one kernel call moves: each row that it needs is read once, each result written once.
 
-    Rows that a kernel reads again, and sums that it reads to add its results to them, are not counted.
+    Rows that a kernel reads again, and sums that it reads in order to add to them, are not counted.
     """
     queries, keys = compute.covered
     lse = queries * problem.heads
@@ -73,11 +73,11 @@ def pass_memory(problem: Problem, pass_name: PassName, compute: Compute) -> int:
 def reshard_bytes(plan: Plan, pass_name: PassName, rank: int, *, received: bool = False) -> list[tuple[int, int]]:
     """(bytes to head shards, bytes back) that a rank sends for each group of heads, or that it receives.
 
-    LSE is not in it: it comes home only where it is asked for.
+    LSE is not included: it comes home only if it is asked for.
     """
     p = plan.problem
     rows, everyone = p.q_layout.count(rank), plan.forward.problem.q_layout.count(rank // plan.inner)
-    # To head shards it sends its own rows to every other rank; back, the others' rows. It receives the other way round.
+    # To head shards it sends its own rows to every other rank; back, the rows of the others. Receiving is the reverse.
     mine, theirs = rows * (plan.inner - 1), everyone - rows
     rows_there, rows_back = (theirs, mine) if received else (mine, theirs)
     return [
@@ -129,7 +129,7 @@ def rank_seconds(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> fl
 
 
 def _work(problem: Problem, pass_name: PassName, compute: Compute, rates: Rates) -> float:
-    """Seconds of one launch; a kernel that calls an operator on pieces makes a call for each tile, at least."""
+    """Seconds of one launch; a kernel that calls an operator on pieces makes at least one call for each tile."""
     calls = compute.count if rates.in_pieces else 1
     flops = pass_flops(problem, pass_name, compute.visited(rates.block))
     rows, share = rates.long
@@ -153,8 +153,8 @@ def _exchanges(groups: Iterable[tuple[int, int]], plan: Plan, rank: int, rates: 
 
 
 def _exchanged(size: int, plan: Plan, rank: int, rates: Rates) -> float:
-    """Seconds in which a rank sends so many bytes to all others alike that share its heads, over its links inside and
-    between nodes."""
+    """Seconds in which a rank sends `size` bytes, in equal parts, to all ranks with which it divides heads, over its
+    links inside and between nodes."""
     node, first = rates.node or plan.problem.ranks, rank - rank % plan.inner
     others = plan.inner - 1
     inside = min(first + plan.inner, rank - rank % node + node) - max(first, rank - rank % node) - 1
@@ -168,7 +168,7 @@ def _exchanged(size: int, plan: Plan, rank: int, rates: Rates) -> float:
 
 
 class _Timeline:
-    """One rank's kernels and its links, one inside its node and one between nodes; each does one thing at a time."""
+    """One rank's kernels and its two links, inside its node and between nodes; each does one thing at a time."""
 
     def __init__(self, direct: bool, pass_name: PassName, rates: Rates) -> None:
         self._direct, self._rates = direct, rates
@@ -182,12 +182,12 @@ class _Timeline:
         return max(self._kernels, *self._links.values())
 
     def wait(self, moves: Sequence[Move]) -> None:
-        """Kernels go on when these messages are there."""
+        """Kernels continue when these messages have arrived."""
         for move in moves:
             self._kernels = max(self._kernels, self._arrives.get(move, 0.0))
 
     def receive(self, moves: Sequence[Move], size: Callable[[Move], int]) -> None:
-        """Receives are posted, now that kernels have got so far. A plain transport brings all of them at once."""
+        """Receives are posted at the point that kernels have reached. A plain transport brings all of them at once."""
         if not moves:
             return
         for outer in (False, True) if self._rates.node else (False,):
@@ -199,27 +199,27 @@ class _Timeline:
                 self._arrives.update(dict.fromkeys(batch, self._links[outer]))
 
     def launch(self, work: float) -> None:
-        """A kernel of so many seconds; messages under way beside it may hold it up."""
+        """A kernel that takes `work` seconds; messages under way beside it may delay it."""
         beside = max(0.0, self._links[False] - self._kernels)
         slowed = work / (1 - self._held_up) if self._held_up < 1 else inf
         self._kernels += min(slowed, work + self._held_up * beside)
 
     def read_and_write(self, size: int) -> None:
-        """Passes over so many bytes of memory, between kernels."""
+        """`size` bytes of memory are read and written between kernels."""
         self._kernels += self._rates.read_and_write(size)
 
     def exchange(self, seconds: float) -> float:
-        """All ranks exchange messages for so many seconds, from now on; returns when they will be there."""
+        """All ranks exchange messages, which takes `seconds` from now on; returns the time at which they arrive."""
         self._links[False] = max(self._links[False], self._kernels) + seconds
         return self._links[False]
 
     def wait_until(self, at: float) -> None:
-        """Kernels go on then."""
+        """Kernels continue at that time."""
         self._kernels = max(self._kernels, at)
 
 
 def _in_turn(problem: Problem, steps: Sequence[Step], pass_name: PassName, rates: Rates) -> float:
-    """The share of the kernel's rate that is left where a pass is several launches."""
+    """The share of the kernel's rate that remains if a pass has several launches."""
     if sum(step.compute is not None for step in steps) <= 1:
         return 1.0
     rows, share = rates.far
@@ -229,7 +229,7 @@ def _in_turn(problem: Problem, steps: Sequence[Step], pass_name: PassName, rates
 
 @lru_cache(maxsize=512)
 def _by_blocks(pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates, direct: bool) -> float:
-    """Seconds of one rank where blocks travel. Kept, as strategies that are compared have passes in common."""
+    """Seconds of one rank where blocks travel. Cached, because strategies that are compared have passes in common."""
     line = _Timeline(direct, pass_name, rates)
     _walk(line, pass_plan, pass_name, rank, rates)
     return line.end
@@ -294,7 +294,7 @@ def _most_held(steps: Sequence[Step], size: Callable[[Move], int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlanCost:
-    """A plan's cost over a set of ranks: the slowest rank counts, the mean tells the balance."""
+    """A plan's cost over a set of ranks: the slowest rank counts; the mean shows the balance."""
 
     ranks: tuple[int, ...]
     per_rank: dict[PassName, tuple[PassCost, ...]]
@@ -310,7 +310,7 @@ class PlanCost:
         return max(sum(costs[i].sent for costs in self.per_rank.values()) for i in range(len(self.ranks)))
 
     def imbalance(self, pass_name: PassName = "forward") -> float:
-        """Largest over mean FLOPs of a rank."""
+        """The FLOPs of the busiest rank over the mean."""
         flops = [c.flops for c in self.per_rank[pass_name]]
         return max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0
 

@@ -17,7 +17,7 @@
         ├── PeerLostError (ConnectionError)  a peer that is gone
         └── DeadlineError (TimeoutError)     a hop that came too late
 
-A message says what is wrong, what was given, what is allowed, and what to do next; `explain` puts it together.
+A message says what is wrong, what was given, what is allowed and what to do next; `explain` composes it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def explain(what: str, *, got: object = None, allowed: object = None, next_step:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value in one short line; tensors and arrays by type and shape, whatever they hold."""
+    """A value in one short line; a tensor or array by its type and shape."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple) and shape:
         return f"{type(value).__name__} of shape {tuple(shape)}"
@@ -106,17 +106,17 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error says; its type where it says nothing."""
+    """The first line of an error's text; its type if it has none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def in_a_line(error: BaseException, most: int = 400) -> str:
-    """What others raised, by its kind and text: the text of a KeyError alone is only a key."""
+    """An error of other code in one line, with its type: the text of a KeyError alone is only a key."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:most]
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """The error for a name that no registry holds, with the near ones first."""
+    """The error for a name that no registry holds, with similar names as a hint."""
     known = sorted(known)
     near = difflib.get_close_matches(name[:99], known, n=3, cutoff=0.5) if isinstance(name, str) else []
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else None
@@ -131,7 +131,7 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameEr
 
 
 def _listed(names: Sequence[str], most: int = 500) -> str:
-    """Names in a line of no more than so many characters, and how many others there are."""
+    """Names in a line of at most `most` characters, and how many others there are."""
     ends = list(accumulate(len(name) + 2 for name in names))
     fit = bisect_right(ends, most)
     return ", ".join(names[:fit]) + (f" and {len(names) - fit} more" if fit < len(names) else "")

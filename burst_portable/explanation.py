@@ -1,4 +1,4 @@
-"""What a call would run, and why: the choices of `attention`, told instead of run. Nothing is sent or computed."""
+"""What a call would run, and why: the choices of `attention`, described instead of run."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from burst_portable.strategies.base import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is taken and why; for each of the others, why not."""
+    """What is chosen and why; for each of the others, why not."""
 
     name: str
     why: str
     others: Mapping[str, str]
 
     def lines(self) -> list[str]:
-        """For people."""
+        """As text, one line for each."""
         return [f"{self.name}: {self.why}", *(f"not {name}: {reason}" for name, reason in self.others.items())]
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `attention` runs for a call; as text, a line or more for each.
+    """What `attention` runs for a call. As text, it has a line or more for each attribute.
 
     Attributes:
-        backend, strategy, kernel: what is taken, and why.
+        backend, strategy, kernel: what is chosen, and why.
         layout: its name, and what this rank holds.
         mask: its name, how many pairs per head it lets through, how many tokens see nothing.
         moves: what travels in "forward" and "backward", and along which route.
-        transport: what moves it. Whether these ranks can have a backend's own, they find out in their first call.
+        transport: what moves blocks. Whether these ranks can have a backend's own, they find out in their first call.
     """
 
     backend: Choice
@@ -86,10 +86,10 @@ def explain(
 ) -> Explanation:
     """Which backend, strategy, layout, moves and kernel `attention` takes for these arguments, and why no others.
 
-    One rank may ask alone: nothing is sent, and of the tensors only shapes and dtypes are read, so they may be on the
-    "meta" device where `device` says which device is meant.
+    One rank may call this alone: nothing is sent, and only shapes and dtypes of the tensors are read, so they may be on
+    the "meta" device if `device` says which device is meant.
 
-    Raises what `attention` raises before a byte moves: what is named and cannot serve is told with its reason.
+    Raises what `attention` raises before a byte moves, such as why something that was named cannot serve.
     """
     mesh = as_mesh(mesh)
     request = requested(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)
@@ -122,7 +122,7 @@ def _backend(chosen: Choices, mesh: Mesh) -> Choice:
 
 
 def _passed_over(*, named: bool) -> str:
-    """Why not one that could: what was named need not come first."""
+    """Why an alternative that could serve was not chosen."""
     return "it can serve too, and was not named" if named else "it can serve too, and comes later"
 
 

@@ -24,7 +24,7 @@ def run_local(
     inner: int | None = None,
     backend: str = "auto",
 ) -> list[T]:
-    """Run `work(mesh)` on so many ranks, as threads of this process; the results in rank order.
+    """Run `work(mesh)` on this many ranks, as threads of this process; returns the results in rank order.
 
     They share all that a process shares, torch's global random numbers too: who draws which is left to chance, and
     `torch.manual_seed` in one sets them for all. Give each rank a generator of its own::

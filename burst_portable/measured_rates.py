@@ -1,8 +1,8 @@
-"""Files of rates that `burst-portable measure` wrote: read, checked, and told of where `auto` chooses with them.
+"""Files of rates that `burst-portable measure` wrote: read and checked, for `auto` to choose with.
 
 A file is JSON: `schema`, the `rates` (fields of `rates.Rates`; those that are left out keep their defaults), and where
-they come from: `device`, `ranks`, `kernel`, `date`, and `dtype` and `head_dim`, which early files have not. What else
-is in it is for people.
+they come from: `device`, `ranks`, `kernel`, `date`, and `dtype` and `head_dim`, which early files lack. Everything else
+in it is for people.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NEXT_STEP = "`burst-portable measure --json FILE` writes one"
 _LARGEST_FILE = 1 << 20
 _POINTS = 256  # of a curve
 _LONGEST = 200  # characters of a name
-_LEAST, _MOST = 1e-6, 1e6  # TFLOP/s and GB/s: no machine is slower, none faster
+_LEAST, _MOST = 1e-6, 1e6  # TFLOP/s and GB/s: no machine is slower or faster
 _SLOWEST = 100.0  # seconds of a latency
 
 
@@ -31,8 +31,8 @@ class MeasuredRates:
 
     Attributes:
         rates: their `source` says where they come from.
-        device: what they were measured on, by its name.
-        ranks, kernel: how many shared it, and the local kernel that computed.
+        device: the name of the device on which they were measured.
+        ranks, kernel: how many ranks took part, and their local kernel.
         date: when, as 2026-11-22.
         dtype, head_dim: of the attention that was measured ("", 0: the file does not say).
     """
@@ -46,9 +46,9 @@ class MeasuredRates:
     head_dim: int = 0
 
     def rates_for(self, ranks: int, kernel: str = "", dtype: str = "", head_dim: int = 0) -> Rates:
-        """The rates for a call over so many ranks; `source` says what is another than was measured.
+        """The rates for a call over `ranks` ranks; `source` says what differs from what was measured.
 
-        Kernel, dtype and head size ("", 0: not known) are told where both the call and the file have them.
+        Kernel, dtype and head size ("", 0: not known) are compared if both the call and the file have them.
         """
         other = []
         if kernel and kernel != self.kernel:
@@ -65,8 +65,8 @@ class MeasuredRates:
 def read_rates(file: str | Path) -> MeasuredRates:
     """The rates of a file.
 
-    Raises `InputError` for one that is missing, too large, no JSON or of another schema, and for numbers that no
-    machine has: not finite, not positive, curves that are not sorted by size.
+    Raises `InputError` for a file that is missing, too large, not JSON or of another schema, and for numbers that no
+    machine has: not finite, not positive, or in curves that are not sorted by size.
     """
     if not str(file):
         raise InputError(explain("no file of rates is named", got="an empty name", next_step=NEXT_STEP))

@@ -1,7 +1,7 @@
 """Memory traffic between a plan's kernels: blocks packed, results merged, gradients added up. In bytes of one device.
 
-No multiplication is done in these passes over memory, and the next kernel waits for them.
-Each number below is what the code named beside it reads and writes.
+These passes over memory multiply nothing, and the next kernel waits for them. Each number below is what the code named
+beside it reads and writes.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _PIECE_ADDED = 10  # a gradient of a piece, added to its sum
 _PIECE_STARTED = 52  # an out made by `numerics.surrogate_out`, where queries travel
 
 PICKED_BATCHES = 4
-"""Batch rows that are sent by strips of their own, each from where it lies; of more, tensors are packed."""
-_SEGMENTS = 2  # that a rank may hold for rows of head shards to be computed as they come
+"""The most batch rows that are sent as strips from where they lie; larger batches are packed."""
+_SEGMENTS = 2  # the most that a rank may hold if rows of head shards are computed as they arrive
 
 
 def packed(sends: Iterable[Move], size: Size, rank: int, done: set[tuple[int, int]]) -> int:
-    """For a rank's own block that it sends at a step. `done`: the rows packed before; those of now are added to it."""
+    """For a rank's own block that it sends at a step. `done`: rows packed before; rows packed now are added to it."""
     fresh = to_pack((m for m in sends if m.owner == rank), done)
     done.update(m.rows for m in fresh)
     return sum([_PACKED * size(m) for m in fresh])
 
 
 def added(arrivals: Iterable[Move], size: Size, *, narrow: bool) -> int:
-    """For gradients that have come."""
+    """For gradients that have arrived."""
     return (_NARROW_ADDED if narrow else _ADDED) * sum([size(m) for m in arrivals])
 
 
 def made(result_sends: Iterable[Move], size: Size, *, narrow: bool) -> int:
-    """For gradients of foreign blocks, above what a kernel does for gradients of a rank's own block."""
+    """For gradients of foreign blocks, beyond what a kernel does for gradients of a rank's own block."""
     return (_NARROW_MADE if narrow else _MADE) * sum([size(m) for m in result_sends])
 
 
@@ -68,7 +68,7 @@ class Merging(Protocol):
 
 
 def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Merging, *, first: bool) -> int:
-    """For merging the results of a launch into those of the launches before it; `first`: there were none."""
+    """For merging the results of a launch into those of earlier launches; `first`: there were none."""
     problem = pass_plan.problem
     rows, tallest = compute.rows
     d, dv, batch = problem.head_dim, problem.value_dim, problem.batch
@@ -85,11 +85,11 @@ def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Merg
 
 
 def comes_in_order(plan: Plan, *, in_pieces: bool) -> bool:
-    """Whether a head shard is computed as it comes, rank after rank; else its rows are put in natural order first.
+    """Whether a head shard is computed as it arrives, rank after rank; else its rows are put in natural order first.
 
-    It is where that is the natural order. It also is where ranks hold few segments, for a kernel that takes any tiles
-    in one launch: many segments would be a crowd of tiles. But not where rows that nobody needs are left out between
-    nodes: more of them are in natural order.
+    It is if that order is the natural one. It also is if ranks hold few segments and the kernel takes any tiles in one
+    launch: many segments would make too many tiles. But not if rows that nobody needs are left out between nodes: more
+    rows can be left out in natural order.
     """
     trims = plan.nodes > 1 and any(part.trims for _, part in plan.passes())
     return _in_order(plan.problem.q_layout, plan.inner, in_pieces or trims)
@@ -97,7 +97,7 @@ def comes_in_order(plan: Plan, *, in_pieces: bool) -> bool:
 
 @lru_cache(maxsize=64)
 def _in_order(layout: Layout, inner: int, in_pieces: bool) -> bool:
-    """Of nodes, rows of segments with steps stay as they come: see `Layout.sorted`."""
+    """Between nodes, segments with steps stay as they arrive: see `Layout.sorted`."""
     if not in_pieces and max(map(len, layout.shards)) <= _SEGMENTS:
         return True
     if inner == layout.ranks and any(s.step > 1 for shard in layout.shards for s in shard):
@@ -106,11 +106,11 @@ def _in_order(layout: Layout, inner: int, in_pieces: bool) -> bool:
 
 
 class Resharded(NamedTuple):
-    """For one group of heads: see `by_heads`.
+    """Bytes for one group of heads: see `by_heads`.
 
     Attributes:
         packed: before it is sent.
-        computed: before it is computed.
+        computed: before, and after, it is computed.
         kept: for the backward pass, when all groups have been computed.
         home: when it has come home.
     """
@@ -122,7 +122,7 @@ class Resharded(NamedTuple):
 
 
 def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, picks: bool) -> list[Resharded]:
-    """For taking a rank's tensors to head shards and back, by groups of heads.
+    """For taking a rank's tensors to head shards and back, for each group of heads.
 
     `picks`: the transport sends rows from where they lie, unless the batch is large, into inboxes that the next
     pass overwrites.
@@ -134,7 +134,7 @@ def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, pi
     groups = []
     for there, back in head_fields(plan, pass_name):
         coming, leaving = (sum(field.bytes(p.batch) for field in fields) for fields in (there, back))
-        # Put in natural order, which is memory that stays, and what is made of it in the order of ranks.
+        # Tensors are put in natural order, in memory of their own, and results back in the order of ranks.
         computed = 0 if as_it_comes else _COPIED * everyone * (coming + leaving)
         if pass_name == "backward" and not in_pieces:
             computed += _GRADIENT * everyone * leaving

@@ -1,4 +1,4 @@
-"""What a machine does, as plans are priced by it: see `cost`. Bytes, seconds, GB/s of 1e9 bytes."""
+"""What a machine does, with which plans are priced: see `cost`. Bytes, seconds, GB/s of 1e9 bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import log
 from burst_portable.plans import PassName
 
 Curve = tuple[tuple[int, float], ...]
-"""(bytes, GB/s) of messages back to back, smallest first: latencies are in it."""
+"""(bytes, GB/s) of messages back to back, smallest first; latencies are included."""
 
 
 OUTER_GBPS = 50.0
@@ -26,22 +26,22 @@ class Rates:
         hop_latency, launch_latency, backward_launch_latency: seconds; 0 backward means the same.
         link: the curve of messages between two ranks over the plain transport.
         direct: the curve of the backend's own transport, for messages that go straight to where they are used; empty
-            where there is none.
-        spread: the curve of messages to and from several ranks at once over the plain transport, by their bytes
-            together.
-        holds_up: (forward, backward) the share of a message's time that a kernel beside it is held up: 0 where the
-            message takes nothing that kernels need, 1 where they take turns. For the plain transport.
-        holds_up_first: the same where its messages go first (`comm.base.Transport.goes_first`); None: no other.
+            if there is none.
+        spread: the curve of messages to and from several ranks at once over the plain transport, by their total
+            bytes.
+        holds_up: (forward, backward) the share of a message's time by which it delays a kernel beside it: 0 if the
+            message takes nothing that kernels need, 1 if they take turns. For the plain transport.
+        holds_up_first: the same if its messages go first (`comm.base.Transport.goes_first`); None: no different.
         memory: GB/s at which blocks are packed, merged and added up outside of kernels; 0: that is not priced.
-        backward_together: the share of the backward rate that is left where one launch takes several blocks.
-        backward_in_turn: the share of the backward rate that is left where a pass is several launches.
-        far: (rows, share) of either rate that is left where a pass is several launches and a rank holds so many rows
-            or more: what each launch reads again and again is then larger than a cache.
-        long: (rows, share) of the forward rate that is left where a rank holds so many keys or more.
+        backward_together: the share of the backward rate that remains if one launch takes several blocks.
+        backward_in_turn: the share of the backward rate that remains if a pass has several launches.
+        far: (rows, share): the share of either rate that remains if a pass has several launches and a rank holds at
+            least this many rows, so that what each launch reads repeatedly no longer fits a cache.
+        long: (rows, share): the share of the forward rate that remains if a rank holds at least this many keys.
         in_pieces: whether the kernel calls an operator on pieces and merges their results.
         merged_once: whether it merges each of them in one pass over memory.
-        block: rows and columns that a kernel computes at once, whatever a mask hides of them; 1: exact pairs count.
-        source: where the numbers come from, for people; follows the word "rates": "of an H100", "measured on ...".
+        block: rows and columns that a kernel computes at once, including what a mask hides; 1: exact pairs count.
+        source: where the numbers come from, in words after "rates": "of an H100", "measured on ...".
         node: ranks per node, where there are several nodes; 0: one node.
         outer_gbps: GB/s per rank in each direction between nodes: another link than the one inside.
     """
@@ -70,7 +70,7 @@ class Rates:
     outer_gbps: float = OUTER_GBPS
 
     def where_messages_go_first(self) -> Rates:
-        """The rates over a transport whose messages do."""
+        """The rates over a transport whose messages go first."""
         return self if self.holds_up_first is None else replace(self, holds_up=self.holds_up_first)
 
     def apart(self, rank: int, other: int) -> bool:
@@ -78,7 +78,7 @@ class Rates:
         return self.node > 0 and rank // self.node != other // self.node
 
     def spreads(self, direct: bool) -> bool:
-        """Whether messages from several ranks come at once, and not one after the other."""
+        """Whether messages from several ranks arrive at once, not one after the other."""
         return bool(self.spread) and not (direct and self.direct)
 
     def transfer(
@@ -86,7 +86,7 @@ class Rates:
     ) -> float:
         """Seconds of some messages, `size` bytes in all, one after the other.
 
-        direct: on the backend's own transport, where there is one; outer: between nodes; spread: at once with others.
+        direct: on the backend's own transport, if there is one; outer: between nodes; spread: at once with others.
         """
         curve = () if outer else (direct and self.direct) or (spread and self.spread) or self.link
         if not curve:
@@ -95,7 +95,7 @@ class Rates:
         return max(self.hop_latency, size / (_at(curve, size / messages) * 1e9))
 
     def compute(self, flops: float, pass_name: PassName, blocks: int = 1, calls: int = 1) -> float:
-        """Seconds of one launch: `blocks` of the travelling side, in so many calls of an operator."""
+        """Seconds of one launch: `blocks` of the travelling side, in `calls` calls of an operator."""
         if pass_name == "forward":
             return calls * self.launch_latency + flops / (self.tflops * 1e12)
         latency = self.backward_launch_latency or self.launch_latency
@@ -103,7 +103,7 @@ class Rates:
         return calls * latency + flops / (rate * 1e12)
 
     def read_and_write(self, size: int) -> float:
-        """Seconds of passes over so many bytes of memory."""
+        """Seconds to read and write `size` bytes of memory, in all."""
         return size / (self.memory * 1e9) if self.memory else 0.0
 
 

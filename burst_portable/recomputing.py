@@ -1,4 +1,4 @@
-"""Where torch's selective checkpointing ends: it saves or repeats single operators, and attention is repeated whole."""
+"""Where torch's selective checkpointing ends: it saves or repeats single operators, attention is repeated whole."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _NOTHING = nullcontext()
 def hidden_from_checkpoints() -> AbstractContextManager[object]:
     """Inside, no policy of torch.utils.checkpoint's create_selective_checkpoint_contexts is asked.
 
-    What it saves it hands out again in the place of a repeated operator, and here partial results are merged into what
-    operators made, and messages arrive in it. Other modes (FlopCounterMode) see no operators either in such a region.
+    Such a policy hands out what it saved in place of a repeated operator. Here that would be wrong: partial results are
+    merged into the results of operators, and messages arrive in them. In a region with such a policy, other modes
+    (FlopCounterMode) see no operators of attention either.
     """
     if not torch._C._len_torch_dispatch_stack() or not any(map(_selects, modes._get_current_dispatch_mode_stack())):
         return _NOTHING
@@ -23,7 +24,7 @@ def hidden_from_checkpoints() -> AbstractContextManager[object]:
 
 
 def _selects(mode: object) -> bool:
-    # Asked for here, since `import torch` alone does not load it: it is there where one of its modes is.
+    # Imported here, since `import torch` alone does not load it; if one of its modes is active, it is loaded.
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
     return isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)

@@ -34,7 +34,7 @@ def positions(
         mesh: as `attention` takes it.
         seq_len: tokens of the whole sequence.
         layout: as `attention` takes it.
-        mask: that of the attention, for layouts that read documents from it; others ignore it.
+        mask: the mask of the attention, for layouts that read documents from it; other layouts ignore it.
         device: where the result lies; None for torch's default.
 
     Raises `InputError` for sizes, names, masks and layouts that do not go together.
@@ -47,7 +47,7 @@ def positions(
 def shard(
     x: Tensor, mesh: MeshLike = None, *, dim: int = 1, layout: Layout | str = "zigzag", mask: Mask | str | None = None
 ) -> Tensor:
-    """This rank's rows of a tensor that every rank has whole. Differentiable; nothing is sent.
+    """This rank's rows of a tensor that every rank holds as a whole. Differentiable; nothing is sent.
 
     Args:
         x: any tensor, the whole sequence along `dim`.
@@ -96,9 +96,9 @@ def unshard(
         A new tensor with `seq_len` rows along `dim`.
 
     Raises:
-        InputError: a tensor that wants gradients (what they would mean depends on the loss), or as `shard`.
-        LayoutError: another number of rows than the layout gives this rank.
-        MismatchError: ranks that differ in dtype, shape, dim or layout; on every rank, where the transport can tell.
+        InputError: a tensor that requires gradients (whose meaning would depend on the loss), or as `shard`.
+        LayoutError: a different number of rows than the layout gives this rank.
+        MismatchError: ranks that differ in dtype, shape, dim or layout; on every rank, if the transport can tell.
         CommunicationError: something else went wrong between ranks.
     """
     mesh = as_mesh(mesh)
@@ -109,7 +109,9 @@ def unshard(
         where = _layout(layout, seq_len, mesh, mask)
         check_rows(where, x.shape[dim], mesh)
         transport = mesh.transport(x.device.type)
-        mine = x.resolve_conj().resolve_neg().movedim(dim, 0).contiguous()  # as it is, not as a view would read it
+        mine = (
+            x.resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
+        )  # materialised: lazy conjugation and negation are not in the bytes
     except Exception as refusal:
         tell_the_others(mesh, refusal, x)
         raise
@@ -127,7 +129,7 @@ def unshard(
 
 
 def _statement(mine: Tensor, dim: int, where: Layout) -> Statement:
-    """What ranks must say alike before they unshard: a tensor with its rows first, and where they come from."""
+    """What ranks must state alike before they unshard; `mine` has its rows first."""
     return statement(
         {
             "pass": "unshard",
@@ -152,13 +154,13 @@ def shard_batch(
 ) -> dict[str, Tensor]:
     """This rank's part of a batch of a causal language model.
 
-    Labels are shifted *before* they are cut, so that the last token of a shard is held to the first of the next.
+    Labels are shifted *before* they are cut, so that the last token of a shard predicts the first of the next.
 
     Args:
         input_ids: ``[B, N]``, the same on every rank.
         labels: ``[B, N]`` unshifted, as transformers takes them; None uses `input_ids`.
         position_ids: ``[B, N]`` or ``[1, N]``; None counts up, from 0 at each document.
-        documents: cumulative lengths of packed documents, (0, ..., N); no label crosses a document.
+        documents: cumulative lengths of packed documents, (0, ..., N); no token predicts one of the next document.
 
     Returns:
         input_ids, position_ids and labels (already shifted, `ignore_index` where there is none), each ``[B, S]``.
@@ -197,7 +199,7 @@ def shard_batch(
 
 
 def _check_ids(name: str, ids: Tensor, like: Tensor | None = None) -> Tensor:
-    """Refuse what is no ``[B, N]`` of integers, or not as large as `like`."""
+    """Refuse anything but integers ``[B, N]`` of the same shape as `like`."""
     check_tensor(name, ids)
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
         raise DtypeError(explain(f"{name} are integers", got=ids.dtype, next_step="pass token ids, not embeddings"))

@@ -8,7 +8,7 @@ _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _RANKS = 8  # that are listed by number
-_ROUNDS_UP = 0.9995  # of a unit: shown as one of it, and not as 1000 of the smaller one
+_ROUNDS_UP = 0.9995  # of a unit: shown as 1 of it, not as 1000 of the smaller one
 
 
 def bytes_text(size: float) -> str:
@@ -35,7 +35,7 @@ def by_time(seconds: Mapping[str, float]) -> str:
 
 
 def time_text(nanoseconds: float) -> str:
-    """1_230_000 -> "1.23 ms"; always three digits, as columns of measured times want."""
+    """1_230_000 -> "1.23 ms"; always three digits, for columns of measured times."""
     for unit, name in _SECONDS[:-1]:
         value = nanoseconds * 1e-9 / unit
         if abs(value) >= _ROUNDS_UP:
@@ -62,7 +62,7 @@ def _scaled(value: float, base: float, names: tuple[str, ...]) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits, and none that say nothing: 1.50 -> 1.5, 512.00 -> 512."""
+    """Three digits without trailing zeros: 1.50 -> 1.5, 512.00 -> 512."""
     size = abs(value)
     if size < 1:
         return f"{value:.3g}"

@@ -1,14 +1,14 @@
-"""Numbers as users pass them: Python's, NumPy's, and tensors that hold one. Floats are never cut down to ints."""
+"""Numbers as users pass them: Python's, NumPy's, and tensors that hold one. Floats are never truncated to ints."""
 
 from __future__ import annotations
 
 from burst_portable.errors import InputError, explain, shown
 
-_TOO_LARGE = 1 << 48  # no sequence, and no product of two sizes past what 64 bits and masks take
+_TOO_LARGE = 1 << 48  # larger than any sequence; keeps products and mask bounds within 64 bits
 
 
 def as_int(value: object) -> int | None:
-    """The whole number that a value is; None for a float, a bool, a string and all else."""
+    """The whole number that a value is; None for a float, a bool, a string or anything else."""
     if type(value) is int:
         return value
     value = _scalar(value)
@@ -16,7 +16,7 @@ def as_int(value: object) -> int | None:
 
 
 def as_float(value: object) -> float | None:
-    """The number that a value is; None for a bool, a string and all else."""
+    """The number that a value is; None for a bool, a string or anything else."""
     if type(value) is float:
         return value
     value = _scalar(value)

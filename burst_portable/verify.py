@@ -15,18 +15,18 @@ from burst_portable.tiles import Tiles, find_tiles
 def verify(
     plan: Plan, progress: Callable[[int], None] = lambda _: None, ranks: Sequence[int] | None = None
 ) -> list[str]:
-    """What is wrong with a plan; an empty list for a good one. Walks every rank, so it costs ranks² tiles.
+    """What is wrong with a plan, as a list; empty for a correct plan. Walks every rank, so it costs ranks² tiles.
 
     Args:
         plan: any plan.
         progress: called with the number of ranks done, over both passes.
-        ranks: a sample to walk instead. It shows whether each of them computes every pair of its rows exactly once and
-            whether moves between them meet, but not whether gradients get home.
+        ranks: a sample to walk instead. That shows whether each of them computes every pair of its rows exactly once,
+            and whether moves between them meet, but not whether gradients get home.
     """
     wrong = _resharded(plan) if plan.reshard else []
     done = 0
     for name, pass_plan in plan.passes():
-        rings = defaultdict(list)  # ranks of one place in their nodes, where heads are resharded; else all
+        rings = defaultdict(list)  # ranks with the same place in their nodes, if heads are resharded; else all
         for rank in range(plan.problem.ranks) if ranks is None else ranks:
             rings[rank % pass_plan.stride].append(rank)
         for walked in rings.values():
@@ -40,9 +40,9 @@ def verify(
 
 
 def _resharded(plan: Plan) -> list[str]:
-    """Whether members have the rows of their ranks after the reshard, and ranks of a node have all heads between them.
+    """What is wrong with the reshard: members must have the rows of their ranks, and the ranks of a node all heads.
 
-    A layout holds every position once, so members have them all; of one member nothing else is to be asked.
+    A layout holds every position once, so if there is only one member, it has all rows.
     """
     p, inner = plan.problem, plan.inner
     wrong = []
@@ -69,13 +69,13 @@ def _resharded(plan: Plan) -> list[str]:
 
 
 def _overlap(one: Tiles, other: Tiles) -> bool:
-    """Whether two lists of tiles of a pair of blocks have rows in common."""
+    """Whether two lists of tiles of the same pair of blocks have rows in common."""
     (first, past, *_), (other_first, other_past, *_) = one.box, other.box
     return first < other_past and other_first < past
 
 
 class _Checker:
-    """Walks ranks of a ring once each, in one pass, and keeps only what both ends of a move do not cancel."""
+    """Walks the ranks of a ring, each once, in one pass, and keeps only moves that one end alone has posted so far."""
 
     def __init__(self, pass_plan: PassPlan, ranks: Sequence[int]) -> None:
         self.pass_plan = pass_plan
@@ -83,11 +83,11 @@ class _Checker:
         self.wrong: list[str] = []
         self.computed: Counter[tuple[int, int]] = Counter()  # (query block, key block)
         self.area = 0
-        self.open: dict[Move, int] = {}  # moves that one end alone has posted so far: +1 sent, -1 received
+        self.open: dict[Move, int] = {}  # +1: sent and not yet received; -1: the opposite
         self.onwards: dict[tuple[int, int], int] = {}  # (owner, rank) -> where that rank sends its gradients
 
     def walk(self, rank: int) -> None:
-        """One rank's steps, in order: a block is used only while it is there."""
+        """Walk one rank's steps, in order; a block may be used only while it is there."""
         held = {rank}
         parts: dict[tuple[int, int], list[BlockTiles]] = defaultdict(list)  # pairs that are computed in parts
         for step in self.pass_plan.steps_of(rank):
@@ -125,7 +125,7 @@ class _Checker:
                 self.open[move] = balance
 
     def finish(self) -> list[str]:
-        """What only all ranks together show."""
+        """Check what only all ranks together show; returns everything that is wrong."""
         if twice := [pair for pair, count in self.computed.items() if count > 1]:
             self.wrong.append(f"block pairs computed more than once: {twice[:4]}")
         if self.area != (expected := self._expected()):
@@ -137,7 +137,7 @@ class _Checker:
         return self.wrong
 
     def _expected(self) -> int:
-        """The pairs that the walked ranks have to compute: those of their side that stays, against all of the other."""
+        """How many pairs the walked ranks must compute: their blocks of the side that stays, against all others."""
         p = self.pass_plan.problem
         if len(self.ranks) == p.ranks:
             return p.area

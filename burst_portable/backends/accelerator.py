@@ -20,7 +20,7 @@ TORCH = "2.11"
 
 
 class AcceleratorBackend(ABC):
-    """See `backends.base.Backend`. A vendor says what is missing here, what its devices are, and has its kernels."""
+    """See `backends.base.Backend`. A vendor says what is missing, describes its devices, and makes its kernels."""
 
     name: str
     capabilities: Capabilities
@@ -30,11 +30,11 @@ class AcceleratorBackend(ABC):
 
     @abstractmethod
     def missing(self) -> str:
-        """Why it cannot run on this machine; after a semicolon, what to do about it. "" if it can. Does not raise."""
+        """Why it cannot run on this machine and, after a semicolon, what to do; "" if it can. Does not raise."""
 
     @abstractmethod
     def make_kernels(self) -> Iterable[Kernel]:
-        """Its kernels, the preferred first; called once."""
+        """Its kernels, in order of preference; called once."""
 
     @abstractmethod
     def describe(self, properties: Any) -> Facts:
@@ -56,7 +56,7 @@ class AcceleratorBackend(ABC):
         return TorchDistTransport(group, self.capabilities.process_group, batched=True, deadline=deadline)
 
     def why_none(self, missing: str, look_at: str) -> str:
-        """The reason where torch sees no device, with what it says when it starts the driver: absent, too old ..."""
+        """The reason if torch sees no device, with what torch says when it starts the driver: absent, too old ..."""
         try:
             torch.get_device_module(self.capabilities.device_type).init()
             said = "a driver that starts and shows no device"

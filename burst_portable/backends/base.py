@@ -1,6 +1,6 @@
 """What a backend is: one vendor's device, kernels and transports, and the capabilities that others ask for.
 
-Nothing outside a vendor's folder asks for a vendor's name; it asks a capability.
+Code outside a vendor's folder never asks for a vendor's name; it asks for a capability.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Capabilities:
         device_type: the torch device type of its tensors.
         process_group: the process-group backend that moves them.
         streams: whether work is asynchronous and ordered by streams.
-        rates: what plans are predicted with where nothing was measured.
-        direct_transport: the name of a transport of its own for plans whose messages go straight to where they are
-            used (`Plan.direct`); empty where there is none.
+        rates: rates for predictions if nothing was measured.
+        direct_transport: the name of its own transport for plans whose messages go straight to where they are used
+            (`Plan.direct`); empty if it has none.
     """
 
     device_type: str
@@ -42,7 +42,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether a backend can run on this machine; the reason if not; what was found if it can."""
+    """Whether a backend can run on this machine; if not, the reason; if so, what was found."""
 
     ok: bool
     reason: str = ""
@@ -51,15 +51,15 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The most that a device can do: the roofline that a profile is held against. What is not known is None.
+    """The most that a device can do: the roofline with which profiles are compared. What is not known is None.
 
     Attributes:
         device: its name.
-        dtype: which `flops` are told for, as torch calls it without "torch.".
-        flops: dense matrix FLOP/s in that dtype, summed in float32 at least.
+        dtype: the dtype of `flops`, as torch calls it without "torch.".
+        flops: dense matrix FLOP/s in that dtype, accumulated at least in float32.
         bandwidth: bytes/s of its memory, reads and writes together.
-        source: who says so, for people; or why nothing is known.
-        measured: whether they were measured on this machine; else its vendor tells them.
+        source: where the numbers come from, in words; or why nothing is known.
+        measured: whether they were measured on this machine; else they are the vendor's.
     """
 
     device: str
@@ -71,23 +71,23 @@ class Peaks:
 
 
 class Meter(Protocol):
-    """The sensors of one device. A read takes the host less than a millisecond or two, and nothing of the device."""
+    """The sensors of one device. A read takes the host at most a millisecond or two, and the device no time."""
 
     def read(self) -> dict[str, float]:
-        """Those that it has: "watts", "megahertz" of what computes, "celsius", and "joules", counted since some moment
-        in the past."""
+        """The readings that it has: "watts", "megahertz" of the compute clock, "celsius", and "joules" since some
+        moment in the past."""
 
     def close(self) -> None:
         """It is read no more."""
 
 
 class LinkCounters(Protocol):
-    """What has crossed the links from one device to others of its kind, whoever sent it: the device counts it."""
+    """What has crossed the links from one device to others of its kind, as the device itself counts it."""
 
     def read(self) -> tuple[int, int]:
-        """Bytes that it has sent, and received, since some moment in the past: those of messages, and of all else that
-        is written or read over a link, without what the links' own protocol adds. Of work that is under way, some.
-        Raises `BackendUnavailableError` where it cannot be read any more."""
+        """(sent, received) bytes since some moment in the past: messages, and everything else that is written or read
+        over a link, without what the protocol of the links adds. Work under way may be counted in part. Raises
+        `BackendUnavailableError` if it can no longer be read."""
 
     def close(self) -> None:
         """It is read no more."""
@@ -97,14 +97,14 @@ class Tracer(Protocol):
     """A vendor's own tracer of all that this process runs, with `torch.profiler.record_function` as annotations."""
 
     def start(self) -> None:
-        """Begin to trace. Raises `UnsupportedError` where it cannot."""
+        """Begin to trace. Raises `UnsupportedError` if it cannot."""
 
     def stop(self) -> bytes:
-        """Trace no more; the tracer's own file. Raises `UnsupportedError` where there is none."""
+        """Stop tracing; returns the tracer's own file. Raises `UnsupportedError` if there is none."""
 
 
 class Backend(Protocol):
-    """One vendor. It may have more: see `Extras`."""
+    """One vendor. For optional methods see `Extras`."""
 
     @property
     def name(self) -> str:
@@ -112,63 +112,63 @@ class Backend(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What others may ask for."""
+        """What other code may ask about it."""
 
     def probe(self) -> Probe:
-        """Look at this machine. Does not raise for a vendor that is absent."""
+        """Look at this machine. Does not raise if the vendor's devices or packages are absent."""
 
     def kernels(self) -> tuple[Kernel, ...]:
-        """Providers of local attention, the preferred first."""
+        """Providers of local attention, in order of preference."""
 
     def transport(self, group: Any, deadline: float) -> Transport:
         """The transport of a torch process group (None: the default one)."""
 
 
 class Extras(Protocol):
-    """What a backend may have more; none of it has to be there. `registry` and `mesh` ask for it."""
+    """Optional methods of a backend, which `registry` and `mesh` look for."""
 
     def measured_rates(self, ranks: int, kernel: str) -> Rates | None:
-        """What plans for so many ranks are predicted with, where this kernel computes ("": not known yet); None where
-        nothing was measured on such a machine."""
+        """Rates that predict plans for this many ranks with this kernel ("": not known yet); None if nothing was
+        measured on such a machine."""
 
     def group_options(self, timeout: timedelta) -> Any:
-        """The `pg_options` of torch process groups of such a timeout with which messages go first (see
-        `comm.base.Transport.goes_first`); None where torch's own will do."""
+        """The `pg_options` of torch process groups with this timeout that let messages go first (see
+        `comm.base.Transport.goes_first`); None if torch's own will do."""
 
     def peaks(self, dtype: str) -> Peaks:
-        """What the current device can do at most, in matrix products of a dtype ("bfloat16")."""
+        """The most that the current device can do in matrix products of a dtype ("bfloat16")."""
 
     def meter(self, index: int) -> Meter:
-        """The sensors of a device, by torch's index. Raises `BackendUnavailableError` with the reason where they cannot
-        be read."""
+        """The sensors of a device, by torch's index. Raises `BackendUnavailableError` with the reason if they cannot be
+        read."""
 
     def link_counters(self, index: int) -> LinkCounters:
-        """What crossed the links of a device, by torch's index. Raises `BackendUnavailableError` with the reason where
-        that cannot be read."""
+        """The link counters of a device, by torch's index. Raises `BackendUnavailableError` with the reason if they
+        cannot be read."""
 
     def tracer(self) -> Tracer:
-        """For the deep level of profiles: the vendor's own, where torch.profiler does not see its devices."""
+        """For the deep level of profiles: the vendor's own tracer, if torch.profiler does not see its devices."""
 
     def kineto(self, events: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """The events of that tracer's file as Kineto tells them: annotations and operators of the host as they are,
-        what ran on a device as "kernel" or "gpu_memcpy", with a correlation that the launching call has as well. None
-        for a file that is of another tracer."""
+        """The events of that tracer's file as Kineto writes them: annotations and operators of the host as they are,
+        what ran on a device as "kernel" or "gpu_memcpy" with the same correlation as the launching call. None for the
+        file of another tracer."""
 
     def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
-        """The `direct_transport` of its capabilities, for the ranks of `other`, which moves what goes on between
-        passes. Collective. Raises `UnsupportedError`, on every rank alike, where these ranks cannot have it."""
+        """The `direct_transport` of its capabilities, for the ranks of `other`, which moves messages between passes.
+        Collective. Raises `UnsupportedError`, on every rank alike, if these ranks cannot have it."""
 
 
 def wrong_with(package: str, at_least: str, *, module: str | None = None, install: str | None = None) -> str:
-    """What is wrong with a vendor's package here, and what to do; "" where nothing is. For a `probe`.
+    """What is wrong with a vendor's package here, and what to do; "" if nothing is. For a `probe`.
 
-    Absent, too old and broken are told in three different ways.
+    Absent, too old and broken packages have different messages.
 
     Args:
         package: the distribution, as pip calls it.
         at_least: the first version that will do, such as "2.13".
-        module: imported to see whether it can be; nothing is imported unless given.
-        install: what to do; ``pip install`` it unless given.
+        module: imported to see whether that works; nothing is imported unless given.
+        install: what to do; ``pip install`` unless given.
     """
     step = install or f"pip install '{package}>={at_least}'"
     try:
@@ -183,7 +183,7 @@ def wrong_with(package: str, at_least: str, *, module: str | None = None, instal
 def require(package: str, at_least: str, install: str | None = None) -> None:
     """For the top of a vendor's module: refuse to go on without a package, or with one that is too old.
 
-    Raises `BackendUnavailableError`, with another message for each of the two; see `wrong_with`.
+    Raises `BackendUnavailableError` with the message of `wrong_with`.
     """
     if reason := wrong_with(package, at_least, install=install):
         raise BackendUnavailableError(reason)
@@ -192,7 +192,7 @@ def require(package: str, at_least: str, install: str | None = None) -> None:
 def _import_error(package: str, found: str, module: str) -> str:
     try:
         import_module(module)
-    # Bindings of a library that is missing raise anything at all; the user must hear which package it was.
+    # Bindings of a missing library may raise anything; the user must hear which package it was.
     except Exception as error:  # noqa: BLE001
         return explain(
             f"the package {package} {found} is broken: it fails to import",
@@ -203,5 +203,5 @@ def _import_error(package: str, found: str, module: str) -> str:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Of a version: 2.13.0+rocm7.1 -> (2, 13, 0)."""
+    """The numbers of a version: 2.13.0+rocm7.1 -> (2, 13, 0)."""
     return tuple(int(n) for n in re.findall(r"\d+", text.partition("+")[0]))

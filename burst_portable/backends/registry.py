@@ -1,7 +1,7 @@
 """Backends by name, from entry points: in this tree or in somebody else's package.
 
-Nothing is imported before it is asked for. The backends of this tree are listed here as well, so that they are
-found when it runs from a checkout that was not installed.
+Nothing is imported before it is needed. The backends of this tree are also listed here, so that they are found in a
+checkout that is not installed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:  # what is known can be listed, in a help text for one, withou
     from burst_portable.kernels.contract import Kernel, KernelProblem
 
 GROUP = "burst_portable.backends"
-_PARTS = ("name", "capabilities", "probe", "kernels")  # without a transport, one rank can still be served
+_PARTS = ("name", "capabilities", "probe", "kernels")  # without a transport, it can still serve one rank
 _OURS = {name: f"burst_portable.backends.{name}:backend" for name in ("cpu", "cuda", "rocm", "ascend")}
 
 
 def known() -> dict[str, str]:
-    """Every backend's name, and where it comes from (``module:attribute``). No package can take the names of ours."""
+    """Every backend's name, and where it comes from (``module:attribute``). No package can take our names."""
     return {name: homes[0] for name, homes in _registered().items()}
 
 
 def passed_over() -> list[str]:
-    """What is wrong with packages that registered a name of ours: they are never used."""
+    """What is wrong with packages that registered one of our names: they are never used."""
     return [
         explain(
             f"the backend {name!r} (from {home}) is not used",
@@ -45,7 +45,7 @@ def passed_over() -> list[str]:
 
 
 def _registered() -> dict[str, list[str]]:
-    """Every name, and all that were registered under it; ours first."""
+    """Every name, and everything that is registered under it; ours first."""
     homes = {name: [home] for name, home in _OURS.items()}
     for point in entry_points(group=GROUP):
         found = homes.setdefault(point.name, [])
@@ -58,8 +58,8 @@ def _registered() -> dict[str, list[str]]:
 def load(name: str) -> Backend:
     """The backend of that name.
 
-    Raises `UnknownNameError` for a name that is none, `BackendUnavailableError` for one that cannot be
-    imported: a package is absent, too old, or broken.
+    Raises `UnknownNameError` for an unknown name, `BackendUnavailableError` for a backend that cannot be imported: a
+    package is absent, too old, or broken.
     """
     table = _registered()
     if name not in table:
@@ -72,12 +72,12 @@ def load(name: str) -> Backend:
 
 
 def _imported(name: str, home: str) -> Backend:
-    """Import it; what can be wrong with somebody else's package gets a message each."""
+    """Import it; each thing that can be wrong with somebody else's package has a message of its own."""
     module, _, attribute = home.partition(":")
     what = f"the backend {name!r} (from {home})"
     try:
         backend: Backend = getattr(import_module(module), attribute)
-    except BackendUnavailableError as error:  # it looked, and says itself what is absent or too old
+    except BackendUnavailableError as error:  # it says itself what is absent or too old
         raise BackendUnavailableError(f"{what} cannot be used: {error}") from error
     except ModuleNotFoundError as error:
         missing = error.name or "a module"
@@ -85,7 +85,7 @@ def _imported(name: str, home: str) -> Backend:
         raise BackendUnavailableError(
             explain(f"{what} needs {missing}, which is absent", got=error, next_step=next_step)
         ) from error
-    # Whatever a vendor's module does when it is imported, the user must hear which one it was.
+    # A vendor's module may do anything on import; the user must hear which one it was.
     except (Exception, SystemExit) as error:
         next_step = f"`python -c 'import {module}'` shows where; reinstall that package, or remove it"
         raise BackendUnavailableError(
@@ -103,7 +103,7 @@ def _imported(name: str, home: str) -> Backend:
 
 
 def _misshapen(backend: Backend, name: str) -> str:
-    """What is there and is something else than it must be; empty for a backend. Nothing of it is called."""
+    """What is wrong with the types of its parts; "" for a proper backend. Nothing of it is called."""
     from burst_portable.backends.base import Capabilities, Rates
 
     if isinstance(backend, type):
@@ -121,12 +121,12 @@ def _misshapen(backend: Backend, name: str) -> str:
 
 
 def probed(backend: Backend) -> Probe:
-    """What its probe says of this machine; a probe that does not do what it must says no, with what is wrong."""
+    """What its probe says about this machine; for a probe that breaks its contract, no, and what is wrong."""
     from burst_portable.backends.base import Probe
 
     try:
         probe = backend.probe()
-    # It must not raise. One that does is in nobody's way but that of who names it.
+    # It must not raise. One that does only hinders whoever names this backend.
     except Exception as error:  # noqa: BLE001
         return Probe(False, f"it is broken: its probe raised {in_a_line(error)}")
     if not isinstance(probe, Probe):
@@ -135,10 +135,10 @@ def probed(backend: Backend) -> Probe:
 
 
 def refusal(name: str, device_type: str | None = None) -> str:
-    """Why that backend cannot serve here, or not tensors of a device type; empty where it can."""
+    """Why that backend cannot serve here, or cannot serve tensors of a device type; "" if it can."""
     try:
         backend = load(name)
-    except BackendUnavailableError as error:  # not named but looked at: a reason, like a probe's
+    except BackendUnavailableError as error:  # it was not named, only looked at: a reason, like a probe's
         return str(error)
     own = backend.capabilities.device_type
     if device_type not in (None, own):
@@ -150,7 +150,7 @@ def refusal(name: str, device_type: str | None = None) -> str:
 def runnable(name: str) -> Backend:
     """The backend that a user named.
 
-    Raises `UnknownNameError`, or `BackendUnavailableError` where it cannot run, with those that can.
+    Raises `UnknownNameError`, or `BackendUnavailableError` if it cannot run, listing those that can.
     """
     backend = load(name)
     if reason := refusal(name):
@@ -163,9 +163,9 @@ def runnable(name: str) -> Backend:
 
 @lru_cache(maxsize=32)
 def for_device(device_type: str, named: str = "auto") -> Backend:
-    """The backend whose tensors these are: the one named, or the first that can run here.
+    """The backend for tensors of a device type: the one named, or the first that can run here.
 
-    Raises `UnsupportedError` when there is none, or when the named one takes other tensors; and as `runnable`.
+    Raises `UnsupportedError` if there is none, or if the named one takes other tensors; and as `runnable`.
     """
     if named == "auto":
         return _first_for(device_type)
@@ -208,15 +208,15 @@ def rates_of(
     *,
     goes_first: bool = False,
 ) -> Rates:
-    """What plans for so many ranks are predicted with: measured on machines like this one, else the backend's guess.
+    """The rates that predict plans for this many ranks: measured on machines like this one, else the backend's guess.
 
     Args:
-        kernel: what will compute, where that is known.
-        file: of rates that were measured here, which then count alone; see `measured_rates`.
-        dtype, head_dim: of the call, where known: the file's rates say where they are of another.
-        goes_first: whether messages do: see `comm.base.Transport`.
+        kernel: the kernel that will compute, if known.
+        file: a file of rates that were measured here, which then count alone; see `measured_rates`.
+        dtype, head_dim: of the call, if known: the source of a file's rates says if they were measured with others.
+        goes_first: whether messages go first: see `comm.base.Transport`.
 
-    Raises `InputError` for a file that is none.
+    Raises `InputError` for a file that cannot be used.
     """
     from burst_portable.kernels.contract import how_it_merges
 
@@ -233,14 +233,14 @@ def rates_of(
 
 def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:
     """What `init_process_group` and `new_group` take besides a backend: the timeout, and options with which messages go
-    first where that can be had.
+    first, if there are such options.
 
-    Raises `BackendUnavailableError` where the backend fails to make them.
+    Raises `BackendUnavailableError` if the backend fails to make them.
     """
     make = getattr(backend, "group_options", None)
     try:
         options = make(timeout) if make else None
-    # Anything at all, and it must not be taken for an error of the group, which ranks that are absent cause as well.
+    # Caught here, so that it is not taken for an error of the group, which absent ranks also cause.
     except Exception as error:
         what = f"the backend {backend.name!r} is broken: it fails to make options of a process group"
         next_step = "upgrade or mend it: group_options(timeout) gives torch's pg_options, or None"
@@ -249,12 +249,12 @@ def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:
 
 
 def may_go_first(backend: Backend) -> bool:
-    """Whether messages go first over groups that are made with its options."""
+    """Whether messages go first in groups that are made with its options."""
     return "pg_options" in group_options_of(backend, timedelta(seconds=1))
 
 
 def peaks_of(backend: Backend, dtype: str) -> Peaks:
-    """What the current device can do at most in a dtype ("bfloat16"); a backend that tells nothing is unknown."""
+    """The most that the current device can do in a dtype ("bfloat16"); unknown if the backend does not say."""
     from burst_portable.backends.base import Peaks
 
     told = getattr(backend, "peaks", None)
@@ -262,18 +262,18 @@ def peaks_of(backend: Backend, dtype: str) -> Peaks:
 
 
 def meter_of(backend: Backend, index: int) -> Meter | str:
-    """The sensors of a device; or the reason why they cannot be read."""
+    """The sensors of a device, or why they cannot be read."""
     return cast("Meter | str", _reader(backend, "meter", index, "reads no sensors"))
 
 
 def link_counters_of(backend: Backend, index: int) -> LinkCounters | str:
-    """What crossed the links of a device; or the reason why that cannot be read."""
+    """Counters of what crossed the links of a device, or why they cannot be read."""
     what = "does not count what crosses links between devices"
     return cast("LinkCounters | str", _reader(backend, "link_counters", index, what))
 
 
 def _reader(backend: Backend, name: str, index: int, without: str) -> object:
-    """What a backend may have for reading a device, by the name of its method; or why not."""
+    """An optional reader of a backend, by the name of the method that makes it; or why there is none."""
     make = getattr(backend, name, None)
     if make is None:
         return f"the backend {backend.name!r} {without}"
@@ -284,18 +284,18 @@ def _reader(backend: Backend, name: str, index: int, without: str) -> object:
 
 
 def tracer_of(backend: Backend) -> Tracer | None:
-    """The vendor's own tracer; None where torch.profiler sees its devices."""
+    """The vendor's own tracer; None if torch.profiler sees its devices."""
     make = getattr(backend, "tracer", None)
     return make() if make else None
 
 
 def as_kineto(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A trace's events in Kineto's words: those of the backend whose tracer wrote them, else as they are."""
+    """A trace's events as Kineto would have written them, converted by the backend whose tracer wrote them."""
     for name in known():
         try:
             told = getattr(load(name), "kineto", None)
         except BackendUnavailableError:
-            continue  # it cannot have written a trace that is read here; doctor says what is wrong with it
+            continue  # doctor says what is wrong with it
         if told and (found := told(events)) is not None:
             return cast("list[dict[str, Any]]", found)
     return events

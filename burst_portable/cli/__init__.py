@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(arguments: list[str]) -> int:
-    """Runs it with an output that may take few characters, be closed, or full."""
+    """Runs it with an output that may have a poor encoding, be closed, or be full."""
     from burst_portable.cli.output import silence, tolerate_encodings
 
     tolerate_encodings()
@@ -91,7 +91,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _with_value(message: str, error: Exception, arguments: list[str]) -> str:
-    """What was typed for an option, behind what is wrong with it: some releases of typer leave it out."""
+    """The message with what was typed for the option, which some releases of typer leave out."""
     names = getattr(getattr(error, "param", None), "opts", ())
     pairs = zip(arguments, [*arguments[1:], ""], strict=True)
     typed = [value for name, value in pairs if name in names and value and not value.startswith("--")]

@@ -42,7 +42,7 @@ def command_line(arguments: list[str]) -> Any:
 
 
 def with_json_value(arguments: list[str]) -> list[str]:
-    """`--json` with the value that it may go without: - for standard output. Commands that read files take none."""
+    """The arguments, with - (standard output) after a `--json` without a value. Commands that read files take none."""
     readers = _asked(arguments) in _READERS
     made: list[str] = []
     for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):

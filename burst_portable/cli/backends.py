@@ -10,7 +10,7 @@ from burst_portable.errors import BackendUnavailableError, explain, unknown_name
 
 
 def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
-    """The backend of that name, or for "auto" an accelerator with a device per rank, else what needs none; and why.
+    """The backend of this name, or for "auto" an accelerator with a device per rank, else one that needs none; and why.
 
     Raises `UnknownNameError`, or `BackendUnavailableError` with the reason.
     """
@@ -43,7 +43,7 @@ def _briefly(name: str, reason: str) -> str:
 
 
 def _missing(backend: Backend, ranks: int) -> str | None:
-    """Why a backend cannot run so many ranks on this machine, or None."""
+    """Why a backend cannot run this many ranks on this machine, or None."""
     probe = probed(backend)
     if not probe.ok:
         return probe.reason

@@ -48,7 +48,7 @@ def doctor(json_name: Annotated[str | None, typer.Option("--json", metavar="[FIL
 
 
 def examine() -> Facts:
-    """Everything that is told, as plain data."""
+    """Everything that is shown, as plain data."""
     settings, backends = from_environment(), _backends()
     return {
         "schema": SCHEMA,

@@ -58,7 +58,7 @@ def table(*columns: str, left: Iterable[str] = (), title: str | None = None) -> 
 
 
 def labelled(label: str, text: str | Text, *, style: str = "") -> Table:
-    """A word in a narrow column, and what is told of it beside, however many lines it takes."""
+    """A word in a narrow column, and beside it the text about it, in as many lines as it takes."""
     made = Table.grid(padding=(0, 1, 0, 0))
     made.add_column(width=max(_LABEL, len(label)), no_wrap=True)
     made.add_column(style=style)
@@ -195,7 +195,7 @@ def check_folder(path: Path, option: str) -> None:
 
 
 def tolerate_encodings() -> None:
-    """What a terminal's encoding lacks is shown as something near, or as a question mark."""
+    """Show characters that a terminal's encoding lacks as similar ones, or as question marks."""
     codecs.register_error("burst_portable.plain", _plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

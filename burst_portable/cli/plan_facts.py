@@ -41,10 +41,10 @@ from burst_portable.verify import verify
 
 SCHEMA = "burst_portable.plan/1"
 ALL_RANKS = 64
-"""Up to so many ranks are costed one by one; above, a sample: every rank's cost is that of ranks² blocks."""
+"""Up to this many ranks are costed one by one, of more a sample: all would cost ranks² blocks."""
 
 CHECKED_RANKS = 128
-"""Up to so many ranks are checked one by one; above, a sample that takes as long."""
+"""Up to this many ranks are checked one by one, of more a sample that takes as long."""
 _NEIGHBOURS = 4
 
 Facts = dict[str, Any]

@@ -47,7 +47,7 @@ MASKS = {
 
 @lru_cache(maxsize=256)
 def mask_of(name: str, length: int) -> Mask:
-    """The mask of that name for a sequence of another length: what ends with the sequence still does."""
+    """The mask of this name for a sequence of another length: what ends with the sequence still does."""
     mask = MASKS[name]
     if length == LENGTH:
         return mask
@@ -156,7 +156,7 @@ class Case:
 
     @property
     def factor(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of the scores."""
         return self.sizes[2] ** -0.5 if self.scale is None else self.scale
 
     def make_mask(self) -> Mask:

@@ -99,7 +99,7 @@ def gathered(transport: Transport, device: torch.device) -> str:
 
 
 def laps(transport: Transport, device: torch.device) -> str:
-    """What came is sent on while the next comes, often: nothing is overwritten that is still in use."""
+    """What arrived is sent on while the next arrives, repeatedly: nothing that is still in use is overwritten."""
     rank, size = transport.rank, transport.size
     for lap in range(6):
         held = _bytes(1025, 50 * lap + rank, device)
@@ -128,7 +128,7 @@ def apart(transport: Transport, device: torch.device) -> str:
 
 
 def unchanged(transport: Transport, device: torch.device) -> str:
-    """What is sent stays what it was."""
+    """What is sent does not change."""
     rank, size = transport.rank, transport.size
     out = _bytes(2000, rank, device)
     before, came = out.clone(), _empty(transport, 2000, device)
@@ -154,7 +154,7 @@ def written_just_before(transport: Transport, device: torch.device) -> str:
 
 
 def sent(transport: Transport, device: torch.device) -> str:
-    """What is sent may be written over once its handle has been waited for, however late the other end is."""
+    """What is sent may be overwritten once its handle has been waited for, however late the other end is."""
     count = 1 << 24  # more than a link takes before anybody receives: the rest is still in the sender's memory
     if transport.rank == 0:
         out = torch.full((count,), 1, dtype=torch.uint8, device=device)

@@ -89,7 +89,7 @@ class Maker:
 
 
 def result_of(subject: Subject, trial: Trial, outcome: Outcome, seconds: float, least: Case | None = None) -> Result:
-    """What a report says of it."""
+    """The report's result for an outcome."""
     text = trial.text
     if least is not None:
         text = f"{trial.check}:{trial.kernel}:{least.spec()}" if trial.kernel else f"{trial.check}:{least.spec()}"

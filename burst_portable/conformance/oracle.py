@@ -26,7 +26,7 @@ class Answer:
     dsinks: Tensor | None = None
 
     def quantities(self) -> dict[str, Tensor]:
-        """By name, those that there are."""
+        """The quantities by name, without those that are None."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def differs(self, other: Answer) -> str:

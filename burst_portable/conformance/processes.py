@@ -52,7 +52,7 @@ def devices(backend: Backend) -> int | None:
 
 
 def exchange(subject: Subject, ranks: int) -> str:
-    """Every job of `exchanges` on so many processes; what was wrong."""
+    """Run every job of `exchanges` on this many processes; returns what was wrong."""
     said: list[dict[str, str]] = _spawn(subject, ranks, _JOBS)
     return "; ".join(f"rank {r}, {job}: {wrong}" for r, told in enumerate(said) for job, wrong in told.items() if wrong)
 
@@ -76,7 +76,7 @@ def unpacked(subject: Subject) -> Subject:
 
 @contextmanager
 def deaf_to_interrupts() -> Iterator[None]:
-    """What starts inside does not hear Ctrl-C, which reaches all processes of a terminal: the first ends the others."""
+    """Processes started inside ignore Ctrl-C, which reaches all processes of a terminal; the first ends the others."""
     resource_tracker.ensure_running()  # multiprocessing's own process: starting it would end what is asked for here
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -27,7 +27,7 @@ from burst_portable.conformance.trial import Trial
 
 
 class TrialOf:
-    """What a test is handed: call it to make the trial. Fails or skips the test that calls it."""
+    """What a test receives: calling it makes the trial, and fails or skips the test."""
 
     def __init__(self, subject: Subject, trial: Trial) -> None:
         self.subject, self.trial = subject, trial

@@ -1,4 +1,4 @@
-"""What came of an examination: as data, JSON, JUnit XML and Markdown. See docs/conformance.md for the fields."""
+"""The result of an examination: as data, JSON, JUnit XML and Markdown. See docs/conformance.md for the fields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIERS = {
 
 @dataclass(frozen=True)
 class Result:
-    """Of one trial.
+    """The result of one trial.
 
     Attributes:
         check, name: the group, and the trial in it.
@@ -49,7 +49,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Line:
-    """A group of checks, summed up. `closest` is the largest error as a part of what was allowed, with its quantity."""
+    """A group of checks, summed up. `closest`: the largest error as a share of what was allowed, and its quantity."""
 
     check: str
     passed: int
@@ -61,7 +61,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """Of a backend. `ok` says whether it may be trusted, as far as was tried."""
+    """A report on a backend. `ok` says whether it may be trusted, as far as it was tried."""
 
     backend: str
     tier: str
@@ -198,7 +198,7 @@ def _line(check: str, results: list[Result]) -> Line:
 
 
 def _lean(result: Result) -> dict[str, Any]:
-    """Without what is empty, and with numbers of three digits. JSON has no infinity and no NaN: they are text."""
+    """The result without empty fields, numbers with three digits. JSON has no infinity and no NaN: they become text."""
     facts = {k: v for k, v in asdict(result).items() if v not in ("", {})}
     facts["errors"] = {name: [_short(error), _short(allowed)] for name, (error, allowed) in result.errors.items()}
     return facts if result.errors else {k: v for k, v in facts.items() if k != "errors"}
@@ -224,7 +224,7 @@ def _junit_case(suite: ElementTree.Element, backend: str, result: Result) -> Non
 
 
 def _for_xml(text: str) -> str:
-    """XML has no characters for most of what controls a terminal, and messages of vendors hold colours."""
+    """The text as XML allows it: without control characters, which vendors' messages use for colours."""
     return "".join(c if c in "\t\n" or c.isprintable() else "?" for c in text)
 
 

@@ -30,7 +30,7 @@ from burst_portable.runtime import PlainRuntime, Runtime, installed
 
 
 class _Context:
-    """What torch hands to an autograd function, as far as ours uses it."""
+    """What torch passes to an autograd function, as far as ours uses it."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
     call: Any = None
@@ -76,7 +76,7 @@ def plan_of(case: Case) -> Plan:
 
 
 def kernel_problem(case: Case, device: str, plan: Plan | None = None) -> KernelProblem:
-    """What a kernel is asked: with the heads of one rank, where a plan shares them out."""
+    """The problem that a kernel is asked about: with the heads of one rank if the plan divides heads."""
     heads, kv_heads, head_dim, value_dim = case.sizes
     if plan is not None:
         heads, kv_heads = plan.forward.problem.heads, plan.forward.problem.kv_heads
@@ -95,7 +95,7 @@ def kernel_problem(case: Case, device: str, plan: Plan | None = None) -> KernelP
 
 
 def serves(kernel: Kernel, case: Case, device: str) -> bool:
-    """Whether it claims a case. One that cannot even be asked is tried with it, and fails with what it raised."""
+    """Whether it claims a case. A kernel that raises when asked is tried with the case, and fails with that error."""
     try:
         return bool(kernel.supports(kernel_problem(case, device)).ok)
     # Trials are listed before the first is made, and what is raised then would end them all.

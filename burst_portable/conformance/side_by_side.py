@@ -1,6 +1,6 @@
 """Trials in several processes at once: on a GPU nearly all of their time is compiling, which needs cores.
 
-Each process lists the same trials and is told their numbers. One that dies, or never comes to an end, fails its trial,
+Each process lists the same trials and is given their numbers. One that dies, or never finishes, fails its trial,
 which is named, and another takes its place; so does one whose trial failed, for what a device keeps of an error
 (CUDA's, say) is of its process.
 """
@@ -35,7 +35,7 @@ def side_by_side(
     *,
     shrink: bool,
 ) -> Generator[Made]:
-    """What came of each trial, in their order; `only` and `cases` list the same trials in the other processes."""
+    """The result of each trial, in order; `only` and `cases` list the same trials in the other processes."""
     workers = [_Worker(subject, only, cases, shrink) for _ in range(min(processes, len(trials)))]
     idle: SimpleQueue[_Worker] = SimpleQueue()
     for worker in workers:
@@ -68,7 +68,7 @@ class _Worker:
         self._process: multiprocessing.process.BaseProcess | None = None
 
     def make(self, number: int, trial: Trial) -> Made:
-        """Ask for one trial and wait for what came of it."""
+        """Ask for one trial and wait for its result."""
         if self._process is None:
             self._start()
         try:
@@ -81,12 +81,12 @@ class _Worker:
         return made
 
     def give_up(self) -> None:
-        """Nobody waits for what it is doing."""
+        """Kill the process: nobody waits for it."""
         if self._process is not None:
             self._process.kill()
 
     def end(self) -> None:
-        """It ends by itself when nobody asks any more, and is ended where it does not."""
+        """Let the process end by itself, as it does when nobody asks any more; kill it if it does not."""
         if self._process is not None:
             self._pipe.close()
             self._process.join(_LAST_WORDS)
@@ -115,7 +115,7 @@ class _Worker:
 
 
 def _serve(pipe: Connection, subject: Subject, only: Sequence[str], cases: Sequence[str], shrink: bool) -> None:
-    """One process: numbers in, what came of those trials out, until nobody asks any more."""
+    """One process: receives numbers of trials and sends their results, until nobody asks any more."""
     subject = unpacked(subject)
     with examining():
         trials, maker = listed(subject, only, cases), Maker(subject, shrink)

@@ -60,5 +60,5 @@ class Subject:
         return choose_kernel(self.backend, problem, self.kernel)[0]
 
     def threads(self, ranks: int, work: Callable[[Transport], T]) -> list[T]:
-        """`work(transport)` on so many threads; the results in rank order."""
+        """Run `work(transport)` on this many threads; returns the results in rank order."""
         return run_threads(ranks, lambda transport: work(self.wrap(transport)), deadline=self.deadline)

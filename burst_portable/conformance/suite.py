@@ -1,4 +1,4 @@
-"""`check_backend`: everything that a backend must fulfil, tried, with a report."""
+"""`check_backend`: try everything that a backend must fulfil, and report on it."""
 
 from __future__ import annotations
 

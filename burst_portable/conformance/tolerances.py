@@ -41,7 +41,7 @@ def relative_error(x: Tensor, reference: Tensor) -> float:
 
 
 def rounding_of_lse(exact: Answer, dtype: torch.dtype) -> float:
-    """What rounding the largest LSE costs, relatively: gradients recompute every weight as exp(score - LSE).
+    """The relative error from rounding the largest LSE: gradients recompute every weight as exp(score - LSE).
 
     That is what makes attention fit (FlashAttention-2, section 3.1.2), and its price where scores are large: an LSE
     of 100 is rounded by 4e-6, and every weight of its row with it. Plain attention keeps its weights and pays nothing.

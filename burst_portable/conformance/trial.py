@@ -21,7 +21,7 @@ Errors = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one attempt: the numbers, and what is wrong besides them; or why it was not made."""
+    """The outcome of one attempt: its errors, and what else is wrong; or why it was not made."""
 
     errors: Errors = field(default_factory=dict)
     wrong: str = ""
@@ -87,7 +87,7 @@ class Check:
 
 
 def raised(error: BaseException) -> str:
-    """What a backend raised, in one line, and where in its own code: not in this suite or in torch."""
+    """What a backend raised, in one line, and where in its own code (not in this suite or torch)."""
     text = in_a_line(error)
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]

@@ -33,14 +33,14 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How an attention is computed, besides its tensors and its mask.
+    """How an attention is computed, apart from its tensors and its mask.
 
     Attributes:
         scale, softcap: as `api.attention` takes them.
-        deterministic: whether gradients must be the same bits every time.
-        makes_way: whether kernels that move messages may wait for room on the device meanwhile, so that a kernel whose
-            programs stay until all is done had better let them end sooner (`comm.base.Transport.goes_first`). No
-            number changes.
+        deterministic: whether gradients must be bit-identical every time.
+        makes_way: whether kernels that move messages may be waiting for room on the device, so that a kernel whose
+            programs stay until all work is done should end them sooner (`comm.base.Transport.goes_first`). No number
+            changes.
     """
 
     scale: float
@@ -50,13 +50,13 @@ class Options:
 
     @property
     def positive_scale(self) -> bool:
-        """Whether the scale is positive, and still is in the float32 that kernels compute in."""
+        """Whether the scale is positive, also in the float32 in which kernels compute."""
         return self.scale >= torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
 class KernelProblem:
-    """What a kernel must know to say whether it can serve a call."""
+    """What a kernel needs to know to say whether it can serve a call."""
 
     dtype: torch.dtype
     device: str
@@ -70,7 +70,7 @@ class KernelProblem:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, options: Options, device: str) -> KernelProblem:
-        """That of a call with such tensors, on a device of this type."""
+        """The problem of a call with these tensors, on a device of this type."""
         return cls(
             q.dtype,
             device,
@@ -85,7 +85,7 @@ class KernelProblem:
 
 
 class Support(NamedTuple):
-    """Whether a kernel serves a problem, and the reason if it does not."""
+    """Whether a kernel serves a problem, and if not, why."""
 
     ok: bool
     reason: str = ""
@@ -94,26 +94,26 @@ class Support(NamedTuple):
 class Kernel(Protocol):
     """One provider of local attention.
 
-    It may have further methods and attributes, which save time and change no result. Each is read only by the
-    function that is named behind it:
+    It may have more methods and attributes, which save time and change no result. Each is read only by the function in
+    parentheses:
 
     - `row_delta`: `numerics.row_delta`, but faster (`row_delta_of`);
     - `attend_whole` and `gradients`: for attention that one call computes as a whole (`kernels.whole`);
-    - `in_pieces`: true where it cuts tiles into pieces, calls an operator on each and merges their results. `auto`
-      prices that, and rows of several ranks are put in order first, so that pieces are few (`takes_pieces`);
-    - `merged_once`: true where each of these merges is one pass over memory (`merges_once`);
-    - `obeys_windows`: true where its operator computes a causal window over a whole square in one call, and is known
-      to compute it right (`takes_windows`);
-    - `rounding`: the relative size by which it rounds what it multiplies, where tensors' dtypes hold more: 2**-10 with
-      TF32. The conformance suite allows for it (`rounding_of`).
+    - `in_pieces`: true if it cuts tiles into pieces, calls an operator on each and merges their results. `auto`
+      prices that, and rows of several ranks are put in order first, so that there are few pieces (`takes_pieces`);
+    - `merged_once`: true if each of these merges is one pass over memory (`merges_once`);
+    - `obeys_windows`: true if its operator computes a causal window over a whole square in one call, and is known to
+      do so correctly (`takes_windows`);
+    - `rounding`: the relative error to which it rounds factors that have a wider dtype: 2**-10 with TF32. The
+      conformance suite allows for it (`rounding_of`).
     """
 
     @property
     def name(self) -> str:
-        """The registry key, the command-line value, the label in traces."""
+        """Registry key, command-line value, and label in traces."""
 
     def supports(self, problem: KernelProblem) -> Support:
-        """Whether it serves this problem; it does not raise."""
+        """Whether it serves this problem. Does not raise."""
 
     def attend(
         self,
@@ -129,7 +129,7 @@ class Kernel(Protocol):
 
         Without `state`: a new (out, lse); rows outside every tile are 0 and -inf.
         With `state`, one that this kernel returned before: merges into it, in place where it can, and returns it.
-        Its dtypes are the accumulation dtype or wider: `numerics.finished` brings it there.
+        Its dtypes are the accumulation dtype or wider; see `numerics.finished`.
         """
 
     def attend_backward(
@@ -153,12 +153,12 @@ class Kernel(Protocol):
 
 
 def takes_pieces(kernel: Kernel | None) -> bool:
-    """Whether it calls an operator on pieces: its `in_pieces`; False without one."""
+    """Whether it calls an operator on pieces: its `in_pieces`, or False."""
     return bool(getattr(kernel, "in_pieces", False))
 
 
 def merges_once(kernel: Kernel | None) -> bool:
-    """Whether it merges the results of pieces in one pass over memory: its `merged_once`; False without one."""
+    """Whether it merges the results of pieces in one pass over memory: its `merged_once`, or False."""
     return bool(getattr(kernel, "merged_once", False))
 
 
@@ -168,12 +168,12 @@ def how_it_merges(kernel: Kernel | None) -> dict[str, Any]:
 
 
 def takes_windows(kernel: Kernel) -> bool:
-    """Whether a causal window over a whole square is one call of its operator: its `obeys_windows`; False without."""
+    """Whether a causal window over a whole square is one call of its operator: its `obeys_windows`, or False."""
     return bool(getattr(kernel, "obeys_windows", False))
 
 
 def rounding_of(kernel: Kernel) -> float:
-    """By how much it rounds what it multiplies: its `rounding`; 0 without one."""
+    """By how much it rounds what it multiplies: its `rounding`, or 0."""
     return float(getattr(kernel, "rounding", 0.0))
 
 
@@ -184,7 +184,7 @@ def row_delta_of(kernel: Kernel) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def arrived(x: Tensor) -> Tensor:
-    """The tensor, once torch has brought it: an AsyncCollectiveTensor has no memory yet, and its address is 0."""
+    """The tensor, once it has arrived: an AsyncCollectiveTensor has no memory yet, and its address is 0."""
     return x.clone() if type(x).__name__ == "AsyncCollectiveTensor" else x
 
 

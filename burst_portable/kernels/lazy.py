@@ -1,6 +1,6 @@
 """A kernel whose code is imported when it is first needed.
 
-A package that is absent or too old is a reason to decline; one that is there and fails to import is an error.
+A package that is absent or too old is a reason to decline; one that is installed and fails to import is an error.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class LazyKernel:
     Args:
         name: the kernel's name.
         module, attribute: where its class is.
-        needs: a package without which it cannot run, as Python imports it.
-        at_least: the first version of it that will do, such as (3, 6).
-        install: what to do where it is absent or too old.
+        needs: the package that it needs, as Python imports it.
+        at_least: the first version of that package that will do, such as (3, 6).
+        install: what to do if the package is absent or too old.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LazyKernel:
         return rounding_of(self._real())
 
     def supports(self, problem: KernelProblem) -> Support:
-        """Raises `BackendUnavailableError` for a package that is broken: it is there, so somebody counts on it."""
+        """Raises `BackendUnavailableError` for a broken package: it is installed, so somebody counts on it."""
         if self._kernel is None:
             if find_spec(self._needs) is None:
                 return Support(False, explain(f"the package {self._needs} is not installed", next_step=self._install))
@@ -92,7 +92,7 @@ class LazyKernel:
                     what = f"the package {self._needs} is too old"
                     return Support(False, explain(what, got=found, allowed=allowed, next_step=self._install))
                 self._real()
-            # Whatever a vendor's package raises when it is imported, the user must hear which one it was.
+            # A vendor's package may raise anything on import; the user must hear which package it was.
             except Exception as error:
                 what = f"the package {self._needs} is broken: it fails to import"
                 next_step = "reinstall or remove it, or name another kernel"

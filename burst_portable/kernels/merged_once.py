@@ -1,4 +1,4 @@
-"""A kernel on pieces that merges their results in one pass over memory, where Triton makes code for the device."""
+"""A kernel on pieces that merges their results in one pass over memory, if Triton makes code for the device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 
 from burst_portable.kernels.pieces import TriangleKernel
+from burst_portable.kernels.steps import in_steps
 from burst_portable.numerics import State, merge_into
 
 
 class MergedOnceKernel(TriangleKernel):
-    """A `TriangleKernel` of an accelerator. Without Triton, torch's operators merge."""
+    """A `TriangleKernel` for an accelerator. Without Triton, torch's operators merge."""
+
+    def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Its operators load 16 bytes at once, whatever the strides."""
+        return in_steps(super().ready(x, dtype))
 
     @property
     def merged_once(self) -> bool:

@@ -1,7 +1,7 @@
 """Attention over tiles by an operator of a vendor or of torch that knows full boxes, and perhaps causal ones.
 
 `PiecewiseKernel` cuts every tile into pieces, calls the operator on each and merges. `triangles` cuts tiles so that
-what operators disagree about in silence never comes up: a causal piece is square, so that aligning it top-left or
+nothing comes up on which operators silently differ: a causal piece is square, so that aligning it top-left or
 bottom-right is the same; no row of a piece is empty, so that its LSE has no special value; and no window is asked
 for, which some builds of an operator accept and ignore (`causal_window` is for operators that are known to obey)::
 
@@ -29,7 +29,7 @@ from burst_portable.tiles import Tile, Tiles
 
 
 class Piece(Protocol):
-    """Where a piece of a tile lies in its block. What else a piece says is between a kernel and its operator."""
+    """Where a piece of a tile lies in its block. Anything else in it is between a kernel and its operator."""
 
     @property
     def rows(self) -> slice: ...
@@ -42,7 +42,7 @@ P = TypeVar("P", bound=Piece)
 
 
 def only_piece(pieces: Iterable[P], rows: int, columns: int) -> P | None:
-    """The only piece, if there is no other and it covers so many rows and columns; else None."""
+    """The only piece, if there is just one and it covers all `rows` and `columns`; else None."""
     first = list(islice(pieces, 2))
     if len(first) == 1 and (first[0].rows, first[0].columns) == (slice(0, rows), slice(0, columns)):
         return first[0]
@@ -52,7 +52,7 @@ def only_piece(pieces: Iterable[P], rows: int, columns: int) -> P | None:
 def causal_window(tiles: Iterable[Tile], rows: int, columns: int) -> int | None:
     """How many keys before its own a row sees, if the tiles are one causal window over a whole square; else None.
 
-    None, too, for a window so wide that it hides nothing more than a causal mask does.
+    Also None for a window so wide that it hides no more than a causal mask.
     """
     first = list(islice(tiles, 2))
     if len(first) != 1 or rows != columns:
@@ -63,7 +63,7 @@ def causal_window(tiles: Iterable[Tile], rows: int, columns: int) -> int | None:
 
 
 class PiecewiseKernel(ABC, Generic[P]):
-    """`attend` and `attend_backward` of `kernels.contract.Kernel`, from an operator that knows pieces.
+    """`attend` and `attend_backward` of `kernels.contract.Kernel`, from an operator that computes pieces.
 
     The operator gets the rows and columns of one piece, ``[B, S, H, D]`` after `ready`; K and V keep their Hkv heads.
     """
@@ -77,7 +77,7 @@ class PiecewiseKernel(ABC, Generic[P]):
 
     @abstractmethod
     def lower(self, tile: Tile) -> Iterator[P]:
-        """The pieces of a tile, one for each call: every pair in one of them, no piece with an empty row."""
+        """The pieces of a tile, one for each call: every pair is in one of them, and no piece has an empty row."""
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: P, scale: float) -> State:
@@ -90,11 +90,11 @@ class PiecewiseKernel(ABC, Generic[P]):
         """(dq, dk, dv) of one piece; `out` and `lse` are global."""
 
     def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """A whole tensor as the operator wants it, once per call and not once per piece. `dtype`: of q."""
+        """A whole tensor as the operator wants it; called once per call, not once per piece. `dtype`: of q."""
         return x.to(dtype)
 
     def merge(self, state: State, out: Tensor, lse: Tensor) -> None:
-        """`numerics.merge_into`, in place. Overridden where a device can do it in fewer passes over memory."""
+        """`numerics.merge_into`, in place. Override it where a device can merge in fewer passes over memory."""
         merge_into(state, out, lse)
 
     def attend(
@@ -106,7 +106,7 @@ class PiecewiseKernel(ABC, Generic[P]):
             rows, columns = piece.rows, piece.columns
             out, lse = self.forward(queries[:, rows], keys[:, columns], values[:, columns], piece, options.scale)
             if state is None and rows == everything:
-                state = (out, lse.contiguous())  # perhaps the only piece: kept as it is
+                state = (out, lse.contiguous())  # it may be the only piece, so it is kept as it is
                 continue
             state = empty_state(q, v.shape[-1]) if state is None else widened(state, q.dtype)
             self.merge((state[0][:, rows], state[1][:, :, rows]), out, lse)
@@ -152,7 +152,7 @@ class PiecewiseKernel(ABC, Generic[P]):
         tiles: Tiles,
         options: Options,
     ) -> Gradients:
-        """See `kernels.whole`: the operator's own gradients, where one piece covers all."""
+        """See `kernels.whole`: the operator's own gradients, if one piece covers everything."""
         piece = only_piece((piece for tile in tiles for piece in self.lower(tile)), q.shape[1], k.shape[1])
         if piece is None:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
@@ -161,7 +161,7 @@ class PiecewiseKernel(ABC, Generic[P]):
 
 
 class Triangle(NamedTuple):
-    """A full box, or a causal square; `reversed`: causal when rows and columns are counted from their ends."""
+    """A full box, or a causal square; `reversed`: causal if rows and columns are counted from the end."""
 
     rows: slice
     columns: slice
@@ -172,7 +172,7 @@ class Triangle(NamedTuple):
 def triangles(tile: Tile) -> Iterator[Triangle]:
     """A tile as boxes and causal squares: every pair once, no empty row.
 
-    Up to three for a band with one edge; one with two takes a few for every ``hi - lo + 1`` rows.
+    Up to three for a band with one edge; a band with two edges takes a few for every ``hi - lo + 1`` rows.
     """
     above = tile.lo > tile.q_start - tile.k_stop + 1
     below = tile.hi < tile.q_stop - 1 - tile.k_start
@@ -199,7 +199,7 @@ def _causal(tile: Tile) -> Iterator[Triangle]:
 
 
 def _strips(tile: Tile) -> Iterator[Triangle]:
-    """The pieces of a tile with both bounds: in a strip as high as the band is wide, each column meets only one."""
+    """The pieces of a tile with both bounds: in a strip as high as the band is wide, a column meets only one."""
     height = tile.hi - tile.lo + 1
     for start in range(tile.q_start, tile.q_stop, height):
         middle = start - tile.lo + 1
@@ -223,7 +223,7 @@ def _mirror_image(piece: Triangle, tile: Tile) -> Triangle:
 
 
 class TriangleKernel(PiecewiseKernel[Triangle]):
-    """A `PiecewiseKernel` whose operator knows boxes and causal squares, and nothing else."""
+    """A `PiecewiseKernel` whose operator computes boxes and causal squares, and nothing else."""
 
     @abstractmethod
     def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:

@@ -1,8 +1,8 @@
 """Attention over tiles in plain torch: any dtype, any device, any head size. Right first, fast never.
 
-It computes one step wider than its inputs (float32 for 16 bits, float64 for float32), so that what is left of an
-error is rounding at the ends. What others are held to is `conformance.oracle`, which shares nothing with this.
-Rows are taken in chunks, so that scores never hold more than `SCORES` elements: no S x S, whatever the tile.
+It computes one step wider than its inputs (float32 for 16 bits, float64 for float32), so that the only error left is
+rounding at the ends. Other kernels are judged by `conformance.oracle`, which shares nothing with this one. Rows are
+taken in chunks, so that scores never hold more than `SCORES` elements: no S x S, whatever the tile.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class ReferenceKernel:
             dv[:, columns] += _summed(p, dout_rows)
 
 
-# Inside, G is K/V heads and g the query heads that share one: queries and scores are [B, G, g, rows, ...], keys
-# [B, G, columns, D]. K and V are never repeated.
+# Below, G is the number of K/V heads and g that of query heads per K/V head: queries and scores are
+# [B, G, g, rows, ...], keys [B, G, columns, D]. K and V are never repeated.
 
 
 def _row_chunks(tiles: Tiles, q: Tensor) -> Iterator[Tile]:

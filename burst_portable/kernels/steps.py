@@ -1,6 +1,6 @@
-"""`in_steps`: rows that begin at multiples of 16 bytes, as kernels that load 16 bytes at once want them.
+"""`in_steps`: rows that begin at multiples of 16 bytes, for kernels that load 16 bytes at once.
 
-Users' tensors need not lie so: a slice of an odd width, a gradient that is expanded along an axis.
+Users' tensors may lie differently: a slice of an odd width, a gradient that is expanded along an axis.
 """
 
 from __future__ import annotations

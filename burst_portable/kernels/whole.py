@@ -1,6 +1,7 @@
 """Attention that one kernel call computes as a whole: there is no state to merge into, no sum to add gradients to.
 
-A kernel that saves passes over memory in that case has methods named as the functions here, which call them.
+A kernel that can save passes over memory in that case has methods with the names of the functions here, which call
+them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def added_up(
     tiles: Tiles,
     options: Options,
 ) -> Gradients:
-    """The same for any kernel: `attend_backward` adds to zeros, which are one allocation."""
+    """The same for any kernel: `attend_backward` adds to zeros, allocated at once."""
     sizes = [x.numel() for x in (q, k, v)]
     zeros = torch.zeros(sum(sizes), dtype=accumulation_dtype(q.dtype), device=q.device)
     dq, dk, dv = (part.view(x.shape) for part, x in zip(torch.split(zeros, sizes), (q, k, v), strict=True))

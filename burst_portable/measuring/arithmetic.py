@@ -8,7 +8,7 @@ _LEAST_LATENCY = 1e-7  # seconds: less is noise, and 0 would mean that nothing i
 
 
 class Speed(NamedTuple):
-    """TFLOP/s, and seconds of a call besides; `apart`: whether two lengths told the one from the other."""
+    """TFLOP/s, and seconds of latency per call; `apart`: whether the two lengths could tell these apart."""
 
     tflops: float
     latency: float

@@ -40,7 +40,7 @@ class Clock(ABC):
         """The largest of all ranks."""
 
     def time(self, call: Callable[[], object], calls: int) -> float:
-        """Seconds a call, of so many back to back, after all ranks have met."""
+        """Seconds per call, over `calls` calls back to back, after all ranks have met."""
         self.begin()
         if not self.streams:
             started = time.perf_counter()
@@ -59,26 +59,26 @@ class Clock(ABC):
         return self.time(call, calls)
 
     def begin(self) -> None:
-        """Nothing is under way, and all ranks have come here."""
+        """Wait until nothing is under way and all ranks have come here."""
         self.settle()
         self.meet()
         self.settle()
 
     def counts(self, in_time: bool) -> bool:
-        """Whether a measurement is one; `in_time`: the host had given the device everything before it began."""
+        """Whether a measurement is valid; `in_time`: the host had given the device everything before it began."""
         return True
 
     def settle(self) -> None:
-        """Nothing is under way any more."""
+        """Wait until nothing is under way any more."""
         if self.streams:
             torch.accelerator.synchronize()
 
     def median(self, call: Callable[[], object], calls: int = 1) -> float:
-        """Seconds a call: of several rounds the one in the middle; of long calls there are fewer. Warm up before."""
+        """Seconds per call: the median of several rounds, fewer for long calls. Warm up before."""
         return self.medians([call], calls)[0]
 
     def medians(self, several: Sequence[Callable[[], object]], calls: int = 1) -> list[float]:
-        """The same of several calls in turn, so that a machine that slows down slows all of them."""
+        """The same for several calls in turn, so that a machine that slows down affects all of them."""
         rounds: list[list[float]] = []
         while len(rounds) < LEAST_ROUNDS or (len(rounds) < ROUNDS and calls * sum(map(sum, rounds)) < _ENOUGH):
             rounds.append([self.time(call, calls) for call in several])
@@ -87,7 +87,7 @@ class Clock(ABC):
         return [median_high(times) for times in found]
 
     def varied(self) -> float:
-        """How many times its shortest round a call took at most, of what was measured since this was last asked."""
+        """The longest round of any call over its shortest, among calls measured since this was last asked."""
         most, self._varied = self._varied, 1.0
         return most
 
@@ -112,7 +112,7 @@ class TransportClock(Clock):
         self._transport.all_gather(self._mine, self._all, "meeting to be timed")
 
     def begin(self) -> None:
-        """Each device has something to do first, then they meet, and then comes what is timed."""
+        """Give each device something to do first, then let them meet; what is timed comes next."""
         if not self.streams or not self._passes:
             super().begin()
             return
@@ -122,7 +122,7 @@ class TransportClock(Clock):
         self.meet()
 
     def counts(self, in_time: bool) -> bool:
-        """On all ranks or none. Where some host was late, devices are held for longer, and in the end not at all."""
+        """The same on all ranks. If some host was late, devices are held for longer, and in the end not at all."""
         late = self._passes > 0 and self.slowest(float(not in_time)) > 0
         if late:
             self._passes = 2 * self._passes if self._passes < _HELD_AT_MOST else 0

@@ -65,7 +65,7 @@ class Block:
         }
 
     def seconds(self, clock: Clock) -> dict[PassName, float]:
-        """Of a call of each pass, back to back with others where they are short."""
+        """Seconds of a call of each pass; short calls are timed back to back."""
         found: dict[PassName, float] = {}
         for name in PASSES:
             call = self.passes[name]
@@ -78,7 +78,7 @@ class Block:
 
 
 def memory_rate(clock: Clock, size: int) -> float:
-    """GB/s of an elementwise add: two tensors of so many bytes are read, and one is written."""
+    """GB/s of an elementwise add: two tensors of `size` bytes are read, and one is written."""
     a, b, out = (torch.ones(size // 4, device=clock.device) for _ in range(3))
 
     def add() -> None:

@@ -22,14 +22,14 @@ _SMALL = 256  # bytes of a message whose size takes no time
 
 @dataclass(frozen=True)
 class Peers:
-    """Whom a rank sends to, and whom it receives from."""
+    """The ranks that a rank sends to, and those that it receives from."""
 
     there: Sequence[int]
     back: Sequence[int]
 
     @classmethod
     def next(cls, rank: int, ranks: int, node: int = 0) -> Peers:
-        """The next rank, of the same node of so many ranks."""
+        """The next rank, in the same node if there are nodes."""
         node = node or ranks
         first = rank // node * node
         return cls([first + (rank - first + 1) % node], [first + (rank - first - 1) % node])

@@ -60,7 +60,7 @@ HOST = Sizes(512, (64 * _KIB, 1 * _MIB, 8 * _MIB), 8 * _MIB, 32 * _MIB)  # so th
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the attention that is measured; `dtype` and `length` are the backend's usual ones where they are None."""
+    """The attention that is measured; None as `dtype` or `length` takes the backend's usual one."""
 
     heads: int = 32
     kv_heads: int = 8

@@ -40,7 +40,7 @@ from burst_portable.values import as_int
 REPEAT = 3
 _KINDS = ((), ("communication",), ("computing",), ("communication", "computing"))
 STEPS = 1 + len(_KINDS) * REPEAT
-"""Steps that an ablation runs unless told otherwise: one that warms up, and so many of each kind."""
+"""Steps that an ablation runs by default: one that warms up, and `REPEAT` of each kind."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Ablation:
 
     @property
     def exposed_computing(self) -> float:
-        """What attention's kernels add to the step, where communication is there either way."""
+        """What attention's kernels add to the step, with communication in both cases."""
         return self.whole - self.without_computing
 
     @property
     def hidden(self) -> float:
-        """What doing both at once saves, against one after the other."""
+        """What doing both at once saves, compared with one after the other."""
         return self.without_communication + self.without_computing - self.whole - self.without_both
 
     def facts(self) -> dict[str, int]:
@@ -120,7 +120,7 @@ def ablate(
 
 
 def _checked(step: object, model: object, repeat: object) -> int:
-    """The number of times to repeat; raises `InputError` for what cannot be run."""
+    """The number of repetitions; raises `InputError` for anything that cannot be run."""
     times = as_int(repeat)
     if times is None or times < 1:
         raise InputError(explain("repeat must be a number of times", got=shown(repeat), allowed="an int >= 1"))
@@ -203,7 +203,7 @@ class _Silent(WrappedTransport):
         self.picks = inner.picks
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
-        """Nobody is told."""
+        """Tell nobody."""
 
     def end(self) -> None:
         """Nothing came."""

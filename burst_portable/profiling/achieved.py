@@ -83,7 +83,7 @@ def _peaks(one: RankRecords, plan: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _roofline(planned: Mapping[str, Any], rate: float | None, peaks: Mapping[str, Any]) -> Row:
-    """Where the kernels stand below what the device can do; None for what is not known."""
+    """How the kernels compare with what the device can do; None for what is not known."""
     intensity = planned["flops"] / planned["memory"] if planned["memory"] else None
     ceiling = bound = None
     if intensity and peaks["flops"] and peaks["bandwidth"]:

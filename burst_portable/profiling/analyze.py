@@ -34,7 +34,7 @@ def analyze(records: Sequence[RankRecords], *, skip: int = 0) -> dict[str, Any]:
 
     Args:
         records: of every rank, or of one alone: then nothing is known about the other ends of its messages.
-        skip: leave out so many first training steps, which also warm up.
+        skip: how many of the first training steps to leave out, since they also warm up.
     """
     kept = [_without_first(one, skip) for one in records]
     aligned, clocks = align(kept)
@@ -87,7 +87,7 @@ def _without_first(one: RankRecords, skip: int) -> RankRecords:
 
 
 def timeline_of(one: RankRecords, messages: Messages) -> Timeline:
-    """A rank's sets: what it computes, and what of its communication was seen."""
+    """A rank's timeline: what it computes, and as much of its communication as was seen."""
     message, collective = one.table("message"), one.table("collective")
     waits = np.concatenate((message.waits(), collective.spans()))
     posts = np.stack((message["posted"], message["left"]), axis=1)[message["posted"] != NEVER]
@@ -122,7 +122,7 @@ def _rank(one: RankRecords, timeline: Timeline) -> dict[str, Any]:
 
 
 def _sensors(records: Sequence[RankRecords], offsets: Sequence[int]) -> list[dict[str, Any]]:
-    """What each rank's device told of itself, on the clock of all."""
+    """The sensor readings of each rank's device, on the common clock."""
     found = []
     for one, offset in zip(records, offsets, strict=True):
         told = one.facts.get("sensors", {"reason": "not read", "time": []})
@@ -131,7 +131,7 @@ def _sensors(records: Sequence[RankRecords], offsets: Sequence[int]) -> list[dic
 
 
 def _contention(one: RankRecords, messages: Messages) -> dict[str, Any] | None:
-    """Kernels beside transfers, whose arrival a stream of their own watched, against the same kernels alone."""
+    """Kernels beside transfers whose arrival a separate stream watched, compared with the same kernels alone."""
     compute = one.table("compute")
     watched = (messages.receive["arrived"] != NEVER) & ((messages.target == one.rank) | (messages.source == one.rank))
     moved = np.stack((messages.ready, np.maximum(messages.arrived, messages.ready)), axis=1)[watched]
@@ -220,7 +220,7 @@ def _work(one: RankRecords, places: NDArray[np.int64]) -> dict[str, NDArray[np.i
 
 
 def _links(messages: Messages) -> list[dict[str, Any]]:
-    """Each pair of ranks that a message went between, as its receiver saw it."""
+    """Each pair of ranks between which messages went, as their receiver saw them."""
     links = []
     pairs = np.stack((messages.source, messages.target), axis=1)
     start, end = messages.receive["start"], messages.receive.until

@@ -28,7 +28,7 @@ from burst_portable.profiling.record import RankRecords, Table
 
 
 class Cause(NamedTuple):
-    """What time was lost to.
+    """What cost time.
 
     kind: "compute" (kernels of a rank), "host" (a rank between its kernels), "outside" (a rank not in attention),
     "link" (bytes on their way from rank to peer), "collective" (ranks that share heads exchanging at once), "agreement"
@@ -41,7 +41,7 @@ class Cause(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A rank's time: `late` names the rank that it waits for; otherwise `cause` says what goes on."""
+    """A piece of a rank's time: `late` names the rank that it waits for; otherwise `cause` says what goes on."""
 
     start: int
     end: int
@@ -139,7 +139,7 @@ def _add_messages(segments: dict[int, list[Segment]], messages: Messages) -> Non
 
 
 def _add_collectives(segments: dict[int, list[Segment]], records: Sequence[RankRecords]) -> None:
-    """The last one to come is whom the others wait for; from then on, all exchange."""
+    """The others wait for the last rank to come; from then on, all exchange."""
     together: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
     for one in records:
         table = one.table("collective")
@@ -157,7 +157,7 @@ def _add_collectives(segments: dict[int, list[Segment]], records: Sequence[RankR
 
 
 def _collective_keys(one: RankRecords, table: Table) -> list[tuple[int, ...]]:
-    """What the rows of one collective have in common on all of its ranks; the last says whether it is an agreement.
+    """What identifies the rows of one collective on all of its ranks; the last number says whether it is an agreement.
 
     Agreements are among all ranks, exchanges among those of a node that share heads out.
     """
@@ -170,7 +170,7 @@ def _collective_keys(one: RankRecords, table: Table) -> list[tuple[int, ...]]:
 
 
 def _disjoint(segments: list[Segment]) -> list[Segment]:
-    """Sorted, and none reaches into the next one (a host does one thing at a time; clocks may be a little off)."""
+    """Segments in order, cut so that none overlaps the next (a host does one thing at a time; clocks drift)."""
     segments.sort()
     cut = [a._replace(end=min(a.end, b.start)) for a, b in pairwise(segments)]
     return [s for s in (*cut, *segments[-1:]) if s.end > s.start]

@@ -18,7 +18,7 @@ _ALONE = 0.05  # of a kernel's time: what is less does not count
 
 
 def contention(kernels: Intervals, work: NDArray[np.int64], comm: Intervals) -> dict[str, Any] | None:
-    """Kernels beside communication against the same kernels alone; None where there is nothing to compare.
+    """Kernels beside communication compared with the same kernels alone; None if there is nothing to compare.
 
     Args:
         kernels: from when to when each ran, ``[n, 2]``.
@@ -50,7 +50,7 @@ def contention(kernels: Intervals, work: NDArray[np.int64], comm: Intervals) -> 
 
 
 def contended(data: dict[str, Any]) -> dict[str, Any] | None:
-    """The rank that loses most to communication beside its kernels; None where it could not be told.
+    """The rank that loses most to communication beside its kernels; None if that is not known.
 
     The tracer's word counts before that of the marks around kernel calls.
     """

@@ -63,7 +63,7 @@ def tracer_here() -> backends.Tracer:
 
 
 class Tracer:
-    """A tracer of this process, and what it wrote, under the plan's names."""
+    """A tracer of this process, and its trace, under the plan's names."""
 
     def __init__(self, tracer: backends.Tracer | None = None) -> None:
         self._tracer = tracer or tracer_here()
@@ -82,7 +82,7 @@ class Tracer:
         return torch.profiler.record_function(str(place))
 
     def stop(self) -> None:
-        """Trace no more. What went wrong is told when the trace is asked for: the work that was traced is done."""
+        """Stop tracing. Errors are raised when the trace is asked for, since the work that was traced is done."""
         try:
             self._trace = self._tracer.stop()
         except UnsupportedError as error:

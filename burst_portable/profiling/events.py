@@ -34,7 +34,7 @@ class Clock(Protocol):
         """Note when something that runs on its own is over, without the current stream waiting; or `NEVER`."""
 
     def rejoin(self) -> None:
-        """What comes after on the current stream comes after all arrivals that were asked for."""
+        """Let the current stream continue only after all arrivals that were asked for."""
 
     def end(self) -> Drift | None:
         """All marks are taken, and will be read: how far the device's clock went from the host's, or None where they

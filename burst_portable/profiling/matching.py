@@ -20,16 +20,16 @@ from burst_portable.profiling.record import NEVER, RankRecords, Table
 Column = NDArray[np.int64]
 
 CLEARLY = 10
-"""A wait that lasted so many times what asking costs its rank had to wait. A shorter one may be the cost of asking."""
+"""A wait that lasted this many times the cost of asking was a real wait. A shorter one may be the cost of asking."""
 MOST = 1_000_000
 """Nanoseconds: asking for what is there takes no longer, whatever a few waits say that were all for what was not."""
 SHARE = 10
-"""One part in so many of the time since both ends had posted: a shorter wait was more likely a host held up."""
+"""A wait shorter than 1/SHARE of the time since both ends had posted was more likely a delayed host."""
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages whose two ends were recorded; a row each.
+    """Messages of which both ends were recorded; one row each.
 
     Attributes:
         source, target: ranks.
@@ -76,7 +76,7 @@ class Messages:
 
 
 def match(records: Sequence[RankRecords]) -> Messages:
-    """Sends and receives of all ranks, brought together by what the plan calls them."""
+    """Sends and receives of all ranks, matched by their names in the plan."""
     ends: dict[Hashable, list[NDArray[np.int64]]] = defaultdict(list)
     for one in records:
         table = one.table("message")
@@ -101,7 +101,7 @@ def match(records: Sequence[RankRecords]) -> Messages:
 
 
 def _asking(table: Table) -> int:
-    """What a rank's shorter waits take, in nanoseconds: the lower quartile of those that its host timed.
+    """The length of a rank's short waits, in nanoseconds: the lower quartile of those that its host timed.
 
     Half of all waits are for what the rank itself sent, which has mostly left: so the quartile is one that found
     everything done, also where every message that comes is waited for. Of very few it may not be: so `MOST`.

@@ -31,7 +31,7 @@ _EMPTY: Intervals = np.zeros((0, 2), dtype=np.int64)
 
 @dataclass(frozen=True)
 class Timeline:
-    """One rank's time as sets: made once, then measured in as many windows as are asked for."""
+    """One rank's time as sets of intervals: made once, then measured in any number of windows."""
 
     compute: Intervals
     exposed_comm: Intervals
@@ -68,6 +68,6 @@ class Timeline:
         return {"span": span, "idle": span - busy, **sizes}
 
     def partition(self) -> dict[str, int]:
-        """Of the whole window."""
+        """The partition of the whole window."""
         sizes = self.measured(np.array([self.window], dtype=np.int64))
         return {name: int(sizes[name][0]) for name in FIELDS}

@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Place | None:
-        """What `str` made; None for what is not a name of ours."""
+        """The place that `str` wrote; None if this is not one of our names."""
         if not (found := _NAME.fullmatch(text)):
             return None
         rank, strategy, name, iteration, call, step, what = found.groups()

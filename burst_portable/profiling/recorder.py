@@ -77,7 +77,7 @@ class Recorder:
             clock.rejoin()
 
     def facts(self, plan: Plan) -> PlanFacts:
-        """A plan that is about to run, by its number; what it says is looked up once."""
+        """The facts of a plan that is about to run; they are worked out once, and the plan gets a number."""
         known = self._plans.get(id(plan))
         if known is None:
             known = self._plans[id(plan)] = len(self._plans), plan, PlanFacts(plan, self.rank)
@@ -94,11 +94,11 @@ class Recorder:
             self.iteration, self.call = self.iteration + 1, 0
 
     def begin_step(self) -> None:
-        """The training step begins now, as its device sees it: what went before belongs to none."""
+        """The training step begins now, on the device's clock; what came before belongs to no step."""
         self._since = self._clocks[self._device].mark() if self._device else time.perf_counter_ns()
 
     def records(self) -> RankRecords:
-        """All that was recorded, in nanoseconds. On a device with streams, waits for what was marked last."""
+        """Everything that was recorded, in nanoseconds. On a device with streams, waits for the last mark."""
         clock = self._clocks[self._device] if self._device else None
         drift = clock.end() if clock else None
         for kind, rows in self.rows.items():
@@ -150,7 +150,7 @@ class PlanFacts:
                     self.computes[bool(backward), c] = step.index, area, len(c.tiles), work
 
     def described(self, device_type: str, file: str = "", *, goes_first: bool = False) -> dict[str, Any]:
-        """The plan's facts for a report, predictions with a file's rates, else with what the backend has."""
+        """The plan's facts for a report; predictions use the rates of a file, else the backend's."""
         plan, p = self.plan, self.plan.problem
         rates, source = self._rates_and_source(device_type, file, goes_first)
         costs = {name: rank_cost(plan, name, self.rank, rates) for name in PASSES}
@@ -180,7 +180,7 @@ class PlanFacts:
         }
 
     def _rates_and_source(self, device_type: str, file: str, goes_first: bool) -> tuple[Rates, str]:
-        """What is predicted with, and whose it is. A report that is asked for is given, whatever became of the file."""
+        """The rates for predictions and where they come from. An unusable file does not prevent a report."""
         backend, p = for_device(device_type), self.plan.problem
         unusable = ""
         try:

@@ -78,7 +78,7 @@ class RecordingRuntime(WrappedRuntime):
         return result
 
     def named(self, backward: bool, step: int, what: str) -> AbstractContextManager[object]:
-        """What happens inside, under the plan's names in the vendor's tracer; nothing where none runs."""
+        """A context that names what happens inside it in the vendor's tracer; does nothing if none runs."""
         if self.recorder.annotate is None:
             return nullcontext()
         strategy = self._facts.plan.strategy
@@ -163,7 +163,7 @@ class RecordingHandle:
 
 
 class RecordingExchange(Exchange):
-    """See `comm.base.Exchange`. What waiting for it took is written down."""
+    """See `comm.base.Exchange`. Records how long it was waited for."""
 
     def __init__(self, inner: Exchange, waited: Callable[[Callable[[], None]], None]) -> None:
         self._inner, self._waited = inner, waited

@@ -47,7 +47,7 @@ _NAMED = 8  # ranks that an error lists
 
 
 class _Who(NamedTuple):
-    """Whose rows: rank numbers alone are not enough, for beside data parallelism every sequence group has a rank 0."""
+    """Whose rows: a rank's number is not enough, since with data parallelism every sequence group has a rank 0."""
 
     members: tuple[int, ...]
     rank: int
@@ -191,7 +191,7 @@ class Session:
         return sum(r.kernels for r in recorders) / 1e9, sum(r.waiting for r in recorders) / 1e9
 
     def records(self) -> list[RankRecords]:
-        """What this process recorded, a rank of a mesh an entry; waits for the device, where that works on its own."""
+        """What this process recorded, one entry per rank of a mesh. Waits for the device if it works asynchronously."""
         return self._read(sorted(self._recorders))
 
     def _read(self, who: Sequence[_Who]) -> list[RankRecords]:
@@ -210,7 +210,7 @@ class Session:
         return one if found is None else replace(one, facts={**one.facts, "ablation": found.facts()})
 
     def write_trace(self, path: str | Path) -> None:
-        """The file of the vendor's tracer, for ui.perfetto.dev: all that ran, attention under the plan's names.
+        """Write the file of the vendor's tracer, for ui.perfetto.dev: all that ran, attention under the plan's names.
 
         Raises `InputError` where the level is not "deep", or the session is still open.
         """
@@ -286,13 +286,13 @@ def _tracer() -> Tracer:
 
 
 def host_name() -> str:
-    """Names this machine's monotonic clock: its boot where the system tells, else its name."""
+    """A name for this machine's monotonic clock: the id of its boot if the system has one, else the machine's name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text(encoding="ascii").strip() if boot.is_file() else platform.node()
 
 
 def _same_calls(ranks: list[RankRecords]) -> list[RankRecords]:
-    """These records. Ranks call attention together: where one has seen less, what is made of them would blame somebody.
+    """These records, if all ranks recorded the same training steps; otherwise the report would blame the wrong rank.
 
     Raises `InputError` where a rank recorded nothing and others did, or other training steps.
     """

@@ -81,7 +81,7 @@ class TraceEvent(NamedTuple):
 
 
 def events_of_trace(data: dict[str, Any]) -> Iterator[TraceEvent]:
-    """All spans of what `load_trace` read. A malformed event raises whatever Python does at it."""
+    """All spans of a trace that `load_trace` read. A malformed event raises some Python error."""
     base = int(data.get("baseTimeNanoseconds", 0))
     for event in data["traceEvents"]:
         if event.get("ph") == "X":
@@ -103,7 +103,7 @@ def load_trace(path: Path) -> dict[str, Any]:
 
 
 def parse_trace(raw: bytes, path: str) -> dict[str, Any]:
-    """What `load_trace` read; `path` is for the message."""
+    """The trace in `raw`, as `load_trace` returns it; `path` is for error messages."""
     return _checked(parse_json(raw, path, "a trace", parse_float=Decimal), path)
 
 

@@ -69,7 +69,7 @@ def verdict_of(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _share(report: dict[str, Any], part: str) -> float:
-    """What a part of the partition is of all ranks' time."""
+    """The share of all ranks' time that a part of the partition takes."""
     span, took = (sum(rank[key] for rank in report["ranks"]) for key in ("span", part))
     return took / span if span else 0.0
 
@@ -115,7 +115,7 @@ def _slow_ranks(report: dict[str, Any]) -> list[Loss]:
 
 
 def _clock(report: dict[str, Any], rank: int) -> str:
-    """Where a rank's device ran at a lower clock than the others': what its sensors say, else nothing."""
+    """A remark that a rank's device ran at a lower clock than others, if its sensors say so; else ""."""
     clocks = {one["rank"]: median(one["megahertz"]) for one in report.get("sensors", ()) if one.get("megahertz")}
     others = [clock for other, clock in clocks.items() if other != rank]
     if rank not in clocks or not others or clocks[rank] >= _THROTTLED * median(others):
@@ -195,7 +195,7 @@ def _brings_less(report: dict[str, Any], pair: tuple[int, int]) -> bool:
 
 
 def _speeds(report: dict[str, Any], pair: tuple[int, int]) -> str:
-    """What the slow link brings, and the others."""
+    """The rates of the slow link and of the others, in words."""
     speeds = {(link["source"], link["target"]): link["bytes_per_second"] for link in report["links"]}
     others = [s for p, s in speeds.items() if p != pair and s]
     if not speeds[pair]:
@@ -232,7 +232,7 @@ def _host_gaps(report: dict[str, Any]) -> list[Loss]:
 
 
 def _late_launches(report: dict[str, Any]) -> list[Loss]:
-    """A device that stands at a kernel's mark until the host has launched the kernel: marks call that computing."""
+    """A device that waits at a kernel's mark until the host has launched the kernel, which marks count as computing."""
     late = _launched_late(report)
     if not late:
         return []

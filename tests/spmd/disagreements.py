@@ -52,7 +52,7 @@ DISAGREEMENTS: dict[str, tuple[dict, str]] = {
     "softcap": ({"softcap": 5.0}, "softcap: None"),
     "sinks": ({"sinks": True}, "sinks: no on rank 0, 2 but yes on rank 1"),
     "length": ({"rows": 9, "seq_len": 27}, "tokens: 24 on rank 0, 2 but 27 on rank 1"),
-    "rows": ({"rows": 9, "seq_len": 24}, "rank 1 holds another number of rows"),
+    "rows": ({"rows": 9, "seq_len": 24}, "rank 1 holds a different number of rows"),
     "boundaries": (
         {"mask": bp.Mask.documents((0, 7, 24))},
         "documents(2) on rank 0, 2 but another of that name on rank 1",

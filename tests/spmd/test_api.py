@@ -81,7 +81,7 @@ def test_tensors_that_do_not_go_together(tensors, error, message):
         ({"strategy": 5}, InputError, "unknown strategy"),
         ({"layout": "zag"}, UnknownNameError, "zigzag"),
         ({"layout": bp.make_layout("zigzag", 16, 2)}, LayoutError, "another mesh"),
-        ({"seq_len": 17}, LayoutError, "another number of rows"),
+        ({"seq_len": 17}, LayoutError, "a different number of rows"),
         ({"seq_len": -1}, InputError, "seq_len is not a size"),
         ({"kernel": "cpu_flsh"}, UnknownNameError, "did you mean 'cpu_flash'"),
         ({"kernel": "cpu_flash", "softcap": 2.0}, UnsupportedError, "no softcap"),
@@ -104,7 +104,7 @@ def test_tensors_that_do_not_go_together(tensors, error, message):
         ({"scale": "0.5"}, InputError, "scale is not a number"),
         ({"scale": 10**400}, InputError, "scale is not a number"),
         ({"softcap": torch.ones(2)}, InputError, "softcap is not a number"),
-        ({"scale": torch.ones((), requires_grad=True)}, InputError, "wants a gradient"),
+        ({"scale": torch.ones((), requires_grad=True)}, InputError, "requires a gradient"),
         ({"deterministic": "no"}, InputError, "deterministic must be a bool or None"),
     ],
 )

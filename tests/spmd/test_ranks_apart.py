@@ -21,7 +21,7 @@ def test_ranks_with_other_lengths_than_the_layout_says():
         rows = 9 if mesh.rank else 8
         return bp.attention(*(torch.randn(1, rows, 2, 4) for _ in range(3)), mesh=mesh, seq_len=16)
 
-    with pytest.raises(LayoutError, match="rank 1 holds another number of rows"):
+    with pytest.raises(LayoutError, match="rank 1 holds a different number of rows"):
         bp.run_local(2, work)
 
 

@@ -52,7 +52,7 @@ def test_unshard_refuses_to_guess_a_gradient():
         ({"dtype": torch.int32}, "dtype: float32 on rank 0 but int32 on rank 1"),
         ({"heads": 3}, "shape of a row: .* on rank 0"),
         ({"layout": "striped"}, "layout: zigzag on rank 0 but striped on rank 1"),
-        ({"rows": 5}, "rank 1 holds another number of rows"),
+        ({"rows": 5}, "rank 1 holds a different number of rows"),
         ({"dim": 9}, "no such dimension"),
         ({"grad": True}, "unshard has no gradient"),
     ],

@@ -1,16 +1,16 @@
-"""CANN's fused attention (`npu_fusion_attention`) and its gradient, put to work on tiles.
+"""CANN's fused attention (`npu_fusion_attention`) and its gradient, applied to tiles.
 
-What its documentation says, and what is done about it:
+What its documentation says, and how it is used here:
 
-- It answers softmax_max and softmax_sum, float32 ``[B, N, S, 8]``, eight times the same number. LSE = max + log(sum).
-- Its gradient takes them back and computes weights as exp(score - max) / sum. For a row of a ring both must be those
-  of the whole row: max = the global LSE and sum = 1 are, whatever blocks it came from.
-- It wants the whole row's `out` (attention_in) where only delta travels: `numerics.surrogate_out` has its row sums.
-- Packed (TND), softmax_max and softmax_sum lie as ``[N, T, 8]`` unless softmax_layout="TND" is asked for.
+- It returns softmax_max and softmax_sum, float32 ``[B, N, S, 8]``, eight times the same number. LSE = max + log(sum).
+- Its gradient takes them back and computes weights as exp(score - max) / sum. In a ring both must belong to the whole
+  row: max = the global LSE and sum = 1 do, whatever blocks they came from.
+- It needs the whole row's `out` (attention_in), but only delta travels: `numerics.surrogate_out` has its row sums.
+- Packed (TND), softmax_max and softmax_sum are ``[N, T, 8]`` unless softmax_layout="TND" is requested.
 - atten_mask is True where a pair is hidden. Which modes tiles become is in `masks`.
 
-Partial results and gradients come in the tensors' dtype and are summed in float32, float32's own results with what
-rounding takes (`numerics.Compensated`): float64 is too dear on these devices.
+Partial results and gradients have the tensors' dtype and are summed in float32, for float32 tensors with compensation
+(`numerics.Compensated`): float64 is too slow on these devices.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class FusionKernel:
         return dq, dk, dv
 
     def _how(self, call: Call, q: Tensor) -> tuple[dict[str, Any], str]:
-        """What both operators are told besides tensors, and the layout."""
+        """The arguments of both operators besides tensors, and the layout."""
         how: dict[str, Any] = {}
         if call.sparse.mode != FULL:
             mode, pre, after = call.sparse
@@ -177,7 +177,7 @@ class FusionKernel:
     # ------------------------------------------------------------------------- rows in and out of tensors
 
     def _index(self, where: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-        """The rows of several ranges; made once, or a packed call would copy it to the device each time."""
+        """The indices of several ranges of rows; cached, or a packed call would copy them to the device each time."""
         found = self._indices.get((where, device))
         if found is None:
             if len(self._indices) >= _KEPT:
@@ -187,7 +187,7 @@ class FusionKernel:
         return found
 
     def _taken(self, x: Tensor, where: tuple[tuple[int, int], ...], dim: int = 1) -> Tensor:
-        """Rows of a tensor, contiguous: the operator is said to take other strides, but who knows which."""
+        """Rows of a tensor, contiguous: the operator is said to take other strides, but not which."""
         if len(where) == 1:
             start, stop = where[0]
             return x.narrow(dim, start, stop - start).contiguous()
@@ -198,7 +198,7 @@ class FusionKernel:
         if len(where) == 1:
             start, stop = where[0]
             total[:, start:stop] += part
-        else:  # no row is there twice, so this needs no atomic additions
+        else:  # no row occurs twice, so this needs no atomic additions
             index = self._index(where, total.device)
             total.index_copy_(1, index, total.index_select(1, index) + part)
 
@@ -218,7 +218,7 @@ class FusionKernel:
 
 
 def _merge_all(held: list[Tensor], out: Tensor, lse: Tensor, lost: Tensor) -> None:
-    """(out, LSE), or (out, LSE and what each has lost)."""
+    """Merge into (out, LSE), or into (out, LSE, what rounding took from each)."""
     if len(held) == 2:
         merge_into((held[0], held[1]), out, lse)
     else:
@@ -226,7 +226,7 @@ def _merge_all(held: list[Tensor], out: Tensor, lse: Tensor, lost: Tensor) -> No
 
 
 def _sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a + b, and what rounding took from it (Knuth's two-sum)."""
+    """a + b, and what rounding took from the sum (Knuth's two-sum)."""
     total = a + b
     of_b = total - a
     return total, (a - (total - of_b)) + (b - of_b)
@@ -238,7 +238,7 @@ def _packed(x: Tensor, layout: str) -> Tensor:
 
 
 def _deterministic() -> AbstractContextManager[None]:
-    """The gradient is summed in any order unless torch's switch, which torch_npu hands on to CANN, says otherwise."""
+    """A context with deterministic gradients: torch's switch, which torch_npu passes on to CANN."""
     return nullcontext() if torch.are_deterministic_algorithms_enabled() else _switched()
 
 

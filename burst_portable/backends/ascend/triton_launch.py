@@ -1,7 +1,7 @@
 """`AscendTritonKernel`: the second provider, for what CANN's operator declines (softcap). Compiled by triton-ascend.
 
-num_warps and num_stages mean nothing there; what counts is that a program's tiles fit the unified buffer. The block
-sizes are chosen by `buffer_bytes` and were never timed. See `triton_kernels` for the other limits.
+There num_warps and num_stages mean nothing; a program's tiles must fit the unified buffer. The block sizes are chosen
+by `buffer_bytes` and were never timed. See `triton_kernels` for the other limits.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ SINGLE: Mapping[int, tuple[Cut, Cut]] = {
 
 
 def buffer_bytes(cut: Cut, head: int, itemsize: int, *, sums: int) -> int:
-    """What is alive at once in a step: own tiles, `sums` float32 sums, a step's two tiles twice, scores thrice."""
+    """Bytes live at once in a step: own tiles, `sums` float32 sums, a step's two tiles twice, scores thrice."""
     own, step, scores = cut.rows * head, cut.columns * head, cut.rows * cut.columns
     return own * (sums * itemsize + sums * 4) + 2 * 2 * step * itemsize + scores * (4 + 4 + itemsize)
 
 
 def _compensated(state: Compensated | None, part: State) -> Compensated:
-    """A running state of float32 tensors with one more part, without what the kernel's own merging would round."""
+    """A running state for float32 tensors with one more part, without the rounding of the kernel's own merging."""
     if state is None:
         return Compensated(*part, (torch.zeros_like(part[0]), torch.zeros_like(part[1])))
     state.merge(*part)
@@ -80,7 +80,7 @@ class AscendTritonKernel:
 
     Args:
         half, single: cuts for 16-bit and for float32 tensors.
-        programs: of a launch.
+        programs: the most programs of a launch.
     """
 
     name = "triton"

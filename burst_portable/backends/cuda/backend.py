@@ -50,10 +50,10 @@ class CudaBackend(AcceleratorBackend):
         return ""
 
     def make_kernels(self) -> Iterable[Kernel]:
-        # Our own first: on one H100 hopper led every row of benchmarks/results but one (0.99 of cuDNN), and any mask is
-        # one launch that merges in its epilogue, where the others take a call for every box and triangle. flash-attn-4
-        # alone was faster, on boxes, causal squares and some windows. Elsewhere nothing was measured against triton, so
-        # what is not ours waits to be named.
+        # Our own first: on one H100 hopper led every row of benchmarks/results but one (0.99 of cuDNN), and takes any
+        # mask in one launch that merges in its epilogue, where the others take a call for every box and triangle. Only
+        # flash-attn-4 was faster, on boxes, causal squares and some windows. On other devices nothing was measured
+        # against triton, so foreign kernels must be named.
         flash_4 = LazyKernel(
             "flash-attn-4",
             "burst_portable.backends.cuda.vendors",
@@ -92,7 +92,7 @@ class CudaBackend(AcceleratorBackend):
         return libraries()
 
     def measured_rates(self, ranks: int, kernel: str) -> Rates | None:
-        """Those of the current GPU's kind."""
+        """The rates of the current kind of GPU."""
         return rates_of_machine(torch.cuda.get_device_name(), ranks, kernel) if not self.missing() else None
 
     def meter(self, index: int) -> Meter:
@@ -119,12 +119,12 @@ class CudaBackend(AcceleratorBackend):
         return high_priority(timeout)
 
     def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
-        """Peer copies, where all ranks can have them."""
+        """Peer copies, if all ranks can have them."""
         from burst_portable.backends.cuda.peers.connection import connect
 
         return connect(other, group, deadline)
 
 
 def _uuid(index: int) -> str:
-    """What a GPU is called in every library, by torch's index."""
+    """The id of a GPU in every library, by torch's index."""
     return str(torch.cuda.get_device_properties(index).uuid)

@@ -86,5 +86,5 @@ def rates_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Rates | N
 
 
 def _by_ranks(curves: dict[int, Curve], ranks: int) -> Curve:
-    """The curve of so many ranks, or of the next number that was measured."""
+    """The curve for this many ranks, or for the next number that was measured."""
     return curves[min((n for n in curves if n >= ranks), default=max(curves))]

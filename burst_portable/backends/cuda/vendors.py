@@ -1,9 +1,9 @@
-"""Attention of others on NVIDIA GPUs: torch's flash and cuDNN operators, and flash-attn-4 where it is installed.
+"""Foreign attention kernels for NVIDIA GPUs: torch's flash and cuDNN operators, and flash-attn-4 if it is installed.
 
-All three know boxes and causal masks. They are asked for boxes and causal squares alone (`kernels.pieces`), so it does
-not matter that flash aligns a causal rectangle bottom-right and cuDNN top-left, nor that flash answers +inf for a row
-that sees nothing. What they give and take in 16 bits, out and gradients, is added up in float32. One exception:
-flash-attn-4, from a version on that is known to obey, is asked for a causal window where one call computes all.
+All three know boxes and causal masks. They are asked only for boxes and causal squares (`kernels.pieces`), so it does
+not matter that flash aligns a causal rectangle bottom-right and cuDNN top-left, nor that flash returns +inf for a row
+that sees nothing. Their 16-bit results, out and gradients, are summed in float32. One exception: versions of
+flash-attn-4 that are known to obey its window argument are asked for a causal window if one call computes everything.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from burst_portable.kernels import aten_flash
 from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.merged_once import MergedOnceKernel
 from burst_portable.kernels.pieces import causal_window
-from burst_portable.kernels.steps import in_steps
 from burst_portable.numerics import State, accumulation_dtype
 from burst_portable.tiles import Tiles
 
 _CUDNN_FROM = 90000
 _FLASH_4 = ((9, 0), (10, 0), (10, 3), (11, 0))
-"""Where flash-attn-4 has a forward and a backward with heads of 128."""
+"""Devices for which flash-attn-4 has a forward and a backward with heads of 128."""
 _OBEYS_FROM = "4.0.0b36"
 """The first version of flash-attn-4 whose windows were compared with float32 on a device, an H100."""
 _STAGES = ("a", "b", "rc", "")
 
 
 def declined(problem: KernelProblem, largest_head: int) -> str:
-    """Why none of them can serve a problem; "" if one may."""
+    """Why none of these kernels can serve a problem; "" if one may."""
     if reason := aten_flash.declined(problem, largest_head):
         return reason
     if problem.deterministic:
@@ -47,7 +46,7 @@ def declined(problem: KernelProblem, largest_head: int) -> str:
 
 @lru_cache(maxsize=1)
 def capabilities() -> tuple[tuple[int, int], ...]:
-    """Of every GPU that is visible."""
+    """Those of all visible GPUs."""
     return tuple(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
 
 
@@ -67,7 +66,7 @@ class CudaFlashKernel(aten_flash.AtenFlashKernel):
 
 
 class CudnnKernel(CudaFlashKernel):
-    """cuDNN's attention, as torch calls it. It knows no sequence of one row: those pieces go to flash attention."""
+    """cuDNN's attention, as torch calls it. It cannot take sequences of one row: those pieces go to flash attention."""
 
     name = "cudnn"
 
@@ -94,8 +93,8 @@ class CudnnKernel(CudaFlashKernel):
             return super().operate_backward(dout, q, k, v, out, lse, causal, scale)
         operator = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which there is not
-        # torch keeps cuDNN's plans by the sizes and strides of q, k and v: others of dout and out would be read as
-        # those of the call that made the plan.
+        # torch keys cuDNN's plans by the sizes and strides of q, k and v only: other strides of dout and out would be
+        # read as those of the call that made the plan.
         dout, out = dout.contiguous(), out.contiguous()
         heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         sizes = (None, None, q.shape[1], k.shape[1])  # no bias, and lengths of one sequence
@@ -110,7 +109,7 @@ def _one_row(q: Tensor, k: Tensor) -> bool:
 
 
 class Flash4Kernel(MergedOnceKernel):
-    """flash-attn-4 (CuTe). Made through `kernels.lazy`: the package is imported when it is first asked."""
+    """flash-attn-4 (CuTe). Made through `kernels.lazy`: the package is imported on first use."""
 
     name = "flash-attn-4"
 
@@ -127,9 +126,6 @@ class Flash4Kernel(MergedOnceKernel):
         if not reason and (others := sorted(set(capabilities()).difference(_FLASH_4))):
             reason = f"it has no backward for sm_{others[0][0]}{others[0][1]}"
         return Support(not reason, reason)
-
-    def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return in_steps(super().ready(x, dtype))
 
     def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, **window: int) -> State:
         forward = self._interface._flash_attn_fwd
@@ -172,7 +168,7 @@ class Flash4Kernel(MergedOnceKernel):
         tiles: Tiles,
         options: Options,
     ) -> Gradients:
-        """See `kernels.whole`: of a causal window too, what one call gives."""
+        """See `kernels.whole`: also for a causal window, in one call."""
         window = self._window(q, k, tiles)
         if not window:
             return super().gradients(dout, q, k, v, out, lse, tiles, options)
@@ -181,7 +177,7 @@ class Flash4Kernel(MergedOnceKernel):
         return self.operate_backward(dout, q, k, v, out, lse, True, options.scale, **window)
 
     def _window(self, q: Tensor, k: Tensor, tiles: Tiles) -> dict[str, int]:
-        """The arguments that say it, if the tiles are a causal window and the package is known to obey; else none."""
+        """The window arguments, if the tiles are a causal window and the package is known to obey them; else none."""
         left = causal_window(tiles, q.shape[1], k.shape[1]) if self.obeys_windows else None
         return {} if left is None else {"window_size_left": left, "window_size_right": 0}
 
@@ -190,14 +186,14 @@ def _obeys_windows() -> bool:
     """Whether the flash-attn-4 that is installed is known to obey its window argument."""
     try:
         return _rank(version("flash-attn-4")) >= _rank(_OBEYS_FROM)
-    except PackageNotFoundError:  # on the path, but not installed: nobody knows which
+    except PackageNotFoundError:  # on the path, but not installed: the version is unknown
         return False
 
 
 def _rank(text: str) -> tuple[int, ...]:
-    """Of a version, to compare: 4.0.0b9 < 4.0.0b36 < 4.0.0rc1 < 4.0.0; lowest where its place among them is unknown.
+    """A key that orders versions: 4.0.0b9 < 4.0.0b36 < 4.0.0rc1 < 4.0.0. Unknown forms come first.
 
-    That is so for development builds: they are numbered by what comes after them.
+    So do development builds, which are numbered by the release after them.
     """
     found = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?(?:(a|b|rc)(\d+))?(?:\.post\d+)?(?:\+.*)?", text)
     if found is None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from burst_portable.backends.rocm.flash import declined
 from burst_portable.kernels.contract import Gradients, KernelProblem, Support
 from burst_portable.kernels.merged_once import MergedOnceKernel
-from burst_portable.kernels.steps import in_steps
 from burst_portable.numerics import State
 
 _NOTHING: dict[str, Any] = {
@@ -50,9 +49,6 @@ class AiterKernel(MergedOnceKernel):
     def supports(self, problem: KernelProblem) -> Support:
         reason = declined(problem) or self._lacking
         return Support(not reason, reason)
-
-    def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return in_steps(super().ready(x, dtype))
 
     def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
         call = self._module._flash_attn_forward

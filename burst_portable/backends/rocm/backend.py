@@ -46,8 +46,8 @@ class RocmBackend(AcceleratorBackend):
         return ""
 
     def make_kernels(self) -> Iterable[Kernel]:
-        # The order is not measured. Triton comes first because it takes every mask in one launch, merges in its
-        # own epilogue and is deterministic; the others are a call for every box and triangle.
+        # The order was not measured. Triton comes first because it takes every mask in one launch, merges in its
+        # epilogue and is deterministic; the others take a call for every box and triangle.
         yield LazyKernel(
             "triton",
             "burst_portable.kernels.triton.launch",

@@ -1,8 +1,8 @@
 """torch's flash attention operator on AMD GPUs: AOTriton, or CK where torch was told so.
 
-It is asked for boxes and causal squares alone (`kernels.pieces`). That is not only because its windows and its
-rectangular causal masks are aligned bottom-right: AOTriton's backward refuses causal rectangles, and in older builds
-of torch it takes a window and ignores it.
+It is asked only for boxes and causal squares (`kernels.pieces`). One reason is that its windows and rectangular causal
+masks are aligned bottom-right; also, AOTriton's backward refuses causal rectangles, and in older builds of torch it
+accepts a window and ignores it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def declined(problem: KernelProblem) -> str:
 
 @lru_cache(maxsize=8)
 def _device_reason(device: str) -> str:
-    """Every device must be one of the chips that AMD's libraries have code for."""
+    """Why a device is not served: each must be a chip for which AMD's libraries have code."""
     if torch.version.hip is None or device != "cuda":
         return f"it runs on AMD GPUs with torch for ROCm, not on {device}"
     chips = [architecture(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]

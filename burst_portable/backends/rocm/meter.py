@@ -56,6 +56,6 @@ def _watts(power: dict[str, Any]) -> float:
 
 
 def _joules(count: dict[str, Any]) -> float:
-    """A count of so many microjoules each; releases name it in two ways."""
+    """Joules from a counter whose unit is in microjoules; releases use two names for it."""
     counted = count["energy_accumulator"] if "energy_accumulator" in count else count["power"]
     return float(counted * count["counter_resolution"]) / 1e6

@@ -19,7 +19,7 @@ class Saved:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """What `save` wrote."""
+        """The object that `save` wrote."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 

@@ -133,7 +133,7 @@ class _Ranks:
         return kind(event["message"])
 
     def _order(self, rank: int, event: Event | None) -> int:
-        """What explains most comes first: its own mistake, a death by a signal or of another kind, a peer lost."""
+        """A sort key: a rank's own mistake explains most, then a death by a signal, another death, a lost peer."""
         if event is not None:
             return {"input": 0, "communication": 3}[event["kind"]]
         return 1 if self._processes[rank].wait() < 0 else 2

@@ -68,7 +68,7 @@ def check_memory(parameters: int, vocabulary: int, *, tokens: int, copies: int, 
 
 
 def check_room(size: int, copies: int) -> None:
-    """Refuse tensors of so many bytes in each of so many processes that this machine's memory cannot hold."""
+    """Refuse tensors of `size` bytes in each of `copies` processes if this machine's memory cannot hold them."""
     if size * copies > (there := _memory()):
         raise InputError(
             explain(

@@ -37,7 +37,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Sharded:
-    """What makes a rank's loop differ from one device's: its handle, its mesh, and what watches its attentions.
+    """What a rank's loop has and one device's has not: its handle, its mesh, and what records its attention.
 
     session.totals tells kernels from waiting where work is done when a call returns (`timed`).
     """
@@ -64,7 +64,7 @@ class Where:
 
     @property
     def parameters(self) -> torch.dtype:
-        """What parameters are kept in: AdamW's small steps vanish in 16 bits, and its epsilon in float16."""
+        """The dtype of parameters: AdamW's small steps vanish in 16 bits, and its epsilon in float16."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def autocast(self) -> torch.autocast:

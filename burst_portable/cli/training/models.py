@@ -184,7 +184,7 @@ def _from_file(name: str) -> Any:
 
 
 def _config_file(name: str) -> Path:
-    """The file of a model's config, which is there. Raises OSError, and `InputError` for what is not a model."""
+    """The file of a model's config, which exists. Raises OSError, and `InputError` if this is not a model."""
     path = Path(name)
     if name and path.is_dir():
         if not any(path.glob("*.safetensors")):

@@ -50,7 +50,7 @@ def relative_differences(losses: Sequence[float], reference: Sequence[float]) ->
 
 
 def _ratio(difference: float, norm: float) -> float:
-    """0 / 0 is 0; what is not a finite number is infinite."""
+    """error / size, where 0 / 0 is 0 and anything that is not finite is infinite."""
     if not norm:
         return 0.0 if difference == 0 else math.inf
     ratio = difference / norm
@@ -160,7 +160,7 @@ def _compared(job: Job, course: Course, alone: Course | None, gradients: Apart |
 
 
 def _rates(prepared: Prepared, backend: Backend) -> Rates:
-    """What times are predicted with: those of BURST_RATES, or what is known of such machines."""
+    """The rates for predictions: those of BURST_RATES, or what is known of such machines."""
     job, head_dim = prepared.job, prepared.plan.problem.head_dim
     return rates_of_run(backend, job.ranks, from_environment().rates, job.dtype, head_dim)
 
@@ -205,12 +205,12 @@ def failures(facts: Facts) -> list[str]:
 
 
 def steady(values: Sequence[T]) -> Sequence[T]:
-    """Without the first step, which also warms up, where there are others."""
+    """The steps without the first, which also warms up, if there are others."""
     return values[1:] if len(values) > 1 else values
 
 
 def _mean(seconds: Sequence[float]) -> float:
-    """Of the steps that rates and times are told for."""
+    """The mean over the steps that `steady` leaves."""
     return sum(steady(seconds)) / len(steady(seconds))
 
 
@@ -220,7 +220,7 @@ def _perplexity(course: Course) -> float:
 
 
 def _phases(outcome: Outcome, course: Course) -> dict[str, float | None]:
-    """Mean seconds of a step by phase. `kernels` and `waiting` are None where they could not be told apart."""
+    """Mean seconds of a step by phase. `kernels` and `waiting` are None if they could not be told apart."""
     steps = steady([*range(len(course.phases))])
     names = [name for name in PHASES if name in course.phases[0]]
     means: dict[str, float | None] = {

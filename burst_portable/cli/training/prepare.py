@@ -31,7 +31,7 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job that can run, and what can be told about it before it does.
+    """A job that can run, and what is known about it beforehand.
 
     Attributes:
         plan: of the layers whose attention is the most work.

@@ -34,7 +34,7 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank or the reference leaves behind; plain data, for a pipe.
+    """The outcome of a rank or of the reference: plain data, for a pipe.
 
     Attributes:
         course: see `loop.Course`, as a dict.
@@ -121,12 +121,12 @@ def save_gradients(gradients: Gradients, folder: Path) -> None:
 
 
 def load_gradients(folder: Path) -> Gradients:
-    """What `save_gradients` wrote."""
+    """The gradients that `save_gradients` wrote."""
     return load_file(folder / GRADIENTS)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that the device's allocator held, or that this process did where there is none."""
+    """Bytes: the most that the device's allocator held, or without a device, this process."""
     module = torch.get_device_module(device)
     if hasattr(module, "max_memory_allocated"):
         return int(module.max_memory_allocated())
@@ -142,7 +142,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def fingerprint(model: Any) -> str:
-    """Of all bits of the parameters: sums modulo 2^64, in which each counts by its place, made where they lie."""
+    """A fingerprint of all bits of the parameters: sums modulo 2^64 weighted by position, computed on their device."""
     sums = []
     for parameter in model.parameters():
         kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.itemsize]

@@ -17,7 +17,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 
 def model_flops(config: Any, model: Any, *, seq_len: int, batch: int, scoring: bool) -> int | None:
-    """Of a step over all ranks; None for mixtures of experts, of whose parameters a token meets only some.
+    """FLOPs of a step over all ranks; None for mixtures of experts, where a token uses only some of the parameters.
 
     Args:
         model: with any weights, or none in memory.
@@ -39,5 +39,5 @@ def _multiplied(model: Any) -> int:
 
 
 def utilisation(flops: int | None, seconds: float, ranks: int, peak: float | None) -> float | None:
-    """The share of the ranks' peak FLOP/s that a step of so many seconds came to; None where a part is unknown."""
+    """The share of the ranks' peak FLOP/s that a step of `seconds` reached; None if a part is unknown."""
     return flops / (seconds * ranks * peak) if flops and peak else None

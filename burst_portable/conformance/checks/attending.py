@@ -34,7 +34,7 @@ def judged(case: Case, x: Inputs, answer: Answer, rounding: float = 0.0) -> Outc
 
 
 def blind_rows(answer: Answer, exact: Answer) -> str:
-    """What is wrong with rows that see nothing, and keys that nobody sees: they are 0 exactly, not nearly."""
+    """What is wrong with rows that see nothing, and with keys that nobody sees: they must be exactly 0."""
     blind = exact.lse.transpose(1, 2) == float("-inf")
     unseen = (exact.dv == 0).all(-1) & (exact.dk == 0).all(-1)
     if bool(answer.out[blind].any()):

@@ -34,7 +34,7 @@ _PRODUCT = ("mask", "layout", "strategy", "ranks", "heads")
 
 
 def axes(ranks: int) -> Mapping[str, tuple[object, ...]]:
-    """All choices, up to so many ranks."""
+    """All choices, up to this many ranks."""
     counts = tuple(n for n in AXES["ranks"] if isinstance(n, int) and n <= ranks)
     return {**AXES, "ranks": counts, "deterministic": (True, False)}
 

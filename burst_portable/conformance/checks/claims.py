@@ -25,7 +25,7 @@ NAME = "claims"
 
 
 def _problems(dtype: torch.dtype, size: int) -> Iterator[Case]:
-    """Of one dtype and head size, what a kernel may claim or decline."""
+    """The problems of one dtype and head size that a kernel may claim or decline."""
     for value_size in (size, size // 2):
         for softcap in (None, 5.0):
             for deterministic in (True, False):
@@ -37,13 +37,13 @@ def _problems(dtype: torch.dtype, size: int) -> Iterator[Case]:
 
 
 def _grid(effort: str) -> dict[str, list[Case]]:
-    """All of them by dtype and head size: a trial takes seconds where kernels are compiled for it."""
+    """All problems, by dtype and head size: a trial takes seconds if kernels are compiled for it."""
     sizes = (16, 80) if effort == "quick" else (*HEAD_SIZES, 8, 320, 512)
     return {f"{name}-{size}": list(_problems(dtype, size)) for name, dtype in DTYPES.items() for size in sizes}
 
 
 def trials(subject: Subject) -> Iterator[Trial]:
-    """What the backend says of itself, then what each kernel says."""
+    """What the backend says about itself, then what each kernel says."""
     for name, ask in _ASKED.items():
         yield plain(NAME, name, _made, ask, subject)
     for kernel in subject.kernels:
@@ -112,7 +112,7 @@ def _rates(subject: Subject) -> str:
 
 
 def _direct_transport(subject: Subject) -> str:
-    """Named means there, and what is there is named: nobody would ask for it."""
+    """A direct transport that is named exists, and one that exists is named: otherwise nobody would use it."""
     named = subject.backend.capabilities.direct_transport
     there = callable(getattr(subject.backend, "connect_direct", None))
     if named and not there:
@@ -132,7 +132,7 @@ _ASKED: dict[str, Callable[[Subject], str]] = {
 
 
 def _reasons(subject: Subject, kernel: Kernel) -> str:
-    """It declines with a reason, the same every time, and naming it then raises with that reason."""
+    """A kernel declines with a reason, always the same, and naming it then raises an error with that reason."""
     for case in chain.from_iterable(_grid(subject.effort).values()):
         problem = kernel_problem(case, subject.device.type)
         support = kernel.supports(problem)

@@ -77,7 +77,7 @@ def _spilt(case: Case, clean: Answer, dirty: Answer, where: str) -> str:
 
 
 def _hidden(dirty: Answer, where: str) -> str:
-    """What ought to show the bad number and does not: an answer that looks right is worse than none."""
+    """What should show the bad number and does not: an answer that looks right is worse than none."""
     if where == "dout":
         shows = {"dv": dirty.dv[0, 0, 0, 0], "dq": dirty.dq[0, ROW, 0, 0]}
     elif where == "v":

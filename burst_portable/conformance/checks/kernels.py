@@ -40,7 +40,7 @@ LARGER_HEADS = ("2x2x64x64", "4x2x64x64", "4x1x128x128", "4x2x128x64", "4x2x64x1
 
 
 def axes_of(kernel: Kernel, device: str) -> Axes:
-    """What the kernel serves: an axis loses the values that it declines beside choices that it serves."""
+    """The choices that the kernel serves: values that it declines are left out of their axis."""
     usual = plainest(kernel, device)
     axes = AXES if usual["heads"] in HEADS else {**AXES, "heads": LARGER_HEADS}
     return {

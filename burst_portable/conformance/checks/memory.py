@@ -37,7 +37,7 @@ _CASES = (
 
 
 class _Late:
-    """A handle whose wait takes longer, by chance."""
+    """A handle whose wait takes longer, by a random time."""
 
     def __init__(self, handle: Handle, chance: random.Random, seconds: float) -> None:
         self._handle, self._chance, self._seconds = handle, chance, seconds
@@ -119,7 +119,7 @@ class LateInputs:
 
 
 def _rounds(device: torch.device, seconds: float = 0.05) -> int:
-    """How many rounds keep a device busy for so long: longer than a kernel takes to be launched."""
+    """How many rounds keep a device busy for this long: longer than launching a kernel takes."""
     module, many = torch.get_device_module(device), 32
     module.synchronize()
     began = time.perf_counter()
@@ -139,7 +139,7 @@ def trials(subject: Subject) -> Iterator[Trial]:
 
 
 def _order(subject: Subject, kernel: Kernel) -> Outcome:
-    """It reads what the current stream has written, and not what lay there before."""
+    """A kernel reads what the current stream has written, not what lay there before."""
     case = Case(ranks=1, **plainest(kernel, subject.device.type))
     support = kernel.supports(kernel_problem(case, subject.device.type))
     if not support.ok:

@@ -86,7 +86,7 @@ def _sums(told: Facts) -> str:
 
 
 def counted(told: Facts) -> str:
-    """Whether each rank's partition is what counting its events, one boundary after another, gives."""
+    """What differs between a rank's partition and a count of its events from boundary to boundary; "" if nothing."""
     kinds = told["events"]["kinds"]
     for rank, events in zip(told["ranks"], told["events"]["ranks"], strict=True):
         rows = zip(events["kind"], events["start"], events["duration"], strict=True)
@@ -99,7 +99,7 @@ def counted(told: Facts) -> str:
 
 
 def _sweep(spans: list[tuple[str, int, int]]) -> dict[str, int]:
-    """The partition by its definition, from (part, start, end): what comes first of `PARTS` takes the time."""
+    """The partition by definition, from (part, start, end): the first of `PARTS` that is running gets the time."""
     edges = sorted(edge for part, start, end in spans for edge in ((start, 1, part), (end, -1, part)))
     found, running = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     for (at, change, part), following in pairwise(edges):
@@ -146,7 +146,7 @@ class _Held(WrappedRuntime):
 
 @contextmanager
 def _holding() -> Iterator[None]:
-    """What a session records is held."""
+    """Within this context, the kernels that a session records are held."""
     record = installed.get()
     assert record is not None, "inside a session"
     token = installed.set(lambda runtime, plan, mesh: record(_Held(runtime), plan, mesh))

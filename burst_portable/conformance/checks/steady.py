@@ -57,7 +57,7 @@ def _growth(subject: Subject, dtype: torch.dtype, strategy: str) -> Outcome:
 
 
 def grown(subject: Subject, dtype: torch.dtype, strategy: str, run: Callable[[Case, Inputs], Answer]) -> Outcome:
-    """The largest error over numbers of ranks, against that of the fewest. What is below rounding does not count."""
+    """The largest error over numbers of ranks, against that of the fewest; errors below rounding do not count."""
     counts = (2, 4, 8, 16, 32, 64) if subject.effort == "full" else (2, 32)
     smallest: dict[str, float] = {}
     worst: dict[str, tuple[float, float]] = {}

@@ -22,7 +22,7 @@ _SIZES = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim", "h
 
 
 class Layouts:
-    """Of sequences by length and documents, the same on all ranks.
+    """The layouts of sequences, by length and documents; the same on all ranks.
 
     What is known of the machine is asked for here, once: a data loader's worker, which must not touch a device, then
     arrives at the same layouts. They are those of the layers whose attention is the most work.
@@ -46,7 +46,7 @@ class Layouts:
             )
 
     def of(self, length: int, documents: tuple[int, ...] | None) -> Layout:
-        """That of so many tokens, packed up to these ends."""
+        """The layout of `length` tokens, with documents that end at these positions."""
         if self.name != "auto" or self._ranks == 1:
             return _named("zigzag" if self.name == "auto" else self.name, length, self._ranks, documents)
         key = length, documents
@@ -67,7 +67,7 @@ class Layouts:
 
 
 class Sizes(TypedDict):
-    """Of an attention: query heads, K/V heads, head size."""
+    """The sizes of an attention: query heads, K/V heads, head size."""
 
     heads: int
     kv_heads: int
@@ -75,7 +75,7 @@ class Sizes(TypedDict):
 
 
 def sizes_of(config: Any) -> Sizes:
-    """Of a decoder's attention, see `check_one_size`."""
+    """The sizes of a decoder's attention, see `check_one_size`."""
     check_one_size(config)
     heads = config.num_attention_heads
     return {
@@ -99,7 +99,7 @@ def check_one_size(config: Any) -> None:
 
 
 def masks_of(config: Any) -> list[Mask]:
-    """What the layers of a decoder let through, each mask once."""
+    """The masks of a decoder's layers, each once."""
     return list(dict.fromkeys(masks_of_layers(config)))
 
 

@@ -20,7 +20,7 @@ OWN_LOSS = "pass no labels and compute the loss from the logits; burst_portable.
 
 
 def loss_of(model: PreTrainedModel) -> Any:
-    """The function that a model computes its loss with; transformers takes the causal one where a class names none."""
+    """The function with which a model computes its loss; transformers takes the causal one if a class names none."""
     given = getattr(model, "_loss_function", None)
     if isinstance(given, ShardedLoss):
         given = given.function
@@ -47,7 +47,7 @@ def shifts_labels(function: Any) -> bool:
 
 
 def sharded_loss(model: Any) -> ShardedLoss | None:
-    """What `parallelize` put in the place of a model's loss function."""
+    """The function that `parallelize` put in place of a model's loss function."""
     found = getattr(model, "_loss_function", None)
     return found if isinstance(found, ShardedLoss) else None
 
@@ -66,7 +66,7 @@ class ShardedLoss:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """What the function must be told beside labels."""
+        """The arguments that the function needs besides labels."""
         return ("shift_labels", "num_items_in_batch") if shifts_labels(self.function) else ("num_items_in_batch",)
 
     def expect(self, kwargs: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ class ShardedLoss:
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What `function` gives."""
+        """The result of `function`."""
         if missing := [name for name in self.needed if kwargs.get(name) is None]:
             raise UnsupportedError(
                 explain(
@@ -140,7 +140,7 @@ def _sum_in_parts(logits: Tensor, labels: Tensor, ignore_index: int, rows: int) 
 
 
 class _InParts(torch.autograd.Function):
-    """The sum of cross entropies over logits ``[R, V]`` and labels ``[R]``, so many rows at a time; float32."""
+    """The sum of cross entropies over logits ``[R, V]`` and labels ``[R]``, some rows at a time; float32."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, rows: int) -> Tensor:

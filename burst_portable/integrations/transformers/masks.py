@@ -70,7 +70,7 @@ def wanted_mask(
     attention_mask: torch.Tensor | None = None,
     **_: Any,
 ) -> Wanted:
-    """What `AttentionMaskInterface` calls for a model that is parallelized.
+    """The function that `AttentionMaskInterface` calls for a parallelized model.
 
     Raises `UnsupportedError` for padding, caches, cross attention and mask functions that our masks do not express.
     """

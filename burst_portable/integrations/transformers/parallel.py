@@ -284,7 +284,7 @@ class Parallel:
         return CallSequence(length, layout, bounds, padded)
 
     def _positions(self, sequence: CallSequence, device: torch.device) -> Tensor:
-        """Position ids of this rank's rows, ``[S]``: counted from the start of the document, where there are some."""
+        """Position ids of this rank's rows, ``[S]``, counted from the start of the document if there are documents."""
         where = positions(self.mesh, seq_len=sequence.seq_len, layout=sequence.layout, device=device)
         if sequence.documents is None:
             return where

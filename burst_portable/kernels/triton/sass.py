@@ -93,7 +93,7 @@ def last_writes(code: list[Instruction], at: int, register: str) -> set[int]:
 
 
 def shifted(register: str, by: int) -> str:
-    """The register so many after another."""
+    """The register `by` places after another."""
     found = _REGISTER.fullmatch(register)
     assert found is not None, register
     return f"{found[1]}{int(found[2]) + by}"

@@ -30,7 +30,7 @@ CAUTIONS = {
 
 
 class Difference(NamedTuple):
-    """What two reports are of, where it is not the same."""
+    """A fact in which two reports differ."""
 
     name: str
     before: str
@@ -93,13 +93,13 @@ def _marked_steps(before: dict[str, Any], after: dict[str, Any], threshold: floa
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[Difference]:
-    """What else than times is not the same: sizes, choices, level, device."""
+    """What differs besides times: sizes, choices, level, device."""
     told = [_about(before), _about(after)]
     return [Difference(name, told[0][name], told[1][name]) for name in told[0] if told[0][name] != told[1][name]]
 
 
 def _about(data: dict[str, Any]) -> dict[str, str]:
-    """What a report is of, in words; of several plans, each value that there is."""
+    """What a report is about, in words; for several plans, every distinct value."""
     plans, names = data["plans"], {**_WORK, **_CHOICES}
     level = "light" if data.get("light") else "deep" if data.get("traced") else "session"
     devices = {data["device"], *(peak["device"] for peak in data.get("peaks", ()))} - {""}
@@ -111,7 +111,7 @@ def _about(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _check_work(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Raise where training steps are of other FLOPs: strategies and layouts only share them out otherwise."""
+    """Raise if training steps have different FLOPs: strategies and layouts only distribute them differently."""
     flops = [_flops(data) for data in (before, after)]
     if abs(flops[1] - flops[0]) <= _SAME_WORK * max(flops):
         return
@@ -127,13 +127,13 @@ def _check_work(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 def _flops(data: dict[str, Any]) -> float:
-    """Of attention's kernels on all ranks, by exact area, a training step."""
+    """FLOPs of attention's kernels on all ranks in a training step, by exact area."""
     total = sum(one["flops"] for rank in data["ranks"] for one in rank["passes"].values())
     return float(total) / max(1, len(data["iterations"]))
 
 
 def _step(data: dict[str, Any], name: str) -> float:
-    """Of the slowest rank, a training step."""
+    """A part of the slowest rank's training step, in nanoseconds."""
     steps = max(1, len(data["iterations"]))
     slowest: int = max(rank[name] for rank in data["ranks"])
     return slowest / steps

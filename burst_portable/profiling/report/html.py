@@ -109,7 +109,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def _whole(text: str) -> str:
-    """A sentence whose numbers stay on one line with their units."""
+    """A sentence in which numbers are kept on one line with their units."""
     return re.sub(r"(?<=\d) (?=(?:%|[nµm]?s|[kKMGTPE]?i?(?:B|FLOP)(?:/s)?)(?!\w))", "\u00a0", text)
 
 
@@ -120,7 +120,7 @@ def _longest(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cell(value: float, path: str, text: str | None = None) -> Markup:
-    """A number of the page, with where it stands in the JSON, and how it is known to whom points at it."""
+    """A number of the page, with its place in the JSON, and how it is known as a tooltip."""
     shown = time_text(value) if text is None else text
     told = evidence_of(path.rpartition(".")[2])
     cell = Markup('<td class="n" data-path="{}" data-value="{}" title="{}">{}</td>')
@@ -177,7 +177,7 @@ def _totals(data: dict[str, Any]) -> dict[str, float]:
 
 
 def drawable(data: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The events, written small: times from one start to the next, and what happens as a number of a list.
+    """The events in a compact form: times as differences between starts, kinds as indices into a list.
 
     Returns them, and a sentence on what is left out, which is empty mostly.
     """

@@ -68,7 +68,7 @@ def _switch(value: Any) -> bool:
 
 
 def _text(value: Any) -> bool:
-    """Without what steers a terminal."""
+    """Whether this is a short text without terminal control characters."""
     return isinstance(value, str) and len(value) < _LONGEST and value.isprintable()
 
 

@@ -79,7 +79,7 @@ def drift_text(data: dict[str, Any]) -> str:
 
 
 def step_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a ring step of a pass: means over ranks of a mean call, and what it works on.
+    """A row per ring step of a pass: means over ranks of a mean call, and what it works on.
 
     The slowest rank is the one that computes longest: one that waits long is not slow, it waits for a slow one.
     """

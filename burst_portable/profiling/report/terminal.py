@@ -131,7 +131,7 @@ def _shade(part: str, length: int) -> str:
 
 
 def _bar(rank: dict[str, Any], longest: int) -> str:
-    """Four shades in proportion; what rounds to nothing is not drawn."""
+    """Four shades in proportion; parts that round to nothing are not drawn."""
     drawn, done, at = [], 0, 0
     for part in PARTS:
         done += rank[part]

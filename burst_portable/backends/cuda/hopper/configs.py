@@ -36,18 +36,18 @@ BACKWARD = {64: BackwardConfig(128, 2, 240, 168), 128: BackwardConfig(64, 2, 240
 KEY_BLOCK = 128  # of the backward
 
 TALL_BLOCKS = 32  # key blocks that a query block must visit, on average, for the tall cut to be worth it
-TALL_ITEMS = 4  # query blocks of all heads per multiprocessor
+TALL_ITEMS = 4  # query blocks of all heads per multiprocessor that the tall cut needs
 ROOM = 64  # key blocks, of heads of 128, that a program visits before it makes way: about 0.1 ms on one H100
-LATE = 6  # a program of the backward may be so small a part of what a multiprocessor does
-FEW = 4  # keys whose gradients are added up apart may be so small a part of all
+LATE = 6  # a program of the backward may be at most 1/LATE of what a multiprocessor does
+FEW = 4  # keys whose gradients are added up separately may be at most 1/FEW of all
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardCut:
     """One launch of the backward.
 
-    span: query heads that one program does.
-    keys: those that alone it knows, counted from their start, and whose gradients it adds up; None: all.
+    span: query heads that one program computes.
+    keys: [start, stop) of the only keys that it sees, and whose gradients it adds up; None: all.
     """
 
     config: BackwardConfig
@@ -78,8 +78,8 @@ def forward_cut(
 def turns(table: LaunchTable, dim: int, heads: int, at_once: int) -> int:
     """Query blocks that a program of the forward does in a row before it makes way for kernels that move messages.
 
-    So many that each program lasts long enough for what its start costs, about 4 us, to be a small part of it; and not
-    longer, since messages wait until one ends. Never so many that a multiprocessor has nothing to do.
+    Enough that the start of a program, about 4 us, is a small part of it; not more, since messages wait until one ends.
+    Never so many that a multiprocessor has nothing to do.
 
     Args:
         table: of the launch.
@@ -91,7 +91,7 @@ def turns(table: LaunchTable, dim: int, heads: int, at_once: int) -> int:
 
 
 def _mebibyte(keys: int, dim: int) -> int:
-    """How many blocks of so many keys, and their values, in 16 bits."""
+    """How many blocks of this many keys, with their values, in 16 bits, make a mebibyte."""
     return (1 << 20) // (2 * 2 * keys * dim)
 
 
@@ -111,22 +111,23 @@ class Pass:
     processors: int
 
     def ends_late(self, table: LaunchTable) -> bool:
-        """Whether its last program may end long after the others, if each does all heads of a group."""
+        """Whether its last program may end long after the others if each computes all heads of a group."""
         return table.longest * self.group * LATE * self.processors > table.total * self.heads
 
 
 def adding_cut(tiles: Tiles, about: Pass) -> tuple[BackwardCut, LaunchTable]:
-    """For dK and dV that are added to."""
+    """The cut if dK and dV are added to."""
     config = BACKWARD[about.dim]
     table = backward_table(tiles, about.rows, config.BM, KEY_BLOCK)
     return BackwardCut(config, 1 if about.ends_late(table) else about.group), table
 
 
 def writing_cuts(tiles: Tiles, about: Pass) -> list[tuple[BackwardCut, LaunchTable]]:
-    """For dK and dV that are written once, by programs that do all query heads of their keys.
+    """The cuts if dK and dV are written once, by programs that compute all query heads of their keys.
 
-    Where few keys are seen by so many queries that their programs would end late, as sinks are, these are divided and
-    added up by a second launch. No launch: all is better added up, by programs of one head or of a part of the queries.
+    If a few keys, such as sinks, are seen by so many queries that their programs would end late, a second launch
+    divides them and adds up. An empty list means that everything is better added up, by programs of one head or of some
+    queries.
     """
     config = BACKWARD[about.dim]
     whole = BackwardCut(config, about.group)

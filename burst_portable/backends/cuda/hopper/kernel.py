@@ -41,10 +41,10 @@ _PLAIN = torch.contiguous_format
 class HopperKernel:
     """See `kernels.contract.Kernel`. Merges into a state and adds into gradients in its own epilogues.
 
-    Inputs whose strides or address TMA does not take are copied first; what it writes to must be as TMA takes it.
+    Inputs whose strides or address TMA does not accept are copied first; outputs must be as TMA accepts them.
 
-    Rows that no tile names may be read, where they share a block with rows that one names, and are multiplied by 0: in
-    k, v, dout and q they must hold finite numbers there. The portable kernels read no such row.
+    Rows that are in no tile may be read if they share a block with rows that are, and are multiplied by 0: in k, v,
+    dout and q they must hold finite numbers. The portable kernels read no such row.
     """
 
     name = "hopper"
@@ -67,10 +67,10 @@ class HopperKernel:
         state: State | None = None,
         out_dtype: torch.dtype = torch.float32,
     ) -> State:
-        """As the contract says, in float32. Without `state`, `out_dtype` may be the dtype of q: one cast less."""
+        """As the contract says, in float32. Without `state`, `out_dtype` may be the dtype of q, which saves a cast."""
         _check_options(options)
         if state is not None:
-            state = finished(state, q.dtype)  # float32 for both; nothing is copied if they are so already
+            state = finished(state, q.dtype)  # both in float32, without a copy if they already are
         if not tiles or q.numel() == 0:
             return _nothing_seen(q, out_dtype) if state is None else state
         batch, rows, heads, dim = q.shape
@@ -149,7 +149,7 @@ class HopperKernel:
         tiles: Tiles,
         options: Options,
     ) -> Gradients:
-        """See `kernels.whole`: dK and dV in the dtype of k, but where added shares are faster for most keys."""
+        """See `kernels.whole`: dK and dV in the dtype of k, unless adding up parts is faster for most keys."""
         if options.deterministic or not tiles or q.numel() == 0 or k.numel() == 0:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
         _check_options(options)
@@ -188,7 +188,7 @@ def _launch_backward(
     *,
     store: bool,
 ) -> None:
-    """Add to dq, and add to dk and dv or write them: these in one piece then. On the current device."""
+    """Add to dq; add to dk and dv or, with `store`, write them, which must be contiguous. On the current device."""
     compiled = compiled_kernels()
     config, dim = table.cut.config, q.shape[3]
     dq, dk, dv = into
@@ -214,7 +214,7 @@ def _launch_backward(
 
 
 def _folds(dtype: torch.dtype) -> int:
-    """In bf16 the scale rides in P, for nothing; in fp16 small P would leave the range of normal numbers."""
+    """Whether the scale is folded into P: free in bf16; in fp16 small P would leave the range of normal numbers."""
     return int(dtype == torch.bfloat16)
 
 
@@ -301,7 +301,7 @@ def _declined(problem: KernelProblem) -> str:
 
 @cache
 def _triton_reason() -> str:
-    """Why the Triton that is installed cannot be used; empty if it can."""
+    """Why the installed Triton cannot be used; "" if it can."""
     try:
         text = version("triton")
     except PackageNotFoundError:
@@ -315,7 +315,7 @@ def _triton_reason() -> str:
 
 @cache
 def _device_reason(device: str) -> str:
-    """Why a device cannot run it; empty if it can."""
+    """Why a device cannot run it; "" if it can."""
     if torch.device(device).type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return f"it runs on NVIDIA GPUs, not on {device}"
     major, minor = torch.cuda.get_device_capability(device)

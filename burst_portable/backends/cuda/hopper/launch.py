@@ -1,8 +1,8 @@
 """Launching Gluon kernels with little host time: tensor descriptors and compiled kernels are kept and reused.
 
-Triton binds, specialises and looks up each launch anew, which costs more than a short kernel takes. Our kernels
-specialise on nothing but what stands in the key given here, so that the compiled kernel may be called directly, past
-Triton where the driver can be asked (`backends.cuda.kernel_driver`).
+Triton binds, specialises and looks up each launch again, which costs more than a short kernel takes. Our kernels
+specialise only on what is in the key given here, so the compiled kernel may be called directly, bypassing Triton if the
+driver can be called (`backends.cuda.kernel_driver`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COUNTERS = 1024  # in a pool
 
 
 class Launcher:
-    """One kernel: Triton's way the first time, packed for the driver afterwards."""
+    """One kernel: launched by Triton the first time, by the driver afterwards."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -81,7 +81,7 @@ class Counters:
         self._pools: dict[Hashable, Iterator[Tensor]] = {}
 
     def take(self, device: torch.device, stream: int) -> Tensor:
-        """An int32 0 that no launch has used. A graph under capture gets one that it clears itself when replayed."""
+        """An int32 0 that no launch has used. A graph under capture gets one that its replay clears."""
         if torch.cuda.is_current_stream_capturing():
             return torch.zeros(1, dtype=torch.int32, device=device)
         key = (device.index, stream)
@@ -123,7 +123,7 @@ class Descriptors:
         return found
 
     def readable(self, name: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Described]:
-        """`x`, or a copy of it where TMA does not take its strides or address, and the descriptor of that."""
+        """`x`, or a copy if TMA does not accept its strides or address, and its descriptor."""
         found = self._kept.get((x.data_ptr(), x.shape, x.stride(), x.dtype, rows, columns))
         if found is not None:
             return x, found
@@ -136,7 +136,7 @@ class Descriptors:
         return self._kept.get(key) or self._keep(key, x, [1, rows], self._vector, list(x.stride()))
 
     def strides(self, name: str, x: Tensor, unit: int) -> tuple[int, ...]:
-        """The strides of batch, row and head as TMA takes them, in units of so many elements."""
+        """The strides of batch, row and head as TMA takes them, in units of `unit` elements."""
         key = (x.shape, x.stride(), x.dtype, x.data_ptr() % 16, unit)
         found = self._units.get(key)
         if found is None:
@@ -199,5 +199,5 @@ class Compiled:
 
 @cache
 def compiled_kernels() -> Compiled:
-    """One for all: a kernel is compiled once per process."""
+    """One object for all: a kernel is compiled once per process."""
     return Compiled()

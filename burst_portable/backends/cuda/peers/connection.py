@@ -18,15 +18,15 @@ from burst_portable.comm.base import Message, Part, Parts, Strip, Strips, Transp
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.errors import BurstError, MismatchError, UnsupportedError, explain, first_line
 
-_PROOF = 1 << 20  # bytes that every rank sends every other, to see that they come
+_PROOF = 1 << 20  # bytes that every rank sends to every other, to see that they arrive
 _PROOF_SECONDS = 20.0
 
 Trial = Callable[[PeerCopyTransport, Tensor], dict[int, Tensor]]
-"""Sends these bytes to all ranks; what has come from each."""
+"""Sends these bytes to all ranks; returns what has arrived from each."""
 
 
 def unavailable() -> str:
-    """Why this machine has no peer copies, as far as one process can tell; empty if nothing speaks against them."""
+    """Why this machine cannot have peer copies, as far as one process can tell; "" if nothing rules them out."""
     try:
         from torch.distributed import _symmetric_memory as symmetric_memory
     except ImportError as error:
@@ -56,7 +56,7 @@ def _reaches(a: int, b: int) -> bool:
 def connect(other: Transport, group: Any, deadline: float) -> Transport:
     """Peer copies among the ranks of `other`, each on its current device. Collective.
 
-    Raises `UnsupportedError`, on all ranks alike, with the reasons of those that cannot.
+    Raises `UnsupportedError`, on all ranks alike, with the reasons of the ranks that cannot.
     """
     device = here()
     facts = {"reason": unavailable(), "host": _host(), "gpu": str(torch.cuda.get_device_properties(device).uuid)}
@@ -70,7 +70,7 @@ def connect(other: Transport, group: Any, deadline: float) -> Transport:
         raise UnsupportedError("; ".join(reasons))
     from burst_portable.backends.cuda.peers.memory import CudaPeerMemory
 
-    for by_copies in (False, True):  # as fast as drivers allow, then in a way that needs less of them
+    for by_copies in (False, True):  # the fast way first, then one that needs less of the driver
         memory = CudaPeerMemory(group, device, other.share, min(deadline, _PROOF_SECONDS), by_copies=by_copies)
         transport = PeerCopyTransport(memory, other)
         told = _told(other, {"reason": _proof(transport, device)}, "trying peer copies")
@@ -85,7 +85,7 @@ def _told(other: Transport, facts: dict[str, str], what: str) -> list[dict[str, 
     said = other.share(json.dumps(facts).encode(), what)
     try:
         return [json.loads(one) for one in said]
-    except ValueError as error:  # another rank is in another conversation: it refused its call
+    except ValueError as error:  # another rank was sharing something else: it refused its call
         raise MismatchError(
             explain(
                 f"rank {other.rank}, {what}: the ranks do not make the same call",
@@ -102,7 +102,7 @@ def _host() -> str:
 
 
 def _proof(transport: PeerCopyTransport, device: torch.device) -> str:
-    """What is wrong with what comes in passes of messages between all ranks; empty if all is well."""
+    """What is wrong with messages between all ranks in a few trial passes; "" if all is well."""
     # By a kernel, and by engines.
     trials: list[Trial] = [_messages, _parts, partial(_lines, alone=True), partial(_lines, alone=False)]
     try:
@@ -122,7 +122,7 @@ def _tried(transport: PeerCopyTransport, device: torch.device, turn: int, trial:
     transport.end()
     done = torch.cuda.Event()
     done.record()
-    while not done.query():  # the watch sees to it that it ends
+    while not done.query():  # the watch makes sure that it ends
         time.sleep(0.001)
     transport.memory.check()
     expected = [16 * turn + peer % 16 for peer in came] * 2
@@ -130,7 +130,7 @@ def _tried(transport: PeerCopyTransport, device: torch.device, turn: int, trial:
 
 
 def _messages(transport: PeerCopyTransport, mine: Tensor) -> dict[int, Tensor]:
-    """One by one."""
+    """Messages one by one."""
     others = transport.others
     places = [transport.inbox(_PROOF, mine.device, peer) for peer in others]
     sent, received = transport.post(
@@ -144,14 +144,14 @@ def _messages(transport: PeerCopyTransport, mine: Tensor) -> dict[int, Tensor]:
 
 
 def _parts(transport: PeerCopyTransport, mine: Tensor) -> dict[int, Tensor]:
-    """All at once, this rank's own among them."""
+    """Messages all at once, this rank's own among them."""
     ranks = (*transport.others, transport.rank)
     place = transport.rank * _PROOF
     return _exchanged(transport, Parts(mine, tuple(Part(r, 0, _PROOF, place) for r in ranks)), _PROOF)
 
 
 def _lines(transport: PeerCopyTransport, mine: Tensor, alone: bool) -> dict[int, Tensor]:
-    """The same of lines that lie apart."""
+    """The same for lines that lie apart."""
     width, step = 1024, 4096
     lines = _PROOF // step
     ranks = (*transport.others, transport.rank)

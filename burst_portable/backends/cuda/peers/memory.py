@@ -1,8 +1,8 @@
 """Peer memory on NVIDIA GPUs of one host: torch's symmetric memory, copy engines, flags of the driver.
 
-A flag is waited for by the stream itself, with no kernel, so a message that a copy engine moves needs no multiprocessor
-while attention fills them all; `push` says which do. Streams cannot give up; a thread watches over the deadline instead
-(see `watch`).
+The stream itself waits for a flag, without a kernel, so a message that a copy engine moves needs no multiprocessor
+while attention occupies them all; `push` says which messages need some. Streams cannot give up, so a thread watches the
+deadline (see `watch`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class CudaPeerMemory:
 
     Args:
         group: the process group of the ranks.
-        share: how they tell each other a few bytes.
-        deadline: seconds that no message may come while a pass waits for one.
-        by_copies: set flags of peers by copies too, wait for flags on a stream of their own, and push nothing by a
-            kernel: what every driver is able to do, at two calls more a message.
+        share: shares a few bytes of every rank.
+        deadline: seconds that a pass may wait for its next message.
+        by_copies: set the flags of peers by copies too, wait for flags on a separate stream, and push nothing by a
+            kernel: every driver can do that, with two more calls per message.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CudaPeerMemory:
         _refuse_capture()
         torch.cuda.synchronize(self._device)
         self.check()
-        self.watch.forget()  # nothing that uses the old memory is under way, on any rank:
+        self.watch.forget()  # next, all ranks agree that nothing that uses the old memory is under way
         self._agree({"inbox": inbox}, "giving up memory")
         self._views.clear()
         self._push = self._pusher()
@@ -106,7 +106,7 @@ class CudaPeerMemory:
         self.watch.begin(self._compute_stream)
 
     def now(self) -> torch.cuda.Stream:
-        """The current stream. torch makes an object of it each time it is asked, which costs more than a launch."""
+        """The current stream. torch makes a new object for it on each call, which costs more than a launch."""
         same = current_stream(self._device) == self._compute_handle
         return self._compute_stream if same else torch.cuda.current_stream(self._device)
 
@@ -128,14 +128,14 @@ class CudaPeerMemory:
                 self._by_driver(self._compute_handle, leaving)
 
     def _pushed(self, stream: int, leaving: Sequence[Parts | Strips]) -> bool:
-        """Whether a kernel does it."""
+        """Copy by a kernel if possible; returns whether it was."""
         if self._push is None:
             return False
         with on(self._device):  # a kernel starts in the current device's context
             return self._push(stream, leaving, self._address)
 
     def _by_driver(self, stream: int, leaving: Sequence[Parts | Strips]) -> None:
-        """One copy after the other; to other devices, by a copy engine."""
+        """Copy one part after the other, by a copy engine if it goes to another device."""
         for one in leaving:
             source = one.buffer.data_ptr()
             for part in one.parts:
@@ -146,7 +146,7 @@ class CudaPeerMemory:
                     self._driver.copy_lines(stream, target, source + part.start, part)
 
     def _address(self, part: Part | Strip) -> int:
-        """Where it goes, in the memory of a rank."""
+        """The address of a part in its rank's memory."""
         assert part.place is not None, "parts that are copied have places"
         return self._starts[part.peer] + self._base + part.place
 
@@ -183,7 +183,7 @@ class CudaPeerMemory:
             raise self.watch.failed
 
     def close(self) -> None:
-        """Let go of the memory; every rank does."""
+        """Release the memory; every rank must call this."""
         if self._heap is not None and self.watch.failed is None:
             torch.cuda.synchronize(self._device)
             self._agree({"inbox": 0}, "giving up memory")
@@ -194,7 +194,7 @@ class CudaPeerMemory:
     # ------------------------------------------------------------------------------- memory, and the watch
 
     def _pusher(self) -> Pusher | None:
-        """For one set of addresses: a new one when memory is."""
+        """A pusher is for one set of addresses, so new memory needs a new one."""
         return pusher() if self._wait_stream is None else None
 
     def _allocate(self, size: int) -> Tensor:
@@ -228,13 +228,13 @@ class CudaPeerMemory:
             )
 
     def _read_flags(self) -> list[int]:
-        """This rank's flags, as the watch reads them, on its own stream."""
+        """This rank's flags; the watch reads them on its own stream."""
         assert self._heap is not None, "a pass has memory"
         numbers: list[int] = self._heap[: 4 * flags(self.size)].view(torch.int32).tolist()
         return numbers
 
     def _release(self, missing: list[tuple[int, int]]) -> None:
-        """Let streams go on that wait for flags in vain; what they find in the inbox is NaN, in every dtype."""
+        """Let streams continue that wait for flags in vain; in the inbox they find NaN, whatever the dtype."""
         assert self._heap is not None, "a pass has memory"
         self._heap[self._base :].fill_(255)
         stream = torch.cuda.current_stream(self._device).cuda_stream
@@ -253,14 +253,14 @@ def _refuse_capture() -> None:
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """What a stream has been given so far."""
+    """An event after everything that a stream has been given so far."""
     event = torch.cuda.Event()
     event.record(stream)
     return event
 
 
 class _Sent:
-    """What the copy stream had been given when this was made."""
+    """A handle for everything that the copy stream had been given when this was made."""
 
     __slots__ = ("_event", "_memory")
 

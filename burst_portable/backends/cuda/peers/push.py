@@ -1,10 +1,10 @@
 """Messages to several ranks at once, written by multiprocessors in one launch.
 
-A copy engine takes messages one after the other, and 9 microseconds for each besides its bytes: between eight H200,
-1 MiB goes at 86 GB/s, 64 MiB at 369. A kernel writes to all ranks together, and the host says so once. Lines that lie
-apart cost it nothing: 50 MB to each of three H200, lines of 2 KiB, took 478 microseconds, where engines took 715, and
-packing them first 595. But it needs multiprocessors: beside a kernel that holds them all it begins when that one
-ends. So what goes beside kernels is left to the engines.
+A copy engine takes messages one after the other, with 9 microseconds for each besides its bytes: between eight H200, 1
+MiB goes at 86 GB/s, 64 MiB at 369. A kernel writes to all ranks together, with one launch by the host. Lines that lie
+apart cost it nothing: 50 MB to each of three H200, in lines of 2 KiB, took 478 microseconds, where engines took 715,
+and packing first took 595. But it needs multiprocessors: beside a kernel that occupies them all, it begins only when
+that one ends. So messages beside kernels are left to the engines.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from burst_portable.comm.base import Part, Parts, Strip, Strips
 _AT_ONCE = 24  # messages of a launch
 _UNIT = 16  # bytes that a thread moves at once
 _PROGRAMS = 256  # for all messages of a launch
-_KEPT = 4096  # launches, 4 KB each: memory comes from the same places again and again, others in every layer
+_KEPT = 4096  # launches, 4 KB each: tensors lie in the same places again and again, but differ in every layer
 
 Address = Callable[[Part | Strip], int]
-"""Where a part goes."""
+"""The address to which a part goes."""
 
 
 class Pusher:
-    """Pushes into the memory of one set of ranks, whose addresses stay."""
+    """Pushes into the memory of one set of ranks, whose addresses do not change."""
 
     def __init__(self) -> None:
         self._compiled = cache(_compiled)
         self._launches: dict[Hashable, list[Bound]] = {}
 
     def __call__(self, stream: int, leaving: Sequence[Parts | Strips], address: Address) -> bool:
-        """Whether all of it is on its way. Nothing is where it is odd, or a single message."""
+        """Send everything, if possible; returns whether it was. Single or misaligned messages are not sent."""
         key = tuple((one.buffer.data_ptr(), one.parts) for one in leaving)
         launches = self._launches.get(key)
         if launches is None:
@@ -46,7 +46,7 @@ class Pusher:
         return bool(launches)
 
     def _made(self, leaving: Sequence[Parts | Strips], address: Address) -> list[Bound]:
-        """The launches; none where others must do it."""
+        """The launches; none if copy engines must do it."""
         messages = [_raw(one, part, address) for one in leaving for part in one.parts]
         if len(messages) < 2 or any(number % _UNIT for message in messages for number in message):
             return []
@@ -55,16 +55,16 @@ class Pusher:
 
 
 def pusher() -> Pusher | None:
-    """None where there is no Triton, or no way to launch its kernels on a stream of one's own."""
+    """None without Triton, or without a way to launch its kernels on a given stream."""
     return None if find_spec("triton") is None or kernel_driver() is None else Pusher()
 
 
 RawMessage = tuple[int, int, int, int, int, int]
-"""(source, target, bytes, those of a line, from one line to the next here, and there)."""
+"""(source, target, bytes in all, bytes of a line, step between lines here, step there)."""
 
 
 def _raw(one: Parts | Strips, part: Part | Strip, address: Address) -> RawMessage:
-    """What comes in one piece is one line."""
+    """A contiguous part is one line."""
     lines = (part.width, part.step, part.jump) if isinstance(part, Strip) else (max(_UNIT, part.size), 0, 0)
     return one.buffer.data_ptr() + part.start, address(part), part.size, *lines
 

@@ -1,8 +1,8 @@
 """A thread that notices when messages stop coming, since a stream that waits for a flag cannot give up by itself.
 
-It counts from when the device has begun a pass, and anew whenever a message comes. When the deadline is over, it says
-which rank, step and peer on standard error, fills the inbox with NaN and lets the streams go on: nothing hangs,
-nothing looks right, and the next thing that this rank asks of the transport raises the error.
+It counts from when the device begins a pass, and again from whenever a message arrives. At the deadline it prints rank,
+step and peer to standard error, fills the inbox with NaN and lets the streams continue: nothing hangs, nothing looks
+right, and the next call of the transport on this rank raises the error.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from burst_portable.errors import CommunicationError, DeadlineError, MismatchErr
 
 _EVERY = 0.2  # seconds between looks
 _QUIET = 1.0  # seconds that a pass may take before its flags are looked at
-_RUNNING_OUT = 5.0  # seconds for the streams of a pass to run out once its flags are set
+_RUNNING_OUT = 5.0  # seconds for the streams of a pass to finish once its flags are set
 _NUMBER = 16  # bits of a mark below the number of its pass
-_FAR = 1 << 10  # passes that a peer may be ahead; a flag of more is taken for what an old pass has left
+_FAR = 1 << 10  # passes that a peer may be ahead; a flag further ahead is taken for that of an old pass
 
 Missing = list[tuple[int, int]]
-"""(flag, mark) of messages that have not come."""
+"""(flag, mark) of messages that have not arrived."""
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class _Pass:
     expected: list[tuple[int, int, Watched]] = field(default_factory=list)
 
     def over(self) -> bool:
-        """Whether the device has come to its end."""
+        """Whether the device has reached its end."""
         return self.left is not None and self.left.query()
 
 
@@ -49,8 +49,8 @@ class Watch:
 
     Args:
         deadline: seconds without a message.
-        read: this rank's flags as they are now; may wait for the current stream, which is the watch's own.
-        release: lets streams go on that wait for these flags.
+        read: returns this rank's flags as they are now; may wait for the current stream, which is the watch's own.
+        release: lets streams continue that wait for these flags.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Watch:
         self.failed: CommunicationError | None = None
         self._device, self.deadline, self._read, self._release = device, deadline, read, release
         self._passes: deque[_Pass] = deque()
-        self._current: _Pass | None = None  # that the host is in; the thread may have given it up meanwhile
+        self._current: _Pass | None = None  # the pass that the host is in; the thread may have given it up
         self._looking = threading.Lock()  # held while flags are read, and while passes are dropped
         self._thread: Background[Watch] | None = None
         self._ready = False
@@ -85,7 +85,7 @@ class Watch:
         self._current.expected += [(flag, mark, what) for flag in flags]
 
     def end(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """All of the pass has been put on a stream; the event of its end."""
+        """Everything of the pass is on its stream; returns the event of its end."""
         left = torch.cuda.Event()
         left.record(stream)
         assert self._current is not None, "a pass has begun"
@@ -93,19 +93,19 @@ class Watch:
         return left
 
     def forget(self) -> None:
-        """All passes are over, and their flags are about to go: from then on marks begin anew."""
+        """All passes are over, and their flags are about to be freed: marks then start again."""
         with self._looking:
             self._passes.clear()
 
     def stop(self) -> None:
-        """The memory goes away."""
+        """Stop the thread, before the memory is freed."""
         if self._thread is not None:
             self._thread.stop()
 
     # ------------------------------------------------------------------------------------------ the thread
 
     def _watch(self) -> None:
-        """Until all passes are over."""
+        """Watch until all passes are over."""
         if not self._ready:
             self._prepare()
             self._ready = True
@@ -121,12 +121,12 @@ class Watch:
             return self._passes[0] if self._passes else None
 
     def _next(self) -> _Pass | None:
-        """The first pass, which is watched no longer."""
+        """Take out the first pass, which is then no longer watched."""
         with self._looking:
             return self._passes.popleft() if self._passes else None
 
     def _prepare(self) -> None:
-        """What the thread needs: a stream of its own, and no harm to graphs that others capture."""
+        """Give the thread a stream of its own, and keep it from invalidating captures of graphs."""
         torch.cuda.set_device(self._device)
         leave_captures_alone()
         torch.cuda.set_stream(torch.cuda.Stream(self._device))
@@ -136,7 +136,7 @@ class Watch:
         return self._thread.pause(seconds)
 
     def _stay_with(self, one: _Pass) -> None:
-        """Until a pass that the device has begun is over, or nothing came for too long."""
+        """Watch a pass that the device has begun until it is over, or nothing arrives for too long."""
         since, seen = time.monotonic(), None
         while not one.over() and self._pause(min(_EVERY, self.deadline / 4)):
             if time.monotonic() - since < min(_QUIET, self.deadline / 2):
@@ -156,7 +156,7 @@ class Watch:
                 return
 
     def _flags_of(self, one: _Pass) -> list[int] | None:
-        """This rank's flags while a pass is under way; None if it is over: they may be another pass's by now."""
+        """This rank's flags while a pass is under way; None if it is over, since another may have begun."""
         with self._looking:
             return self._read() if one in self._passes and not one.over() else None
 
@@ -169,25 +169,25 @@ class Watch:
         )
 
     def _fail(self, error: CommunicationError) -> None:
-        """Say so, and let the streams run out: of this pass, and of those that were put behind it."""
+        """Report it, and let the streams finish: those of this pass, and of the passes queued behind it."""
         self.failed = error
         print(f"burst_portable: {error}", file=sys.stderr, flush=True)
         while (one := self._next()) is not None:
             self._release([(flag, mark) for flag, mark, _ in one.expected])
             until = time.monotonic() + _RUNNING_OUT
             while not one.over() and time.monotonic() < until and self._pause(_EVERY / 10):
-                self._release([(flag, mark) for flag, mark, _ in one.expected])  # the host may still be adding to it
+                self._release([(flag, mark) for flag, mark, _ in one.expected])  # the host may still be adding flags
 
 
 def _ahead(found: int, mark: int) -> bool:
-    """Whether a flag shows a pass that comes after the mark's: its peer has done its part, and gone on."""
+    """Whether a flag shows a later pass than the mark: its peer has done its part and gone on."""
     return found > 0 and 0 < ((found >> _NUMBER) - (mark >> _NUMBER)) % (MARKS - 1) < _FAR
 
 
 def _mismatch(what: str) -> MismatchError:
     return MismatchError(
         explain(
-            f"{what}: what came instead is of another call",
+            f"{what}: what arrived instead belongs to another call",
             next_step="all ranks of a mesh must make the same calls in the same order",
         )
     )
