@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -14,15 +14,15 @@ from burst_portable import by_heads, numerics
 from burst_portable.autocast import own_precision
 from burst_portable.comm.agreement import Statement, agree, tell_refusal
 from burst_portable.errors import UnsupportedError, explain
-from burst_portable.executor import run_backward, run_forward
+from burst_portable.executor import Saved, attend, gradients
 from burst_portable.kernels.contract import Gradients, Options, arrived, as_kernels_take
 from burst_portable.mesh import Mesh
 from burst_portable.numerics import as_dtype
 from burst_portable.plans import Plan
 from burst_portable.recomputing import hidden_from_checkpoints
-from burst_portable.runtime import Queries, Runtime, installed
+from burst_portable.runtime import Runtime, installed
 
-_SAVED = 5  # tensors of a group of heads: see `by_heads.Saved`
+_SAVED = 5  # tensors of a group of heads: see `executor.Saved`
 _THERE = nullcontext()
 
 
@@ -36,7 +36,6 @@ class Call:
         by_out: whether the backward kernel is given out instead of delta.
         with_lse: whether the caller asked for LSE, which then travels home where heads are resharded.
         row_delta: `numerics.row_delta`, or the kernel's own, which is faster.
-        alone: whether one rank holds the whole sequence.
     """
 
     plan: Plan
@@ -48,27 +47,12 @@ class Call:
     by_out: bool = False
     with_lse: bool = True
     row_delta: Callable[[Tensor, Tensor], Tensor] = numerics.row_delta
-    alone: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "alone", self.plan.problem.ranks == 1)
 
 
 def _by_blocks(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out in q's dtype, LSE ``[B, Hq, S]`` in the accumulation dtype) of this rank's rows, without a reshard."""
-    pass_plan = call.plan.forward
-    if _whole(call, sinks):
-        state = by_heads.attend(pass_plan, call.runtime, call.options, q, k, v, None)
-    else:
-        state = run_forward(pass_plan, call.runtime.transport.rank, call.runtime, call.options, q, k, v)
-    if sinks is not None:
-        numerics.add_sinks(state, sinks)
-    return as_dtype(state[0], q.dtype), as_dtype(state[1], numerics.accumulation_dtype(q.dtype))
-
-
-def _whole(call: Call, sinks: Tensor | None) -> bool:
-    """Whether one kernel call computes everything: one rank, no sinks (they are merged before out is rounded)."""
-    return call.alone and sinks is None
+    out, lse = attend(call.plan.forward, call.runtime, call.options, q, k, v, sinks)
+    return as_dtype(out, q.dtype), lse
 
 
 class Attention(torch.autograd.Function):
@@ -132,7 +116,7 @@ def _refuse_twice(call: Call) -> NoReturn:
 
 def _by_heads(
     call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, keep: bool
-) -> tuple[Tensor, Tensor | None, list[by_heads.Saved]]:
+) -> tuple[Tensor, Tensor | None, list[Saved]]:
     return by_heads.run_forward(
         call.plan, call.runtime, call.options, q, k, v, sinks, with_lse=call.with_lse, keep=keep
     )
@@ -143,13 +127,10 @@ def _backward_by_blocks(call: Call, saved: tuple[Any, ...], dout: Tensor | None)
     if dout is None:  # this rank's result was not used, but other ranks wait for its part of the pass
         dout = torch.zeros_like(out)
     dout = as_kernels_take(dout)
-    pass_plan, rank = call.plan.backward, call.runtime.transport.rank
-    if _whole(call, sinks):
-        dq, dk, dv = by_heads.gradients(pass_plan, call.runtime, call.options, dout, (q, k, v, out, lse))
-        return (as_dtype(dq, q.dtype), as_dtype(dk, q.dtype), as_dtype(dv, q.dtype)), None
-    delta = None if call.by_out and sinks is None else call.row_delta(dout, out)
-    queries = Queries(q, dout, lse, out=out) if call.by_out else Queries(q, dout, lse, delta)
-    dq, dk, dv = run_backward(pass_plan, rank, call.runtime, call.options, queries, k, v)
+    row_delta = None if call.by_out else call.row_delta
+    delta = None if sinks is None else call.row_delta(dout, out)
+    kept = q, k, v, out, lse
+    dq, dk, dv = gradients(call.plan.backward, call.runtime, call.options, dout, kept, row_delta, delta)
     dsinks = None if sinks is None or delta is None else numerics.sinks_gradient(sinks, lse, delta)
     return (as_dtype(dq, q.dtype), as_dtype(dk, q.dtype), as_dtype(dv, q.dtype)), dsinks
 

@@ -13,24 +13,19 @@ launch if all ranks divide the heads among them; if the ranks of a node do, it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from burst_portable import executor, numerics
+from burst_portable.executor import RowDelta, Saved
 from burst_portable.heads import HeadGroup, Span, heads_of
 from burst_portable.kernels.contract import Gradients, Options
-from burst_portable.numerics import State, accumulation_dtype, as_dtype
-from burst_portable.plans import PassPlan, Plan
+from burst_portable.numerics import accumulation_dtype
+from burst_portable.plans import Plan
 from burst_portable.reshard import Reshard, ToHeads, ToSequence
-from burst_portable.runtime import Queries, Runtime
-from burst_portable.steps import Compute
-
-RowDelta = Callable[[Tensor, Tensor], Tensor]
-"""`numerics.row_delta`, or a kernel's own."""
-Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""What backward needs of a group of heads: q, k, v, out and LSE, over all rows."""
+from burst_portable.runtime import Runtime
 
 
 def run_forward(
@@ -66,7 +61,7 @@ def run_forward(
     arrived = _with_shared(arriving.wait() for arriving in coming)
     for group, arriving, (queries, keys, values) in zip(groups, coming, arrived, strict=True):
         group_sinks = None if sinks is None else sinks[_own_heads(plan, group, runtime)]
-        group_out, group_lse = attend(plan.forward, runtime, options, queries, keys, values, group_sinks)
+        group_out, group_lse = executor.attend(plan.forward, runtime, options, queries, keys, values, group_sinks)
         group_out = group_out.to(q.dtype)
         home: list[tuple[Tensor, Tensor, Span]] = [(group_out, out, group.queries)]
         if lse is not None:
@@ -112,7 +107,7 @@ def run_backward(
     dkv: tuple[Tensor, ...] = ()  # of K and V, which several groups may share
     for group, arriving, kept in zip(groups, coming, saved, strict=True):
         (group_dout,) = arriving.wait()
-        group_dq, *group_dkv = gradients(plan.backward, runtime, options, group_dout, kept, row_delta)
+        group_dq, *group_dkv = executor.gradients(plan.backward, runtime, options, group_dout, kept, row_delta)
         dkv = tuple(group_dkv) if group.first else _sum(dkv, group_dkv)
         home: list[tuple[Tensor, Tensor, Span]] = [(group_dq, dq, group.queries)]
         if group.last:
@@ -125,49 +120,6 @@ def run_backward(
     for results in leaving:
         results.wait()
     return (dq, dk, dv), dsinks
-
-
-def attend(
-    pass_plan: PassPlan, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> State:
-    """(out in q's dtype or wider, LSE in the accumulation dtype) for the rows of some heads."""
-    rank = runtime.transport.rank
-    if pass_plan.problem.ranks > 1:
-        state = executor.run_forward(pass_plan, rank, runtime, options, q, k, v)
-    elif (compute := _only(pass_plan, rank)) is None:
-        state = numerics.empty_state(q, v.shape[-1])
-    elif sinks is None:
-        state = runtime.attend_whole(compute, q, k, v, options)
-    else:  # sinks are merged before out is rounded
-        state = runtime.attend(compute, q, k, v, options, None)
-    if sinks is not None:
-        numerics.add_sinks(state, sinks)
-    return state[0], as_dtype(state[1], accumulation_dtype(q.dtype))
-
-
-def gradients(
-    pass_plan: PassPlan,
-    runtime: Runtime,
-    options: Options,
-    dout: Tensor,
-    kept: Saved,
-    row_delta: RowDelta | None = None,
-) -> Gradients:
-    """(dq, dk, dv) for the rows of some heads, in q's dtype or the accumulation dtype."""
-    q, k, v, out, lse = kept
-    rank = runtime.transport.rank
-    if pass_plan.problem.ranks > 1:
-        queries = Queries(q, dout, lse, row_delta(dout, out)) if row_delta else Queries(q, dout, lse, out=out)
-        return executor.run_backward(pass_plan, rank, runtime, options, queries, k, v)
-    if compute := _only(pass_plan, rank):
-        return runtime.gradients(compute, (dout, q, k, v, out, lse), options)
-    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-
-
-def _only(pass_plan: PassPlan, rank: int) -> Compute | None:
-    """The only computation of a pass over all rows; None if the mask hides everything."""
-    steps = pass_plan.steps_of(rank)
-    return steps[0].compute if steps else None
 
 
 def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]:

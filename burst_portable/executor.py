@@ -1,4 +1,4 @@
-"""Runs one rank's steps of a pass in which blocks travel, for any strategy. (`by_heads` runs resharded heads.)
+"""Runs one rank's steps of a pass, whatever the strategy. (`by_heads` brings resharded heads here, and home.)
 
 ::
 
@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import accumulate
@@ -17,49 +17,110 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from burst_portable import wide_copy
+from burst_portable import numerics, wide_copy
 from burst_portable.comm.base import Handle
 from burst_portable.kernels.contract import Gradients, Options
 from burst_portable.messages import Field, fields, message_size, needed_together
 from burst_portable.moves import Move, holder, to_pack
-from burst_portable.numerics import State, accumulation_dtype, empty_state
+from burst_portable.numerics import State, accumulation_dtype, as_dtype, empty_state
 from burst_portable.plans import PassPlan, Problem
 from burst_portable.runtime import Queries, Runtime
 from burst_portable.steps import Step
 
+RowDelta = Callable[[Tensor, Tensor], Tensor]
+"""`numerics.row_delta`, or a kernel's own."""
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""What backward needs: q, k, v of the rows at hand, their out and their LSE."""
 Views = tuple[Tensor, ...]
 """The tensors of a block: (k, v), (q, dO, LSE, delta), or gradients; over messages, or a rank's own."""
 
 
-def run_forward(
-    pass_plan: PassPlan, rank: int, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor
+def attend(
+    pass_plan: PassPlan, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> State:
-    """(out ``[B, S, Hq, Dv]``, LSE ``[B, Hq, S]``) of this rank's S queries.
+    """(out ``[B, S, Hq, Dv]`` in q's dtype or wider, LSE ``[B, Hq, S]`` in the accumulation dtype) of the rows at hand.
 
-    Both in the dtypes that the kernel keeps while it merges: see `numerics.finished`. q is ``[B, S, Hq, D]``; k and v,
-    ``[B, S', Hkv, D]`` and ``[B, S', Hkv, Dv]``, are this rank's own; others arrive as the plan says.
+    Args:
+        q: ``[B, S, Hq, D]``.
+        k, v: ``[B, S', Hkv, D]`` and ``[B, S', Hkv, Dv]`` at hand; those of others come as the plan says.
+        sinks: ``[Hq]``, one logit a query head, or None.
     """
+    rank = runtime.transport.rank
+    if sinks is None and (compute := pass_plan.alone(rank)):
+        state = runtime.attend_whole(compute, q, k, v, options)
+    else:  # sinks are merged before out is rounded
+        state = _run_forward(pass_plan, rank, runtime, options, q, k, v, rounds=sinks is None)
+    if sinks is not None:
+        numerics.add_sinks(state, sinks)
+    return state[0], as_dtype(state[1], accumulation_dtype(q.dtype))
+
+
+def gradients(
+    pass_plan: PassPlan,
+    runtime: Runtime,
+    options: Options,
+    dout: Tensor,
+    kept: Saved,
+    row_delta: RowDelta | None,
+    delta: Tensor | None = None,
+) -> Gradients:
+    """(dq, dk, dv) of the rows at hand, shaped as q, k and v, in their dtype or the accumulation dtype.
+
+    Args:
+        dout: ``[B, S, Hq, Dv]``.
+        kept: of the same rows.
+        row_delta: None where the kernel is given out, which does not travel, in place of delta.
+        delta: ``[B, Hq, S]``, where it is there already.
+    """
+    q, k, v, out, lse = kept
+    rank = runtime.transport.rank
+    if compute := pass_plan.alone(rank):
+        return runtime.gradients(compute, (dout, q, k, v, out, lse), options)
+    if row_delta is None:
+        queries = Queries(q, dout, lse, out=out)
+    else:
+        queries = Queries(q, dout, lse, row_delta(dout, out) if delta is None else delta)
+    return _run_backward(pass_plan, rank, runtime, options, queries, k, v)
+
+
+def _run_forward(
+    pass_plan: PassPlan,
+    rank: int,
+    runtime: Runtime,
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rounds: bool,
+) -> State:
+    """(out, LSE) of this rank's queries, in the dtypes that the kernel keeps while it merges: see `numerics.finished`.
+
+    rounds: out may be in q's dtype where one step computes all of it.
+    """
+    steps = pass_plan.steps_of(rank)
+    once = rounds and sum(step.compute is not None for step in steps) == 1
     blocks = _Blocks(pass_plan, rank, runtime, (k, v), q.dtype, backward=False)
     state: State | None = None
     stays = replace(options, makes_way=False) if options.makes_way else options
-    for step in pass_plan.steps_of(rank):
+    for step in steps:
         blocks.begin(step)
         if step.compute:
             keys, values = blocks.use(step)
             how = options if blocks.moving(step.index) else stays
-            state = runtime.attend(step.compute, q, keys, values, how, state)
+            if once:
+                state = runtime.attend_whole(step.compute, q, keys, values, how)
+            else:
+                state = runtime.attend(step.compute, q, keys, values, how, state)
         blocks.end(step)
     blocks.finish()
     return empty_state(q, v.shape[-1]) if state is None else state
 
 
-def run_backward(
+def _run_backward(
     pass_plan: PassPlan, rank: int, runtime: Runtime, options: Options, queries: Queries, k: Tensor, v: Tensor
 ) -> Gradients:
-    """(dq, dk, dv) of this rank's shard, shaped as q, k and v, in the accumulation dtype.
-
-    In `queries`, dout is ``[B, S, Hq, Dv]``, lse and delta are ``[B, Hq, S]``; if queries travel, delta must be given.
-    """
+    """(dq, dk, dv) of this rank's shard, in the accumulation dtype; delta must be given where queries travel."""
     own = (queries.q, k, v)
     dq, dk, dv = (torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in own)
     travels_kv = pass_plan.side == "kv"
@@ -69,11 +130,11 @@ def run_backward(
     for step in pass_plan.steps_of(rank):
         blocks.begin(step)
         if compute := step.compute:
-            block, gradients = blocks.use(step), results.accumulators(step)
+            block, sums = blocks.use(step), results.accumulators(step)
             if travels_kv:
-                (keys, values), mine, into = block, queries, (dq, *gradients)
+                (keys, values), mine, into = block, queries, (dq, *sums)
             else:
-                (keys, values), mine, into = (k, v), Queries(*block), (*gradients, dk, dv)
+                (keys, values), mine, into = (k, v), Queries(*block), (*sums, dk, dv)
             runtime.attend_backward(compute, mine, keys, values, options, into)
         results.end(step)
         blocks.end(step)

@@ -122,6 +122,11 @@ class PassPlan:
             self._ranks[rank] = found = steps
         return found
 
+    def alone(self, rank: int) -> Compute | None:
+        """The one computation of a rank that sends and receives nothing in this pass; None for any other rank."""
+        steps = self.steps_of(rank)
+        return steps[0].compute if len(steps) == 1 and not steps[0].moves else None
+
     def _make(self, rank: int) -> Steps:
         """The steps of one member. From here down, `rank` is a member's number."""
         inputs = list(self._inputs(rank))

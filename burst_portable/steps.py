@@ -106,6 +106,18 @@ class Step:
     result_receives: tuple[Move, ...] = ()
     released: tuple[int, ...] = ()
 
+    @property
+    def moves(self) -> bool:
+        """Whether it waits for, sends or receives anything."""
+        return bool(
+            self.arrivals
+            or self.sends
+            or self.receives
+            or self.result_arrivals
+            or self.result_sends
+            or self.result_receives
+        )
+
 
 Steps = tuple[Step, ...]
 _ROWS = 128  # what most kernels compute at once: a launch is cut where such a block begins

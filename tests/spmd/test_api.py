@@ -24,7 +24,7 @@ from burst_portable.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from burst_portable.kernels import pieces, whole
+from burst_portable.kernels import pieces
 from burst_portable.kernels.contract import KernelProblem
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.mesh import as_mesh
@@ -345,40 +345,6 @@ def test_a_kernel_s_own_row_delta_is_used(monkeypatch):
 
     bp.run_local(2, work)
     assert asked == [(1, 4, 2, 4)] * 2
-
-
-def test_on_one_rank_a_kernel_is_asked_for_the_whole(monkeypatch):
-    """Nothing is merged and nothing added, so it may give 16 bits. Sinks come before the rounding."""
-    asked = []
-
-    def attend_whole(self, *arguments):
-        asked.append("attend_whole")
-        out, lse = self.attend(*arguments)
-        return out.bfloat16(), lse
-
-    def gradients(self, dout, q, k, v, out, lse, tiles, options):
-        asked.append("gradients")
-        assert out.dtype == torch.bfloat16
-        return tuple(x.bfloat16() for x in whole.added_up(self, dout, q, k, v, out, lse, tiles, options))
-
-    monkeypatch.setattr(ReferenceKernel, "attend_whole", attend_whole, raising=False)
-    monkeypatch.setattr(ReferenceKernel, "gradients", gradients, raising=False)
-    for layout in ("contiguous", "zigzag"):
-        asked.clear()
-        q, k, v = (x.bfloat16().requires_grad_() for x in qkv())
-        out = bp.attention(q, k, v, mesh=bp.Mesh.single(), kernel="reference", layout=layout)
-        weights = torch.randn(out.shape)
-        made = torch.autograd.grad((out * weights).sum(), (q, k, v))
-        assert asked == ["attend_whole", "gradients"]
-        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        good = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in exact), is_causal=True, enable_gqa=True
-        ).transpose(1, 2)
-        torch.testing.assert_close(out.double(), good, rtol=0, atol=2e-2)
-        for mine, other in zip(made, torch.autograd.grad((good * weights).sum(), exact), strict=True):
-            torch.testing.assert_close(mine.double(), other, rtol=2e-2, atol=5e-2)
-        bp.attention(q, k, v, mesh=bp.Mesh.single(), kernel="reference", sinks=torch.zeros(q.shape[2])).sum().backward()
-        assert asked == ["attend_whole", "gradients"]
 
 
 def test_operators_are_given_out_where_it_is_at_hand(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable import by_heads
+from burst_portable import executor
 from burst_portable.backends.registry import for_device
 from burst_portable.choices import choose, requested
 from burst_portable.comm.local import Fabric, LocalTransport
@@ -258,7 +258,7 @@ def test_sinks_are_merged_before_out_is_rounded():
     sinks = torch.randn(4, generator=generator)
     plan = bp.plan(seq_len=64, ranks=1, heads=4, kv_heads=4, head_dim=16, strategy="ulysses", mask="full")
     runtime = PlainRuntime(RoundsWhole(), LocalTransport(Fabric(1, 1.0), 0))
-    out, _ = by_heads.attend(plan.forward, runtime, Options(0.25), q, k, v, sinks)
+    out, _ = executor.attend(plan.forward, runtime, Options(0.25), q, k, v, sinks)
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 0.25
     weights = torch.cat([scores, sinks.double().view(1, 4, 1, 1).expand(1, 4, 64, 1)], -1).softmax(-1)[..., :-1]
     exact = torch.einsum("bhqk,bkhd->bqhd", weights, v.double()).bfloat16()
