@@ -108,7 +108,7 @@ def panel(layout: str, left: int) -> list[str]:
     plan = bp.plan(seq_len=LENGTH, ranks=RANKS, heads=1, mask=bp.Mask.causal(), strategy="ring", layout=layout)
     heads = [
         f'<text class="head" x="{left}" y="44">{layout}</text>',
-        f'<text class="soft" x="{left}" y="66">columns: keys, by the rank they come from</text>',
+        f'<text class="soft" x="{left}" y="66">rows: queries, columns: keys, by their rank</text>',
         f'<text class="soft" x="{left}" y="{TOP + CHUNKS * CELL + 30}">time, step by step</text>',
     ]
     return heads + matrix(plan, left) + bars(plan, left)
