@@ -84,6 +84,12 @@ class DeadlineError(CommunicationError, TimeoutError):
     """A hop took longer than its deadline."""
 
 
+LATE = "find out what that rank is doing, or raise the deadline"
+"""What to do about a rank that is late."""
+SAME_CALLS = "all ranks of a mesh must make the same calls in the same order"
+"""What ranks that disagree did not do."""
+
+
 def explain(what: str, *, got: object = None, allowed: object = None, next_step: str | None = None) -> str:
     """One line: what is wrong; what was given; what is allowed; what to do next."""
     parts = [what]

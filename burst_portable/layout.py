@@ -111,12 +111,16 @@ class Layout:
 
     def sorted(self) -> Layout:
         """The same positions on every rank, with segments sorted by their start and adjacent ones merged."""
-        return Layout(f"sorted {self.name}", self.length, tuple(map(_sorted, self.shards)))
+        shards = (sorted(shard, key=lambda s: s.start) for shard in self.shards)
+        return Layout(f"sorted {self.name}", self.length, tuple(map(merged, shards)))
 
 
-def _sorted(shard: Iterable[Segment]) -> tuple[Segment, ...]:
+def merged(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Segments without empty ones, and with neighbours joined if one continues the other."""
     found: list[Segment] = []
-    for s in sorted(shard, key=lambda s: s.start):
+    for s in segments:
+        if not s.count:
+            continue
         if found and found[-1].step == s.step == 1 and found[-1].last + 1 == s.start:
             found[-1] = Segment(found[-1].start, found[-1].count + s.count)
         else:

@@ -17,7 +17,7 @@ from heapq import heapify, heapreplace
 from itertools import pairwise
 
 from burst_portable.errors import LayoutError, explain, shown, unknown_name
-from burst_portable.layout import Layout, Segment, check_ranks
+from burst_portable.layout import Layout, Segment, check_ranks, merged
 from burst_portable.mask import Mask
 from burst_portable.values import size
 
@@ -27,7 +27,7 @@ _UNEVEN = 1.03  # the load of the busiest rank over the mean, above which anothe
 
 def contiguous(length: int, ranks: int) -> Layout:
     """Rank r holds the r-th of `ranks` pieces."""
-    return Layout("contiguous", length, tuple(_merged([_chunk(length, ranks, r)]) for r in range(ranks)))
+    return Layout("contiguous", length, tuple(merged([_chunk(length, ranks, r)]) for r in range(ranks)))
 
 
 def zigzag(length: int, ranks: int) -> Layout:
@@ -36,7 +36,7 @@ def zigzag(length: int, ranks: int) -> Layout:
     return Layout(
         "zigzag",
         length,
-        tuple(_merged([_chunk(length, pieces, r), _chunk(length, pieces, pieces - 1 - r)]) for r in range(ranks)),
+        tuple(merged([_chunk(length, pieces, r), _chunk(length, pieces, pieces - 1 - r)]) for r in range(ranks)),
     )
 
 
@@ -55,7 +55,7 @@ def document_zigzag(cumulative: Sequence[int], ranks: int) -> Layout:
             for piece in (rank, pieces - 1 - rank):
                 chunk = _chunk(stop - start, pieces, piece)
                 mine.append(Segment(start + chunk.start, chunk.count))
-        shards.append(_merged(mine))
+        shards.append(merged(mine))
     return Layout("document_zigzag", cumulative[-1], tuple(shards))
 
 
@@ -110,7 +110,7 @@ class _Dealt:
                 rank = least[0][1]
                 (whole if first == start else chunks)[rank].append(self._give(rank, start, first, stop))
                 heapreplace(least, (self._load(rank), rank))
-        self.shards = tuple(_merged([*chunks[r], *sorted(whole[r], key=lambda s: s.start)]) for r in range(ranks))
+        self.shards = tuple(merged([*chunks[r], *sorted(whole[r], key=lambda s: s.start)]) for r in range(ranks))
         self.uneven = max(
             max(held) * ranks / every for held, every in zip((self._pairs, self._rows), self._all, strict=True)
         )
@@ -205,16 +205,3 @@ def _chunk(length: int, pieces: int, index: int) -> Segment:
     """Piece `index` of a length; the first `length mod pieces` are one longer, so that no rank is empty."""
     size, longer = divmod(length, pieces)
     return Segment(index * size + min(index, longer), size + (index < longer))
-
-
-def _merged(segments: list[Segment]) -> tuple[Segment, ...]:
-    """Without empty segments, and with neighbours joined."""
-    out: list[Segment] = []
-    for s in segments:
-        if not s.count:
-            continue
-        if out and out[-1].start + out[-1].count == s.start:
-            out[-1] = Segment(out[-1].start, out[-1].count + s.count)
-        else:
-            out.append(s)
-    return tuple(out)

@@ -70,7 +70,7 @@ class Merging(Protocol):
 def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Merging, *, first: bool) -> int:
     """For merging the results of a launch into those of earlier launches; `first`: there were none."""
     problem = pass_plan.problem
-    rows, tallest = compute.rows
+    rows, tallest = compute.heights
     d, dv, batch = problem.head_dim, problem.value_dim, problem.batch
     if pass_name == "forward":
         if how.in_pieces:  # each piece is merged; the first, where it has all rows, is kept as it is

@@ -63,9 +63,9 @@ class Compute:
         return sum([tiles.area for tiles, _, _ in self.blocks])
 
     @property
-    def rows(self) -> tuple[int, int]:
+    def heights(self) -> tuple[int, int]:
         """(rows of all its tiles together, rows of the tallest one); a row in several tiles counts in each."""
-        every = [tiles.rows for tiles, _, _ in self.blocks]
+        every = [tiles.heights for tiles, _, _ in self.blocks]
         return sum([rows for rows, _ in every]), max([tallest for _, tallest in every])
 
     @property

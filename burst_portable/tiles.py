@@ -128,7 +128,7 @@ class Tiles(tuple[Tile, ...]):
         return sum([t.area for t in self])
 
     @cached_property
-    def rows(self) -> tuple[int, int]:
+    def heights(self) -> tuple[int, int]:
         """(rows of all of them together, rows of the tallest one); a row in several tiles counts in each."""
         rows = [t.q_stop - t.q_start for t in self]
         return sum(rows), max(rows, default=0)

@@ -20,7 +20,15 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from burst_portable.comm.base import Transport
-from burst_portable.errors import BurstError, CommunicationError, DeadlineError, MismatchError, PeerLostError, explain
+from burst_portable.errors import (
+    SAME_CALLS,
+    BurstError,
+    CommunicationError,
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    explain,
+)
 
 _FACTS_SIZE = 4096
 _SHOWN = 300
@@ -129,7 +137,7 @@ def _ask(
     packed = json.dumps(mine.facts).encode()[:_FACTS_SIZE].ljust(_FACTS_SIZE)
     texts = [facts.decode(errors="ignore").strip() for facts in transport.share(packed, "telling each other", deadline)]
     got = _difference(texts, stated)
-    step = "all ranks of a mesh must make the same calls in the same order, backward too"
+    step = f"{SAME_CALLS}, backward too"
     follows = {"strategy"} if any(f"{fact}: " in got for fact in _GIVEN) else set()
     if hint := next((hint for fact, hint in _HINTS.items() if fact not in follows and f"{fact}: " in got), None):
         step = f"{hint}; else, {step}"

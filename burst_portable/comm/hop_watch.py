@@ -18,7 +18,7 @@ from typing import Protocol
 from torch import Tensor
 
 from burst_portable.background import Background
-from burst_portable.errors import DeadlineError, explain
+from burst_portable.errors import LATE, DeadlineError, explain
 
 _EVERY = 0.2  # seconds between looks
 
@@ -129,7 +129,7 @@ class HopWatch:
             explain(
                 f"{what} took too long",
                 got=f"nothing in {self._deadline:g} s",
-                next_step="find out what that rank is doing, or raise the deadline",
+                next_step=LATE,
             )
         )
         print(f"burst_portable: {self.failed}", file=sys.stderr, flush=True)

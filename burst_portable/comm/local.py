@@ -18,7 +18,16 @@ from typing import TypeVar
 from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport
-from burst_portable.errors import CommunicationError, DeadlineError, InputError, MismatchError, PeerLostError, explain
+from burst_portable.errors import (
+    LATE,
+    SAME_CALLS,
+    CommunicationError,
+    DeadlineError,
+    InputError,
+    MismatchError,
+    PeerLostError,
+    explain,
+)
 from burst_portable.units import rank_names
 
 T = TypeVar("T")
@@ -95,14 +104,14 @@ class Fabric:
                 raise PeerLostError(
                     explain(
                         f"{where}: {rank_names(sorted(gone))} returned without this call",
-                        next_step="all ranks must make the same calls in the same order",
+                        next_step=SAME_CALLS,
                     )
                 )
             if time.monotonic() >= deadline:
                 raise DeadlineError(
                     explain(
                         f"{where}: nothing came from {rank_names(missing())} in {seconds:g} s",
-                        next_step="find out what that rank is doing, or raise the deadline",
+                        next_step=LATE,
                     )
                 )
 

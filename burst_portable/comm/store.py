@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from burst_portable.errors import CommunicationError, DeadlineError, PeerLostError, explain, first_line
+from burst_portable.errors import LATE, CommunicationError, DeadlineError, PeerLostError, explain, first_line
 
 
 def board_of(group: dist.ProcessGroup) -> Board:
@@ -58,6 +58,6 @@ class Board:
             explain(
                 f"{what}: rank {who} said nothing in {deadline:g} s",
                 got=told,
-                next_step="find out what that rank is doing, or raise the deadline",
+                next_step=LATE,
             )
         )

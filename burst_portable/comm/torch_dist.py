@@ -19,7 +19,7 @@ from burst_portable.comm.accounts import compare_accounts
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.hop_watch import HopWatch
 from burst_portable.comm.store import board_of
-from burst_portable.errors import CommunicationError, DeadlineError, PeerLostError, explain, first_line
+from burst_portable.errors import LATE, CommunicationError, DeadlineError, PeerLostError, explain, first_line
 
 _SHARING = 600.0  # seconds for sharing bytes through the store, if no deadline was given
 
@@ -46,7 +46,7 @@ def named_error(error: RuntimeError, what: str, group: dist.ProcessGroup) -> Com
     told = re.sub(r"^\[\S+\] ", "", first_line(error)).partition(". This is typically")[0]
     late = "timed out" in told.lower() or "timeout" in told.lower()
     kind, verb = (DeadlineError, "took too long") if late else (PeerLostError, "failed")
-    advice = "find out what that rank is doing, or raise the deadline" if late else "look at the output of that rank"
+    advice = LATE if late else "look at the output of that rank"
     others = compare_accounts(group, f"{what} {verb}")
     return kind(explain(f"{what} {verb}", got=told, next_step="; ".join(filter(None, (others, advice)))))
 

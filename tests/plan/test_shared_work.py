@@ -42,8 +42,8 @@ def test_what_is_told_of_a_launch_is_what_its_tiles_say(mask):
             computes = [s.compute for name in PASSES for s in made.steps(name, 1)]
             for one in filter(None, computes):
                 found = Tiles(one.tiles)
-                assert (one.count, one.area, one.rows, one.columns, one.covered) == (
-                    len(found), found.area, found.rows, found.columns, found.covered
+                assert (one.count, one.area, one.heights, one.columns, one.covered) == (
+                    len(found), found.area, found.heights, found.columns, found.covered
                 ), label  # fmt: skip
                 assert one.visited(128) == sum(tile.visited(128) for tile in found)
             assert auto.seconds(made) == plan_cost(made, RATES).seconds

@@ -22,7 +22,7 @@ from burst_portable.backends.cuda.peers.watch import Watch
 from burst_portable.comm.base import Part, Parts, Strip, Strips
 from burst_portable.comm.peer_copy import Watched
 from burst_portable.comm.peer_flags import flags
-from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError, explain, first_line
+from burst_portable.errors import SAME_CALLS, CommunicationError, MismatchError, UnsupportedError, explain, first_line
 
 _PAGE = 4096
 _VIEWS = 4096  # kept at most
@@ -212,7 +212,7 @@ class CudaPeerMemory:
                 explain(
                     f"rank {self.rank}, {what}: the ranks do not make the same call",
                     got=told,
-                    next_step="all ranks of a mesh must make the same calls in the same order",
+                    next_step=SAME_CALLS,
                 )
             )
 

@@ -19,7 +19,7 @@ import torch
 from burst_portable.backends.cuda.driver import leave_captures_alone
 from burst_portable.background import Background
 from burst_portable.comm.peer_copy import MARKS, Watched
-from burst_portable.errors import CommunicationError, DeadlineError, MismatchError, explain
+from burst_portable.errors import LATE, SAME_CALLS, CommunicationError, DeadlineError, MismatchError, explain
 
 _EVERY = 0.2  # seconds between looks
 _QUIET = 1.0  # seconds that a pass may take before its flags are looked at
@@ -164,7 +164,7 @@ class Watch:
         return DeadlineError(
             explain(
                 f"{what} in {self.deadline:g} s",
-                next_step="find out what that rank is doing, or raise the deadline",
+                next_step=LATE,
             )
         )
 
@@ -188,6 +188,6 @@ def _mismatch(what: str) -> MismatchError:
     return MismatchError(
         explain(
             f"{what}: what arrived instead belongs to another call",
-            next_step="all ranks of a mesh must make the same calls in the same order",
+            next_step=SAME_CALLS,
         )
     )
