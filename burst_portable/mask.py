@@ -267,12 +267,12 @@ class Mask:
             raise MaskError(
                 explain("share_question needs a question and an answer", got=shown(listed), allowed=allowed)
             )
-        bounds = [0, *accumulate(listed)]
-        question = bounds[1]
+        ends = list(accumulate(listed))
+        question = ends[0]
         regions = [Region(0, question, 0, question, lo=0)]
-        for a, b in pairwise(bounds[1:]):
+        for a, b in pairwise(ends):
             regions += [Region(a, b, 0, question), Region(a, b, a, b, lo=0)]
-        return cls(tuple(regions), f"share_question({len(bounds) - 2})")
+        return cls(tuple(regions), f"share_question({len(ends) - 1})")
 
     @classmethod
     def parse(cls, text: str, length: int | None = None) -> Mask:

@@ -101,13 +101,16 @@ def test_the_sweep_finds_an_overlap_wherever_it_is(many):
         assert int(sum(dense_mask(Mask((r,)), 24).sum() for r in many)) == Mask(tuple(many)).area(24)
 
 
-@given(st.lists(regions, max_size=4), st.integers(1, 24))
-def test_blind_rows_are_counted(many, length):
+@given(st.lists(regions, max_size=4), st.integers(1, 24), st.integers(1, 24))
+def test_pairs_and_blind_rows_are_counted(many, length, keys):
+    """Of a sequence that may end before a region does, or before it begins."""
     try:
         mask = Mask(tuple(many))
     except MaskError:
         return
-    assert mask.blind_rows(length) == int((~dense_mask(mask, 24)[:length, :length].any(1)).sum())
+    seen = dense_mask(mask, 24)[:length]
+    assert mask.area(length, keys) == int(seen[:, :keys].sum())
+    assert mask.blind_rows(length) == int((~seen[:, :length].any(1)).sum())
 
 
 @pytest.mark.parametrize(
@@ -126,11 +129,19 @@ def test_blind_rows_are_counted(many, length):
         ("prefix:0", "out of range"),
         ("share_question:5", "an answer"),
         ("block_causal:0", "out of range"),
+        ("block_causal", "block_causal:SIZE"),
+        ("documents:", "cumulative lengths"),
     ],
 )
 def test_bad_masks_are_refused(text, message):
     with pytest.raises((MaskError, UnknownNameError), match=message):
         Mask.parse(text, 64)
+
+
+def test_only_equal_blocks_need_the_length():
+    assert Mask.parse("window:4") == Mask.window(4)
+    with pytest.raises(MaskError, match="needs the length"):
+        Mask.parse("block_causal:4")
 
 
 @pytest.mark.parametrize(
@@ -175,6 +186,14 @@ def test_lengths_that_are_no_whole_numbers(bounds):
 def test_masks_of_wrong_types(make, message):
     with pytest.raises(MaskError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "numbers", [(-1, 4, 0, 4), (4, 4, 0, 4), (0, 4, -1, 4), (0, 4, 4, 4), (0, 4, 0, 4, 1, 0)], ids=str
+)
+def test_regions_without_a_pair_or_before_the_sequence(numbers):
+    with pytest.raises(MaskError, match="empty or starts before 0"):
+        Region(*numbers)
 
 
 def test_sizes_of_a_mask_may_be_numpys():
