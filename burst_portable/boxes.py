@@ -86,8 +86,8 @@ def _fused_neighbours(pieces: Sequence[_Piece]) -> Iterator[Box]:
 
 def _union_of_two(piece: _Piece, later: _Piece) -> _Piece | None:
     """The union of two boxes sorted by rows. Most pairs, such as two documents, are ruled out by one comparison."""
-    (_, q_stop, _, k_stop, _, _), (q_start, _, k_start, _, lo, hi) = piece[0], later[0]
-    if q_start >= q_stop and k_start >= k_stop and lo <= q_start - k_start + 1 <= hi:
+    (_, q_stop, _, k_stop, _, _), (q_start, _, k_start, _, _, hi) = piece[0], later[0]
+    if q_start >= q_stop and k_start >= k_stop and q_start - k_start < hi:
         return None  # left of the later one's first pair is a pair of neither, which a box around both would hold
     return _union((piece[0], later[0]), piece[1] + later[1])
 

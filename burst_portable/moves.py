@@ -247,9 +247,9 @@ class Fetch:
     """
 
     ranks: int
-    ahead: int = 1
-    together: int = 1
-    before: float = 1.0
+    ahead: int
+    together: int
+    before: float
     name: str = "fetch"
     trims: bool = True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import burst_portable as bp
@@ -74,6 +74,8 @@ def test_ranks_as_threads_may_clear_what_one_of_them_has_just_made():
     assert ours.steps_of(2) == part.steps_of(2)
 
 
+@example([(0, 0, 2, 2, 0, 0), (2, 2, 2, 2, 0, 0)])  # one diagonal
+@example([(0, 0, 2, 2, 0, 1), (2, 2, 2, 2, 0, 1)])
 @given(st.lists(st.tuples(*[st.integers(0, 12)] * 2, *[st.integers(1, 5)] * 2, *[st.integers(-6, 6)] * 2), max_size=30))
 def test_two_that_are_told_apart_at_once_have_no_union(drawn):
     made = [make_box(q, q + rows, k, k + columns, min(a, b), max(a, b)) for q, k, rows, columns, a, b in drawn]

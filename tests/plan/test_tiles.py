@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import tracemalloc
 from collections import defaultdict
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burst_portable import tiles
-from burst_portable.boxes import fused
+from burst_portable.boxes import fused, make_box
 from burst_portable.conformance.cases import LENGTH, MASKS
 from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import LayoutError
@@ -132,6 +133,29 @@ def test_fusing_never_changes_what_is_seen(corners, size):
     larger = [Tile(*box) for box in fused([astuple(tile) for tile in made])]
     assert len(larger) <= len(made)
     assert sorted(c for t in larger for c in cells(t)) == sorted(c for t in made for c in cells(t))
+
+
+@pytest.mark.parametrize(
+    ("corners", "boxes"),
+    [
+        # Two columns of blocks: a block's next below comes after one beside it.
+        ([(0, 0), (0, 2), (1, 0), (1, 2), (2, 0), (2, 2)], [(0, 3, 0, 1), (0, 3, 2, 3)]),
+        # The lower row is whole only when its blocks are one; then the upper row, which was tried before, goes with it.
+        ([(0, 0, 2), (1, 0), (1, 1), (5, 5)], [(0, 2, 0, 2), (5, 6, 5, 6)]),
+        # Too many to try each with each: those beside each other are still one.
+        (
+            [corner for row in range(0, 36, 2) for corner in ((row, row), (row, row + 1))],
+            [(row, row + 1, row, row + 2) for row in range(0, 36, 2)],
+        ),
+    ],
+    ids=["columns", "rows", "many"],
+)
+def test_fusing_by_hand(corners, boxes):
+    """Blocks of 4 by 4, or several of them wide; in whatever order they come."""
+    made = [(4 * row, 4 * row + 4, 4 * at, 4 * (at + sum(wide or [1])), -999, 999) for row, at, *wide in corners]
+    expected = [tuple(4 * edge for edge in box) for box in boxes]
+    for some in (made, made[::-1], random.sample(made, len(made))):
+        assert sorted(box[:4] for box in fused([make_box(*box) for box in some])) == expected
 
 
 def test_queries_and_keys_of_different_steps_are_refused():
