@@ -31,7 +31,7 @@ _GRADIENT = 5
 
 # Bytes for each number of a 16-bit tensor:
 _RUNNING = 8  # a kernel that merges in its epilogue reads and writes its running out
-_PIECE_MERGED, _PIECE_MERGED_ONCE = 26, 10  # a piece by `numerics.merge_into`; by one pass that does the same
+_PIECE_MERGED, _PIECE_MERGED_ONCE = 26, 10  # merging a piece by `numerics.merge_into`; in one pass that does the same
 _PIECE_ADDED = 10  # a gradient of a piece, added to its sum
 _PIECE_STARTED = 52  # an out made by `numerics.surrogate_out`, where queries travel
 

@@ -46,7 +46,7 @@ TRAVELS: dict[tuple[str, str], str] = {
     "nodes Q, dO, LSE and delta travel, dQ after them",
 }
 """What travels, in words, by pass and by `Plan.travels`."""
-_RANKS_KEPT = 64  # ranks whose steps a pass keeps
+_RANKS_KEPT = 64  # ranks whose steps a pass caches
 
 
 @dataclass(frozen=True)

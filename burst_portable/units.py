@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-_RANKS = 8  # that are listed by number
+_RANKS = 8  # the most that are listed
 _ROUNDS_UP = 0.9995  # of a unit: shown as 1 of it, not as 1000 of the smaller one
 
 

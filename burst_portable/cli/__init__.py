@@ -25,8 +25,8 @@ EXIT_CODES = (
     "(one line says what)."
 )
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PATIENCE = 1.0  # seconds in which signals that end a process are one; a later one ends what it still does too
-_AGAIN = 0.01  # seconds after which a signal is repeated whose exception Python could not raise
+_PATIENCE = 1.0  # seconds in which signals to end count as one; a later one also ends the cleaning up
+_AGAIN = 0.01  # seconds after which a signal is repeated if Python could not raise its exception
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -15,7 +15,7 @@ from burst_portable.conformance.report import TIERS, Report, closest
 from burst_portable.conformance.suite import Progress as Told
 from burst_portable.conformance.trial import Outcome, Trial
 
-_SHOWN = 12  # failures; the files have all
+_SHOWN = 12  # failures; files have all of them
 
 
 @contextmanager

@@ -27,7 +27,7 @@ SHADES = "░▒▓█"
 """Up to a third of a cell's pairs, up to two thirds, less than all; and all."""
 _CELLS, _FEWEST_CELLS = 24, 16
 _MOST_CELLS = 32
-_MOST_RUNS = 2  # beside the cells, a line of 80
+_MOST_RUNS = 2  # so that a line with its cells has 80 characters
 
 
 class Cell(NamedTuple):

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from burst_portable.kernels.triton.compile import Allowed, Record
 
 SCHEMA = "burst_portable.kernels/1"
-_BLOCKS = 14  # characters: half of what is told of them, on two lines in a narrow terminal
-STEP = 16  # elements: the kernels are compiled as for contiguous tensors whose strides are multiples of it
+_BLOCKS = 14  # characters: half of their description, which takes two lines in a narrow terminal
+STEP = 16  # elements: kernels are compiled for contiguous tensors whose strides are multiples of it
 
 
 def kernels(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from burst_portable.backends.base import Backend
     from burst_portable.cli.measuring import MeasureJob
 
-_LONGEST = 1 << 20  # tokens of one kernel call
+_LONGEST = 1 << 20  # tokens in one kernel call
 
 
 def measure(

@@ -22,8 +22,8 @@ from burst_portable.strategies.base import check_divides
 from burst_portable.strategies.registry import WITH_NODES
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-_RANKS_A_NODE = 8  # devices that a server usually has at most
-_PROGRESS_ABOVE = 64  # ranks; fewer are checked before a bar could be read
+_RANKS_A_NODE = 8  # the most devices that a server usually has
+_PROGRESS_ABOVE = 64  # ranks; fewer are checked too quickly for a progress bar
 
 
 def plan(

@@ -40,7 +40,7 @@ _HINTS = {  # what to do if ranks differ in a fact that no user chose
     "strategy": "where 'auto' chose, name a strategy, or give all ranks the same rates (BURST_RATES) and kernel",
     "rows that cross nodes": "name one kernel= for all ranks",
 }
-_GIVEN = ("mask", "batch", "heads", "head sizes", "dtype", "backend")  # where these differ, so does what auto chooses
+_GIVEN = ("mask", "batch", "heads", "head sizes", "dtype", "backend")  # if these differ, `auto` chooses differently
 REFUSED = "refused"
 """The fact that a rank states after refusing its own call, so that others do not wait for it."""
 

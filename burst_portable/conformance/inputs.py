@@ -11,8 +11,8 @@ from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import Answer
 
-_SHIFT = 90.0  # of scores, in "high" and "low": past where exp overflows, or comes to nothing, in float32
-_SHIFT_BESIDE_SINKS = 60.0  # there exp(-90) is a weight, of which devices without subnormal numbers may make 0
+_SHIFT = 90.0  # of scores, in "high" and "low": beyond where exp overflows, or underflows, in float32
+_SHIFT_BESIDE_SINKS = 60.0  # exp(-90) would be a weight, which devices without subnormal numbers may round to 0
 _SPREAD = {"usual": 1.0, "large": 40.0, "small": 1e-3, "high": 1.0, "low": 1.0}
 
 

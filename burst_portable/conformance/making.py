@@ -15,7 +15,7 @@ from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Outcome, Trial, raised
 from burst_portable.errors import unknown_name
 
-_SHRUNK = 3  # failures of a group whose smallest case is looked for at length; the rest mostly say the same
+_SHRUNK = 3  # failures of a group whose smallest case is searched for at length; the others are mostly alike
 _AT_LENGTH, _BRIEFLY = 80, 12  # attempts
 
 

@@ -34,7 +34,7 @@ from burst_portable.conformance.trial import raised
 from burst_portable.errors import CommunicationError
 
 _START = 120.0  # seconds until all ranks have imported torch and met
-_LAST_WORDS = 3.0  # seconds that the others have when one has failed: it need not be the one whose fault it is
+_LAST_WORDS = 3.0  # seconds that the others get when one has failed, which need not be the culprit
 _JOBS = "jobs"
 
 Work = str | Case

@@ -20,8 +20,8 @@ from burst_portable.conformance.report import Result
 from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Outcome, Trial
 
-_LAST_WORDS = 5.0  # seconds that a process has to end
-_LONGEST = 900.0  # seconds for a trial, with the process's start and all that is compiled for it
+_LAST_WORDS = 5.0  # seconds that a process gets to end
+_LONGEST = 900.0  # seconds for a trial, including the process's start and everything compiled for it
 
 Made = tuple[Outcome, Result]
 

@@ -16,7 +16,7 @@ ROUNDS, LEAST_ROUNDS = 5, 3
 _HELD = 100  # passes over _HOLD bytes: 2 to 10 ms
 _HELD_AT_MOST = 8 * _HELD
 _HOLD = 64 << 20
-_ENOUGH = 1.5  # seconds of rounds, after which the least will do
+_ENOUGH = 1.5  # seconds, after which `LEAST_ROUNDS` rounds are enough
 
 
 class Clock(ABC):

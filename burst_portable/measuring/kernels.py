@@ -16,7 +16,7 @@ from burst_portable.numerics import accumulation_dtype, finished
 from burst_portable.plans import PASSES, PassName
 from burst_portable.tiles import find_tiles
 
-_AT_ONCE, _CALLS = 0.1, 10  # seconds that calls back to back should take together; how many, at most
+_AT_ONCE, _CALLS = 0.1, 10  # seconds that calls back to back should take together; the most calls
 
 Passes = dict[PassName, Callable[[], object]]
 

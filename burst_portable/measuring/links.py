@@ -15,9 +15,9 @@ from burst_portable.measuring.clock import Clock
 from burst_portable.rates import Curve
 
 CALLS = 10  # messages back to back
-_ROOM = 640 << 20  # bytes of a lap: of long messages, two are enough. Peer memory has room for a lap of every rank
+_ROOM = 640 << 20  # bytes of a lap: two long messages are enough, and peer memory must hold a lap of every rank
 _LONG = 2.0  # seconds of a lap, after which larger messages are left out
-_SMALL = 256  # bytes of a message whose size takes no time
+_SMALL = 256  # bytes of a message that is all latency
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from burst_portable.units import bytes_text, seconds_text
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _NAME = 200  # bytes of a device's name
-_SHORTER = 4  # times, of the two lengths
+_SHORTER = 4  # the shorter of the two lengths is 1/_SHORTER of the longer
 # Messages beside a kernel: their share of its time; how many of each at most.
 _FILLED, _MESSAGES, _REPEATS = 0.7, 32, 16
 

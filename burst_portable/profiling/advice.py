@@ -7,8 +7,8 @@ from typing import Any
 from burst_portable.plans import PASSES
 from burst_portable.units import bytes_text
 
-_BETTER = 0.95  # of what is there: an alternative that saves less is not worth naming
-_LATENCY = 0.5  # of a link's planned time: messages are too small to be worth their way
+_BETTER = 0.95  # of the present cost: an alternative that saves less is not worth naming
+_LATENCY = 0.5  # of a link's planned time: with more latency than this, messages are too small
 _SIDES = {"kv": "K and V", "q": "Q and dO", "heads": "heads"}
 MORE_TOKENS = "give each rank more tokens, so that computing hides the blocks"
 AGREEMENT = (

@@ -21,7 +21,7 @@ _STRATEGIES: dict[str, tuple[str, dict[str, object]]] = {
     "strategy='ulysses'": ("ulysses", {}),
 }
 """As a program writes it -> name and options."""
-_MOST = 1 << 11  # ranks times regions of the mask: above, trying layouts takes longer than the answer is worth
+_MOST = 1 << 11  # ranks times regions of the mask: with more, trying layouts takes too long
 
 
 def strategies(plan: Plan, rank: int, rates: Rates) -> dict[str, dict[str, Any]]:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from burst_portable.profiling.intervals import Intervals, within
 
-_BESIDE = 0.5  # of a kernel's time: communication ran beside it
-_ALONE = 0.05  # of a kernel's time: what is less does not count
+_BESIDE = 0.5  # of a kernel's time: from this share on, communication ran beside it
+_ALONE = 0.05  # of a kernel's time: up to this share, it ran alone
 
 
 def contention(kernels: Intervals, work: NDArray[np.int64], comm: Intervals) -> dict[str, Any] | None:

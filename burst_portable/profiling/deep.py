@@ -124,7 +124,7 @@ def join(trace: dict[str, Any]) -> dict[int, Traced]:
     return {rank: Traced.of(list(names[rank]), rows[rank], on_device=on_device) for rank in rows}
 
 
-_ANNOTATIONS = ("user_annotation", "cpu_op")  # Kineto's word, and that of tracers that do not tell the two apart
+_ANNOTATIONS = ("user_annotation", "cpu_op")  # Kineto's category, and that of tracers that do not distinguish the two
 _Found = tuple[str, str, Place, int, int]
 
 

@@ -16,8 +16,8 @@ import torch
 
 from burst_portable.profiling.record import NEVER
 
-_ANCHORS = 5  # when a session begins, and when it is read: the one that was waited for least is kept
-_BASE_EVERY = 512  # marks: elapsed times are 32-bit milliseconds, exact to a microsecond for some seconds only
+_ANCHORS = 5  # at each end of a session: the one that took the shortest wait is kept
+_BASE_EVERY = 512  # marks: elapsed times are 32-bit milliseconds, exact to a microsecond only for a few seconds
 
 
 class Clock(Protocol):

@@ -14,11 +14,11 @@ from burst_portable.profiling import advice as change
 from burst_portable.profiling.contention import contended
 from burst_portable.units import percent, scaled, time_text
 
-_WORTH = 0.03  # of a rank's time: what is less is not worth a verdict
-_MUCH = 0.2  # of all ranks' time: this much idle outside of attention is told, though attention does not lose it
-_HEARD = 0.25  # of a slow rank's excess: what others waited for it, so that all of it counts
+_WORTH = 0.03  # of a rank's time: smaller losses are not worth a verdict
+_MUCH = 0.2  # of all ranks' time: this much idle outside of attention is reported, though attention does not cause it
+_HEARD = 0.25  # of a slow rank's excess: if others waited at least this share for it, all of it counts
 _THROTTLED = 0.95  # of the other ranks' clock
-_STANDS_OUT = 2.0  # a link is slow when ranks wait so many times longer for it than for the middle one, at such a rate
+_STANDS_OUT = 2.0  # times the median: waits for a slow link, the rate of the others, waits for a late rank
 
 BOTH_ENDS = "events: both ends of each message"
 Loss = dict[str, Any]

@@ -28,10 +28,10 @@ from burst_portable.tiles import Tile, Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
-LONGEST = 1 << 24  # rows or columns of a block that float32 can still tell apart
-PROGRAMS = 24  # of a launch: the cube cores of an Atlas A2; more or fewer cores change the speed alone
+LONGEST = 1 << 24  # rows or columns of a block that float32 can still distinguish
+PROGRAMS = 24  # in a launch: the cube cores of an Atlas A2; on other devices only the speed differs
 BUFFER = 192 * 1024  # bytes of a core's unified buffer
-MARGIN = 0.85  # how much of it may be planned for: the compiler needs some itself
+MARGIN = 0.85  # the share of it that may be planned for: the compiler needs the rest
 _KEPT = 256
 
 

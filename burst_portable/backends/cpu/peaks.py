@@ -13,7 +13,7 @@ from burst_portable.backends.base import Peaks
 
 _SIZE = 512  # rows and columns of the product: 3 MB in float32, so a few hundred microseconds to milliseconds
 _COPIED = 32 << 20  # bytes: more than the caches of most machines
-_SECONDS = 0.02  # of each measurement
+_SECONDS = 0.02  # for each measurement
 
 
 def peaks(dtype: str) -> Peaks:

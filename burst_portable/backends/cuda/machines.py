@@ -58,8 +58,8 @@ _NCCL_HOLDS_UP_FIRST = {
     "flash-attn-4": (0.15, 0.16),
     "cudnn": (0.96, 0.92),
 }
-_BLOCK = 128  # rows and columns that our kernels, cuDNN's and flash attention's compute at once, or nearly
-_MEMORY = 3500.0  # of 4800 GB/s, in torch's elementwise operators
+_BLOCK = 128  # about the rows and columns that our kernels, cuDNN's and flash attention's compute at once
+_MEMORY = 3500.0  # GB/s of torch's elementwise operators, of the 4800 that the memory has
 
 
 def rates_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Rates | None:

@@ -12,7 +12,7 @@ from burst_portable.cli.drawing import LABELS, Cell
 
 _WIDTH, _HEIGHT = 720, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 40
-COLOURS = 8  # ranks have so many colours, then the first again
+COLOURS = 8  # ranks take turns with this many colours
 
 
 class Series(NamedTuple):

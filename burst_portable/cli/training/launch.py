@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from burst_portable.config import environment_of_children
 from burst_portable.errors import BurstError, CommunicationError, InputError, PeerLostError, explain
 
-_GRACE = 3.0  # seconds: for other ranks to tell their own reason, and then to end when asked
+_GRACE = 3.0  # seconds for other ranks to report their own reason, and then to end when asked
 _LAST_LINES = 12
 
 Event = dict[str, Any]

@@ -8,7 +8,7 @@ import os
 from burst_portable.errors import InputError, explain
 from burst_portable.units import bytes_text
 
-_LARGEST = 1 << 62  # what fits the integers of the libraries below, seeds included
+_LARGEST = 1 << 62  # fits the integers of the libraries below, also as a seed
 _RANKS_A_CORE = 8
 _RANKS_ANYWHERE = 16
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burst_portable.errors import InputError, explain, in_a_line
 
-_LARGEST = 1 << 30  # bytes of a text: more would be held in memory once per rank
+_LARGEST = 1 << 30  # bytes of a text: every rank holds it in memory
 
 
 def tokens_of(text: str | None, checkpoint: Path | None) -> tuple[Tensor, str]:

@@ -29,7 +29,7 @@ NAME = "profiler"
 _PART = {"compute": "compute", "copy": "exposed_copy"}  # of events that are not communication
 HELD = 0.02
 """Seconds for which a kernel is held in the trial of the clock."""
-_MARGIN = 5_000_000  # nanoseconds by which a device's clock may be set wrong against the host's
+_MARGIN = 5_000_000  # nanoseconds by which a device's clock may be off from the host's
 _CASES = (
     Case(mask="custom", ranks=3, strategy="burst", layout="striped"),
     Case(mask="causal", ranks=4, strategy="double_ring"),

@@ -28,7 +28,7 @@ ENTRY_FIELDS = 12
 """full start and count, left start and count, right start and count (counts in blocks), lo, hi, first and past
 own row of the tile, past its last column, and the last column at which a whole block may start."""
 ALIGNMENT = 4
-_FAR = 1 << 30  # a band's bound that is further than any index
+_FAR = 1 << 30  # a bound of a band beyond any index
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ KERNELS = {
     "queries": backward.queries_kernel,
 }
 _OWN_ROWS = {"forward": ("q",), "resumed": ("q",), "keys": ("k", "v"), "queries": ("q", "dout")}
-_REGISTERS = 65536  # of an NVIDIA multiprocessor
-_SIMDS = 4  # of an AMD one
+_REGISTERS = 65536  # in an NVIDIA multiprocessor
+_SIMDS = 4  # in an AMD compute unit
 # ptxas: a wgmma pipeline that was serialised, or registers that could not be moved between warps.
 _SERIALISED = re.compile(r"C751[0-7][^\n]*")
 

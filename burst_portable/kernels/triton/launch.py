@@ -35,7 +35,7 @@ from burst_portable.tiles import Tile, Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
-_LONG_STRIDE = 1 << 23  # from here on a block's rows span more than 32 bits can count
+_LONG_STRIDE = 1 << 23  # with longer strides, 32 bits cannot count the elements of a block's rows
 _DELTA_ROWS = 64
 
 

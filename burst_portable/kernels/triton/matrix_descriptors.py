@@ -40,8 +40,8 @@ from typing import Any
 
 from burst_portable.kernels.triton.sass import START, Instruction, last_writes, parse, shifted
 
-_PASSED_ON = ("UIADD3", "ULOP3", "USGXT")  # by which a descriptor is made of another uniform register
-_RULES = b"1"  # another number where `suspicious` changes: what is in the cache was found by these
+_PASSED_ON = ("UIADD3", "ULOP3", "USGXT")  # instructions that make a descriptor from another uniform register
+_RULES = b"1"  # to be changed with `suspicious`: findings in the cache were made by these rules
 _KEPT = "matrix_descriptors.json"
 _NOT_FOLLOWED = ("CALL", "RET", "JMP", "JMX")
 

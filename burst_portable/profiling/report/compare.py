@@ -9,10 +9,10 @@ from burst_portable.units import scaled
 
 WATCHED = ("span", "compute", "exposed_comm", "exposed_copy", "blocking", "idle")
 _STEPS = ("shortest", "median", "longest")  # training steps, from mark to mark
-_FLOOR = 0.01  # of the whole: a part that is smaller than this in both is noise
+_FLOOR = 0.01  # of the whole step: parts below this in both reports are noise
 
 _SAME_WORK = 0.01  # of the FLOPs: the light level keeps the latest kernels only, which may begin within a step
-_WORK = {  # of plans; the rest of `differences` may be what a comparison is for
+_WORK = {  # facts of plans; comparisons are made for the rest of `differences`
     "seq_len": "tokens",
     "batch": "batch",
     "mask": "mask",

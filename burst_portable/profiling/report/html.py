@@ -31,8 +31,8 @@ from burst_portable.profiling.report.tables import (
 from burst_portable.profiling.training import training_text
 from burst_portable.units import bytes_text, percent, scaled, time_text
 
-_UNIT = 100  # nanoseconds: what the timeline is drawn to
-_MOST_EVENTS = 45_000  # drawn: about 15 bytes each
+_UNIT = 100  # nanoseconds: the resolution of the timeline
+_MOST_EVENTS = 45_000  # that are drawn: about 15 bytes each
 _MOST_ROWS = 400
 _MOST_KERNELS = 40
 _MOST_BARS = 32
@@ -42,7 +42,7 @@ _BAR = (
     ("outside", "idle_outside_attention", "idle, or work outside attention"),
 )
 _SENSORS = {"watts": "W", "megahertz": "MHz", "celsius": "°C"}
-_SHORT = 20_000  # nanoseconds: waits that did not wait, and the shortest copies, are not drawn
+_SHORT = 20_000  # nanoseconds: shorter waits and copies are not drawn
 
 
 def page(data: dict[str, Any]) -> str:

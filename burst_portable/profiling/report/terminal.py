@@ -30,8 +30,8 @@ from burst_portable.profiling.training import training_text
 from burst_portable.units import bytes_text, percent, scaled, time_text
 
 _COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
-_SHADES = {"compute": "█", "exposed_comm": "▓", "exposed_copy": "▒", "idle": "░"}  # told apart without colours too
-_BAR = 16  # characters: with the numbers beside it, a line of 80
+_SHADES = {"compute": "█", "exposed_comm": "▓", "exposed_copy": "▒", "idle": "░"}  # distinct even without colours
+_BAR = 16  # characters: with the numbers beside it, a line has 80
 _STEPS = 8
 _RANKS = 16
 _KERNELS = 8

@@ -19,7 +19,7 @@ from burst_portable.errors import UnsupportedError, explain
 from burst_portable.kernels.steps import in_steps
 from burst_portable.kernels.triton.arguments import ALWAYS, Address
 
-_DESCRIPTORS = 8192  # kept at most: 13 a layer and group of heads
+_DESCRIPTORS = 8192  # the most that are kept: 13 per layer and group of heads
 _COUNTERS = 1024  # in a pool
 
 

@@ -24,7 +24,7 @@ from burst_portable.backends.cuda.hopper.tables import LaunchTable
 from burst_portable.tiles import Tiles
 
 _KEPT = 256
-_L2_SHARE = 8 << 20  # bytes of K and V (backward: Q and dO) that heads running side by side should share in the L2
+_L2_SHARE = 8 << 20  # bytes of K and V (backward: Q and dO) in the L2 that heads running side by side should share
 
 C = TypeVar("C", ForwardConfig, BackwardCut)
 T = TypeVar("T")

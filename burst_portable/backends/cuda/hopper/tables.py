@@ -27,11 +27,11 @@ from burst_portable.tiles import Tile, Tiles
 
 _WORK = 16
 _HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # a masked block that shows nothing
-_SHORT = 64  # inner blocks: no reason to divide what is not longer
-_LONG = 4  # outer blocks: a document of so many has blocks of its own
-_PART = 8  # inner blocks: a shorter part costs more by what it adds at its end than it saves
+_SHORT = 64  # inner blocks: shorter work need not be divided
+_LONG = 4  # outer blocks: a document of this many has blocks of its own
+_PART = 8  # inner blocks: a shorter part costs more by adding at its end than it saves
 
-_ABREAST = 32  # query blocks of a head that run side by side, and MiB of K and V that they may be apart in the L2
+_ABREAST = 32  # query blocks of a head that run side by side, and how many MiB of K and V apart they may be in the L2
 
 Span = tuple[int, int]
 """[start, stop) of outer indices. A block's is shorter than others' where the next starts at a document's start."""

@@ -25,7 +25,7 @@ from burst_portable.comm.peer_flags import flags
 from burst_portable.errors import SAME_CALLS, CommunicationError, MismatchError, UnsupportedError, explain, first_line
 
 _PAGE = 4096
-_VIEWS = 4096  # kept at most
+_VIEWS = 4096  # the most that are kept
 
 Share = Callable[[bytes, str], list[bytes]]
 """A few bytes of every rank, in rank order: `comm.base.Transport.share`."""

@@ -17,7 +17,7 @@ from itertools import islice
 from burst_portable.backends.cuda.kernel_driver import Bound, Ready, kernel_driver, ready
 from burst_portable.comm.base import Part, Parts, Strip, Strips
 
-_AT_ONCE = 24  # messages of a launch
+_AT_ONCE = 24  # messages in a launch
 _UNIT = 16  # bytes that a thread moves at once
 _PROGRAMS = 256  # for all messages of a launch
 _KEPT = 4096  # launches, 4 KB each: tensors lie in the same places again and again, but differ in every layer
