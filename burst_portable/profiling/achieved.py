@@ -28,48 +28,61 @@ _MANY = 1 << 31  # calls of a training step, for a key of (training step, call)
 
 def achieved(one: RankRecords, messages: Messages) -> list[Row]:
     """A row per plan and pass of this rank, over all its calls."""
-    compute, message, collective = (one.table(k) for k in ("compute", "message", "collective"))
-    message, collective = message.where(message["sends"] == 1), collective.where(collective["agreement"] == 0)
-    came = (messages.target == one.rank) & messages.known
-    receive = messages.receive.where(came)
-    moved = np.stack((messages.ready[came], np.maximum(messages.arrived, messages.ready)[came]), axis=1)
+    seen = _Seen(one, messages)
     rows = []
     for number, plan in enumerate(one.plans):
         calls = np.array([i * _MANY + call for i, call, n in one.calls if n == number], dtype=np.int64)
-        for backward, name in enumerate(PASSES):
-
-            def mine(table: Table, calls: NDArray[np.int64] = calls, backward: int = backward) -> NDArray[np.bool_]:
-                key = table["iteration"] * _MANY + table["call"]
-                found: NDArray[np.bool_] = np.isin(key, calls) & (table["backward"] == backward)
-                return found
-
-            kernels = compute.where(mine(compute))
-            if not len(kernels):
-                continue
-            times = len(np.unique(kernels.data[:, :2], axis=0))
-            planned: Row = {key: value * times for key, value in plan["planned"][name].items()}
-            time, flops = total(union(kernels.spans())), int(kernels["flops"].sum())
-            arrived = mine(receive)
-            transfer = total(union(moved[arrived]))
-            sent = int(message["bytes"][mine(message)].sum() + collective["bytes"][mine(collective)].sum())
-            rows.append(
-                {
-                    "rank": one.rank,
-                    "plan": number,
-                    "pass": name,
-                    "times": times,
-                    "flops": flops,
-                    "compute": time,
-                    "flop_rate": _rate(flops, time),
-                    "planned_flop_rate": _rate(planned["flops"], planned["compute_seconds"] * 1e9),
-                    "planned_sent": planned["sent"],
-                    "sent": None if one.facts.get("light") else sent,
-                    "bandwidth": _rate(int(receive["bytes"][arrived].sum()), transfer),
-                    "planned_bandwidth": _rate(planned["received"], planned["link_seconds"] * 1e9),
-                    **_roofline(plan["planned"][name], _rate(flops, time), _peaks(one, plan)),
-                }
-            )
+        for backward in range(len(PASSES)):
+            row = seen.row(plan, calls, backward)
+            if row is not None:
+                rows.append({"rank": one.rank, "plan": number, **row})
     return rows
+
+
+class _Seen:
+    """What was recorded of a rank: its kernels, what it sent, and the messages whose arrival was seen."""
+
+    def __init__(self, one: RankRecords, messages: Messages) -> None:
+        self._one = one
+        message, collective = one.table("message"), one.table("collective")
+        self._compute = one.table("compute")
+        self._sent = message.where(message["sends"] == 1), collective.where(collective["agreement"] == 0)
+        came = (messages.target == one.rank) & messages.known
+        self._receive = messages.receive.where(came)
+        self._moved = np.stack((messages.ready[came], np.maximum(messages.arrived, messages.ready)[came]), axis=1)
+
+    def row(self, plan: Mapping[str, Any], calls: NDArray[np.int64], backward: int) -> Row | None:
+        """A pass of a plan, over these calls; None if no kernel ran."""
+        name = PASSES[backward]
+        kernels = self._compute.where(_of(self._compute, calls, backward))
+        if not len(kernels):
+            return None
+        times = len(np.unique(kernels.data[:, :2], axis=0))
+        planned: Row = {key: value * times for key, value in plan["planned"][name].items()}
+        time, flops = total(union(kernels.spans())), int(kernels["flops"].sum())
+        arrived = _of(self._receive, calls, backward)
+        transfer = total(union(self._moved[arrived]))
+        sent = sum(int(table["bytes"][_of(table, calls, backward)].sum()) for table in self._sent)
+        return {
+            "pass": name,
+            "times": times,
+            "flops": flops,
+            "compute": time,
+            "flop_rate": _rate(flops, time),
+            "planned_flop_rate": _rate(planned["flops"], planned["compute_seconds"] * 1e9),
+            "planned_sent": planned["sent"],
+            "sent": None if self._one.facts.get("light") else sent,
+            "bandwidth": _rate(int(self._receive["bytes"][arrived].sum()), transfer),
+            "planned_bandwidth": _rate(planned["received"], planned["link_seconds"] * 1e9),
+            **_roofline(plan["planned"][name], _rate(flops, time), _peaks(self._one, plan)),
+        }
+
+
+def _of(table: Table, calls: NDArray[np.int64], backward: int) -> NDArray[np.bool_]:
+    """Which rows of a table belong to these calls, in one of their passes."""
+    of_calls = np.isin(table["iteration"] * _MANY + table["call"], calls)
+    found: NDArray[np.bool_] = of_calls & (table["backward"] == backward)
+    return found
 
 
 def _rate(amount: float, nanoseconds: float) -> float | None:

@@ -12,8 +12,7 @@ import time
 
 import pytest
 
-from burst_portable import cli
-from burst_portable.cli import app, main
+from burst_portable.cli import app, main, signals
 
 ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -63,7 +62,7 @@ def test_what_was_begun_is_taken_back_whatever_comes_meanwhile(command, capsys, 
 
 
 def test_a_signal_that_comes_later_ends_what_hangs_in_taking_back(command, monkeypatch):
-    monkeypatch.setattr(cli, "_PATIENCE", 0.0)
+    monkeypatch.setattr(signals, "_PATIENCE", 0.0)
     gone_on = []
 
     def work() -> None:

@@ -1,0 +1,93 @@
+"""Signals that end the command: what it has begun is taken back first, as after Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PATIENCE = 1.0  # seconds in which signals to end count as one; a later one also ends the cleaning up
+_AGAIN = 0.01  # seconds after which a signal is repeated if Python could not raise its exception
+
+
+class Ended(BaseException):
+    """A signal asked this process to end; what it has begun is taken back on the way out."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@contextmanager
+def ended_by_signals(*, last: bool) -> Iterator[None]:
+    """What batch systems and closed terminals send ends as Ctrl-C does: ranks are ended, temporary folders removed.
+
+    Signals that this process was started deaf to, as by nohup, are left alone. If this command is the `last` thing that
+    the process does, Ctrl-C is not heard after a signal that ended it.
+    """
+    if threading.current_thread() is not threading.main_thread():  # the only one that may ask for signals
+        yield
+        return
+    raising = _Raising()
+    sys.unraisablehook = raising.lost
+    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before: dict[int, Any] = {number: signal.signal(number, raising.end) for number in heard}
+    try:
+        yield
+    except Ended:
+        if last:
+            before[signal.SIGINT] = signal.SIG_IGN
+        raise
+    finally:
+        sys.unraisablehook = raising.hook
+        try:
+            raising.stop()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _Raising:
+    """Turns signals into `Ended`, and repeats a signal whose exception was lost.
+
+    A signal may come while Python runs what cannot raise, a `__del__` or a weak reference's callback: importing
+    transformers runs many. There the exception is printed and lost, and a single SIGTERM with it.
+    """
+
+    def __init__(self) -> None:
+        self.hook = sys.unraisablehook  # for all other exceptions that are lost
+        self._asked = -_PATIENCE
+        self._repeating: threading.Timer | None = None
+
+    def end(self, number: int, frame: Any) -> None:
+        """The handler of the signals."""
+        if monotonic() - self._asked >= _PATIENCE:  # else it is the same wish again, and cleaning up goes on
+            self._asked = monotonic()
+            raise Ended(number)
+
+    def lost(self, told: sys.UnraisableHookArgs) -> None:
+        """The `sys.unraisablehook`."""
+        if not isinstance(told.exc_value, Ended):
+            self.hook(told)
+            return
+        if self._repeating is not None:
+            self._repeating.cancel()
+        self._repeating = threading.Timer(_AGAIN, self._repeat, (told.exc_value.number,))
+        self._repeating.daemon = True
+        self._repeating.start()
+
+    def _repeat(self, number: int) -> None:
+        self._asked = -_PATIENCE  # only now: until then it is the same wish
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None, "it runs"
+        signal.pthread_kill(main_thread, number)
+
+    def stop(self) -> None:
+        """Repeat nothing any more."""
+        if self._repeating is not None:
+            self._repeating.cancel()
+            self._repeating.join()
