@@ -17,8 +17,8 @@ class BlockTiles(NamedTuple):
     """The tiles of one pair of blocks, and where the pair's first row and column lie in a `Compute`."""
 
     tiles: Tiles
-    row: int = 0
-    column: int = 0
+    row: int
+    column: int
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def renamed(step: Step, stride: int, place: int) -> Step:
 def divided(compute: Compute, share: float) -> tuple[Compute, Compute] | None:
     """A launch of one pair of blocks as two: the upper rows, with about that share of its pairs, and the rest.
 
-    None if the share is 0 or 1, or if a part would have no pair.
+    None if the share is 0 or 1, or if there are too few rows to cut.
     """
     (block,) = compute.blocks
     if not 0 < share < 1 or (row := _cut(block.tiles, share)) is None:
@@ -164,8 +164,6 @@ def divided(compute: Compute, share: float) -> tuple[Compute, Compute] | None:
         Tiles(part for tile in block.tiles if (part := tile.clipped(*rows, left, right)))
         for rows in ((top, row), (row, bottom))
     )
-    if not upper or not lower:
-        return None
     first, rest = (replace(compute, blocks=(block._replace(tiles=tiles),)) for tiles in (upper, lower))
     return first, rest
 
