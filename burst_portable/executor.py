@@ -96,10 +96,12 @@ def _run_forward(
 ) -> State:
     """(out, LSE) of this rank's queries, in the dtypes that the kernel keeps while it merges: see `numerics.finished`.
 
-    rounds: out may be in q's dtype where one step computes all of it.
+    rounds: out may be in q's dtype, and rows that one step computes are written in it at once.
     """
     steps = pass_plan.steps_of(rank)
     once = rounds and sum(step.compute is not None for step in steps) == 1
+    merged = pass_plan.merged_rows(rank) if rounds and runtime.parts_rows else None
+    out = None if merged is None else q.new_empty((*q.shape[:3], v.shape[-1]))
     blocks = _Blocks(pass_plan, rank, runtime, (k, v), q.dtype, backward=False)
     state: State | None = None
     stays = replace(options, makes_way=False) if options.makes_way else options
@@ -110,11 +112,18 @@ def _run_forward(
             how = options if blocks.moving(step.index) else stays
             if once:
                 state = runtime.attend_whole(step.compute, q, keys, values, how)
+            elif state is None and out is not None and merged is not None:
+                state = runtime.attend_first(step.compute, q, keys, values, how, merged, out)
             else:
                 state = runtime.attend(step.compute, q, keys, values, how, state)
         blocks.end(step)
     blocks.finish()
-    return empty_state(q, v.shape[-1]) if state is None else state
+    if state is None:
+        return empty_state(q, v.shape[-1])
+    if out is None or merged is None:
+        return state
+    rows_of(out, merged).copy_(rows_of(state[0], merged))
+    return out, state[1]
 
 
 def _run_backward(

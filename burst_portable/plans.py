@@ -27,7 +27,7 @@ from burst_portable.heads import HeadGroup, head_groups, heads_each
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.moves import Move, Needs, Route, Side
-from burst_portable.steps import BlockTiles, Compute, Steps, divided, renamed, scheduled
+from burst_portable.steps import BlockTiles, Compute, Steps, divided, merged_rows, renamed, scheduled
 from burst_portable.tiles import BlockPairs, Tiles
 
 PassName = Literal["forward", "backward"]
@@ -103,6 +103,7 @@ class PassPlan:
     _pairs: BlockPairs = field(init=False, repr=False, compare=False)
     _needs: Needs = field(init=False, repr=False, compare=False)
     _ranks: dict[int, Steps] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _merged: dict[int, tuple[int, int] | None] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         p = self.problem
@@ -126,6 +127,13 @@ class PassPlan:
         """The one computation of a rank that sends and receives nothing in this pass; None for any other rank."""
         steps = self.steps_of(rank)
         return steps[0].compute if len(steps) == 1 and not steps[0].moves else None
+
+    def merged_rows(self, rank: int) -> tuple[int, int] | None:
+        """See `steps.merged_rows`; of a pass in which K and V travel."""
+        steps = self.steps_of(rank)
+        if rank not in self._merged:
+            self._merged[rank] = merged_rows(steps, self.problem.q_layout.count(rank // self.stride))
+        return self._merged[rank]
 
     def _make(self, rank: int) -> Steps:
         """The steps of one member. From here down, `rank` is a member's number."""

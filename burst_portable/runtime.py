@@ -58,6 +58,15 @@ class Runtime(Protocol):
     def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
         """Run the kernel on a computation that is a whole attention: see `kernels.whole`."""
 
+    @property
+    def parts_rows(self) -> bool:
+        """Whether the kernel has `attend_first`."""
+
+    def attend_first(
+        self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, merged: tuple[int, int], out: Tensor
+    ) -> State:
+        """Run the kernel on the first of several computations: see `kernels.whole`."""
+
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
         """Run the kernel's backward on such a computation; `tensors`: (dO, q, k, v, out, LSE)."""
 
@@ -100,6 +109,15 @@ class PlainRuntime:
     def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
         return whole.attend_whole(self.kernel, q, k, v, compute.tiles, options)
 
+    @property
+    def parts_rows(self) -> bool:
+        return whole.parts_rows(self.kernel)
+
+    def attend_first(
+        self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, merged: tuple[int, int], out: Tensor
+    ) -> State:
+        return whole.attend_first(self.kernel, q, k, v, compute.tiles, options, merged, out)
+
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
         dout, q, k, v, out, lse = tensors
         return whole.gradients(self.kernel, dout, q, k, v, out, lse, compute.tiles, options)
@@ -137,6 +155,15 @@ class WrappedRuntime:
 
     def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
         return self.inner.attend_whole(compute, q, k, v, options)
+
+    @property
+    def parts_rows(self) -> bool:
+        return self.inner.parts_rows
+
+    def attend_first(
+        self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, merged: tuple[int, int], out: Tensor
+    ) -> State:
+        return self.inner.attend_first(compute, q, k, v, options, merged, out)
 
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
         return self.inner.gradients(compute, tensors, options)

@@ -121,6 +121,7 @@ class Step:
 
 Steps = tuple[Step, ...]
 _ROWS = 128  # what most kernels compute at once: a launch is cut where such a block begins
+_WORTH_A_LAUNCH = 4096  # rows: writing so many wide and rounding them takes as long as a launch, with 32 heads of 128
 _MOVES = ("arrivals", "sends", "receives", "result_arrivals", "result_sends", "result_receives")
 """The fields of a `Step` that hold moves."""
 
@@ -185,6 +186,24 @@ def _cut(tiles: Tiles, share: float) -> int | None:
     rows = range((top // _ROWS + 1) * _ROWS, bottom, _ROWS)
     found = bisect_left(rows, share, key=above)
     return rows[min(found, len(rows) - 1)] if rows else None
+
+
+def merged_rows(steps: Steps, rows: int) -> tuple[int, int] | None:
+    """[start, stop) of the queries that are merged over several computations; None where that is most of them, or none.
+
+    ::
+
+        a window over two ranks, rank 1     own keys     keys of rank 0
+            rows 0 to 4095                    part            part         merged
+            rows 4096 to 65535                all                          final after the first computation
+    """
+    computes = [step.compute for step in steps if step.compute]
+    boxes = [(block.row, block.tiles.box) for compute in computes[1:] for block in compute.blocks]
+    if not boxes:
+        return None
+    start, stop = min(row + box[0] for row, box in boxes), max(row + box[1] for row, box in boxes)
+    start, stop = start // _ROWS * _ROWS, min(rows, -(-stop // _ROWS) * _ROWS)
+    return (start, stop) if rows - (stop - start) >= max(_WORTH_A_LAUNCH, rows // 2) else None
 
 
 def _ordered(moves: Iterable[Move]) -> tuple[Move, ...]:

@@ -109,10 +109,11 @@ class Tiles(tuple[Tile, ...]):
     """The disjoint tiles of one pair of blocks. Their common properties, and their hash, are computed once."""
 
     _visited: dict[tuple[int, int], int]
+    _in_rows: dict[tuple[int, int], Tiles]
 
     def __new__(cls, tiles: Iterable[Tile] = ()) -> Tiles:
         self = super().__new__(cls, tiles)
-        self._visited = {}
+        self._visited, self._in_rows = {}, {}
         return self
 
     def __hash__(self) -> int:
@@ -152,6 +153,14 @@ class Tiles(tuple[Tile, ...]):
     def covered(self) -> tuple[int, int]:
         """(rows, columns) that are in any of them, each counted once."""
         return covered([(t.q_start, t.q_stop) for t in self]), covered([(t.k_start, t.k_stop) for t in self])
+
+    def in_rows(self, start: int, stop: int) -> Tiles:
+        """Their parts in rows [start, stop), with rows counted from there on; kept."""
+        if (found := self._in_rows.get((start, stop))) is None:
+            _, _, left, right = self.box
+            parts = (tile.clipped(start, stop, left, right) for tile in self)
+            found = self._in_rows[start, stop] = Tiles(part.shifted(-start, 0) for part in parts if part)
+        return found
 
     def visited(self, block: int, down: int = 0) -> int:
         """`Tile.visited` of all of them."""

@@ -15,8 +15,9 @@ from burst_portable.conformance.inputs import Inputs, in_memory
 from burst_portable.conformance.oracle import Answer
 from burst_portable.conformance.running import Shard, options_of, together
 from burst_portable.kernels import whole
-from burst_portable.kernels.contract import Kernel
-from burst_portable.tiles import find_tiles
+from burst_portable.kernels.contract import Kernel, Options
+from burst_portable.numerics import State
+from burst_portable.tiles import Tiles, find_tiles
 
 _GUARD = 64  # elements before and after a buffer
 _MARK = 12345.0
@@ -82,17 +83,31 @@ def run_kernel(
     return together(shards, layout)
 
 
-def run_whole(kernel: Kernel, case: Case, x: Inputs, device: torch.device) -> Answer:
-    """A case of one block as `kernels.whole` asks for it: no state, no buffers to add to."""
+def run_whole(kernel: Kernel, case: Case, x: Inputs, device: torch.device, *, parts: bool = False) -> Answer:
+    """A case of one block as `kernels.whole` asks for it: no state, no buffers to add to.
+
+    parts: as the first of several computations, which writes out where it is told, some rows of it wide.
+    """
     layout, options = case.make_layout(), options_of(case)
     q, k, v, dout = (in_memory(t[:, layout.positions(0)], case.memory, device) for t in (x.q, x.k, x.v, x.dout))
     before = [tuple(t.clone() for t in (q, k, v, dout))]
     tiles = find_tiles(case.make_mask(), layout.shards[0], layout.shards[0])
-    out, lse = numerics.finished(whole.attend_whole(kernel, q, k, v, tiles, options), case.dtype)
+    attend = _in_parts if parts else whole.attend_whole
+    out, lse = numerics.finished(attend(kernel, q, k, v, tiles, options), case.dtype)
     dq, dk, dv = whole.gradients(kernel, dout, q, k, v, out.to(case.dtype), lse, tiles, options)
     _check_untouched([(q, k, v, dout)], before, [])
     out, lse, dq, dk, dv = (t.to(case.dtype).cpu() for t in (out, lse, dq, dk, dv))
     return together([Shard(out, lse, dq, dk, dv, None)], layout)
+
+
+def _in_parts(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
+    """As if later computations merged into the second third of all rows."""
+    rows = slice(q.shape[1] // 3, 2 * q.shape[1] // 3)
+    out = torch.full((*q.shape[:3], v.shape[-1]), torch.nan, dtype=q.dtype, device=q.device)
+    wide, lse = whole.attend_first(kernel, q, k, v, tiles, options, (rows.start, rows.stop), out)
+    if not out[:, rows].isnan().all():
+        raise Trespass("the kernel wrote rows that are still to be merged")
+    return torch.cat([out[:, : rows.start], wide[:, rows], out[:, rows.stop :]], 1), lse
 
 
 def _order(mine: int, blocks: int) -> list[int]:

@@ -99,6 +99,8 @@ class Kernel(Protocol):
 
     - `row_delta`: `numerics.row_delta`, but faster (`row_delta_of`);
     - `attend_whole` and `gradients`: for attention that one call computes as a whole (`kernels.whole`);
+    - `attend_into`: writes what `attend` without a state returns into tensors with a last stride of 1: `attend_into(q,
+      k, v, tiles, options, out, lse)`, with out in q's dtype or the accumulation dtype (`kernels.whole`);
     - `in_pieces`: true if it cuts tiles into pieces, calls an operator on each and merges their results. `auto`
       prices that, and rows of several ranks are put in order first, so that there are few pieces (`takes_pieces`);
     - `merged_once`: true if each of these merges is one pass over memory (`merges_once`);

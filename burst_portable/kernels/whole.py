@@ -6,6 +6,8 @@ them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,41 @@ def attend_whole(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, 
     own = getattr(kernel, "attend_whole", None)
     state: State = own(q, k, v, tiles, options) if own else kernel.attend(q, k, v, tiles, options)
     return state
+
+
+def parts_rows(kernel: Kernel) -> bool:
+    """Whether a kernel has `attend_into`, and so `attend_first` here."""
+    return hasattr(kernel, "attend_into")
+
+
+def attend_first(
+    kernel: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tiles,
+    options: Options,
+    merged: tuple[int, int],
+    out: Tensor,
+) -> State:
+    """`attend` on the first of several computations, of which later ones merge into rows [start, stop) alone.
+
+    Args:
+        merged: these rows.
+        out: ``[B, Sq, Hq, Dv]`` in q's dtype; all other rows are written there.
+
+    Returns:
+        the state that later computations are given: LSE of all rows, out of the merged ones; the rest of it is not set.
+    """
+    start, stop = merged
+    batch, rows, heads, _ = q.shape
+    wide = torch.empty(out.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+    lse = torch.empty((batch, heads, rows), dtype=wide.dtype, device=q.device)
+    for first, past, into in ((0, start, out), (start, stop, wide), (stop, rows, out)):
+        if first < past:
+            part = slice(first, past)
+            kernel.attend_into(q[:, part], k, v, tiles.in_rows(first, past), options, into[:, part], lse[:, :, part])
+    return wide, lse
 
 
 def gradients(

@@ -255,6 +255,13 @@ class _Ablated(WrappedRuntime):
             return empty_state(q, v.shape[-1])
         return super().attend_whole(compute, q, k, v, options)
 
+    def attend_first(
+        self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, merged: tuple[int, int], out: Tensor
+    ) -> State:
+        if self._idle:
+            return empty_state(q, v.shape[-1])
+        return super().attend_first(compute, q, k, v, options, merged, out)
+
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
         if self._idle:
             _, q, k, v, *_ = tensors

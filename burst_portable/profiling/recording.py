@@ -63,6 +63,12 @@ class RecordingRuntime(WrappedRuntime):
     def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
         return self._watched(False, compute, q, lambda: self.inner.attend_whole(compute, q, k, v, options))
 
+    def attend_first(
+        self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, merged: tuple[int, int], out: Tensor
+    ) -> State:
+        call = self.inner.attend_first
+        return self._watched(False, compute, q, lambda: call(compute, q, k, v, options, merged, out))
+
     def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
         return self._watched(True, compute, tensors[1], lambda: self.inner.gradients(compute, tensors, options))
 

@@ -204,6 +204,22 @@ class SwappedAsAWhole(Around):
         return dq, dv, dk
 
 
+class WritesInParts(Around):
+    """Right, and writes where it is told."""
+
+    def attend_into(self, q, k, v, tiles, options, out, lse):
+        for told, made in zip((out, lse), self.attend(q, k, v, tiles, options), strict=True):
+            told.copy_(made)
+
+
+class WritesItsLseElsewhere(WritesInParts):
+    """Of parts of the rows, LSE goes to the first rows of all."""
+
+    def attend_into(self, q, k, v, tiles, options, out, lse):
+        start = lse.as_strided(lse.shape, lse.stride(), 0)
+        super().attend_into(q, k, v, tiles, options, out, start)
+
+
 class Overwrites(Around):
     """Gradients written, not added."""
 

@@ -45,6 +45,7 @@ KERNELS = {
     planted.SaysNothingOfIt: ("kernels", "claims", "attention"),
     planted.SwappedGradients: ("kernels", "attention"),
     planted.SwappedAsAWhole: ("kernels",),
+    planted.WritesItsLseElsewhere: ("kernels",),
     planted.Overwrites: ("kernels", "attention"),
     planted.ForgetsRows: ("kernels", "blind"),
     planted.ClaimsTooMuch: ("claims",),
@@ -88,6 +89,11 @@ def test_a_bug_in_a_kernel_is_caught(bug, group, real):
     assert not report.ok
     assert report.failures[0].message
     assert report.failures[0].command.startswith("burst-portable conform --backend planted --case ")
+
+
+def test_a_kernel_that_writes_where_it_is_told_passes(real):
+    report = examine(Planted(planted.WritesInParts, real=real), "kernels")
+    assert report.ok, report.failures[0].message
 
 
 @pytest.mark.parametrize("group", ["kernels", "claims"])

@@ -12,6 +12,7 @@ from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.hopper.launch_tables import LaunchTables
 from burst_portable.kernels.contract import Options
 from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.kernels.whole import attend_first
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.numerics import empty_state, finished, row_delta
@@ -157,6 +158,25 @@ def compare(q, k, v, tiles, *, seed=0):
     assert gap(narrow, exact_out) < 1.5 * tolerance[0]
     assert torch.equal(lse, narrow_lse)
     compare_backward(q, k, v, tiles, seed=seed)
+
+
+def compare_rows_that_are_merged(dim, device):
+    """The first of two computations writes the rows that it completes in 16 bits; the second merges into others."""
+    length, others, options = 500, 90, Options(scale=0.1)
+    sizes = ((length, 4), (length + others, 2), (length + others, 2))
+    q, k, v = (randn(2, rows, heads, dim, device=device, seed=i) for i, (rows, heads) in enumerate(sizes))
+    first, second = tiles_of("window:150", length), Tiles([banded_box(140, 200, 0, others, -20, 190)])
+    for merged in ((128, 256), (0, 256), (128, length)):
+        out = torch.full_like(q, torch.nan)
+        state = attend_first(KERNEL, q, k[:, :length], v[:, :length], first, options, merged, out)
+        state = KERNEL.attend(q, k[:, length:], v[:, length:], second, options, state=state)
+        rows = slice(*merged)
+        assert out[:, rows].isnan().all()
+        out[:, rows] = state[0][:, rows].to(out.dtype)
+        both = Tiles([*first, *(tile.shifted(0, length) for tile in second)])
+        exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), both, options)
+        assert gap(out, exact_out) < 1.5 * TOLERANCE[q.dtype][0]
+        assert gap(state[1], exact_lse) < TOLERANCE[q.dtype][1]
 
 
 def compare_backward(q, k, v, tiles, *, seed=0, dout=None):

@@ -26,6 +26,7 @@ from tests.kernels.hopper_cases import (
     compare_backward,
     compare_forward,
     compare_making_way,
+    compare_rows_that_are_merged,
     fresh_state,
     gap,
     long_blocks_where_they_can,
@@ -148,6 +149,11 @@ def test_long_boxes_are_walked_from_other_blocks_on(dim, monkeypatch):
     q, k, v = (randn(1, n, h, dim, seed=i) for i, (n, h) in enumerate(((300, 2), (901, 1), (901, 1))))
     compare_forward(q, k, v, Tiles([Tile(0, 300, 0, 901, -901, 300)]))
     compare_forward(q, k, v, Tiles([Tile(0, 200, 0, 768, -901, 300), Tile(200, 300, 100, 901, -800, 100)]))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rows_that_are_merged(dim):
+    compare_rows_that_are_merged(dim, "cuda")
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -30,6 +30,7 @@ from tests.kernels.hopper_cases import (
     compare_backward,
     compare_forward,
     compare_making_way,
+    compare_rows_that_are_merged,
     compare_whole,
     fresh_state,
     gap,
@@ -142,6 +143,11 @@ def test_inputs_that_tma_cannot_address(dim, machine):
 
 
 @pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rows_that_are_merged(dim, machine):
+    compare_rows_that_are_merged(dim, "cpu")
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_state_is_merged_in_place(dim, machine):
     length, options = 500, Options(scale=0.1)

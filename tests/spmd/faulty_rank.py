@@ -106,6 +106,14 @@ class StrikingRuntime:
         self._event()
         return self._inner.attend_whole(*arguments)
 
+    @property
+    def parts_rows(self):
+        return self._inner.parts_rows
+
+    def attend_first(self, *arguments):
+        self._event()
+        return self._inner.attend_first(*arguments)
+
     def gradients(self, *arguments):
         self._event()
         return self._inner.gradients(*arguments)

@@ -19,6 +19,7 @@ from burst_portable.conformance.running import kernel_problem, serves
 from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Check, Outcome, Trial, plain
 from burst_portable.kernels.contract import Kernel, rounding_of
+from burst_portable.kernels.whole import parts_rows
 from burst_portable.layouts import NAMES as LAYOUTS
 
 NAME = "kernels"
@@ -149,9 +150,11 @@ def _attempt(subject: Subject, kernel: Kernel, case: Case) -> Outcome:
     if not second.ok:
         return Outcome(second.errors, f"with out in place of delta, gradients added twice: {second.wrong}".strip(": "))
     if case.ranks == 1:
-        third = judged(case, x, run_whole(kernel, case, x, subject.device), rounding)
-        if not third.ok:
-            return Outcome(third.errors, f"asked for all at once: {third.wrong}".strip(": "))
+        for parts in (False, True) if parts_rows(kernel) else (False,):
+            third = judged(case, x, run_whole(kernel, case, x, subject.device, parts=parts), rounding)
+            if not third.ok:
+                how = "told where to write" if parts else "asked for all at once"
+                return Outcome(third.errors, f"{how}: {third.wrong}".strip(": "))
     if case.deterministic and not all(torch.equal(getattr(first, n), getattr(by_out, n)) for n in ("out", "lse")):
         return Outcome(outcome.errors, "other bits the second time, though deterministic was asked for")
     return outcome

@@ -143,6 +143,12 @@ class _Held(WrappedRuntime):
         time.sleep(HELD)
         return super().attend_whole(compute, q, k, v, options)
 
+    def attend_first(
+        self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, merged: tuple[int, int], out: Tensor
+    ) -> State:
+        time.sleep(HELD)
+        return super().attend_first(compute, q, k, v, options, merged, out)
+
 
 @contextmanager
 def _holding() -> Iterator[None]:

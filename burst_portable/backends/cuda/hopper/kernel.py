@@ -73,13 +73,20 @@ class HopperKernel:
             state = finished(state, q.dtype)  # both in float32, without a copy if they already are
         if not tiles or q.numel() == 0:
             return _nothing_seen(q, out_dtype) if state is None else state
-        batch, rows, heads, dim = q.shape
         fresh = state is None
         if state is None:
+            batch, rows, heads, dim = q.shape
             out = torch.empty(batch, rows, heads, dim, dtype=out_dtype, device=q.device)
             lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
             state = (out, lse)
-        out, lse = state
+        self._launch_forward(q, k, v, tiles, options, *state, fresh=fresh)
+        return state
+
+    def _launch_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, out: Tensor, lse: Tensor, *, fresh: bool
+    ) -> None:
+        """Write out and LSE of all rows, or merge into those that tiles name."""
+        rows, dim = q.shape[1], q.shape[3]
         _check_last_stride("lse", lse)
         table = self._tables.forward(q, k, tiles, every_block=fresh, makes_way=options.makes_way)
         config = table.cut
@@ -103,11 +110,21 @@ class HopperKernel:
                 {"num_warps": 4, "maxnreg": config.maxnreg},
                 stream,
             )  # fmt: skip
-        return state
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
         """See `kernels.whole`: out in the dtype of q."""
         return self.attend(q, k, v, tiles, options, out_dtype=q.dtype)
+
+    def attend_into(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, out: Tensor, lse: Tensor
+    ) -> None:
+        """See `kernels.contract.Kernel`."""
+        _check_options(options)
+        if tiles and q.numel():
+            self._launch_forward(q, k, v, tiles, options, out, lse, fresh=True)
+        else:
+            out.zero_()
+            lse.fill_(-math.inf)
 
     def attend_backward(
         self,
