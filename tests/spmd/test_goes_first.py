@@ -71,6 +71,22 @@ def test_kernels_make_way_while_messages_are_beside_them(strategy, steps, first,
     assert Asked.seen == {rank: [first and step for step in steps] for rank in range(4)}
 
 
+def test_kernels_make_way_for_messages_that_only_leave(monkeypatch):
+    """Causal and contiguous: rank 0 only sends, rank 1 still hands on what it computes with, rank 2 only receives."""
+    monkeypatch.setattr(Asked, "seen", {rank: [] for rank in range(3)})
+
+    def work(mesh):
+        mesh.transport("cpu").goes_first = True
+        token = installed.set(lambda runtime, plan, _: Asked(runtime.kernel, runtime.transport, runtime.places))
+        try:
+            bp.attention(*qkv(), mesh=mesh, strategy="ring", layout="contiguous")
+        finally:
+            installed.reset(token)
+
+    bp.run_local(3, work)
+    assert Asked.seen == {0: [True], 1: [True, True], 2: [True, True, False]}
+
+
 def test_one_rank_makes_no_way():
     def work(mesh):
         mesh.transport("cpu").goes_first = True
