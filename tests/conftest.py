@@ -46,3 +46,9 @@ def seeds():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Processes that share the tests must find the same names; an address in one is another in each."""
+    if unsteady := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"names of tests hold addresses, give ids: {unsteady[0]} and {len(unsteady) - 1} more")

@@ -60,7 +60,7 @@ def document(position: int) -> int:
             lambda q, k: max(q, k) < 19 and k <= q and (k < 5 or document(q) == document(k)),
         ),
     ],
-    ids=str,
+    ids=lambda x: "sees" if callable(x) else str(x),
 )
 def test_who_sees_whom(text, mask, sees):
     """Each constructor by its own words, position by position; and its short form."""
