@@ -263,3 +263,25 @@ def test_sinks_are_merged_before_out_is_rounded():
     weights = torch.cat([scores, sinks.double().view(1, 4, 1, 1).expand(1, 4, 64, 1)], -1).softmax(-1)[..., :-1]
     exact = torch.einsum("bhqk,bkhd->bqhd", weights, v.double()).bfloat16()
     assert (out.bfloat16() != exact).double().mean() < 0.01
+
+
+def test_kernels_may_move_only_what_has_no_kernel_beside_it():
+    """The first rows that come, and the last results that leave; in one group, both exchanges."""
+
+    def work(mesh, groups):
+        transport, told = mesh.transport("cpu"), []
+        exchange = transport.exchange
+
+        def noted(leaving, arriving, label, *, alone=False):
+            told.append((label, alone))
+            return exchange(leaving, arriving, label, alone=alone)
+
+        transport.exchange = noted
+        q, k, v = (torch.ones(1, 3, 4, 8, requires_grad=True) for _ in "qkv")
+        bp.attention(q, k, v, mesh=mesh, strategy=bp.make_strategy("ulysses", groups=groups)).sum().backward()
+        return told
+
+    one = [("to heads", True), ("to sequence", True)]
+    two = [("to heads", True), ("to heads", False), ("to sequence", False), ("to sequence", True)]
+    assert bp.run_local(2, lambda mesh: work(mesh, 1)) == [one * 2] * 2
+    assert bp.run_local(2, lambda mesh: work(mesh, 2)) == [two * 2] * 2
