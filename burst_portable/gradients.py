@@ -14,13 +14,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from burst_portable.checks import check_tensor, tell_the_others
-from burst_portable.comm.agreement import agree, named, statement
+from burst_portable.comm.agreement import Facts, Named, agree, named, statement
+from burst_portable.comm.base import Transport
 from burst_portable.compiling import outside_graphs
 from burst_portable.errors import InputError, explain, shown
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import accumulation_dtype
 
 Groups: TypeAlias = dict[tuple[torch.dtype, torch.device], list[Tensor]]
+_VALUES = "values of the parameters"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of a number."""
 _BUCKET = 1 << 28
 """Bytes of gradients that are exchanged together: an exchange holds three more copies of them."""
 
@@ -86,7 +90,7 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: MeshLike = None) -> None:
         InputError: what is not a list of parameters, parameters that are sharded over these ranks (FSDP has reduced
             their gradients already), and sparse gradients.
         MismatchError: ranks that differ in their parameters, or make another call; on every rank, where the transport
-            can tell. Gradients are then as they were.
+            can tell. The first time, ranks whose parameters hold other values, too. Gradients are then as they were.
         CommunicationError: something else went wrong between ranks.
     """
     mesh = as_mesh(mesh)
@@ -94,7 +98,7 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: MeshLike = None) -> None:
     try:
         listed = _listed(parameters)
         groups = _grouped(listed, mesh, missing)
-        _agree_on(groups, mesh)
+        _agree_on(groups, listed, mesh)
     except Exception as refusal:
         for parameter in missing:
             parameter.grad = None
@@ -120,15 +124,40 @@ def _grouped(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Grou
     return groups
 
 
-def _agree_on(groups: Groups, mesh: Mesh) -> None:
-    """Ask whether all ranks sum the same: buffers of other sizes would end a process, or leave it waiting."""
+def _agree_on(groups: Groups, listed: list[Tensor], mesh: Mesh) -> None:
+    """Ask whether all ranks sum the same: buffers of other sizes would end a process, or leave it waiting.
+
+    The first time, also whether their parameters hold the same values: ranks with models of their own would each train
+    another one, with the gradients of all.
+    """
     transport = mesh.transport(next(iter(groups))[1].type) if groups else mesh.connected()
     if transport is None:
         return
     shapes = [(str(dtype), [tuple(_gradient(p).shape) for p in members]) for (dtype, _), members in groups.items()]
     numbers = sum(_gradient(p).numel() for members in groups.values() for p in members)
     told = f"{sum(map(len, groups.values())):,} tensors of {numbers:,} numbers"
-    agree(transport, statement({"pass": "sum_gradients", "parameters": named(told, shapes)}))
+    facts: dict[str, str | Named] = {"pass": "sum_gradients", "parameters": named(told, shapes)}
+    agree(transport, statement(facts))
+    if mesh.size > 1:
+        mesh.remembered((_VALUES, statement(facts).digest), lambda: _compare(transport, facts, listed))
+
+
+def _compare(transport: Transport, facts: Facts, listed: list[Tensor]) -> bool:
+    """True where all ranks' parameters hold the same values; raises where they do not."""
+    agree(transport, statement({**facts, _VALUES: _checksum(listed)}))
+    return True
+
+
+def _checksum(parameters: list[Tensor]) -> Named:
+    """Of the numbers of all parameters, by their bits: the same on any device. Read once, on the device."""
+    sums: dict[torch.device, list[Tensor]] = {}
+    for x in map(_local, parameters):
+        bits = _INTEGERS.get(x.dtype.itemsize)
+        if bits is not None and not x.is_meta and x.layout is torch.strided:
+            sums.setdefault(x.device, []).append(x.detach().view(bits).sum(dtype=torch.int64))
+    told = [torch.stack(there).tolist() for there in sums.values()]
+    made = named("", told)
+    return made._replace(name=f"checksum {made.digest[:8]}")
 
 
 def _listed(parameters: Any) -> list[Tensor]:

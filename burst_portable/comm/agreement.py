@@ -39,6 +39,7 @@ _HINTS = {  # what to do if ranks differ in a fact that no user chose
     "tokens": "where ranks hold different numbers of rows, pass seq_len= (tokens of the whole sequence)",
     "strategy": "where 'auto' chose, name a strategy, or give all ranks the same rates (BURST_RATES) and kernel",
     "rows that cross nodes": "name one kernel= for all ranks",
+    "values of the parameters": "seed ranks alike before they make the model, or load one checkpoint on all of them",
 }
 _GIVEN = ("mask", "batch", "heads", "head sizes", "dtype", "backend")  # if these differ, `auto` chooses differently
 REFUSED = "refused"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 import burst_portable as bp
-from burst_portable.errors import BurstError
+from burst_portable.errors import BurstError, MismatchError
 
 
 def parameters(*sizes: int) -> list[Parameter]:
@@ -61,6 +62,36 @@ def test_ranks_with_other_parameters(odd: Callable[[], list[Parameter]], told: s
 
     for message in bp.run_local(3, work):
         assert told in message
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["float32", "frozen", "turned bfloat16"])
+def test_ranks_whose_parameters_hold_other_values(which: int):
+    """One bit of one number is enough; gradients are then as they were. It is asked the first time alone."""
+
+    def work(mesh: bp.Mesh) -> str:
+        mine = [Parameter(torch.arange(6.0)), Parameter(torch.ones(4), requires_grad=False)]
+        mine.append(Parameter(torch.arange(6.0).view(2, 3).T.bfloat16()))
+        for one in (mine[0], mine[2]):
+            one.grad = torch.ones_like(one)
+        other = mine[which]
+        assert not mine[2].is_contiguous()
+        bits = torch.int16 if other.dtype == torch.bfloat16 else torch.int32
+        change = torch.zeros_like(other.data, dtype=bits)
+        change[1] = mesh.rank == 2
+        other.data = (other.data.view(bits) + change).view(other.dtype)
+        with pytest.raises(MismatchError) as caught:
+            bp.sum_gradients(mine, mesh)
+        assert mine[0].grad.tolist() == [1] * 6
+        other.data = (other.data.view(bits) - change).view(other.dtype)
+        for _ in range(2):
+            bp.sum_gradients(mine, mesh)
+            mine[0].data += mesh.rank
+        assert mine[0].grad.tolist() == [9] * 6
+        return str(caught.value)
+
+    for message in bp.run_local(3, work):
+        assert re.search(r"values of the parameters: checksum \w{8} on rank 0, 1 but checksum \w{8} on rank 2", message)
+        assert "seed ranks alike" in message
 
 
 def test_a_rank_that_sums_where_others_attend():
