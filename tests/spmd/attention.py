@@ -37,8 +37,17 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     return Inputs(normal(heads, d), normal(kv_heads, d), normal(kv_heads, dv), normal(heads, dv), sinks)
 
 
-def on_one_rank(mesh: bp.Mesh, case: Case, x: Inputs, kernel: str = "auto") -> Answer:
-    """What a user writes, with all results brought back whole. Sinks are a parameter: its gradients are summed."""
+def on_one_rank(
+    mesh: bp.Mesh,
+    case: Case,
+    x: Inputs,
+    kernel: str = "auto",
+    use: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Answer:
+    """What a user writes, with all results brought back whole. Sinks are a parameter: its gradients are summed.
+
+    use: what becomes of out before it gets its gradient.
+    """
     where = case.make_layout()
     q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
     sinks = None if x.sinks is None else x.sinks.clone().requires_grad_()
@@ -55,7 +64,8 @@ def on_one_rank(mesh: bp.Mesh, case: Case, x: Inputs, kernel: str = "auto") -> A
         kernel=kernel,
         return_lse=True,
     )
-    out.backward(bp.shard(x.dout, mesh, layout=where))
+    used = out if use is None else use(out)
+    used.backward(bp.shard(x.dout, mesh, layout=where))
 
     def whole(t: torch.Tensor, dim: int = 1) -> torch.Tensor:
         return bp.unshard(t.detach(), mesh, seq_len=case.length, layout=where, dim=dim)
