@@ -53,7 +53,7 @@ def check_inner(inner: object) -> None:
 
 def check_divides(inner: int, ranks: int) -> None:
     """Refuse nodes that are not all of one size."""
-    if inner < 1 or ranks % inner:
+    if ranks % inner:
         raise InputError(
             explain(
                 "that node size does not divide the ranks",
