@@ -151,7 +151,9 @@ def test_the_own_node_s_round_is_divided_by_hand():
     assert rank_cost(plan, "backward", 0, rates).seconds == pytest.approx(8.0, rel=1e-6)
 
 
-@pytest.mark.parametrize(("inner", "travels", "first"), [(8, "kv", 3), (8, "q", 4), (2, "kv", 1), (1, "q", 1)])
+@pytest.mark.parametrize(
+    ("inner", "travels", "first"), [(16, "kv", 16), (8, "kv", 3), (8, "q", 4), (2, "kv", 1), (1, "q", 1)]
+)
 def test_steps_before_other_nodes_by_bytes(inner, travels, first):
     """K and V are a third of the bytes that cross backward; Q, dO, LSE and delta a little over half."""
     plan = make_plan(Mask.causal(), ranks=16, strategy="double_ring", inner=inner, travels=travels)
@@ -363,6 +365,7 @@ def test_auto_fetches_where_the_mask_is_narrow():
     ("options", "error", "message"),
     [
         ({"strategy": "brst"}, UnknownNameError, "did you mean 'burst'"),
+        ({"strategy": "ring+fetch"}, InputError, "options are not part of its name"),
         ({"strategy": "ring", "inner": 2}, InputError, "no option 'inner'"),
         ({"strategy": "double_ring", "inner": 3}, InputError, "does not divide"),
         ({"strategy": "double_ring", "travels": "k"}, UnknownNameError, "travelling side"),

@@ -1,0 +1,92 @@
+"""What `auto` compares: each candidate does what it is called, ties go by bytes, few ranks of many are priced."""
+
+from __future__ import annotations
+
+import pytest
+
+from burst_portable.cost import plan_cost
+from burst_portable.layouts import make_layout
+from burst_portable.mask import Mask
+from burst_portable.plans import Problem
+from burst_portable.rates import Rates
+from burst_portable.strategies.auto import AutoStrategy, _sample
+from burst_portable.strategies.registry import make_strategy
+
+COPIES = Rates(tflops=400.0, gbps=100.0, direct=((1, 100.0),))
+ALWAYS = {"ring", "burst", "ring+fetch", "ring+fetch, own last", "burst+fetch", "ulysses"}
+MEASURED = {
+    "ring+fetch, all ahead", "ring+fetch, all ahead, own last", "ring+fetch, all together",
+    "ring+fetch, all together, own last", "ring+fetch, all together, own divided", "burst+fetch, all ahead",
+    "burst+fetch, all together", "ulysses, 2 groups", "ulysses, 4 groups",
+}  # fmt: skip
+
+
+def problem(ranks: int, heads: int = 96, kv_heads: int = 96, mask: Mask | None = None, length: int = 960) -> Problem:
+    mask = mask or Mask.full()
+    where = make_layout("contiguous", length, ranks, mask)
+    return Problem(mask, where, where, heads, kv_heads, 64, 64)
+
+
+def called(label: str, ranks: int, node: int) -> object:
+    """The strategy that a label means, by its words."""
+    words = {
+        "fetch": {"moves": "fetch"},
+        "all ahead": {"ahead": ranks},
+        "all together": {"ahead": ranks, "together": ranks},
+        "own last": {"own": "last"},
+        "own divided": {"own": "divided"},
+        "2 groups": {"groups": 2},
+        "4 groups": {"groups": 4},
+        "kv": {"travels": "kv"},
+        "q": {"travels": "q"},
+    }
+    first, *more = label.split(", ")
+    name, *how = first.split("+")
+    name, _, part = name.partition(" in ")
+    inner = {"inner": int(part or node)} if name in ("double_ring", "usp") else {}
+    return make_strategy(name, **inner, **{key: value for word in (*how, *more) for key, value in words[word].items()})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "inner", "rates", "heads", "expected"),
+    [
+        (8, None, Rates(400.0, 100.0), 96, ALWAYS),
+        (8, None, COPIES, 96, ALWAYS | MEASURED),
+        (24, None, COPIES, 96, ALWAYS | {"ulysses, 2 groups", "ulysses, 4 groups"}),  # too many blocks to hold
+        (8, 4, COPIES, 96, ALWAYS | {"double_ring", "double_ring+kv", "usp", "usp+q", "usp+fetch"}),
+        (8, 4, COPIES, 6, ALWAYS | {"double_ring", "double_ring+kv", "usp in 2", "usp in 2+q", "usp in 2+fetch"}),
+        (8, 8, Rates(400.0, 100.0), 96, ALWAYS | {"double_ring", "double_ring+kv"}),
+    ],
+)
+def test_candidates_are_what_they_are_called(ranks, inner, rates, heads, expected):
+    candidates = dict(AutoStrategy(inner=inner, rates=rates)._candidates(problem(ranks, heads, heads)))
+    assert candidates.keys() == expected
+    for label, strategy in candidates.items():
+        assert strategy == called(label, ranks, inner or 0), label
+
+
+def test_of_plans_that_take_equally_long_the_one_that_sends_least():
+    """Messages cost nothing, and every rank computes as much. With few K/V heads they are what should travel."""
+    rates = Rates(tflops=1e-6, gbps=1e9, hop_latency=0.0, launch_latency=0.0)
+    auto, given = AutoStrategy(rates=rates), problem(7, heads=8, kv_heads=2)
+    made = auto.plan(given)
+    assert "then by bytes sent" in made.reason
+    sent = {name: plan_cost(make_strategy(name).plan(given), rates).sent for name in ("ring", "burst")}
+    assert sent["ring"] < sent["burst"]
+    assert plan_cost(made, rates).sent == sent["ring"]
+
+
+@pytest.mark.parametrize(
+    ("mask", "ranks", "priced"),
+    [
+        (Mask.full(), 4, (0, 1, 2, 3)),
+        (Mask.full(), 7, (0, 2, 4, 6)),
+        (Mask.full(), 12, (0, 3, 7, 11)),
+        (Mask.documents((0, 80, 400, 480, 960), causal=False), 12, (0, 3, 6, 7, 11)),  # those from 6 on have most
+        (Mask.documents((0, 80, 400, 960)), 12, (0, 3, 5, 7, 11)),  # keys of rank 5 are seen by most
+    ],
+    ids=str,
+)
+def test_ranks_that_are_priced(mask, ranks, priced):
+    """Some at equal distances, the one whose queries see most, and the one whose keys are seen most."""
+    assert _sample(problem(ranks, mask=mask)) == priced
