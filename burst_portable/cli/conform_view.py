@@ -15,22 +15,27 @@ from burst_portable.conformance.report import TIERS, Report, closest
 from burst_portable.conformance.suite import Progress as Told
 from burst_portable.conformance.trial import Outcome, Trial
 
+_SILENT = 30.0  # seconds between lines of how far it is, in a log
 _SHOWN = 12  # failures; files have all of them
 
 
 @contextmanager
 def progress() -> Iterator[Told]:
-    """On stderr: on a terminal a bar, gone when the work is done; in a file or a log a line for each group.
+    """On stderr: on a terminal a bar, gone when the work is done; in a file or a log a line for each group, and now and
+    then one of how far it is.
 
-    Who ends the command hears what it was at: a kernel or a rank may hang.
+    Who ends the command hears what it was at, since a kernel or a rank may hang, and what had been found by then.
     """
     place = console(stderr=True)
-    at = ""
+    at, found, failed = "", "", 0
     with _shown(place) as shown:
 
         def told(done: int, total: int, trial: Trial, outcome: Outcome | None) -> None:
-            nonlocal at
+            nonlocal at, found, failed
             at = trial.text
+            failed += outcome is not None and not outcome.ok
+            if done:
+                found = f", after {done} of {total} checks, of which {failed or 'none'} failed"
             shown(done, total, trial, outcome)
 
         try:
@@ -39,7 +44,7 @@ def progress() -> Iterator[Told]:
             raise
         except BaseException:
             if at:
-                place.print(f"ended while trying {at}", markup=False, soft_wrap=True)
+                place.print(f"ended while trying {at}{found}", markup=False, soft_wrap=True)
             raise
 
 
@@ -63,12 +68,12 @@ def _shown(place: Console) -> Iterator[Told]:
 
 
 class _Lines:
-    """Tells of each group of checks when it is done: how many, in how many seconds."""
+    """Tells of each group of checks when it is done: how many, in how many seconds; and how far it is meanwhile."""
 
     def __init__(self, place: Console) -> None:
         self._place, self._group = place, ""
         self._checks = self._failed = 0
-        self._began = time.monotonic()
+        self._began = self._last = time.monotonic()
 
     def __call__(self, done: int, total: int, trial: Trial, outcome: Outcome | None) -> None:
         if outcome is None:
@@ -80,6 +85,10 @@ class _Lines:
         self._failed += not outcome.ok
         if done == total:
             self._tell()
+        elif time.monotonic() - self._last >= _SILENT:
+            self._last = time.monotonic()
+            failed = f", {self._failed} of {self._group} failed" if self._failed else ""
+            self._place.print(f"{self._group}: {done} of {total} checks are done{failed}", markup=False)
 
     def _tell(self) -> None:
         if self._checks:
