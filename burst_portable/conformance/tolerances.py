@@ -40,14 +40,16 @@ def relative_error(x: Tensor, reference: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def rounding_of_lse(exact: Answer, dtype: torch.dtype) -> float:
-    """The relative error from rounding the largest LSE: gradients recompute every weight as exp(score - LSE).
+def error_of_weights(exact: Answer, dtype: torch.dtype, rounding: float = 0.0) -> float:
+    """The relative error of a weight from rounding the largest LSE: gradients recompute each as exp(score - LSE).
 
     That is what makes attention fit (FlashAttention-2, section 3.1.2), and its price where scores are large: an LSE
     of 100 is rounded by 4e-6, and every weight of its row with it. Plain attention keeps its weights and pays nothing.
+    A kernel whose operands are rounded, by `rounding`, moves a score of 100 by up to 0.1, if they are those of TF32.
     """
     finite = exact.lse[exact.lse.isfinite()].abs()
-    return float(finite.max()) * torch.finfo(accumulation_dtype(dtype)).eps if finite.numel() else 0.0
+    eps = torch.finfo(accumulation_dtype(dtype)).eps
+    return float(finite.max()) * (eps + rounding) if finite.numel() else 0.0
 
 
 def errors(

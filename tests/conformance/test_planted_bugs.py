@@ -103,6 +103,16 @@ def test_what_a_kernel_says_of_its_rounding_is_allowed(group, real):
     assert report.ok, report.failures[0].message
 
 
+def test_rounding_counts_for_more_where_scores_are_large(real):
+    """A score of 100 moves by 0.1, and its weight by a tenth: attention of TF32 on a device loses 1 % there."""
+    backend = Planted(planted.Coarse, real=real)
+    case = "mask=full,layout=contiguous,ranks=1,heads=2x1x64x64,batch=1,length=67,values=large"
+    report = check_backend(backend, cases=[f"kernels:{kernel.name}:{case}" for kernel in backend.kernels()])
+    assert report.ok, report.failures[0].message
+    errors = [error for result in report.results for name, (error, _) in result.errors.items() if name == "dq"]
+    assert max(errors) > 4 * 2**-10  # what scores of a usual size may lose
+
+
 @pytest.mark.parametrize(("bug", "group"), pairs(TRANSPORTS))
 def test_a_bug_in_a_transport_is_caught(bug, group, real):
     report = examine(Planted(real=real), group, wrap=bug)
