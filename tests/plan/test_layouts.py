@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from itertools import accumulate, pairwise
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,6 +120,17 @@ def test_layouts_made_by_hand_hold_every_position_once_or_are_refused(data):
     else:
         with pytest.raises(LayoutError, match="'mine'"):
             Layout("mine", 24, shards)
+
+
+def test_what_is_a_segment():
+    assert Segment(np.int64(2), torch.tensor(3)) == Segment(2, 3)
+    assert type(Segment(np.int64(2), 3).start) is int
+    for name, wrong in (("start", (1.0, 3)), ("count", (1, "3")), ("step", (1, 3, True))):
+        with pytest.raises(LayoutError, match=f"{name} of a segment must be an int"):
+            Segment(*wrong)
+    for wrong in ((-1, 3), (1, -3), (1, 3, 0)):
+        with pytest.raises(LayoutError, match="segment"):
+            Segment(*wrong)
 
 
 @given(*[st.builds(Segment, st.integers(0, 30), st.integers(1, 9), st.integers(1, 9))] * 2)

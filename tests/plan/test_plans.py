@@ -63,6 +63,11 @@ class TestPlantedMistakes:
             part._ranks[rank] = tuple(change(steps))  # kept: so few ranks never push it out
         return verify(plan, ranks=ranks)
 
+    def test_none(self):
+        done: list[int] = []
+        assert verify(make_plan(), progress=done.append) == []
+        assert done == [1, 2, 3, 4, 5, 6, 7, 8]
+
     def test_a_dropped_last_hop(self):
         wrong = self.broken(lambda steps: steps[:-1])
         assert any("pairs computed, but the mask has" in w for w in wrong)

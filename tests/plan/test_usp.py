@@ -105,6 +105,15 @@ class TestPlantedMistakes:
             part = replace(plan.forward, problem=replace(plan.forward.problem, **sizes))
             assert any(told in w for w in verify(replace(plan, forward=part)))
 
+    def test_a_node_with_fewer_ranks(self):
+        """It has the rows of its node all the same."""
+        plan = make(ranks=6)
+        layout = plan.problem.q_layout
+        four, last = layout.shards[:4], layout.shards[4] + layout.shards[5]
+        five = Layout("five", layout.length, (*four, last))
+        wrong = verify(replace(plan, problem=replace(plan.problem, q_layout=five, k_layout=five)))
+        assert wrong == ["2 nodes of 3 ranks are not 5 ranks"]
+
     def test_passes_of_other_nodes(self):
         plan, other = make(ranks=12, inner=3), make(ranks=12, inner=6)
         assert any("6 ranks with 2 query heads" in w for w in verify(replace(plan, backward=other.backward)))

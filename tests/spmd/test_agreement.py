@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.comm.agreement import agree, statement
+from burst_portable.comm.agreement import agree, statement, tell_refusal
 from burst_portable.comm.local import run_threads
 from burst_portable.config import Config
 from burst_portable.errors import BurstError, CommunicationError, MismatchError
@@ -231,3 +232,36 @@ def test_a_refusal_with_nobody_there_is_still_the_refusal():
         return True
 
     assert bp.run_local(2, work, deadline=0.2) == [True, True]
+
+
+def test_a_refusal_waits_no_longer_than_it_is_told():
+    """Whatever the transport would wait for others."""
+    told = threading.Event()
+
+    def work(transport):
+        if transport.rank == 1:
+            assert told.wait(30)
+            return
+        began = time.monotonic()
+        tell_refusal(transport, ValueError("mine"), deadline=0.1)
+        told.set()
+        assert time.monotonic() - began < 5
+
+    run_threads(2, work, deadline=10)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (({"mask": "x" * 5000}, {"mask": "x" * 5000 + "y"}), "facts that were too long to show"),
+        (({"mask": "x" * 5000}, {"pass": "forward", "mask": "full"}), r"facts: {.* on rank 0 but - on rank 1.*pass: "),
+    ],
+)
+def test_facts_that_are_too_long(facts, message):
+    """They are cut, and what is left is no JSON."""
+
+    def work(transport):
+        with pytest.raises(MismatchError, match=message):
+            agree(transport, statement(facts[transport.rank]))
+
+    run_threads(2, work)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable import choices
 from burst_portable.conformance import oracle
 from burst_portable.errors import InputError, UnknownNameError
 
@@ -37,6 +38,31 @@ def test_its_layout_goes_to_shard_and_to_attention(mask):
     for answer in answers:
         for found, right in zip(answer, (exact.out, exact.dq, exact.dk, exact.dv), strict=True):
             torch.testing.assert_close(found, right, atol=1e-10, rtol=1e-10)
+
+
+def test_it_is_the_plan_of_the_call(monkeypatch):
+    """With sizes that all differ: the same problem, and rates for the same kernel, dtype and size of a head."""
+    asked, rates_of = [], choices.rates_of
+
+    def noted(backend, ranks, kernel, *given, **more):
+        asked.append((ranks, kernel.name, *given))
+        return rates_of(backend, ranks, kernel, *given, **more)
+
+    monkeypatch.setattr(choices, "rates_of", noted)
+
+    def work(mesh):
+        q, k, v = (torch.ones(3, 10, heads, dim) for heads, dim in ((8, 16), (2, 16), (2, 12)))
+        bp.attention(q, k, v, mask="full", mesh=mesh, layout="striped")
+        (call,) = mesh._calls.values()
+        made = bp.plan_on(
+            mesh, seq_len=20, heads=8, kv_heads=2, head_dim=16, value_dim=12, mask="full", layout="striped", batch=3,
+            dtype=torch.float32, device="cpu",
+        )  # fmt: skip
+        return made == call.plan
+
+    assert bp.run_local(2, work) == [True, True]
+    assert len(asked) == 4
+    assert set(asked) == {(2, asked[0][1], "", "float32", 16)}
 
 
 def test_what_is_named_stays():
