@@ -90,3 +90,17 @@ def test_of_plans_that_take_equally_long_the_one_that_sends_least():
 def test_ranks_that_are_priced(mask, ranks, priced):
     """Some at equal distances, the one whose queries see most, and the one whose keys are seen most."""
     assert _sample(problem(ranks, mask=mask)) == priced
+
+
+def test_it_follows_the_arithmetic_of_the_travelling_side():
+    """MHA: burst's backward moves fewer bytes. GQA: K and V do. Ulysses is ruled out by 7 ranks."""
+    mha, gqa = (AutoStrategy().plan(problem(7, 8, kv_heads, Mask.causal(), 7 * 4096)) for kv_heads in (8, 2))
+    assert mha.strategy == "burst"
+    assert gqa.strategy == "ring"
+    assert "chose burst" in mha.reason
+    assert "ulysses cannot share" in mha.reason
+
+
+def test_it_fetches_where_the_mask_is_narrow():
+    made = AutoStrategy().plan(problem(7, 8, 2, Mask.window(64), 7 * 4096))
+    assert "fetch" in made.reason.split(" by ")[0]

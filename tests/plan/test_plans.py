@@ -348,24 +348,6 @@ def test_blocks_held_are_those_in_flight():
         assert cost.blocks_held == min(2, ranks - 1) * block
 
 
-# ----------------------------------------------------------------------------------------------------- auto
-
-
-def test_auto_follows_the_arithmetic_of_the_travelling_side():
-    """MHA: burst's backward moves fewer bytes. GQA: K and V do. Ulysses is ruled out by 7 ranks."""
-    mha = make_plan(ranks=7, heads=8, kv_heads=8, length=7 * 4096, strategy="auto")
-    gqa = make_plan(ranks=7, heads=8, kv_heads=2, length=7 * 4096, strategy="auto")
-    assert mha.strategy == "burst"
-    assert gqa.strategy == "ring"
-    assert "chose burst" in mha.reason
-    assert "ulysses cannot share" in mha.reason
-
-
-def test_auto_fetches_where_the_mask_is_narrow():
-    plan = make_plan(Mask.window(64), ranks=7, heads=8, kv_heads=2, length=7 * 4096, strategy="auto")
-    assert "fetch" in plan.reason.split(" by ")[0]
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
