@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import burst_portable as bp
 from burst_portable.cost import plan_cost
 from burst_portable.layouts import make_layout
 from burst_portable.mask import Mask
@@ -94,7 +95,7 @@ def test_ranks_that_are_priced(mask, ranks, priced):
 
 def test_it_follows_the_arithmetic_of_the_travelling_side():
     """MHA: burst's backward moves fewer bytes. GQA: K and V do. Ulysses is ruled out by 7 ranks."""
-    mha, gqa = (AutoStrategy().plan(problem(7, 8, kv_heads, Mask.causal(), 7 * 4096)) for kv_heads in (8, 2))
+    mha, gqa = (bp.plan(seq_len=7 * 4096, ranks=7, heads=8, kv_heads=kv_heads) for kv_heads in (8, 2))
     assert mha.strategy == "burst"
     assert gqa.strategy == "ring"
     assert "chose burst" in mha.reason
@@ -102,5 +103,5 @@ def test_it_follows_the_arithmetic_of_the_travelling_side():
 
 
 def test_it_fetches_where_the_mask_is_narrow():
-    made = AutoStrategy().plan(problem(7, 8, 2, Mask.window(64), 7 * 4096))
+    made = bp.plan(seq_len=7 * 4096, ranks=7, heads=8, kv_heads=2, mask=Mask.window(64))
     assert "fetch" in made.reason.split(" by ")[0]
