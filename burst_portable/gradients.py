@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from burst_portable.checks import check_tensor, tell_the_others
-from burst_portable.comm.agreement import Facts, Named, agree, named, statement
-from burst_portable.comm.base import Transport
+from burst_portable.comm.agreement import Named, agree, named, statement
 from burst_portable.compiling import outside_graphs
 from burst_portable.errors import InputError, explain, shown
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
@@ -138,14 +137,10 @@ def _agree_on(groups: Groups, listed: list[Tensor], mesh: Mesh) -> None:
     told = f"{sum(map(len, groups.values())):,} tensors of {numbers:,} numbers"
     facts: dict[str, str | Named] = {"pass": "sum_gradients", "parameters": named(told, shapes)}
     agree(transport, statement(facts))
-    if mesh.size > 1:
-        mesh.remembered((_VALUES, statement(facts).digest), lambda: _compare(transport, facts, listed))
-
-
-def _compare(transport: Transport, facts: Facts, listed: list[Tensor]) -> bool:
-    """True where all ranks' parameters hold the same values; raises where they do not."""
-    agree(transport, statement({**facts, _VALUES: _checksum(listed)}))
-    return True
+    compared = statement({**facts, _VALUES: "compared"}).digest
+    if transport.size > 1 and compared not in transport.agreed:
+        agree(transport, statement({**facts, _VALUES: _checksum(listed)}))
+        transport.agreed.add(compared)
 
 
 def _checksum(parameters: list[Tensor]) -> Named:
