@@ -43,7 +43,7 @@ def attend(
     Args:
         q: ``[B, S, Hq, D]``.
         k, v: ``[B, S', Hkv, D]`` and ``[B, S', Hkv, Dv]`` at hand; those of others come as the plan says.
-        sinks: ``[Hq]``, one logit a query head, or None.
+        sinks: ``[Hq]``, one logit per query head, or None.
     """
     rank = runtime.transport.rank
     if sinks is None and (compute := pass_plan.alone(rank)):
@@ -101,7 +101,7 @@ def _run_forward(
     steps = pass_plan.steps_of(rank)
     once = rounds and sum(step.compute is not None for step in steps) == 1
     merged = pass_plan.merged_rows(rank) if rounds and runtime.parts_rows else None
-    out = None if merged is None else q.new_empty((*q.shape[:3], v.shape[-1]))
+    first = None if merged is None else (merged, q.new_empty((*q.shape[:3], v.shape[-1])))
     blocks = _Blocks(pass_plan, rank, runtime, (k, v), q.dtype, backward=False)
     state: State | None = None
     stays = replace(options, makes_way=False) if options.makes_way else options
@@ -112,16 +112,17 @@ def _run_forward(
             how = options if blocks.moving(step.index) else stays
             if once:
                 state = runtime.attend_whole(step.compute, q, keys, values, how)
-            elif state is None and out is not None and merged is not None:
-                state = runtime.attend_first(step.compute, q, keys, values, how, merged, out)
+            elif state is None and first is not None:
+                state = runtime.attend_first(step.compute, q, keys, values, how, *first)
             else:
                 state = runtime.attend(step.compute, q, keys, values, how, state)
         blocks.end(step)
     blocks.finish()
     if state is None:
         return empty_state(q, v.shape[-1])
-    if out is None or merged is None:
+    if first is None:
         return state
+    merged, out = first
     rows_of(out, merged).copy_(rows_of(state[0], merged))
     return out, state[1]
 
