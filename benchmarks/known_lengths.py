@@ -156,7 +156,7 @@ def overlap(device: torch.device) -> list[Found]:
     for times in (0.5, 2.0):
         length = one.seconds(lambda: one.copy(unit)())
         copy = unit * times * alone / length
-        length = one.seconds(lambda copy=copy: one.copy(copy)())  # type: ignore[misc]
+        length = one.seconds(lambda copy=copy: one.copy(copy)())  # type: ignore[misc]  # no type for the default
         expected = {
             "span": max(alone, length) + alone,
             "compute": 2 * alone,

@@ -34,7 +34,7 @@ def one_round(level: str | None) -> tuple[float, int]:
         for _ in range(CALLS):
             bp.attention(q, k, v, mesh=mesh, strategy="ring", mask="full").sum().backward()
 
-    session = bp.profile(level) if level else None  # type: ignore[arg-type]
+    session = bp.profile(level) if level else None  # type: ignore[arg-type]  # LEVELS are names of levels
     with session or nullcontext():
         began = time.process_time()
         bp.run_local(RANKS, work)

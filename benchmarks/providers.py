@@ -167,7 +167,7 @@ def in_16_bits(kernel: Kernel, task: Task) -> Calls:
 
     def backward() -> tuple[Tensor, Tensor, Tensor]:
         made = whole.gradients(kernel, task.dout, *tensors, out, lse, task.tiles, task.options)
-        return tuple(x.to(task.q.dtype) for x in made)  # type: ignore[return-value]
+        return tuple(x.to(task.q.dtype) for x in made)  # type: ignore[return-value]  # they are three
 
     def forward() -> tuple[Tensor, Tensor | None]:
         out, lse = whole.attend_whole(kernel, *tensors, task.tiles, task.options)
@@ -208,7 +208,7 @@ def _through_autograd(task: Task, attention: Callable[[], Tensor], leaves: tuple
 
     def backward() -> tuple[Tensor, Tensor, Tensor]:
         gradients = torch.autograd.grad(kept, leaves, dout, retain_graph=True)
-        return tuple(x.transpose(1, 2) for x in gradients)  # type: ignore[return-value]
+        return tuple(x.transpose(1, 2) for x in gradients)  # type: ignore[return-value]  # they are three
 
     return forward, backward
 
