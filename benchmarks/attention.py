@@ -219,6 +219,7 @@ def flops_of(row: Row, task: Task, which: str) -> int:
 
 def finish(entry: Entry, row: Row, task: Task) -> None:
     for which, times in entry.times.items():
+        entry.result.rounds[which] = [round(one, 4) for one in times[1:]]
         milliseconds = statistics.median(times[1:])
         entry.result.milliseconds[which] = round(milliseconds, 4)
         entry.result.tflops[which] = round(flops_of(row, task, which) / milliseconds / 1e9, 1)

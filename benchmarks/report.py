@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class Result:
     errors: dict[str, float] = field(default_factory=dict)
     tflops: dict[str, float] = field(default_factory=dict)
     milliseconds: dict[str, float] = field(default_factory=dict)
+    rounds: dict[str, list[float]] = field(default_factory=dict)  # milliseconds, in the order of time
     peak_bytes: dict[str, int] = field(default_factory=dict)
     seconds_to_start: float = 0.0
     kernel: str = ""  # that `auto` took
@@ -55,9 +57,7 @@ def print_tables(results: list[Result], hosts: HostTimes) -> None:
             continue
         peers = {r.provider: r for r in results if r.row == result.row and r.tflops and r.provider in PEERS}
         ratios = "  ".join(
-            "/".join(f"{result.tflops[w] / peers[p].tflops[w]:.2f}" for w in ("forward", "backward"))
-            for p in PEERS
-            if p in peers
+            "/".join(f"{beside(result, peers[p], w):.2f}" for w in ("forward", "backward")) for p in PEERS if p in peers
         )
         memory = "/".join(f"{result.peak_bytes[w] / 2**20:.0f}" for w in ("forward", "backward"))
         forward, backward = result.tflops["forward"], result.tflops["backward"]
@@ -66,6 +66,12 @@ def print_tables(results: list[Result], hosts: HostTimes) -> None:
     for provider, passes in hosts.items():
         times = ", ".join(f"{which} {t['least']:g} to {t['median']:g}" for which, t in passes.items())
         print(f"host microseconds of a cached call, least to median, {provider}: {times}")
+
+
+def beside(one: Result, other: Result, which: str) -> float:
+    """How much faster one is than another, in the median of their rounds: what drifts, drifts for both."""
+    rounds = zip(one.rounds[which], other.rounds[which], strict=True)
+    return statistics.median([theirs / mine for mine, theirs in rounds])
 
 
 def write(results: list[Result], hosts: HostTimes, folder: Path, label: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import energy, picture
+from benchmarks.report import Result, beside
 from benchmarks.script import accelerator, count, current_device, end, file, names
 from burst_portable.errors import BackendUnavailableError, DeadlineError, UnknownNameError
 
@@ -111,3 +112,11 @@ def test_a_board_that_counts_no_energy_is_told(monkeypatch):
         with pytest.raises(BackendUnavailableError, match=told):
             energy.checked_meter(torch.device("cpu", 0))
     assert closed == [1]
+
+
+def test_kernels_are_compared_round_by_round():
+    """One is a tenth faster in each round of four, while the device becomes half as fast; one round was disturbed."""
+    mine = Result("row", "ours", rounds={"forward": [10.0, 10.0, 20.0, 20.0], "backward": [1.0]})
+    theirs = Result("row", "theirs", rounds={"forward": [11.0, 11.0, 22.0, 5.0], "backward": [2.0]})
+    assert beside(mine, theirs, "forward") == pytest.approx(1.1)
+    assert beside(theirs, mine, "backward") == 0.5
