@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -20,15 +21,19 @@ from benchmarks.providers import Absent
 from benchmarks.ranks import Links
 from benchmarks.rings import Calls, Contestant, Gradients, Task, through_autograd
 from burst_portable.backends.registry import choose_kernel, for_device
+from burst_portable.kernels import whole
 from burst_portable.kernels.contract import Kernel, KernelProblem, Options
 from burst_portable.kernels.pieces import TriangleKernel
 from burst_portable.layout import Segment
-from burst_portable.numerics import finished
+from burst_portable.numerics import accumulation_dtype, as_dtype
 from burst_portable.tiles import Tile, Tiles, find_tiles
+
+Seen = bool | Tiles
+"""What a local call sees: all keys (False), a causal square (True), or the pairs of tiles."""
 
 
 class Local:
-    """A kernel on boxes and causal squares in 16 bits, as other people's rings call theirs.
+    """A kernel as other people's code calls theirs: one call for all that it is given, results in 16 bits.
 
     makes_way: for messages beside it, as it does for ours.
     """
@@ -44,28 +49,28 @@ class Local:
             self.operator = None
         self._makes_way = makes_way
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        if self.operator is not None:
-            return self.operator.operate(q, k, v, causal, scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+        if self.operator is not None and isinstance(seen, bool):
+            return self.operator.operate(q, k, v, seen, scale)
         options = Options(scale, deterministic=False, makes_way=self._makes_way)
-        state = self.kernel.attend(q, k, v, _tiles(q, k, causal), options)
-        out, lse = finished(state, q.dtype)
-        return out.to(q.dtype), lse
+        out, lse = whole.attend_whole(self.kernel, q, k, v, _tiles(q, k, seen), options)
+        return as_dtype(out, q.dtype), as_dtype(lse, accumulation_dtype(q.dtype))
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen, scale: float
     ) -> Gradients:
-        if self.operator is not None:
-            return self.operator.operate_backward(dout, q, k, v, out, lse, causal, scale)
-        into = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+        if self.operator is not None and isinstance(seen, bool):
+            return self.operator.operate_backward(dout, q, k, v, out, lse, seen, scale)
         options = Options(scale, deterministic=False)
-        self.kernel.attend_backward(dout, q, k, v, lse, _tiles(q, k, causal), options, out=out, into=into)
-        return tuple(x.to(q.dtype) for x in into)
+        parts = whole.gradients(self.kernel, dout, q, k, v, out, lse, _tiles(q, k, seen), options)
+        return tuple(as_dtype(x, q.dtype) for x in parts)
 
 
-def _tiles(q: Tensor, k: Tensor, causal: bool) -> Tiles:
+def _tiles(q: Tensor, k: Tensor, seen: Seen) -> Tiles:
+    if not isinstance(seen, bool):
+        return seen
     rows, columns = q.shape[1], k.shape[1]
-    return Tiles([Tile(0, rows, 0, columns, 0 if causal else -columns, rows)])
+    return Tiles([Tile(0, rows, 0, columns, 0 if seen else -columns, rows)])
 
 
 def plain(task: Task) -> Calls:
@@ -77,18 +82,20 @@ def plain(task: Task) -> Calls:
         torch.randn(1, task.length, max(1, heads // ranks), x.shape[3], device=device, generator=generator).to(x.dtype)
         for heads, x in (*sizes, (task.q.shape[2], task.v))
     )
-    problem = KernelProblem(q.dtype, device.type, q.shape[2], k.shape[2], q.shape[3], v.shape[3], deterministic=False)
-    kernel, _ = choose_kernel(for_device(device.type), problem, task.kernel)
-    whole = (Segment(0, task.length),)
-    tiles, options = find_tiles(task.mask, whole, whole), Options(task.scale, deterministic=False)
-    out, lse = finished(kernel.attend(q, k, v, tiles, options), q.dtype)
-    into = tuple(torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (q, k, v))
+    local, tiles = Local(task.kernel, q, k), _whole(task)
+    out, lse = local.forward(q, k, v, tiles, task.scale)
+    return (
+        lambda: local.forward(q, k, v, tiles, task.scale)[0],
+        lambda: local.backward(dout, q, k, v, out, lse, tiles, task.scale),
+    )
 
-    def backward() -> Gradients:
-        kernel.attend_backward(dout, q, k, v, lse, tiles, options, out=out, into=into)
-        return into
 
-    return lambda: kernel.attend(q, k, v, tiles, options)[0], backward
+def _whole(task: Task) -> Seen:
+    """What a call over the whole sequence sees."""
+    if task.mask.name in ("causal", "full"):
+        return task.mask.name == "causal"
+    rows = (Segment(0, task.length),)
+    return find_tiles(task.mask, rows, rows)
 
 
 # ------------------------------------------------------------------------------------------------ others
@@ -98,20 +105,20 @@ class _Ulysses(torch.autograd.Function):
     """DeepSpeed-Ulysses by the book: all-to-all, attention on whole sequences of some heads, all-to-all."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, local: Local, scale: float, causal: bool, group: Any) -> Any:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, local: Local, scale: float, seen: Seen, group: Any) -> Any:
         ranks = dist.get_world_size(group)
         ctx.repeats = max(1, ranks // k.shape[2])
         kv = (x.repeat_interleave(ctx.repeats, 2) if ctx.repeats > 1 else x for x in (k, v))
         qh, kh, vh = (_to_heads(x, group) for x in (q, *kv))
-        out, lse = local.forward(qh, kh, vh, causal, scale)
+        out, lse = local.forward(qh, kh, vh, seen, scale)
         ctx.save_for_backward(qh, kh, vh, out, lse)
-        ctx.local, ctx.scale, ctx.causal, ctx.group = local, scale, causal, group
+        ctx.local, ctx.scale, ctx.seen, ctx.group = local, scale, seen, group
         return _to_rows(out, group)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         qh, kh, vh, out, lse = ctx.saved_tensors
-        parts = ctx.local.backward(_to_heads(dout, ctx.group), qh, kh, vh, out, lse, ctx.causal, ctx.scale)
+        parts = ctx.local.backward(_to_heads(dout, ctx.group), qh, kh, vh, out, lse, ctx.seen, ctx.scale)
         dq, dk, dv = (_to_rows(x, ctx.group) for x in parts)
         if ctx.repeats > 1:
             dk, dv = (x.unflatten(2, (-1, ctx.repeats)).sum(3) for x in (dk, dv))
@@ -137,14 +144,15 @@ def _to_rows(x: Tensor, group: Any) -> Tensor:
 
 
 def plain_ulysses(task: Task) -> Calls:
-    causal = _causal(task)
     ranks, heads, kv_heads = task.links.size, task.q.shape[2], task.k.shape[2]
     if heads % ranks or task.length % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise Absent(f"{heads}/{kv_heads} heads and {task.length} tokens cannot be shared by {ranks}")
     q, k, v = (x.detach().requires_grad_() for x in (task.q, task.k, task.v))
     few = task.k[:, :, : max(1, kv_heads // ranks)]
-    local = Local(task.kernel, task.q[:, :, : heads // ranks], few)
-    call = partial(_Ulysses.apply, q, k, v, local, task.scale, causal, task.links.group)
+    local, seen = Local(task.kernel, task.q[:, :, : heads // ranks], few), _whole(task)
+    if local.operator is not None and not isinstance(seen, bool):
+        raise Absent(f"the operator {task.kernel} knows no mask {task.mask}")
+    call = partial(_Ulysses.apply, q, k, v, local, task.scale, seen, task.links.group)
     return through_autograd(call, (q, k, v), task.dout)
 
 
@@ -152,17 +160,15 @@ def zigzag_ring(task: Task) -> Calls:
     """ring-flash-attn's own code, with our local kernel in place of the flash_attn that it imports."""
     if not _causal(task):
         raise Absent("its zigzag ring is causal")
-    if find_spec("ring_flash_attn") is None:
-        raise Absent("the package ring_flash_attn is not installed")
     local = Local(task.kernel, task.q, task.k, makes_way=task.links.goes_first)
-    module = _with_kernel(local)
+    module = _with_kernel("zigzag_ring_flash_attn", _flash_attn(local))
     q, k, v = (x.detach().requires_grad_() for x in (task.q, task.k, task.v))
     call = partial(module.zigzag_ring_flash_attn_func, q, k, v, causal=True, group=task.links.group)
     return through_autograd(call, (q, k, v), task.dout)
 
 
-def _with_kernel(local: Local) -> Any:
-    """The package's zigzag module. Its `__init__` is passed over: it imports transformers and more of flash_attn."""
+def _flash_attn(local: Local) -> dict[str, Callable[..., Any]]:
+    """The two functions of flash_attn that its zigzag ring calls. They copy: ours take no buffers for gradients."""
 
     def _flash_attn_forward(
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
@@ -178,11 +184,87 @@ def _with_kernel(local: Local) -> Any:
         for buffer, part in zip((dq, dk, dv), parts, strict=True):
             buffer.copy_(part)
 
-    interface = ModuleType("flash_attn.flash_attn_interface")
-    interface._flash_attn_forward, interface._flash_attn_backward = _flash_attn_forward, _flash_attn_backward
-    package = ModuleType("ring_flash_attn")
+    return {"_flash_attn_forward": _flash_attn_forward, "_flash_attn_backward": _flash_attn_backward}
+
+
+def llama3(task: Task) -> Calls:
+    """ring-flash-attn's way for packed documents: all K and V gathered, head by head, as its own tests call it."""
+    if task.length % task.links.size:
+        raise Absent("it wants equally many rows on each rank")
+    group = task.q.shape[2] // task.k.shape[2]
+    local = Local(task.kernel, task.q[:, :, :group], task.k[:, :, :1], makes_way=task.links.goes_first)
+    if local.operator is not None:
+        raise Absent(f"the operator {task.kernel} takes no documents here")
+    module = _with_kernel("llama3_flash_attn_varlen", _flash_attn_varlen(local))
+    causal, left, starts = _as_flash_attn_knows(task)
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32)
+    *told, keys = module.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal, task.links.rank, task.links.size)
+    q, k, v = (x[0].detach().requires_grad_() for x in (task.q, task.k, task.v))
+    call = partial(
+        module.llama3_flash_attn_varlen_func, q, k, v, *told, heads_k_stride=1, local_k_slice=keys, causal=causal,
+        window_size=(left, -1), group=task.links.group,
+    )  # fmt: skip
+    forward, backward = through_autograd(call, (q, k, v), task.dout[0])
+    return lambda: forward().unsqueeze(0), lambda: tuple(x.unsqueeze(0) for x in backward())
+
+
+def _as_flash_attn_knows(task: Task) -> tuple[bool, int, list[int]]:
+    """(causal, keys to the left that are seen or -1, where documents start and the last one ends)."""
+    mask, regions = task.mask, task.mask.regions
+    if mask.name.startswith("documents"):
+        return True, -1, [0, *sorted(region.q_stop for region in regions)]
+    if mask.name.startswith("window"):
+        return True, regions[0].hi, [0, task.length]
+    return _causal(task), -1, [0, task.length]
+
+
+@lru_cache(maxsize=16)
+def varlen_tiles(starts_q: tuple[int, ...], starts_k: tuple[int, ...], causal: bool, left: int) -> Tiles:
+    """Documents as flash_attn's cu_seqlens tell them: the last row of each stands beside its last key."""
+    tiles = []
+    for (q0, q1), (k0, k1) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
+        own = q1 - k1  # row - column of a row and the key at its place
+        tiles.append(Tile(q0, q1, k0, k1, own if causal else q0 - k1, own + left if left >= 0 else q1 - k0))
+    return Tiles(tiles)
+
+
+def _flash_attn_varlen(local: Local) -> dict[str, Callable[..., Any]]:
+    """The two functions of flash_attn that llama3 calls. They copy: ours take no buffers for gradients."""
+
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left, window_size_right, alibi_slopes, return_softmax,
+    ):  # fmt: skip
+        tiles = varlen_tiles(tuple(cu_seqlens_q.tolist()), tuple(cu_seqlens_k.tolist()), causal, window_size_left)
+        out, lse = local.forward(*(x.unsqueeze(0) for x in (q, k, v)), tiles, softmax_scale)
+        return out[0], lse[0], None, None
+
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size_left, window_size_right, alibi_slopes, deterministic,
+    ):  # fmt: skip
+        tiles = varlen_tiles(tuple(cu_seqlens_q.tolist()), tuple(cu_seqlens_k.tolist()), causal, window_size_left)
+        given = (x.unsqueeze(0) for x in (dout, q, k, v, out, softmax_lse))
+        for buffer, part in zip((dq, dk, dv), local.backward(*given, tiles, softmax_scale), strict=True):
+            buffer.copy_(part[0])
+
+    return {
+        "_flash_attn_varlen_forward": _flash_attn_varlen_forward,
+        "_flash_attn_varlen_backward": _flash_attn_varlen_backward,
+    }
+
+
+def _with_kernel(name: str, functions: dict[str, Any]) -> Any:
+    """A module of ring_flash_attn, given functions for those of flash_attn that it imports.
+
+    The package's `__init__` is passed over: it imports transformers and more of flash_attn.
+    """
     spec = find_spec("ring_flash_attn")
-    assert spec is not None, "it is installed: the caller has looked"
+    if spec is None:
+        raise Absent("the package ring_flash_attn is not installed")
+    interface = ModuleType("flash_attn.flash_attn_interface")
+    vars(interface).update(functions)
+    package = ModuleType("ring_flash_attn")
     package.__path__ = list(spec.submodule_search_locations or ())
     known = {"flash_attn.flash_attn_interface": interface, "ring_flash_attn": package}
     if "flash_attn" not in sys.modules:
@@ -190,8 +272,8 @@ def _with_kernel(local: Local) -> Any:
     before = {name: sys.modules.get(name) for name in known}
     sys.modules.update(known)
     try:
-        sys.modules.pop("ring_flash_attn.zigzag_ring_flash_attn", None)
-        return import_module("ring_flash_attn.zigzag_ring_flash_attn")
+        sys.modules.pop(f"ring_flash_attn.{name}", None)
+        return import_module(f"ring_flash_attn.{name}")
     finally:
         for name, module in before.items():
             sys.modules.pop(name) if module is None else sys.modules.update({name: module})
@@ -248,6 +330,7 @@ OTHERS = {
     PLAIN: Contestant(PLAIN, plain),
     "ulysses by the book": Contestant("ulysses by the book", plain_ulysses, "contiguous"),
     "ring-flash-attn zigzag": Contestant("ring-flash-attn zigzag", zigzag_ring, "zigzag"),
+    "ring-flash-attn llama3": Contestant("ring-flash-attn llama3", llama3, "contiguous"),
     "context_parallel": Contestant("context_parallel", context_parallel("allgather"), "zigzag"),
     "context_parallel alltoall": Contestant("context_parallel alltoall", context_parallel("alltoall"), "zigzag"),
 }

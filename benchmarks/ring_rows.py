@@ -37,5 +37,6 @@ ROWS: dict[str, Row] = {
     "32k-full": Row(32768, (32, 8), mask="full", layout="contiguous"),
     "tiny": Row(256, (4, 4), 16),
     "tiny-window": Row(255, (4, 2), 16, mask="window:64", layout="contiguous"),
+    "tiny-documents": Row(256, (4, 2), 16, mask="documents:0,70,75,140,200,256", layout="document_zigzag"),
 }
 QUICK_ROWS = ("32k-gqa", "128k-gqa")

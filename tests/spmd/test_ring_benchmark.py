@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import burst_portable as bp
-from benchmarks.other_rings import OTHERS, Local, plain
+from benchmarks.other_rings import OTHERS, Local, plain, varlen_tiles
 from benchmarks.ranks import Links
 from benchmarks.ring import Entry, _dense
 from benchmarks.ring_report import Measured, compared
@@ -44,7 +44,7 @@ def test_rounds_are_compared_each_with_its_own():
 @pytest.mark.timeout(200)
 def test_on_cpus(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    told = ["--rows", "tiny", "--kernels", "auto", "--transports", "gloo,peer_copy", "--seconds", "0.01"]
+    told = ["--rows", "tiny,tiny-documents", "--kernels", "auto", "--transports", "gloo,peer_copy", "--seconds", "0.01"]
     chosen = "auto,ring+fetch,ulysses by the book,context_parallel"
     told += ["--contestants", chosen, "--out", str(tmp_path), "--label", "test"]
     found = subprocess.run(
@@ -55,7 +55,10 @@ def test_on_cpus(tmp_path):
     assert "no peer_copy: the backend cpu has none of that name" in found.stdout
     assert "links, gloo: 65536 bytes" in found.stdout
     written = json.loads((tmp_path / "ring-test.json").read_text())["results"]
-    by_name = {one["contestant"]: one for one in written}
+    packed = {one["contestant"]: one for one in written if one["row"] == "tiny-documents"}
+    assert max(packed["ulysses by the book"]["errors"].values()) < 1e-2
+    assert packed["ulysses by the book"]["milliseconds"]
+    by_name = {one["contestant"]: one for one in written if one["row"] == "tiny"}
     for name in ("auto gloo", "ring+fetch gloo", "ulysses by the book"):
         assert by_name[name]["reason"] == ""
         assert max(by_name[name]["errors"].values()) < 1e-2
@@ -104,6 +107,24 @@ def test_with_nothing_sent_the_blocks_are_those_that_came(strategy):
         assert posted == []
         for one, other in zip((sent[0], *sent[1]), (still[0], *still[1]), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("left", [-1, 0, 3, 100])
+def test_sequences_of_several_lengths_as_flash_attn_tells_them(causal, left):
+    """By its documentation: row i of a sequence stands at key i + keys - rows, and sees `left` keys before that."""
+    cu_q, cu_k, seen = (0, 4, 5, 12), (0, 9, 10, 17), torch.zeros(12, 17, dtype=torch.bool)
+    for tile in varlen_tiles(cu_q, cu_k, causal, left):
+        for row in range(tile.q_start, tile.q_stop):
+            for column in range(tile.k_start, tile.k_stop):
+                seen[row, column] |= tile.lo <= row - column <= tile.hi
+    for row in range(12):
+        which = sum(row >= stop for stop in cu_q[1:])
+        rows, keys = cu_q[which + 1] - cu_q[which], cu_k[which + 1] - cu_k[which]
+        at = row - cu_q[which] + keys - rows
+        for column in range(17):
+            key, right = column - cu_k[which], at if causal else keys
+            assert seen[row, column] == (0 <= key < keys and key <= right and (left < 0 or key >= at - left))
 
 
 @pytest.mark.parametrize("kernel", ["reference", "cpu_flash"])
