@@ -192,6 +192,7 @@ _CHECKS: dict[str, _Check] = {
     "holds_up_first": _or_none(_pair(_SHARE, _SHARE)),
     "in_pieces": _flag,
     "merged_once": _flag,
+    "writes_gradients": _flag,
     "backward_together": _KEPT,
     "backward_in_turn": _KEPT,
     "far": _pair(_whole(0), _KEPT),

@@ -26,13 +26,11 @@ _ADDED, _NARROW_ADDED = 3, 5  # it is read and added to sums, twice as wide if i
 # Sums are zeroed, then read and written by the kernel (`executor._Results.accumulators`); narrow ones are read again
 # and rounded into their message (`_outgoing` there).
 _MADE, _NARROW_MADE = 3, 9
-# In bytes of a 16-bit gradient: sums in float32 are zeroed, added to and rounded: `kernels.whole.added_up`.
-_GRADIENT = 5
-
 # Bytes for each number of a 16-bit tensor:
 _RUNNING = 8  # a kernel that merges in its epilogue reads and writes its running out
 _PIECE_MERGED, _PIECE_MERGED_ONCE = 26, 10  # merging a piece by `numerics.merge_into`; in one pass that does the same
 _PIECE_ADDED = 10  # a gradient of a piece, added to its sum
+_SUMMED = 10  # a gradient that is added up in float32: zeros before, rounding afterwards
 _PIECE_STARTED = 52  # an out made by `numerics.surrogate_out`, where queries travel
 
 PICKED_BATCHES = 4
@@ -57,8 +55,8 @@ def made(result_sends: Iterable[Move], size: Size, *, narrow: bool) -> int:
     return (_NARROW_MADE if narrow else _MADE) * sum([size(m) for m in result_sends])
 
 
-class Merging(Protocol):
-    """The fields of `rates.Rates` that say how results of launches are merged."""
+class Summing(Protocol):
+    """The fields of `rates.Rates` that say how results of launches are merged, and gradients added up."""
 
     @property
     def in_pieces(self) -> bool: ...
@@ -66,8 +64,11 @@ class Merging(Protocol):
     @property
     def merged_once(self) -> bool: ...
 
+    @property
+    def writes_gradients(self) -> bool: ...
 
-def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Merging, *, first: bool) -> int:
+
+def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Summing, *, first: bool) -> int:
     """For merging the results of a launch into those of earlier launches; `first`: there were none."""
     problem = pass_plan.problem
     rows, tallest = compute.heights
@@ -82,6 +83,18 @@ def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Merg
     started = _PIECE_STARTED * tallest if pass_plan.side == "q" else 0  # else out is at hand
     queries = started * dv + _PIECE_ADDED * rows * d
     return batch * (queries * problem.heads + _PIECE_ADDED * compute.columns * problem.kv_heads * (d + dv))
+
+
+def summed(pass_plan: PassPlan, rank: int, how: Summing) -> int:
+    """For the gradients of a rank's own rows, of one group of heads."""
+    p, member = pass_plan.problem, rank // pass_plan.stride
+    queries = p.q_layout.count(member) * p.heads * p.head_dim
+    keys = p.k_layout.count(member) * p.kv_heads * (p.head_dim + p.value_dim)
+    if pass_plan.alone(rank):  # see `kernels.whole`
+        if how.in_pieces:
+            return 0
+        keys = 0 if how.writes_gradients else keys
+    return _SUMMED * p.batch * (queries + keys)
 
 
 def comes_in_order(plan: Plan, *, in_pieces: bool) -> bool:
@@ -136,8 +149,6 @@ def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, pi
         coming, leaving = (sum(field.bytes(p.batch) for field in fields) for fields in (there, back))
         # Tensors are put in natural order, in memory of their own, and results back in the order of ranks.
         computed = 0 if as_it_comes else _COPIED * everyone * (coming + leaving)
-        if pass_name == "backward" and not in_pieces:
-            computed += _GRADIENT * everyone * leaving
         packed = _COPIED * mine * coming if packs else 0
         stays = pass_name == "backward" or not picks or not as_it_comes
         kept = 0 if stays else _COPIED * everyone * coming

@@ -218,9 +218,9 @@ def rates_of(
 
     Raises `InputError` for a file that cannot be used.
     """
-    from burst_portable.kernels.contract import how_it_merges
+    from burst_portable.kernels.contract import how_it_sums
 
-    name, how = kernel.name if kernel else "", how_it_merges(kernel)
+    name, how = kernel.name if kernel else "", how_it_sums(kernel)
     if file:
         found = read_rates(file).rates_for(ranks, name, dtype, head_dim)
         found = replace(found, **how) if kernel else found

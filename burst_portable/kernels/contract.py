@@ -104,6 +104,8 @@ class Kernel(Protocol):
     - `in_pieces`: true if it cuts tiles into pieces, calls an operator on each and merges their results. `auto`
       prices that, and rows of several ranks are put in order first, so that there are few pieces (`takes_pieces`);
     - `merged_once`: true if each of these merges is one pass over memory (`merges_once`);
+    - `writes_gradients`: true if its `gradients` writes dK and dV of large problems in 16 bits; others add them up in
+      float32 and round them, which `auto` prices (`writes_gradients`);
     - `obeys_windows`: true if its operator computes a causal window over a whole square in one call, and is known to
       do so correctly (`takes_windows`);
     - `rounding`: the relative error to which it rounds factors that have a wider dtype: 2**-10 with TF32. The
@@ -164,9 +166,18 @@ def merges_once(kernel: Kernel | None) -> bool:
     return bool(getattr(kernel, "merged_once", False))
 
 
-def how_it_merges(kernel: Kernel | None) -> dict[str, Any]:
-    """`takes_pieces` and `merges_once`, under their names in `rates.Rates`."""
-    return {"in_pieces": takes_pieces(kernel), "merged_once": merges_once(kernel)}
+def writes_gradients(kernel: Kernel | None) -> bool:
+    """Whether it adds up no dK and dV where one call makes them: its `writes_gradients`, or False."""
+    return bool(getattr(kernel, "writes_gradients", False))
+
+
+def how_it_sums(kernel: Kernel | None) -> dict[str, Any]:
+    """What a kernel says of how its results are merged and its gradients added up, under the names in `rates.Rates`."""
+    return {
+        "in_pieces": takes_pieces(kernel),
+        "merged_once": merges_once(kernel),
+        "writes_gradients": writes_gradients(kernel),
+    }
 
 
 def takes_windows(kernel: Kernel) -> bool:

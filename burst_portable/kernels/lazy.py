@@ -24,6 +24,7 @@ from burst_portable.kernels.contract import (
     row_delta_of,
     takes_pieces,
     takes_windows,
+    writes_gradients,
 )
 from burst_portable.numerics import State
 from burst_portable.tiles import Tiles
@@ -69,6 +70,11 @@ class LazyKernel:
     def merged_once(self) -> bool:
         """See `kernels.contract.Kernel`; asked of a kernel that serves."""
         return merges_once(self._real())
+
+    @property
+    def writes_gradients(self) -> bool:
+        """See `kernels.contract.Kernel`; asked of a kernel that serves."""
+        return writes_gradients(self._real())
 
     @property
     def obeys_windows(self) -> bool:

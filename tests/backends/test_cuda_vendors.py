@@ -15,7 +15,7 @@ import torch
 from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.cuda import vendors
 from burst_portable.conformance import check_backend
-from burst_portable.kernels.contract import KernelProblem, Options, takes_windows
+from burst_portable.kernels.contract import KernelProblem, Options, takes_windows, writes_gradients
 from burst_portable.kernels.lazy import LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.tiles import Tile, Tiles
@@ -198,7 +198,11 @@ def test_what_stands_for_flash_attn_4_says_what_it_says(monkeypatch):
         emulated.flash_4_package(monkeypatch, installed)
         lazy = LazyKernel("flash-attn-4", vendors.__name__, "Flash4Kernel", needs="flash_attn")
         assert takes_windows(lazy) == known
-    assert not takes_windows(LazyKernel("reference", "burst_portable.kernels.reference", "ReferenceKernel", needs=""))
+    reference = LazyKernel("reference", "burst_portable.kernels.reference", "ReferenceKernel", needs="")
+    assert not takes_windows(reference)
+    hopper = LazyKernel("hopper", "burst_portable.backends.cuda.hopper.kernel", "HopperKernel", needs="triton")
+    assert writes_gradients(hopper)
+    assert not writes_gradients(reference)
 
 
 REASONS = [

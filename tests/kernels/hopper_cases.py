@@ -10,7 +10,7 @@ import torch
 from burst_portable.backends.cuda.hopper import configs, tables
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.hopper.launch_tables import LaunchTables
-from burst_portable.kernels.contract import Options
+from burst_portable.kernels.contract import Options, writes_gradients
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.kernels.whole import attend_first
 from burst_portable.layout import Segment
@@ -194,8 +194,8 @@ def compare_backward(q, k, v, tiles, *, seed=0, dout=None):
 
 
 def compare_whole(q, k, v, tiles, *, seed=0):
-    """Of the whole alone: what `gradients` cuts in another way than `attend_backward`."""
-    _compare_whole(q, k, v, tiles, _given_to_backward(q, k, v, tiles, seed, None))
+    """Of the whole alone: what `gradients` cuts in another way than `attend_backward`, and writes in 16 bits."""
+    _compare_whole(q, k, v, tiles, _given_to_backward(q, k, v, tiles, seed, None), written=True)
 
 
 def _given_to_backward(q, k, v, tiles, seed, dout):
@@ -210,9 +210,12 @@ def _given_to_backward(q, k, v, tiles, seed, dout):
     return dout, exact_out, exact_lse, exact
 
 
-def _compare_whole(q, k, v, tiles, given):
+def _compare_whole(q, k, v, tiles, given, *, written=False):
     dout, exact_out, exact_lse, exact = given
     options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
     made = KERNEL.gradients(dout, q, k, v, exact_out.to(q.dtype), exact_lse.float(), tiles, options)
+    if written:
+        assert writes_gradients(KERNEL)
+        assert made[1].dtype is made[2].dtype is q.dtype
     for name, mine, good in zip("qkv", made, exact, strict=True):
         assert gap(mine, good) < 1.5 * TOLERANCE[q.dtype][2], f"d{name} of the whole"

@@ -48,6 +48,7 @@ class HopperKernel:
     """
 
     name = "hopper"
+    writes_gradients = True
 
     def __init__(self) -> None:
         self._tables = LaunchTables()
