@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton")
 from burst_portable.backends.cuda import vendors
 from burst_portable.backends.cuda.backend import CudaBackend
+from burst_portable.backends.cuda.hopper import flash4
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.machines import rates_of_machine
@@ -68,6 +69,25 @@ def test_boxes_and_causal_squares(called, dim, asked, case):
     rows, columns, heads, tiles = WHOLE[case]
     compare_whole(kernel_of()[0], *inputs(rows, columns, heads, dim, "cpu"), tiles)
     assert called == asked
+
+
+@pytest.mark.parametrize(
+    ("case", "long", "faster"),
+    [
+        ("box", 70, True),
+        ("box", 71, False),
+        ("box, fewer K/V heads", 70, True),
+        ("causal, fewer K/V heads", 65, True),
+        ("causal, fewer K/V heads", 66, False),
+        ("causal", 131, False),
+    ],
+)
+def test_long_forwards_with_heads_of_128(called, monkeypatch, case, long, faster):
+    """From so many rows and keys on: without a mask, and causal where K/V heads are shared."""
+    monkeypatch.setattr(flash4, "LONG", long)
+    rows, columns, heads, tiles = WHOLE[case]
+    compare_whole(kernel_of()[0], *inputs(rows, columns, heads, 128, "cpu"), tiles)
+    assert called == (["forward", "backward"] if faster else ["backward"])
 
 
 @pytest.mark.parametrize("left", [0, 1, 30, 88])

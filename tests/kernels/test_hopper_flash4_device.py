@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from burst_portable.backends.cuda.backend import CudaBackend
+from burst_portable.backends.cuda.hopper import flash4
 from burst_portable.backends.registry import choose_kernel
 from burst_portable.kernels.contract import KernelProblem, takes_windows
 from burst_portable.kernels.whole import attend_whole, gradients
@@ -107,3 +108,15 @@ def test_in_a_graph(kernel, dim):
         graph.replay()
         for mine, good in zip(captured, step(), strict=True):
             assert gap(mine, good.double()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "heads", "mask"),
+    [(333, 1111, (4, 2), box), (1111, 333, (4, 4), box), (1000, 1000, (6, 2), causal)],
+    ids=["box", "box, own K/V heads", "causal, shared K/V heads"],
+)
+def test_long_forwards_with_heads_of_128(kernel, monkeypatch, rows, columns, heads, mask):
+    """That package's forward, as from `flash4.LONG` rows on; here from 300."""
+    monkeypatch.setattr(flash4, "LONG", 300)
+    tiles = causal(rows) if mask is causal else box(rows, columns)
+    compare_whole(kernel, *inputs(rows, columns, heads, 128, "cuda"), tiles)

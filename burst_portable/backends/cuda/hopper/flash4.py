@@ -8,12 +8,18 @@ from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.errors import BackendUnavailableError
 from burst_portable.kernels import whole
 from burst_portable.kernels.contract import Gradients, Kernel, KernelProblem, Options, Support, takes_windows
-from burst_portable.kernels.pieces import causal_window, only_piece, triangles
+from burst_portable.kernels.pieces import Triangle, causal_window, only_piece, triangles
 from burst_portable.numerics import State
 from burst_portable.tiles import Tiles
 
 FORWARD, BACKWARD = (64,), (64, 128)
 """Head sizes at which flash-attn-4 was faster on one H100: benchmarks/results/history-kernels.md."""
+LONG = 16384
+"""Rows and keys from which its forward was faster with heads of 128 too, except where each query head has its own keys.
+
+In 109 to 221 rounds, times its speed (attention-h100-pairs-2026-11-23.json), ours reached 0.985 and 0.979 in squares of
+16,384 and 32,768 without a mask and 0.980 in a causal one of 32,768 with 8 K/V heads for 32, but 1.012 with 16 for 16.
+"""
 WINDOW_BACKWARD = (128,)
 """Head sizes at which it was faster on one H100 backward with a causal window, if K and V have as many heads as Q.
 
@@ -48,7 +54,7 @@ class HopperFlash4Kernel(HopperKernel):
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
         """See `kernels.whole`: out in the dtype of q."""
-        if q.shape[3] in FORWARD and _allowed(q, options) and _one_piece(q, k, tiles):
+        if _allowed(q, options) and _faster_forward(q, k, tiles):
             return whole.attend_whole(self._flash, q, k, v, tiles, options)
         return super().attend_whole(q, k, v, tiles, options)
 
@@ -70,7 +76,7 @@ class HopperFlash4Kernel(HopperKernel):
 
     def _faster_backward(self, q: Tensor, k: Tensor, tiles: Tiles) -> bool:
         if causal_window(tiles, q.shape[1], k.shape[1]) is None:
-            return q.shape[3] in BACKWARD and _one_piece(q, k, tiles)
+            return q.shape[3] in BACKWARD and _one_piece(q, k, tiles) is not None
         return q.shape[3] in WINDOW_BACKWARD and q.shape[2] == k.shape[2] and takes_windows(self._flash)
 
 
@@ -79,7 +85,17 @@ def _allowed(q: Tensor, options: Options) -> bool:
     return not options.deterministic and options.softcap is None and options.positive_scale and q.numel() > 0
 
 
-def _one_piece(q: Tensor, k: Tensor, tiles: Tiles) -> bool:
-    """Whether a box or a causal square is all."""
+def _faster_forward(q: Tensor, k: Tensor, tiles: Tiles) -> bool:
+    long = min(q.shape[1], k.shape[1]) >= LONG
+    if q.shape[3] not in FORWARD and not long:
+        return False
+    piece = _one_piece(q, k, tiles)
+    if piece is None:
+        return False
+    return q.shape[3] in FORWARD or not piece.causal or q.shape[2] != k.shape[2]
+
+
+def _one_piece(q: Tensor, k: Tensor, tiles: Tiles) -> Triangle | None:
+    """The box or the causal square that is all, or None."""
     piece = only_piece((piece for tile in tiles for piece in triangles(tile)), q.shape[1], k.shape[1])
-    return piece is not None and not piece.reversed
+    return None if piece is None or piece.reversed else piece
