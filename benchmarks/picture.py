@@ -24,31 +24,36 @@ Chosen = tuple[tuple[str, dict[str, str], dict[str, str]], ...]
 
 SPEED_ROWS: Chosen = (
     (
-        "attention-h100-auto-2026-11-21",
+        "attention-h100-all-2026-11-23",
         {"causal-16k": "causal", "causal-16k-gqa": "causal, 32 query and 8 K/V heads"},
         {"hopper-whole": "Hopper kernels (ours)", "flash-attn-4": "flash-attn-4", "cudnn": "cuDNN"},
     ),
     (
-        "attention-h100-all-2026-11-21",
+        "attention-h100-all-2026-11-23",
         {"documents": "16 documents", "window": "a window of 1,024", "prefix": "prefix-LM, half of it the prefix"},
-        {"hopper": "Hopper kernels (ours)", "triton": "portable Triton (ours)", "flex": "FlexAttention"},
+        {
+            "hopper-whole": "Hopper kernels (ours)",
+            "triton": "portable Triton (ours)",
+            "flash-attn-4": "flash-attn-4",
+            "flex": "FlexAttention",
+        },
     ),
 )
 
+_BESIDE = {"auto peer_copy": "auto", "ulysses by the book": "Ulysses over NCCL"}
+_ZIGZAG = {"ring-flash-attn zigzag": "ring-flash-attn, zigzag"}
+_LLAMA3 = {"ring-flash-attn llama3": "ring-flash-attn, llama3"}
+_ALONE = {"plain call": "one call, nothing sent"}
 RING_ROWS: Chosen = (
+    ("ring-h200x2-fair-2026-11-23", {"32k": "32,768 tokens, 32 heads"}, {**_BESIDE, **_ZIGZAG, **_ALONE}),
+    ("ring-h200x2-fair-long-2026-11-23", {"128k": "131,072 tokens, 32 heads"}, {**_BESIDE, **_ZIGZAG, **_ALONE}),
     (
-        "ring-h200x4-lines-again-2026-11-22",
+        "ring-h200x2-mask-peers-2026-11-23",
         {
-            "32k": "32,768 tokens, 32 heads",
-            "128k-gqa": "131,072 tokens, 32 query and 8 K/V heads",
-            "128k-few": "131,072 tokens, 32 query and 4 K/V heads",
+            "128k-documents": "131,072 tokens, 112 documents",
+            "128k-window": "131,072 tokens, a window of 4,096",
         },
-        {
-            "auto peer_copy": "auto",
-            "ulysses by the book": "Ulysses over NCCL",
-            "ring-flash-attn zigzag": "ring-flash-attn, zigzag",
-            "plain call": "one call, nothing sent",
-        },
+        {**_BESIDE, **_LLAMA3, **_ALONE},
     ),
 )
 
@@ -100,13 +105,14 @@ def of(data: dict[str, Any]) -> str:
 
 
 def chosen(rows_of: Chosen, title: str, unit: str) -> str:
-    """A picture of the README's."""
+    """A picture of the README's; who was not there, or knows no such mask, has no bar."""
     bars = []
     for file, rows, names in rows_of:
         results = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["results"]
         tflops = {(one["row"], one.get("provider") or one["contestant"]): one["tflops"] for one in results}
         for row, called in rows.items():
-            bars += [Bar(called, name, whose(key), tflops[row, key]) for key, name in names.items()]
+            there = {key: name for key, name in names.items() if tflops[row, key]}
+            bars += [Bar(called, name, whose(key), tflops[row, key]) for key, name in there.items()]
     return draw(title, unit, bars)
 
 
@@ -126,7 +132,7 @@ def draw(title: str, unit: str, bars: list[Bar]) -> str:
                 length = LONGEST * bar.tflops[which] / most
                 shape = f'x="{left}" y="{y}" width="{length:.1f}" height="{LINE - 4}" rx="2"'
                 parts.append(f'<rect class="{bar.whose}" {shape}/>')
-                parts.append(f'<text x="{left + length + 6:.1f}" y="{y + 11}">{bar.tflops[which]:.0f}</text>')
+                parts.append(f'<text x="{left + length + 6:.1f}" y="{y + 11}">{int(bar.tflops[which])}</text>')
             y += LINE
     size = f'width="{WIDTH}" height="{y + 14}" viewBox="0 0 {WIDTH} {y + 14}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{escape(title)}</title>'
@@ -150,7 +156,7 @@ def pictures() -> dict[Path, str]:
     files = sorted(RESULTS.glob("*.svg"))
     drawn = {file: of(json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))) for file in files}
     one = chosen(SPEED_ROWS, "One H100, bf16, 16,384 tokens, heads of 128", "TFLOP/s by exact mask area")
-    several = chosen(RING_ROWS, "Four H200, bf16, causal, one local kernel for all", "TFLOP/s a GPU")
+    several = chosen(RING_ROWS, "Two H200, bf16, causal, one local kernel for all", "TFLOP/s a GPU")
     return {**drawn, IMAGES / "speed.svg": one, IMAGES / "ranks.svg": several}
 
 
