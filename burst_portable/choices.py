@@ -27,7 +27,7 @@ from burst_portable.checks import (
     whole_length,
 )
 from burst_portable.errors import InputError, explain, shown
-from burst_portable.kernels.contract import Kernel, KernelProblem, Options, takes_pieces
+from burst_portable.kernels.contract import Kernel, KernelProblem, Options, faster_on_squares, takes_pieces
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
@@ -142,7 +142,9 @@ def choose(
 
 def plan_for_kernel(plan: Plan, kernel: Kernel) -> Plan:
     """The plan as it suits this kernel: rows of head shards stay as they arrive if it takes any tiles in one launch."""
-    return in_rank_order(plan) if plan.reshard and not takes_pieces(kernel) else plan
+    if not plan.reshard or takes_pieces(kernel):
+        return plan
+    return in_rank_order(plan, faster_squares=faster_on_squares(kernel))
 
 
 def _plan(

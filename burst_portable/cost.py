@@ -262,7 +262,7 @@ def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, 
     moving = _exchanges(reshard_bytes(plan, pass_name, rank), plan, rank, rates)
     line = _Timeline(plan.direct, pass_name, rates)
     picks = plan.direct and bool(rates.direct)
-    passes = memory_traffic.resharded(plan, pass_name, rank, in_pieces=rates.in_pieces, picks=picks)
+    passes = memory_traffic.resharded(plan, pass_name, rank, rates, picks=picks)
     arrivals, homes = [], []
     for (there, _), traffic in zip(moving, passes, strict=True):
         line.read_and_write(traffic.packed)

@@ -193,6 +193,7 @@ _CHECKS: dict[str, _Check] = {
     "in_pieces": _flag,
     "merged_once": _flag,
     "writes_gradients": _flag,
+    "faster_squares": _flag,
     "backward_together": _KEPT,
     "backward_in_turn": _KEPT,
     "far": _pair(_whole(0), _KEPT),

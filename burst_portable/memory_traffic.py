@@ -55,8 +55,8 @@ def made(result_sends: Iterable[Move], size: Size, *, narrow: bool) -> int:
     return (_NARROW_MADE if narrow else _MADE) * sum([size(m) for m in result_sends])
 
 
-class Summing(Protocol):
-    """The fields of `rates.Rates` that say how results of launches are merged, and gradients added up."""
+class Traits(Protocol):
+    """The fields of `rates.Rates` that a kernel says of itself: how its results are merged and gradients added up."""
 
     @property
     def in_pieces(self) -> bool: ...
@@ -67,8 +67,11 @@ class Summing(Protocol):
     @property
     def writes_gradients(self) -> bool: ...
 
+    @property
+    def faster_squares(self) -> bool: ...
 
-def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Summing, *, first: bool) -> int:
+
+def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Traits, *, first: bool) -> int:
     """For merging the results of a launch into those of earlier launches; `first`: there were none."""
     problem = pass_plan.problem
     rows, tallest = compute.heights
@@ -85,7 +88,7 @@ def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Summ
     return batch * (queries * problem.heads + _PIECE_ADDED * compute.columns * problem.kv_heads * (d + dv))
 
 
-def summed(pass_plan: PassPlan, rank: int, how: Summing) -> int:
+def summed(pass_plan: PassPlan, rank: int, how: Traits) -> int:
     """For the gradients of a rank's own rows, of one group of heads."""
     p, member = pass_plan.problem, rank // pass_plan.stride
     queries = p.q_layout.count(member) * p.heads * p.head_dim
@@ -97,15 +100,28 @@ def summed(pass_plan: PassPlan, rank: int, how: Summing) -> int:
     return _SUMMED * p.batch * (queries + keys)
 
 
-def comes_in_order(plan: Plan, *, in_pieces: bool) -> bool:
+def comes_in_order(plan: Plan, *, in_pieces: bool = False, faster_squares: bool = False) -> bool:
     """Whether a head shard is computed as it arrives, rank after rank; else its rows are put in natural order first.
 
     It is if that order is the natural one. It also is if ranks hold few segments and the kernel takes any tiles in one
     launch: many segments would make too many tiles. But not if rows that nobody needs are left out between nodes: more
-    rows can be left out in natural order.
+    rows can be left out in natural order. Nor if that order makes a box or a causal square, on which the kernel is
+    faster.
+
+    plan: one whose head shards are in natural order.
     """
     trims = plan.nodes > 1 and any(part.trims for _, part in plan.passes())
-    return _in_order(plan.problem.q_layout, plan.inner, in_pieces or trims)
+    square = faster_squares and _is_square(plan)
+    return _in_order(plan.problem.q_layout, plan.inner, in_pieces or trims or square)
+
+
+def _is_square(plan: Plan) -> bool:
+    """Whether a rank computes a box or a causal square and no more, in natural order."""
+    compute = plan.forward.alone(0)
+    if compute is None or compute.count != 1:
+        return False
+    (tile,) = compute.tiles
+    return tile.hi >= tile.q_stop - 1 - tile.k_start  # no window
 
 
 @lru_cache(maxsize=64)
@@ -134,7 +150,7 @@ class Resharded(NamedTuple):
     home: int
 
 
-def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, picks: bool) -> list[Resharded]:
+def resharded(plan: Plan, pass_name: PassName, rank: int, how: Traits, *, picks: bool) -> list[Resharded]:
     """For taking a rank's tensors to head shards and back, for each group of heads.
 
     `picks`: the transport sends rows from where they lie, unless the batch is large, into inboxes that the next
@@ -143,7 +159,7 @@ def resharded(plan: Plan, pass_name: PassName, rank: int, *, in_pieces: bool, pi
     p = plan.problem
     packs = not picks or p.batch > PICKED_BATCHES
     mine, everyone = p.q_layout.count(rank) * plan.inner, plan.forward.problem.q_layout.count(rank // plan.inner)
-    as_it_comes = comes_in_order(plan, in_pieces=in_pieces)
+    as_it_comes = comes_in_order(plan, in_pieces=how.in_pieces, faster_squares=how.faster_squares)
     groups = []
     for there, back in head_fields(plan, pass_name):
         coming, leaving = (sum(field.bytes(p.batch) for field in fields) for fields in (there, back))

@@ -41,6 +41,7 @@ class Rates:
         in_pieces: whether the kernel calls an operator on pieces and merges their results.
         merged_once: whether it merges each of them in one pass over memory.
         writes_gradients: whether it writes dK and dV in 16 bits, not added up in float32, where one launch makes them.
+        faster_squares: whether rows of head shards are put in natural order where that makes one box or causal square.
         block: rows and columns that a kernel computes at once, including what a mask hides; 1: exact pairs count.
         source: where the numbers come from, in words after "rates": "of an H100", "measured on ...".
         node: ranks per node, where there are several nodes; 0: one node.
@@ -62,6 +63,7 @@ class Rates:
     in_pieces: bool = False
     merged_once: bool = False
     writes_gradients: bool = False
+    faster_squares: bool = False
     backward_together: float = 1.0
     backward_in_turn: float = 1.0
     far: tuple[int, float] = (0, 1.0)

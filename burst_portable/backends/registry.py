@@ -218,9 +218,9 @@ def rates_of(
 
     Raises `InputError` for a file that cannot be used.
     """
-    from burst_portable.kernels.contract import how_it_sums
+    from burst_portable.kernels.contract import traits
 
-    name, how = kernel.name if kernel else "", how_it_sums(kernel)
+    name, how = kernel.name if kernel else "", traits(kernel)
     if file:
         found = read_rates(file).rates_for(ranks, name, dtype, head_dim)
         found = replace(found, **how) if kernel else found

@@ -106,6 +106,8 @@ class Kernel(Protocol):
     - `merged_once`: true if each of these merges is one pass over memory (`merges_once`);
     - `writes_gradients`: true if its `gradients` writes dK and dV of large problems in 16 bits; others add them up in
       float32 and round them, which `auto` prices (`writes_gradients`);
+    - `faster_squares`: true if it is faster where all of a call is a box or a causal square; rows of several ranks are
+      put in order first where that makes one (`faster_on_squares`);
     - `obeys_windows`: true if its operator computes a causal window over a whole square in one call, and is known to
       do so correctly (`takes_windows`);
     - `rounding`: the relative error to which it rounds factors that have a wider dtype: 2**-10 with TF32. The
@@ -171,12 +173,18 @@ def writes_gradients(kernel: Kernel | None) -> bool:
     return bool(getattr(kernel, "writes_gradients", False))
 
 
-def how_it_sums(kernel: Kernel | None) -> dict[str, Any]:
-    """What a kernel says of how its results are merged and its gradients added up, under the names in `rates.Rates`."""
+def faster_on_squares(kernel: Kernel | None) -> bool:
+    """Whether it is faster where a box or a causal square is all: its `faster_squares`, or False."""
+    return bool(getattr(kernel, "faster_squares", False))
+
+
+def traits(kernel: Kernel | None) -> dict[str, Any]:
+    """What a kernel says of itself and plans are priced by, under the names in `rates.Rates`."""
     return {
         "in_pieces": takes_pieces(kernel),
         "merged_once": merges_once(kernel),
         "writes_gradients": writes_gradients(kernel),
+        "faster_squares": faster_on_squares(kernel),
     }
 
 

@@ -19,6 +19,7 @@ from burst_portable.kernels.contract import (
     KernelProblem,
     Options,
     Support,
+    faster_on_squares,
     merges_once,
     rounding_of,
     row_delta_of,
@@ -75,6 +76,11 @@ class LazyKernel:
     def writes_gradients(self) -> bool:
         """See `kernels.contract.Kernel`; asked of a kernel that serves."""
         return writes_gradients(self._real())
+
+    @property
+    def faster_squares(self) -> bool:
+        """See `kernels.contract.Kernel`; asked of a kernel that serves."""
+        return faster_on_squares(self._real())
 
     @property
     def obeys_windows(self) -> bool:

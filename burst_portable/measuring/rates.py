@@ -17,7 +17,7 @@ from burst_portable.backends.base import Backend, Rates
 from burst_portable.backends.registry import choose_kernel, rates_of
 from burst_portable.comm.base import Transport
 from burst_portable.errors import DeviceError, explain
-from burst_portable.kernels.contract import Kernel, KernelProblem, how_it_sums
+from burst_portable.kernels.contract import Kernel, KernelProblem, traits
 from burst_portable.measured_rates import SCHEMA, as_json
 from burst_portable.measuring.arithmetic import Speed, share_held_up, speed
 from burst_portable.measuring.clock import Clock, TransportClock
@@ -145,7 +145,7 @@ class _Measurement:
             "dtype": str(p.dtype).removeprefix("torch."),
             "lengths": list(self._lengths()),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "rates": as_json(replace(before, **how_it_sums(self.kernel), **self.found)),
+            "rates": as_json(replace(before, **traits(self.kernel), **self.found)),
             "how": {name: self._told_how(name, before) for name in as_json(before)},
             "varied": {name: round(most, 3) for name, most in self.varied.items()},
         }
@@ -154,7 +154,7 @@ class _Measurement:
         if name in self.how:
             rounds = f"; rounds within {self.varied[name]:.2f} times the shortest" if name in self.varied else ""
             return {"measured": True, "how": self.how[name] + rounds}
-        if name in how_it_sums(None):
+        if name in traits(None):
             return {"measured": False, "how": f"what the kernel {self.kernel.name} says of itself"}
         if name == "holds_up" and name in self.found and self.transport.goes_first:
             return {"measured": False, "how": "not measured, messages went first; taken from holds_up_first"}

@@ -29,7 +29,7 @@ DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
 """A present-day accelerator, used where no backend knows better."""
 
 _AT_ONCE = 16  # ranks, at most, whose blocks may all be held at once
-_NO_FASTER = 1.0025  # of the predicted time: smaller gains from more groups of heads were not seen when measured
+_NO_FASTER = 1.005  # of the predicted time: smaller gains from more groups of heads were not seen when measured
 _LITTLE = 0.5  # of a message's time: if messages delay a forward kernel by less, sending them in parts pays
 _SAMPLED_RANKS = 4  # with more ranks, only this many and the busiest are priced: all would take ranks² tiles
 _LOOKED_AT = 1 << 13  # segments, and ranks times regions: beyond this, the busiest rank is not searched for
@@ -142,7 +142,8 @@ def _fewest_groups(best: str, plans: dict[str, Plan], seconds: dict[str, float])
     """The same strategy in fewer groups of heads, where that is predicted to take no longer, or hardly.
 
     A message beside a kernel takes memory and power from it, which is not priced: over 131,072 tokens on two H200 four
-    groups took 0.7 % longer than one, and were predicted to take 0.9 % less (ring-h200x2-groups-128k-2026-11-23.json).
+    groups took 0.7 % longer than one, and were predicted to take 0.9 % less (ring-h200x2-groups-128k-2026-11-23.json);
+    with 8 K/V heads two took 0.8 % longer, predicted to take 0.4 % less (ring-h200x2-priced-2026-11-23.json).
     """
     alike = [n for n, p in plans.items() if p.strategy == plans[best].strategy and p.groups < plans[best].groups]
     near = [name for name in alike if seconds[name] <= _NO_FASTER * seconds[best]]

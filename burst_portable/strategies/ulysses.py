@@ -89,9 +89,12 @@ def shares_out(problem: Problem, ranks: int) -> bool:
     return can_share(problem.heads, problem.kv_heads, ranks)
 
 
-def in_rank_order(plan: Plan) -> Plan:
-    """The plan with rows of head shards left as they arrive, rank after rank, unless that makes too many tiles."""
-    if not comes_in_order(plan, in_pieces=False):
+def in_rank_order(plan: Plan, *, faster_squares: bool = False) -> Plan:
+    """The plan with rows of head shards left as they arrive, rank after rank, unless that makes too many tiles.
+
+    faster_squares: nor where the natural order makes one: see `kernels.contract.Kernel`.
+    """
+    if not comes_in_order(plan, faster_squares=faster_squares):
         return plan
     queries, keys = (layout.joined(plan.inner) for layout in (plan.problem.q_layout, plan.problem.k_layout))
     joined = replace(plan.forward.problem, q_layout=queries, k_layout=keys)

@@ -15,7 +15,7 @@ import torch
 from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.cuda import vendors
 from burst_portable.conformance import check_backend
-from burst_portable.kernels.contract import KernelProblem, Options, takes_windows, writes_gradients
+from burst_portable.kernels.contract import KernelProblem, Options, faster_on_squares, takes_windows, writes_gradients
 from burst_portable.kernels.lazy import LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.tiles import Tile, Tiles
@@ -202,6 +202,7 @@ def test_what_stands_for_flash_attn_4_says_what_it_says(monkeypatch):
     assert not takes_windows(reference)
     hopper = LazyKernel("hopper", "burst_portable.backends.cuda.hopper.kernel", "HopperKernel", needs="triton")
     assert writes_gradients(hopper)
+    assert not faster_on_squares(hopper)
     assert not writes_gradients(reference)
 
 

@@ -17,12 +17,15 @@ from burst_portable.backends.cuda.backend import CudaBackend
 from burst_portable.backends.cuda.hopper import flash4
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.registry import choose_kernel
+from burst_portable.choices import plan_for_kernel
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.contract import KernelProblem, Options
 from burst_portable.kernels.lazy import LazyKernel
 from burst_portable.kernels.whole import attend_whole, gradients
+from burst_portable.planning import plan
 from burst_portable.tiles import Tile, Tiles
 from tests.backends.emulated import flash_4_package
 from tests.kernels.emulator.hopper import EmulatedKernels, emulate
@@ -69,6 +72,14 @@ def test_boxes_and_causal_squares(called, dim, asked, case):
     rows, columns, heads, tiles = WHOLE[case]
     compare_whole(kernel_of()[0], *inputs(rows, columns, heads, dim, "cpu"), tiles)
     assert called == asked
+
+
+def test_ulysses_gives_it_a_causal_square(called):
+    """Which flash-attn-4 knows; the rows of two ranks as they come are four tiles."""
+    made = plan(seq_len=64, ranks=2, heads=4, layout="zigzag", strategy="ulysses")
+    kernel, _ = kernel_of()
+    tiles = [plan_for_kernel(made, k).forward.steps_of(0)[0].compute.tiles for k in (kernel, HopperKernel())]
+    assert [len(one) for one in tiles] == [1, 4]
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ ALL = Rates(
     tflops=123.5, gbps=20.25, hop_latency=1e-5, launch_latency=2e-5, backward=100.0, backward_launch_latency=3e-5,
     link=((MIB, 10.0), (8 * MIB, 20.25)), direct=((MIB, 30.0),), spread=((MIB, 15.0), (9 * MIB, 25.5)),
     holds_up=(0.5, 0.25), holds_up_first=(0.25, 0.125), memory=900.0, in_pieces=True, merged_once=True,
-    writes_gradients=True, backward_together=0.9, backward_in_turn=0.8, far=(4096, 0.75), long=(8192, 0.5),
-    block=64, node=4, outer_gbps=5.5,
+    writes_gradients=True, faster_squares=True, backward_together=0.9, backward_in_turn=0.8,
+    far=(4096, 0.75), long=(8192, 0.5), block=64, node=4, outer_gbps=5.5,
 )  # fmt: skip
 ABOUT = {"schema": SCHEMA, "device": "Abacus 9", "ranks": 4, "kernel": "beads", "date": "2026-11-22"}
 

@@ -19,13 +19,16 @@ from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.heads import can_group, head_groups
 from burst_portable.kernels.contract import Options
 from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.layout import Segment
 from burst_portable.layouts import make_layout
 from burst_portable.mask import Mask
 from burst_portable.rates import Rates
 from burst_portable.reshard import _orders
 from burst_portable.runtime import PlainRuntime
 from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.strategies.registry import make_strategy
 from burst_portable.strategies.ulysses import in_rank_order
+from burst_portable.tiles import find_tiles
 from burst_portable.verify import verify
 from tests.spmd.attention import expected, make_inputs, on_one_rank, sent_and_planned
 from tests.spmd.thread_peers import World, run_peers
@@ -55,6 +58,24 @@ def test_attention(case, kernel, peers):
 
     for answer in run_peers(World(case.ranks), work) if peers else bp.run_local(case.ranks, work):
         assert judge(answer, exact, plain, case.dtype) == {}
+
+
+@pytest.mark.parametrize("peers", [False, True], ids=["messages", "peer_copies"])
+@pytest.mark.parametrize("strategy", ["ulysses", "ulysses+groups"])
+def test_a_kernel_that_is_faster_on_squares_is_given_squares(monkeypatch, strategy, peers):
+    """The numbers are right, and each call of the kernel is one causal square, though ranks hold two segments each."""
+    case, seen = Case(strategy=strategy, ranks=3, heads="gqa", layout="zigzag"), []
+    inputs, attend, backward = make_inputs(case), ReferenceKernel.attend, ReferenceKernel.attend_backward
+    monkeypatch.setattr(ReferenceKernel, "faster_squares", True, raising=False)
+    monkeypatch.setattr(ReferenceKernel, "attend", lambda *a, **k: seen.append(a[4]) or attend(*a, **k))
+    monkeypatch.setattr(ReferenceKernel, "attend_backward", lambda *a, **k: seen.append(a[6]) or backward(*a, **k))
+
+    def work(mesh):
+        return on_one_rank(mesh, case, inputs, "reference")
+
+    for answer in run_peers(World(case.ranks), work) if peers else bp.run_local(case.ranks, work):
+        assert judge(answer, *expected(case, inputs), case.dtype) == {}
+    assert {tuple(tiles) for tiles in seen} == {tuple(find_tiles(Mask.causal(), *[(Segment(0, case.length),)] * 2))}
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -116,6 +137,19 @@ def test_rows_stay_as_they_come_for_kernels_of_one_launch():
         assert verify(plan) == []
         assert plan.forward.steps_of(0)[0].compute.tiles.area == 64 * 65 // 2
         assert plan.backward.problem.k_layout == plan.forward.problem.q_layout
+
+
+@pytest.mark.parametrize(
+    ("mask", "natural"),
+    [("causal", True), ("full", True), ("window:9", False), ("prefix:20", False), ("documents:0,20,64", False)],
+)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_rows_are_put_in_order_for_kernels_that_are_faster_on_squares(mask, natural, groups):
+    strategy = make_strategy("ulysses", groups=groups)
+    made = bp.plan(seq_len=64, ranks=2, heads=4, mask=mask, layout="zigzag", strategy=strategy)
+    as_it_comes = in_rank_order(made)
+    assert as_it_comes is not made
+    assert in_rank_order(made, faster_squares=True) == (made if natural else as_it_comes)
 
 
 def test_rows_of_many_segments_are_put_in_order():

@@ -37,6 +37,7 @@ class HopperFlash4Kernel(HopperKernel):
     """
 
     name = "hopper+flash-attn-4"
+    faster_squares = True
 
     def __init__(self, flash: Kernel) -> None:
         super().__init__()
