@@ -187,12 +187,16 @@ def _flash_attn(local: Local) -> dict[str, Callable[..., Any]]:
     return {"_flash_attn_forward": _flash_attn_forward, "_flash_attn_backward": _flash_attn_backward}
 
 
-def llama3(task: Task) -> Calls:
-    """ring-flash-attn's way for packed documents: all K and V gathered, head by head, as its own tests call it."""
+def llama3(task: Task, *, at_once: bool = False) -> Calls:
+    """ring-flash-attn's way for packed documents: all K and V gathered, head by head, as its own tests call it.
+
+    at_once: in one gathering and one kernel call, all heads: more memory for fewer launches.
+    """
     if task.length % task.links.size:
         raise Absent("it wants equally many rows on each rank")
-    group = task.q.shape[2] // task.k.shape[2]
-    local = Local(task.kernel, task.q[:, :, :group], task.k[:, :, :1], makes_way=task.links.goes_first)
+    kv_heads = task.k.shape[2] if at_once else 1
+    heads = kv_heads * (task.q.shape[2] // task.k.shape[2])
+    local = Local(task.kernel, task.q[:, :, :heads], task.k[:, :, :kv_heads], makes_way=task.links.goes_first)
     if local.operator is not None:
         raise Absent(f"the operator {task.kernel} takes no documents here")
     module = _with_kernel("llama3_flash_attn_varlen", _flash_attn_varlen(local))
@@ -201,8 +205,8 @@ def llama3(task: Task) -> Calls:
     *told, keys = module.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal, task.links.rank, task.links.size)
     q, k, v = (x[0].detach().requires_grad_() for x in (task.q, task.k, task.v))
     call = partial(
-        module.llama3_flash_attn_varlen_func, q, k, v, *told, heads_k_stride=1, local_k_slice=keys, causal=causal,
-        window_size=(left, -1), group=task.links.group,
+        module.llama3_flash_attn_varlen_func, q, k, v, *told, heads_k_stride=kv_heads, local_k_slice=keys,
+        causal=causal, window_size=(left, -1), group=task.links.group,
     )  # fmt: skip
     forward, backward = through_autograd(call, (q, k, v), task.dout[0])
     return lambda: forward().unsqueeze(0), lambda: tuple(x.unsqueeze(0) for x in backward())
@@ -326,11 +330,13 @@ def _causal(task: Task) -> bool:
 
 
 PLAIN = "plain call"
+LLAMA3_AT_ONCE = "ring-flash-attn llama3 at once"
 OTHERS = {
     PLAIN: Contestant(PLAIN, plain),
     "ulysses by the book": Contestant("ulysses by the book", plain_ulysses, "contiguous"),
     "ring-flash-attn zigzag": Contestant("ring-flash-attn zigzag", zigzag_ring, "zigzag"),
     "ring-flash-attn llama3": Contestant("ring-flash-attn llama3", llama3, "contiguous"),
+    LLAMA3_AT_ONCE: Contestant(LLAMA3_AT_ONCE, partial(llama3, at_once=True), "contiguous"),
     "context_parallel": Contestant("context_parallel", context_parallel("allgather"), "zigzag"),
     "context_parallel alltoall": Contestant("context_parallel alltoall", context_parallel("alltoall"), "zigzag"),
 }

@@ -76,19 +76,28 @@ QUICK_STRATEGIES = ("auto", "ring+ahead", "ring+together", "ulysses", "ulysses+2
 
 @dataclass
 class Expected:
-    """What one device makes of the first K/V head and the query heads that read it, by name; whole rows."""
+    """What one device makes of some K/V heads and the query heads that read them, by name; whole rows."""
 
     parts: dict[str, Tensor]
     by: str
 
 
+def checked_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """Of the first and the last K/V head; of q, out and their gradients those that read them.
+
+    Where ranks exchange tokens for heads, they are different ranks' work.
+    """
+    each = x.shape[2] // kv_heads
+    return x if kv_heads <= 2 else torch.cat([x[:, :, :each], x[:, :, -each:]], 2)
+
+
 def expected(row: Row, mask: bp.Mask, whole: list[Tensor]) -> Expected:
     """Short sequences in float32 with a dense mask; long ones by a kernel that attention.py checks, in one call."""
-    group = row.heads[0] // row.heads[1]
-    q, k, v, dout = (x[:, :, :n] for x, n in zip(whole, (group, 1, 1, group), strict=True))
+    q, k, v, dout = (checked_heads(x, row.heads[1]) for x in whole)
     if row.length <= 4096:
         return Expected(_dense(mask, q, k, v, dout), "float32")
-    problem = KernelProblem(q.dtype, q.device.type, group, 1, row.head, row.head, deterministic=False)
+    heads = q.shape[2], k.shape[2]
+    problem = KernelProblem(q.dtype, q.device.type, *heads, row.head, row.head, deterministic=False)
     kernel, _ = choose_kernel(for_device(q.device.type), problem, "triton")
     segment = (Segment(0, row.length),)
     tiles, options = find_tiles(mask, segment, segment), Options(row.head**-0.5, deterministic=False)
@@ -103,18 +112,19 @@ def _dense(mask: bp.Mask, *tensors: Tensor) -> dict[str, Tensor]:
     q, k, v, dout = (x.float() for x in tensors)
     leaves = tuple(x.clone().requires_grad_() for x in (q, k, v))
     seen = dense_mask(mask, q.shape[1]).to(q.device)
-    scores = torch.einsum("bqhd,bkd->bhqk", leaves[0], leaves[1][:, :, 0]) * q.shape[-1] ** -0.5
+    all_k, all_v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in leaves[1:])
+    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], all_k) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    out = torch.einsum("bhqk,bkd->bqhd", weights, leaves[2][:, :, 0])
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, all_v)
     return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True))
 
 
 def errors(found: tuple[Tensor, ...], task: Task, right: Expected, clock: Clock, mesh: bp.Mesh) -> dict[str, float]:
     """Relative errors of (out, dq, dk, dv) on the worst rank."""
-    worst = {}
+    worst, kv_heads = {}, task.k.shape[2]
     for (name, target), result in zip(right.parts.items(), found, strict=True):
         mine = bp.shard(target, mesh, layout=task.layout).float()
-        gap = (result.detach()[:, :, : mine.shape[2]].float() - mine).norm() / mine.norm()
+        gap = (checked_heads(result.detach(), kv_heads).float() - mine).norm() / mine.norm()
         worst[name] = clock.slowest(float(gap) if torch.isfinite(gap) else float("inf"))
     return worst
 

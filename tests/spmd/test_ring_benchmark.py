@@ -8,14 +8,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import burst_portable as bp
-from benchmarks.other_rings import OTHERS, Local, plain, varlen_tiles
+from benchmarks.other_rings import LLAMA3_AT_ONCE, OTHERS, Local, plain, varlen_tiles
 from benchmarks.ranks import Links
-from benchmarks.ring import Entry, _dense
+from benchmarks.ring import Entry, _dense, errors, expected
 from benchmarks.ring_report import Measured, compared
 from benchmarks.ring_rows import Row
 from benchmarks.rings import Task, ours
@@ -139,5 +140,58 @@ def test_the_local_kernel_as_others_call_it(kernel):
     out, lse = local.forward(q, k, v, True, task.scale)
     found = (forward(), *backward()), (out, *local.backward(dout, q, k, v, out, lse, True, task.scale))
     for parts in found:
-        for (name, expected), part in zip(right.items(), parts, strict=True):
-            assert float((part.float() - expected).norm() / expected.norm()) < 1e-2, name
+        for (name, target), part in zip(right.items(), parts, strict=True):
+            assert float((part.float() - target).norm() / target.norm()) < 1e-2, name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "seen"), [(None, set()), (("out", 0), {"out"}), (("dk", 3), {"dk"}), (("dq", 7), {"dq"})]
+)
+def test_heads_of_the_last_rank_are_checked_too(wrong, seen):
+    """Of 8 query and 4 K/V heads on two ranks that exchange tokens for heads, rank 1 computes the last ones."""
+    row, mask, mesh = Row(48, (8, 4), 16), bp.Mask.causal(), bp.Mesh.single()
+    whole = [torch.randn(1, 48, heads, 16).bfloat16() for heads in (8, 4, 4, 8)]
+    found = {name: x.clone() for name, x in _dense(mask, *whole).items()}
+    if wrong:
+        found[wrong[0]][:, :, wrong[1]] *= 1.1
+    task = Task(Links(None, 0, 1, whole[0].device, 10.0), 48, mask, bp.make_layout("zigzag", 48, 1), *whole, "auto")
+    clock = SimpleNamespace(slowest=float)
+    found_off = errors(tuple(found.values()), task, expected(row, mask, whole), clock, mesh)
+    assert {name for name, error in found_off.items() if error > 1e-2} == seen
+
+
+LLAMA3 = """
+import torch
+from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
+
+def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal, rank, world_size):
+    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    return cu_seqlens, cu_seqlens, longest, longest, slice(0, int(cu_seqlens[-1]))
+
+def llama3_flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, heads_k_stride, local_k_slice, causal,
+                                  window_size, group):
+    found, of_each = [], q.shape[1] // k.shape[1]
+    for head in range(0, k.shape[1], heads_k_stride):
+        here = slice(head, head + heads_k_stride)
+        rows = q[:, head * of_each : (head + heads_k_stride) * of_each]
+        found.append(_flash_attn_varlen_forward(rows, k[:, here], v[:, here], cu_q, cu_k, max_q, max_k, 0.0,
+                                                q.shape[-1] ** -0.5, causal, *window_size, None, False)[0])
+    llama3_flash_attn_varlen_func.calls = len(found)
+    return torch.cat(found, 1) + 0 * q
+"""
+
+
+@pytest.mark.parametrize(("name", "calls"), [("ring-flash-attn llama3", 2), (LLAMA3_AT_ONCE, 1)])
+def test_llama3_gathers_head_by_head_or_all_at_once(name, calls, tmp_path, monkeypatch):
+    """With a stand-in for the package: how often it calls the kernel that it is given, and what comes of it."""
+    (tmp_path / "ring_flash_attn").mkdir()
+    (tmp_path / "ring_flash_attn" / "__init__.py").write_text("")
+    (tmp_path / "ring_flash_attn" / "llama3_flash_attn_varlen.py").write_text(LLAMA3)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mask = bp.Mask.documents((0, 20, 48))
+    q, k, v, dout = (torch.randn(1, 48, heads, 16).bfloat16() for heads in (4, 2, 2, 4))
+    layout = bp.make_layout("contiguous", 48, 1)
+    task = Task(Links(None, 0, 1, q.device, 10.0), 48, mask, layout, q, k, v, dout, "reference")
+    forward, _ = OTHERS[name].prepare(task)
+    torch.testing.assert_close(forward().float(), _dense(mask, q, k, v, dout)["out"], rtol=2e-2, atol=2e-2)
+    assert sys.modules["ring_flash_attn.llama3_flash_attn_varlen"].llama3_flash_attn_varlen_func.calls == calls
