@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,18 @@ def striped(length: int) -> Mask:
     return Mask((Region(1, length, 0, length - 1, lo=1),), "striped")
 
 
+def as_causal_square(task: Task) -> Task:
+    """A striped mask without the first query and the last key, which have nobody: a causal square.
+
+    So rings of other people that stripe call operators that know no other mask.
+    """
+    if task.mask.name != "striped":
+        return task
+    causal, segment = Mask.causal(), (Segment(0, task.q.shape[1] - 1),)
+    cut = {"q": task.q[:, 1:], "k": task.k[:, :-1], "v": task.v[:, :-1], "dout": task.dout[:, 1:]}
+    return replace(task, mask=causal, tiles=find_tiles(causal, segment, segment), **cut)
+
+
 # ------------------------------------------------------------------------------------------ our kernels
 
 
@@ -119,6 +131,15 @@ def triton_kernel(task: Task, *, resumed: bool = False) -> Calls:
     from burst_portable.kernels.triton.launch import TritonKernel
 
     return own(TritonKernel(), task, resumed=resumed)
+
+
+def triton_whole(task: Task) -> Calls:
+    """The same kernels where one call computes all: to be compared with what others give."""
+    from burst_portable.kernels.triton.launch import TritonKernel
+
+    kernel = TritonKernel()
+    check(kernel, task)
+    return in_16_bits(kernel, task)
 
 
 def _hopper() -> Kernel:
@@ -181,6 +202,7 @@ def in_16_bits(kernel: Kernel, task: Task) -> Calls:
 
 def _fused(task: Task, backend: SDPBackend) -> Calls:
     """torch's scaled_dot_product_attention with one of its backends."""
+    task = as_causal_square(task)
     if task.mask.name not in ("full", "causal"):
         raise Absent(f"knows no mask {task.mask}")
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (task.q, task.k, task.v))
@@ -221,10 +243,19 @@ def aten_flash(task: Task) -> Calls:
     return _fused(task, SDPBackend.FLASH_ATTENTION)
 
 
-def flex(task: Task, mode: str) -> Calls:
-    """FlexAttention, its mask from the regions in a mask function and a block mask."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def flex(task: Task, mode: str, backend: str = "AUTO") -> Calls:
+    """FlexAttention, its mask from the regions in a mask function and a block mask.
 
+    backend: who computes; "FLASH" is flash-attn-4, which is given the mask function so.
+    """
+    from torch.nn.attention import flex_attention as module
+
+    create_block_mask, flex_attention, options = module.create_block_mask, module.flex_attention, {}
+    if backend != "AUTO":
+        known = getattr(module, "FlexKernelOptions", None)  # where it has no such option, it passes over it in silence
+        if known is None or "BACKEND" not in known.__annotations__:
+            raise Absent(f"the FlexAttention of torch {torch.__version__} has no backends")
+        options = {"kernel_options": {"BACKEND": backend}}
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (task.q, task.k, task.v))
     length = q.shape[2]
     block = None
@@ -232,7 +263,8 @@ def flex(task: Task, mode: str) -> Calls:
         block = create_block_mask(mask_function(task.mask, q.device), None, None, length, length, device=q.device)
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
-    return _through_autograd(task, lambda: compiled(q, k, v, block_mask=block, enable_gqa=task.group > 1), (q, k, v))
+    call = partial(compiled, q, k, v, block_mask=block, enable_gqa=task.group > 1, **options)
+    return _through_autograd(task, call, (q, k, v))
 
 
 def mask_function(mask: Mask, device: torch.device) -> Callable[..., Tensor]:
@@ -264,11 +296,15 @@ def mask_function(mask: Mask, device: torch.device) -> Callable[..., Tensor]:
 
 
 def flash_attn_4(task: Task) -> Calls:
-    """flash-attn-4; documents as sequences of different lengths, windows as it knows them."""
+    """flash-attn-4; documents as sequences of different lengths, windows as it knows them.
+
+    Of other masks it is told by functions, as FlexAttention is: see `flex` with "FLASH".
+    """
     try:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
     except ImportError as error:
         raise Absent(f"not installed: {error}") from error
+    task = as_causal_square(task)
     kind, regions = task.mask.name.split(":")[0].split("(")[0], task.mask.regions
     leaves = tuple(x.detach().requires_grad_() for x in (task.q, task.k, task.v))
     if kind in ("full", "causal"):
@@ -281,7 +317,7 @@ def flash_attn_4(task: Task) -> Calls:
         lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
         call = partial(flash_attn_varlen_func, *(x[0] for x in leaves), causal=True, **lengths)
     else:
-        raise Absent(f"has no way of its own to say {task.mask}")
+        raise Absent(f"has no argument for {task.mask}; flex-flash gives it a mask function")
 
     def attention() -> Tensor:
         made = call()
@@ -301,6 +337,7 @@ PROVIDERS: dict[str, Callable[[Task], Calls]] = {
     "auto": auto,
     "triton": triton_kernel,
     "triton-state": partial(triton_kernel, resumed=True),
+    "triton-whole": triton_whole,
     "hopper": hopper_kernel,
     "hopper-state": partial(hopper_kernel, resumed=True),
     "hopper-whole": hopper_whole,
@@ -308,5 +345,6 @@ PROVIDERS: dict[str, Callable[[Task], Calls]] = {
     "flash": aten_flash,
     "flex": partial(flex, mode="default"),
     "flex-max": partial(flex, mode="max-autotune-no-cudagraphs"),
+    "flex-flash": partial(flex, mode="default", backend="FLASH"),
     "flash-attn-4": flash_attn_4,
 }

@@ -16,7 +16,7 @@ from benchmarks import picture
 HostTimes = dict[str, dict[str, dict[str, float]]]
 """By provider, pass, and whether it is the least or the median."""
 
-PEERS = ("cudnn", "flex", "flex-max", "flash-attn-4")
+PEERS = ("cudnn", "flex", "flex-max", "flex-flash", "flash-attn-4")
 
 
 @dataclass

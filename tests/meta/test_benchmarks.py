@@ -10,11 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
-from benchmarks import energy, picture
+import burst_portable as bp
+from benchmarks import attention, energy, picture, providers
 from benchmarks.report import Result, beside
 from benchmarks.script import accelerator, count, current_device, end, file, names
+from burst_portable.backends.registry import for_device
 from burst_portable.errors import BackendUnavailableError, DeadlineError, UnknownNameError
+from burst_portable.layout import Segment
+from burst_portable.tiles import find_tiles
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = [file.name for file in sorted(FOLDER.glob("*.py")) if "__main__" in file.read_text(encoding="utf-8")]
@@ -79,7 +84,13 @@ def test_pictures_are_what_their_numbers_make():
 
 def test_a_picture_tells_ours_from_others_and_from_bounds():
     kinds = {"hopper": "ours", "triton": "portable", "cudnn": "others", "context_parallel alltoall": "others"}
-    kinds |= {"ring nccl": "ours", "ring nccl, nothing sent": "still", "plain call": "still", "flex-max": "others"}
+    kinds |= {
+        "triton-state": "portable",
+        "ring nccl": "ours",
+        "ring nccl, nothing sent": "still",
+        "plain call": "still",
+        "flex-max": "others",
+    }
     assert {name: picture.whose(name) for name in kinds} == kinds
     results = [
         {"row": "a", "provider": name, "tflops": {"forward": 9.0, "backward": 4.5}} for name in ("hopper", "<&>")
@@ -120,3 +131,43 @@ def test_kernels_are_compared_round_by_round():
     theirs = Result("row", "theirs", rounds={"forward": [11.0, 11.0, 22.0, 5.0], "backward": [2.0]})
     assert beside(mine, theirs, "forward") == pytest.approx(1.1)
     assert beside(theirs, mine, "backward") == 0.5
+
+
+def task_on_cpu(mask: bp.Mask, length: int = 48) -> providers.Task:
+    whole = (Segment(0, length),)
+    made = {n: torch.randn(1, length, h, 16).bfloat16() for n, h in {"q": 4, "k": 2, "v": 2, "dout": 4}.items()}
+    return providers.Task("row", mask, find_tiles(mask, whole, whole), **made)
+
+
+def test_operators_that_know_causal_squares_alone_are_given_a_striped_mask_as_one(monkeypatch):
+    """The first query and the last key, which have nobody, are left out; a row that is wrong is seen all the same."""
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    task = task_on_cpu(providers.striped(48))
+    calls, right = providers._fused(task, SDPBackend.MATH), attention.reference(task)
+    assert calls[0]()[0].shape[1] == 47
+    assert not attention.wrong(attention.errors(calls, task, right))
+    right["dk"][:, 46] += 1.0
+    assert attention.wrong(attention.errors(calls, task, right))
+
+
+def test_the_portable_kernels_too_are_measured_with_all_that_others_give(monkeypatch):
+    """Zeroing and rounding of gradients within the call: the same numbers each time, in 16 bits."""
+    kernel = next(one for one in for_device("cpu").kernels() if one.name == "cpu_flash")
+    monkeypatch.setattr("burst_portable.kernels.triton.launch.TritonKernel", lambda: kernel)
+    forward, backward = providers.PROVIDERS["triton-whole"](task_on_cpu(bp.Mask.causal()))
+    first, second = backward(), backward()
+    assert {x.dtype for x in (forward()[0], *first)} == {torch.bfloat16}
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_flash_attn_4_is_given_other_masks_through_flex_attention(monkeypatch):
+    """By its backend "FLASH"; a torch whose FlexAttention has none is told apart, as it would ignore the option."""
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: lambda q, *_, **options: asked.append(options) or q)
+    monkeypatch.setattr("torch.nn.attention.flex_attention.create_block_mask", lambda *_, **__: "block mask")
+    forward, _ = providers.PROVIDERS["flex-flash"](task_on_cpu(bp.Mask.prefix_lm(16)))
+    forward()
+    assert asked[-1] == {"block_mask": "block mask", "enable_gqa": True, "kernel_options": {"BACKEND": "FLASH"}}
+    monkeypatch.delattr("torch.nn.attention.flex_attention.FlexKernelOptions")
+    with pytest.raises(providers.Absent, match="has no backends"):
+        providers.PROVIDERS["flex-flash"](task_on_cpu(bp.Mask.prefix_lm(16)))
