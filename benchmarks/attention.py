@@ -22,14 +22,13 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from benchmarks.providers import PROVIDERS, Absent, Calls, Task, make_task, the_call_of_users
+from benchmarks.providers import PROVIDERS, Absent, Calls, Task, checked_heads, make_task, the_call_of_users
 from benchmarks.report import HostTimes, Result, print_tables, write
 from benchmarks.script import end, names
 from burst_portable.errors import BurstError
 
 ERROR_LIMIT = 1.2e-2  # relative, against float32 on the same bf16 inputs; plain bf16 attention loses 2e-3 to 4e-3
 LSE_LIMIT = 1e-4
-CHECKED_HEADS = 1  # K/V heads, with all that read them
 LONG_TO_START = ("flex-max", "flex-flash")  # left out of --quick
 
 
@@ -85,15 +84,14 @@ class Entry:
 
 
 def reference(task: Task) -> dict[str, Tensor]:
-    """Dense attention of a few heads in float32 (tf32 off), [B, S, H, D] cut to those heads."""
-    kept = CHECKED_HEADS * task.group
-    q, dout = (x[:, :, :kept].float().transpose(1, 2) for x in (task.q, task.dout))
-    k, v = (x[:, :, :CHECKED_HEADS].float().transpose(1, 2) for x in (task.k, task.v))
+    """Dense attention of `checked_heads` in float32 (tf32 off), [B, S, H, D] of those heads; LSE [B, H, S]."""
+    wide = (checked_heads(x, task.k.shape[2]).float().transpose(1, 2) for x in (task.q, task.k, task.v, task.dout))
+    q, k, v, dout = wide
     length, result = q.shape[2], {}
     keep = _visible(task, length)
     out, lse, dq = torch.zeros_like(q), q.new_zeros(q.shape[:3]), torch.zeros_like(q)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    for h in range(kept):
+    for h in range(q.shape[1]):
         at = h // task.group
         s = (q[:, h] @ k[:, at].mT) * task.options.scale
         s.masked_fill_(~keep, -torch.inf)
@@ -132,11 +130,11 @@ def errors(calls: Calls, task: Task, expected: dict[str, Tensor]) -> dict[str, f
     found = {}
     for name, x in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv)):
         target = expected[name]
-        mine = in_all_rows(x[:, :, : target.shape[2]].float(), name, target.shape[1])
+        mine = in_all_rows(checked_heads(x, task.k.shape[2]).float(), name, target.shape[1])
         difference = mine - target
         found[name] = float(difference.norm() / target.norm())
     if lse is not None:
-        mine = lse[:, : expected["lse"].shape[1]]
+        mine = checked_heads(lse.unsqueeze(1), task.k.shape[2]).squeeze(1)
         found["lse"] = float((mine - expected["lse"]).abs().masked_fill(mine == expected["lse"], 0.0).max())  # -inf too
     return found
 

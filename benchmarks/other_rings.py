@@ -290,6 +290,8 @@ def context_parallel(rotate: str) -> Callable[[Task], Calls]:
         backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
         if task.kernel not in backends:
             raise Absent(f"it cannot be given the kernel {task.kernel}; ask for cudnn or flash")
+        if task.mask.name not in ("causal", "full"):
+            raise Absent("knows other masks with FlexAttention alone, which is no kernel here")
         if not _causal(task):
             raise Absent("its zigzag is causal")
         from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -323,7 +325,7 @@ def _enter_context_parallel(links: Links, length: int) -> None:
 
 
 def _causal(task: Task) -> bool:
-    """Whether the mask is causal; others than those two are ours alone."""
+    """Whether the mask is causal, and not full. Raises `Absent` for others: who asks knows no more."""
     if task.mask.name not in ("causal", "full"):
         raise Absent(f"knows no mask {task.mask}")
     return task.mask.name == "causal"

@@ -89,6 +89,15 @@ def as_causal_square(task: Task) -> Task:
     return replace(task, mask=causal, tiles=find_tiles(causal, segment, segment), **cut)
 
 
+def checked_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """Of [B, S, H, D] the first and the last K/V head, or the query heads that read them: what is compared.
+
+    Where ranks exchange tokens for heads, they are different ranks' work.
+    """
+    each = x.shape[2] // kv_heads
+    return x if kv_heads <= 2 else torch.cat([x[:, :, :each], x[:, :, -each:]], 2)
+
+
 # ------------------------------------------------------------------------------------------ our kernels
 
 

@@ -30,7 +30,7 @@ if not __package__:  # started as a script by torchrun
 
 import burst_portable as bp
 from benchmarks.other_rings import OTHERS, PLAIN
-from benchmarks.providers import Absent
+from benchmarks.providers import Absent, checked_heads
 from benchmarks.ranks import Clock, Guard, connect, join, leave
 from benchmarks.ring_report import Measured, print_tables, write
 from benchmarks.ring_rows import QUICK_ROWS, ROWS, Row
@@ -80,15 +80,6 @@ class Expected:
 
     parts: dict[str, Tensor]
     by: str
-
-
-def checked_heads(x: Tensor, kv_heads: int) -> Tensor:
-    """Of the first and the last K/V head; of q, out and their gradients those that read them.
-
-    Where ranks exchange tokens for heads, they are different ranks' work.
-    """
-    each = x.shape[2] // kv_heads
-    return x if kv_heads <= 2 else torch.cat([x[:, :, :each], x[:, :, -each:]], 2)
 
 
 def expected(row: Row, mask: bp.Mask, whole: list[Tensor]) -> Expected:

@@ -133,9 +133,10 @@ def test_kernels_are_compared_round_by_round():
     assert beside(theirs, mine, "backward") == 0.5
 
 
-def task_on_cpu(mask: bp.Mask, length: int = 48) -> providers.Task:
+def task_on_cpu(mask: bp.Mask, length: int = 48, kv_heads: int = 2) -> providers.Task:
     whole = (Segment(0, length),)
-    made = {n: torch.randn(1, length, h, 16).bfloat16() for n, h in {"q": 4, "k": 2, "v": 2, "dout": 4}.items()}
+    heads = {"q": 2 * kv_heads, "k": kv_heads, "v": kv_heads, "dout": 2 * kv_heads}
+    made = {n: torch.randn(1, length, h, 16).bfloat16() for n, h in heads.items()}
     return providers.Task("row", mask, find_tiles(mask, whole, whole), **made)
 
 
@@ -148,6 +149,26 @@ def test_operators_that_know_causal_squares_alone_are_given_a_striped_mask_as_on
     assert not attention.wrong(attention.errors(calls, task, right))
     right["dk"][:, 46] += 1.0
     assert attention.wrong(attention.errors(calls, task, right))
+
+
+@pytest.mark.parametrize("head", [0, 3, -1])
+def test_a_kernel_that_is_wrong_in_one_of_the_checked_heads_is_found(head, monkeypatch):
+    """The query heads that read the first K/V head and those that read the last one of three."""
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    task = task_on_cpu(bp.Mask.causal(), kv_heads=3)
+    right = attention.reference(task)
+    kernel = next(one for one in for_device("cpu").kernels() if one.name == "cpu_flash")
+    forward, backward = providers.in_16_bits(kernel, task)
+    assert not attention.wrong(attention.errors((forward, backward), task, right))
+
+    def wrong():
+        out, lse = forward()
+        lse[:, head] += 1e-3
+        return out, lse
+
+    found = attention.errors((wrong, backward), task, right)
+    assert attention.wrong(found) == (head != 3)
+    assert found["out"] < attention.ERROR_LIMIT
 
 
 def test_the_portable_kernels_too_are_measured_with_all_that_others_give(monkeypatch):
