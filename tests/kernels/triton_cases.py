@@ -14,12 +14,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.contract import Kernel, Options
+from burst_portable.kernels.contract import Kernel, Options, writes_gradients
+from burst_portable.kernels.whole import attend_whole, gradients
 from burst_portable.layout import Layout, Segment
 from burst_portable.layouts import make_layout
 from burst_portable.mask import Mask
 from burst_portable.numerics import State, finished, merge_into, per_row, row_delta
 from burst_portable.tiles import Tile, Tiles, find_tiles
+from tests.poison import fresh_memory_is_nan
 
 # Relative error (Frobenius) against float64 on the same inputs. Plain attention with products in that dtype loses
 # about 2e-7, 4e-4 and 3e-3 in `out`, and twice as much in the gradients.
@@ -155,7 +157,7 @@ def ring(kernel: Kernel, case: Case, layout: Layout, full: list[Tensor]) -> tupl
     options = Options(case.scale, case.softcap)
     where = [torch.tensor(layout.positions(r), device=q.device) for r in range(layout.ranks)]
     blocks = [[surrounded(x[:, at], case.poison) for x in full] for at in where]
-    gradients = [[torch.zeros_like(x, dtype=torch.float32) for x in block[1:]] for block in blocks]
+    sums = [[torch.zeros_like(x, dtype=torch.float32) for x in block[1:]] for block in blocks]
     tiles = [[find_tiles(case.parsed, a, b) for b in layout.shards] for a in layout.shards]
     out = torch.full((*q.shape[:3], v.shape[-1]), torch.nan, dtype=torch.float32, device=q.device)
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), torch.nan)
@@ -167,7 +169,7 @@ def ring(kernel: Kernel, case: Case, layout: Layout, full: list[Tensor]) -> tupl
         out[:, where[mine]], lse[:, :, where[mine]] = state
         for other in range(layout.ranks):
             given = {"delta": row_delta(blocks[mine][0], state[0])} if case.deltas else {"out": state[0]}
-            into = (gradients[mine][0], *gradients[other][1:])
+            into = (sums[mine][0], *sums[other][1:])
             kernel.attend_backward(
                 *blocks[mine][:2], *blocks[other][2:], state[1], tiles[mine][other], options, **given, into=into
             )
@@ -175,9 +177,21 @@ def ring(kernel: Kernel, case: Case, layout: Layout, full: list[Tensor]) -> tupl
     for index, like in enumerate((q, k, v)):
         whole = torch.full(like.shape, torch.nan, dtype=torch.float32, device=q.device)
         for rank, at in enumerate(where):
-            whole[:, at] = gradients[rank][index]
+            whole[:, at] = sums[rank][index]
         joined.append(whole)
     return out, lse, *joined
+
+
+def at_once(kernel: Kernel, case: Case, full: list[Tensor]) -> tuple[Tensor, ...]:
+    """The same as one call that computes all: results in the dtype of the inputs, but for LSE."""
+    dout, q, k, v = (surrounded(x, case.poison) for x in full)
+    every = (Segment(0, case.length),)
+    tiles, options = find_tiles(case.parsed, every, every), Options(case.scale, case.softcap)
+    out, lse = attend_whole(kernel, q, k, v, tiles, options)
+    made = gradients(kernel, dout, q, k, v, out, lse, tiles, options)
+    assert {x.dtype for x in (out, *made)} == {case.dtype}
+    assert lse.dtype == torch.float32
+    return out, lse, *made
 
 
 def inputs(case: Case, device: str) -> list[Tensor]:
@@ -193,8 +207,17 @@ def check(kernel: Kernel, case: Case, device: str) -> dict[str, float]:
     """Run one case; the errors, or an AssertionError that says which is too large."""
     full = inputs(case, device)
     layout = make_layout(case.layout, case.length, case.ranks, case.parsed)
-    got = dict(zip(("out", "lse", "dq", "dk", "dv"), ring(kernel, case, layout, full), strict=True))
-    expected = dict(zip(got, dense(*full, case), strict=True))
+    expected = dense(*full, case)
+    errors = judged(ring(kernel, case, layout, full), expected, case)
+    if case.ranks == 1 and writes_gradients(kernel):
+        judged(at_once(kernel, case, full), expected, case)
+    return errors
+
+
+def judged(found: tuple[Tensor, ...], right: tuple[Tensor, ...], case: Case) -> dict[str, float]:
+    """The errors of (out, lse, dq, dk, dv), or an AssertionError that says which is too large."""
+    got = dict(zip(("out", "lse", "dq", "dk", "dv"), found, strict=True))
+    expected = dict(zip(got, right, strict=True))
     assert torch.equal(got["lse"] == -torch.inf, expected["lse"] == -torch.inf), "other rows saw nothing"
     empty = per_row(expected["lse"] == -torch.inf)
     assert not got["out"].masked_select(empty).any(), "a row that saw nothing is not 0"
@@ -230,6 +253,21 @@ def check_untouched(kernel: Kernel, device: str) -> None:
     out, lse = kernel.attend(q, k, v, Tiles(), options)
     assert not out.any()
     assert (lse == -torch.inf).all()
+
+
+def check_unseen(kernel: Kernel, device: str) -> None:
+    """Where one call computes all, rows and keys of blocks that no tile touches get 0, not what memory held."""
+    case = Case("full", length=400)
+    dout, q, k, v = inputs(case, device)
+    tiles, options, seen = Tiles([Tile(150, 160, 150, 160, 0, 9)]), Options(case.scale), slice(150, 160)
+    with fresh_memory_is_nan():
+        out, lse = attend_whole(kernel, q, k, v, tiles, options)
+        made = gradients(kernel, dout, q, k, v, out, lse, tiles, options)
+    for x in (out, *made):
+        assert x[:, seen].any()
+        assert not x[:, : seen.start].any()
+        assert not x[:, seen.stop :].any()
+    assert torch.isfinite(lse).sum() == 10 * lse.shape[1]
 
 
 def check_delta(kernel: Kernel, device: str) -> None:
@@ -372,6 +410,7 @@ def check_push(kernel: Kernel, device: str) -> None:
 
 CHECKS = {
     "untouched": check_untouched,
+    "unseen": check_unseen,
     "delta": check_delta,
     "flat": check_flat,
     "far": check_far,

@@ -1,7 +1,8 @@
 """The backward kernels: one pass over keys for dK and dV, one over queries for dQ. No atomics, so always the same.
 
 FlashAttention-2 (arXiv 2307.08691), algorithm 2, in two passes. LSE and delta are those of the whole row, so the
-passes need nothing of the forward one. Gradients are added to float32 buffers, each element by one program.
+passes need nothing of the forward one. Gradients are added to float32 buffers, each element by one program; or, where
+one launch makes all of them, written in the dtype of the inputs (ADD false).
 Shapes: R own rows, C columns of one step; in the keys' pass own rows are keys and columns are queries.
 """
 
@@ -101,12 +102,14 @@ def _walk_keys(
 
 
 @triton.jit
-def _add_rows(target, value, rows, stop, row_stride, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """target[rows] += value, for rows before `stop`."""
+def _put_rows(target, value, rows, stop, row_stride, SIZE: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr):
+    """target[rows] += value, or = value, for rows before `stop`."""
     inner = tl.arange(0, PADDED)
     address = target + rows.to(tl.int64)[:, None] * row_stride + inner[None, :]
     keep = (rows < stop)[:, None] & (inner < SIZE)[None, :]
-    tl.store(address, tl.load(address, mask=keep, other=0.0) + value, mask=keep)
+    if ADD:
+        value += tl.load(address, mask=keep, other=0.0)
+    tl.store(address, value.to(target.dtype.element_ty), mask=keep)
 
 
 @triton.jit(do_not_specialize=["k_rows", "blocks", "heads", "group"])  # or every length compiles anew
@@ -118,7 +121,7 @@ def keys_kernel(
     k_rows, blocks, heads, group,
     R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, TOGETHER: tl.constexpr, CAP: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, TMA_NUMBERS: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, TMA_NUMBERS: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys, summed over the query heads that share it. `heads` are K/V heads."""
     batch, head, block = place(table, blocks, heads, TOGETHER)
@@ -147,10 +150,12 @@ def keys_kernel(
                 batch, reader, scale, inner, outer, q_row, dout_row, lse_row, delta_row,
                 C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, TMA_NUMBERS, True,
             )  # fmt: skip
+    if not ADD:  # else what addresses were made of stays in registers till here
+        rows = tl.load(block, volatile=True) + tl.arange(0, R)
     dk = head_of(dk, batch, head, dk_batch, dk_head, False)
     dv = head_of(dv, batch, head, dv_batch, dv_head, False)
-    _add_rows(dk, sum_dk * gradient_scale, rows, k_rows, dk_row, D, PADDED_D)
-    _add_rows(dv, sum_dv, rows, k_rows, dv_row, DV, PADDED_DV)
+    _put_rows(dk, sum_dk * gradient_scale, rows, k_rows, dk_row, D, PADDED_D, ADD)
+    _put_rows(dv, sum_dv, rows, k_rows, dv_row, DV, PADDED_DV, ADD)
 
 
 @triton.jit(do_not_specialize=["q_rows", "blocks", "heads", "group"])  # or every length compiles anew
@@ -161,7 +166,7 @@ def queries_kernel(
     q_rows, blocks, heads, group,
     R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr, TOGETHER: tl.constexpr, CAP: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries."""
     batch, head, block = place(table, blocks, heads, TOGETHER)
@@ -193,7 +198,7 @@ def queries_kernel(
             C, D, DV, PADDED_D, PADDED_DV, CAP, PRECISION, TMA, True,
         )  # fmt: skip
     dq = head_of(dq, batch, head, dq_batch, dq_head, False)
-    _add_rows(dq, sum_dq * gradient_scale, rows, q_rows, dq_row, D, PADDED_D)
+    _put_rows(dq, sum_dq * gradient_scale, rows, q_rows, dq_row, D, PADDED_D, ADD)
 
 
 @triton.jit(do_not_specialize=["q_rows", "heads", "blocks"])  # or every length compiles anew

@@ -53,7 +53,13 @@ KERNELS = {
     "resumed": forward.attend_kernel,
     "keys": backward.keys_kernel,
     "queries": backward.queries_kernel,
+    "whole forward": forward.attend_kernel,
+    "whole keys": backward.keys_kernel,
+    "whole queries": backward.queries_kernel,
 }
+_WHOLE = (
+    "whole "  # where one launch makes all, results are written in the dtype of the inputs; else in float32, or added
+)
 _OWN_ROWS = {"forward": ("q",), "resumed": ("q",), "keys": ("k", "v"), "queries": ("q", "dout")}
 _REGISTERS = 65536  # in an NVIDIA multiprocessor
 _SIMDS = 4  # in an AMD compute unit
@@ -102,7 +108,7 @@ class Record:
 
 def allowed_scratch(record: Record) -> int:
     """Bytes a thread."""
-    allowed = JUSTIFIED.get((record.target, record.kernel, record.head_dim))
+    allowed = JUSTIFIED.get((record.target, record.kernel.removeprefix(_WHOLE), record.head_dim))
     return allowed.scratch if allowed else 0
 
 
@@ -159,7 +165,7 @@ def compile_one(target: str, kernel: str, head: int, blocks: Blocks | None = Non
 def tuned(target: str, kernel: str, head: int) -> Blocks:
     """What the tables of 16-bit tensors say first."""
     tuning = choose(HALF, target, padded(head))
-    return (getattr(tuning, kernel) or tuning.forward)[0]
+    return (getattr(tuning, kernel.removeprefix(_WHOLE)) or tuning.forward)[0]
 
 
 def named(blocks: Blocks) -> str:
@@ -203,6 +209,7 @@ def _source(kernel: str, head: int, value: int, blocks: Blocks) -> ASTSource:
         "WIDE": False,
         "MERGE": kernel == "resumed",
         "DOUBLE": False,
+        "ADD": not kernel.startswith(_WHOLE),
     }
     names = [parameter.name for parameter in function.params]
     constants = {name: every[name] for name in names if name in every}
@@ -223,14 +230,17 @@ def _source(kernel: str, head: int, value: int, blocks: Blocks) -> ASTSource:
 
 def _type_of(name: str, kernel: str, head: int, value: int, blocks: Blocks) -> str:
     """Triton's name of a parameter's type."""
-    streamed = blocks.tma and name not in _OWN_ROWS[kernel]
+    part = kernel.removeprefix(_WHOLE)
+    streamed = blocks.tma and name not in _OWN_ROWS[part]
     if name in ("q", "k", "v", "dout"):
         size = padded(head if name in ("q", "k") else value)
         return f"tensordesc<bf16[1, {blocks.columns}, 1, {size}]>" if streamed else "*bf16"
-    if name in ("lse", "delta") and kernel == "keys":
+    if name in ("lse", "delta") and part == "keys":
         return f"tensordesc<fp32[1, 1, {blocks.columns}]>" if streamed else "*fp32"
-    if name in ("out", "lse", "delta", "dq", "dk", "dv"):
+    if name in ("lse", "delta"):
         return "*fp32"
+    if name in ("out", "dq", "dk", "dv"):
+        return "*fp32" if part == kernel else "*bf16"
     if name == "table":
         return "*i32"
     return "fp32" if name in ("scale", "inner", "outer", "gradient_scale") else "i32"

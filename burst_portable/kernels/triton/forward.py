@@ -105,7 +105,7 @@ def _store(
     acc = acc * (1.0 / total)[:, None]
     mine = (top + tl.math.log2(total)) * 0.6931471805599453
     keep = inside[:, None] & (inner < DV)[None, :]
-    tl.store(out + wide[:, None] * out_row + inner[None, :], acc, mask=keep)
+    tl.store(out + wide[:, None] * out_row + inner[None, :], acc.to(out.dtype.element_ty), mask=keep)
     tl.store(lse + wide * lse_row, mine, mask=inside)
 
 
@@ -175,6 +175,11 @@ def attend_kernel(
             mine, keys, values, acc, top, total, rows, table + entry, batch, shared, scale, inner, outer, k_row, v_row,
             C, D, DV, PADDED_D, PADDED_DV, CAP, PRESCALE, PRECISION, TMA, True,
         )  # fmt: skip
+    if (
+        out.dtype.element_ty.primitive_bitwidth == 16
+    ):  # else what Q's addresses were made of stays in registers till here
+        rows = tl.load(block, volatile=True) + tl.arange(0, R)
+        inside = rows < q_rows
     if DOUBLE:
         _store_double(acc, top, total, out, lse, rows, inside, out_row, lse_row, DV, PADDED_DV, MERGE, R)
     else:

@@ -49,6 +49,7 @@ class TritonKernel:
     """
 
     name = "triton"
+    writes_gradients = True
 
     def __init__(
         self,
@@ -77,8 +78,25 @@ class TritonKernel:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
     ) -> State:
-        merge = state is not None
-        out, lse = _new_state(q, v.shape[-1]) if state is None else state
+        out, lse = _new_state(q, v.shape[-1], running_dtype(q.dtype)) if state is None else state
+        return self._attend(q, k, v, out, lse, tiles, options, merge=state is not None)
+
+    def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
+        """See `kernels.whole`: out in the dtype of q, LSE in float32."""
+        return self._attend(q, k, v, *_new_state(q, v.shape[-1], q.dtype), tiles, options, merge=False)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+        *,
+        merge: bool,
+    ) -> State:
         tensors = (q, k, v, out, lse)
         key = (tiles, merge, options.softcap is None, options.scale > 0, *map(layout_of, tensors))
         launch = self._launches.get(key) or self._keep(key, self._forward(tiles, options, merge, tensors))
@@ -103,6 +121,39 @@ class TritonKernel:
         out: Tensor | None = None,
         into: Gradients,
     ) -> None:
+        self._backward(dout, q, k, v, lse, tiles, options, delta, out, into, add=True)
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+    ) -> Gradients:
+        """See `kernels.whole`: in the dtype of q. As each element is one program's, none is added to."""
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        self._backward(dout, q, k, v, lse, tiles, options, None, out, (dq, dk, dv), add=False)
+        return dq, dk, dv
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+        delta: Tensor | None,
+        out: Tensor | None,
+        into: Gradients,
+        *,
+        add: bool,
+    ) -> None:
         assert (delta is None) != (out is None), "exactly one of delta and out"
         if dout.stride(-1) != 1 or dout.dtype != q.dtype:  # the gradient of a sum has stride 0
             dout = dout.to(q.dtype).contiguous()
@@ -114,8 +165,8 @@ class TritonKernel:
         if max(lse.stride(-1), delta.stride(-1)) >= _LONG_STRIDE:  # the kernels count these steps in 32 bits
             lse, delta = lse.contiguous(), delta.contiguous()
         with on_device_of(q):
-            self.only_keys(dout, q, k, v, lse, delta, tiles, options, into)
-            self.only_queries(dout, q, k, v, lse, delta, tiles, options, into)
+            self.only_keys(dout, q, k, v, lse, delta, tiles, options, into, add=add)
+            self.only_queries(dout, q, k, v, lse, delta, tiles, options, into, add=add)
 
     def only_keys(
         self,
@@ -128,12 +179,14 @@ class TritonKernel:
         tiles: Tiles,
         options: Options,
         into: Gradients,
+        *,
+        add: bool = True,
     ) -> None:
-        """The half of the backward pass that adds to dk and dv."""
+        """The half of the backward pass that adds to dk and dv, or writes them."""
         _, dk, dv = into
         tensors = (q, k, v, dout, lse, delta, dk, dv)
-        key = ("keys", tiles, options.softcap is None, *map(layout_of, tensors))
-        launch = self._launches.get(key) or self._keep(key, self._keys(tiles, options, tensors))
+        key = ("keys", add, tiles, options.softcap is None, *map(layout_of, tensors))
+        launch = self._launches.get(key) or self._keep(key, self._keys(tiles, options, tensors, add=add))
         if not launch.programs:
             return
         if launch.tma:
@@ -153,12 +206,14 @@ class TritonKernel:
         tiles: Tiles,
         options: Options,
         into: Gradients,
+        *,
+        add: bool = True,
     ) -> None:
-        """The half that adds to dq."""
+        """The half that adds to dq, or writes it."""
         dq, _, _ = into
         tensors = (q, k, v, dout, lse, delta, dq)
-        key = ("queries", tiles, options.softcap is None, *map(layout_of, tensors))
-        launch = self._launches.get(key) or self._keep(key, self._queries(tiles, options, tensors))
+        key = ("queries", add, tiles, options.softcap is None, *map(layout_of, tensors))
+        launch = self._launches.get(key) or self._keep(key, self._queries(tiles, options, tensors, add=add))
         if not launch.programs:
             return
         if launch.tma:
@@ -199,7 +254,8 @@ class TritonKernel:
     def _forward(self, tiles: Tiles, options: Options, merge: bool, tensors: tuple[Tensor, ...]) -> Launch:
         q, k, v, out, lse = tensors
         _check(q, k, v, out)
-        _check_sums(out, lse, dtype=running_dtype(q.dtype))
+        if merge or out.dtype != q.dtype:  # else it is the result
+            _check_sums(out, lse, dtype=running_dtype(q.dtype))
         tuning = self._tuning(q, v)
         choices = _first((merge and tuning.resumed) or tuning.forward, k, v)
         blocks, table = _table(tiles, q.shape[1], k.shape[1], choices, not merge)
@@ -211,28 +267,29 @@ class TritonKernel:
         sizes = (*strides(q, k, v, out), *number_strides(lse), q.shape[1])
         return self._launch(forward.attend_kernel, blocks, table, options, (q, k, v, out), q.shape[2], sizes, **flags)
 
-    def _keys(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...]) -> Launch:
+    def _keys(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...], *, add: bool) -> Launch:
         q, k, v, dout, lse, delta, dk, dv = tensors
         _check(q, k, v, dout, dk, dv)
-        _check_sums(dk, dv)
+        _check_sums(dk, dv, dtype=torch.float32 if add else q.dtype)
         turned = [transposed(tile) for tile in tiles]
         choices = _first(self._tuning(q, v).keys, q, dout)
-        blocks, table = _table(turned, k.shape[1], q.shape[1], choices, False)
+        blocks, table = _table(turned, k.shape[1], q.shape[1], choices, not add)
         # Descriptors of single numbers start at multiples of 16 bytes.
-        flags = {"TMA_NUMBERS": blocks.tma and table.aligned and describable(lse) and describable(delta)}
+        numbers = blocks.tma and table.aligned and describable(lse) and describable(delta)
+        flags = {"TMA_NUMBERS": numbers, "ADD": add}
         sizes = (*strides(q, k, v, dout), *number_strides(lse, delta), *strides(dk, dv), k.shape[1])
         wide = (q, k, v, dout)
         return self._launch(backward.keys_kernel, blocks, table, options, wide, k.shape[2], sizes, **flags)
 
-    def _queries(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...]) -> Launch:
+    def _queries(self, tiles: Tiles, options: Options, tensors: tuple[Tensor, ...], *, add: bool) -> Launch:
         q, k, v, dout, lse, delta, dq = tensors
         _check(q, k, v, dout, dq)
-        _check_sums(dq)
+        _check_sums(dq, dtype=torch.float32 if add else q.dtype)
         choices = _first(self._tuning(q, v).queries, k, v)
-        blocks, table = _table(tiles, q.shape[1], k.shape[1], choices, False)
+        blocks, table = _table(tiles, q.shape[1], k.shape[1], choices, not add)
         sizes = (*strides(q, k, v, dout), *number_strides(lse, delta), *strides(dq), q.shape[1])
         wide = (q, k, v, dout)
-        return self._launch(backward.queries_kernel, blocks, table, options, wide, q.shape[2], sizes)
+        return self._launch(backward.queries_kernel, blocks, table, options, wide, q.shape[2], sizes, ADD=add)
 
     def _launch(
         self,
@@ -279,11 +336,15 @@ class TritonKernel:
 # --------------------------------------------------------------------------------------------- helpers
 
 
-def _new_state(q: Tensor, value_dim: int) -> State:
-    """Memory for a state; the kernel writes every row."""
+def _new_state(q: Tensor, value_dim: int, dtype: torch.dtype) -> State:
+    """Memory for (out, LSE); out in `dtype`, LSE at least in float32. The kernel writes every row."""
     batch, rows, heads, _ = q.shape
-    out = torch.empty(batch, rows, heads, value_dim, dtype=running_dtype(q.dtype), device=q.device)
-    return out, torch.empty(batch, heads, rows, dtype=out.dtype, device=q.device)
+    out = torch.empty(batch, rows, heads, value_dim, dtype=dtype, device=q.device)
+    return out, torch.empty(batch, heads, rows, dtype=max(dtype, torch.float32, key=_width), device=q.device)
+
+
+def _width(dtype: torch.dtype) -> int:
+    return dtype.itemsize
 
 
 def _table(
@@ -330,4 +391,4 @@ def _check_sums(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> None:
     """Gradients are added up in float32, running states one step wider than their parts."""
     if any(x.dtype != dtype for x in tensors):
         got = [x.dtype for x in tensors]
-        raise DtypeError(explain(f"this kernel adds up in {dtype} here", got=got, next_step=f".to({dtype})"))
+        raise DtypeError(explain(f"this kernel's results here are {dtype}", got=got, next_step=f".to({dtype})"))
