@@ -9,12 +9,11 @@ import pytest
 
 from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES
 from burst_portable.cost import pass_flops, plan_cost, rank_cost
-from burst_portable.errors import InputError, LayoutError, UnknownNameError, UnsupportedError
+from burst_portable.errors import LayoutError
 from burst_portable.layouts import NAMES, OF_DOCUMENTS, make_layout
-from burst_portable.mask import Mask
+from burst_portable.mask import Mask, Region
 from burst_portable.messages import ALIGNMENT, inboxes, message_size
 from burst_portable.moves import Ring
-from burst_portable.planning import plan
 from burst_portable.plans import Plan, Problem, make_pass_plan
 from burst_portable.rates import Rates
 from burst_portable.steps import Step
@@ -218,6 +217,18 @@ def test_bytes_of_uneven_heads_by_hand():
     assert [cost.sent for cost in costs] == [row * (3 * 2 * rows + 53 - rows) for rows in (18, 18, 17)]
     assert [cost.received for cost in costs] == [row * (3 * (53 - rows) + 2 * rows) for rows in (18, 18, 17)]
     assert sum(cost.sent for cost in costs) == sum(cost.received for cost in costs)
+    both = plan_cost(make_plan(None, "contiguous", "ulysses", 3, 53, 6, 6), Rates(1, 1), [0, 2])
+    assert (both.ranks, len(both.per_rank["forward"])) == ((0, 2), 2)
+    assert both.sent == row * (3 * 2 * 18 + 53 - 18) + row * (2 * 18 + 3 * (53 - 18))  # rank 0 sends most
+
+
+@pytest.mark.parametrize(("kv_heads", "itemsize"), [(3, 2), (1, 4)])  # one that is shared is added up where it belongs
+def test_bytes_of_gradients_of_few_heads_by_hand(kv_heads, itemsize):
+    """Rows 18, 18 and 17: two of six query heads of dO go there, dQ, dK and dV of one K/V head come back."""
+    plan = make_plan(None, "contiguous", "ulysses", 3, 53, 6, kv_heads)
+    for rank, rows in enumerate((18, 18, 17)):
+        there, back = 2 * rows * 2 * 64 * 2, (53 - rows) * 64 * (2 * 2 + 2 * itemsize)
+        assert rank_cost(plan, "backward", rank, Rates(1, 1)).sent == there + back
 
 
 def test_fields_of_a_message_are_aligned():
@@ -327,8 +338,17 @@ def test_flops_are_the_field_s():
     assert problem.area == area
     assert pass_flops(problem, "forward", area) == 4 * area * 8 * 64
     assert pass_flops(problem, "backward", area) == 10 * area * 8 * 64
+    assert pass_flops(dataclasses.replace(problem, batch=3), "forward", area) == 3 * 4 * area * 8 * 64
     cost = plan_cost(make_plan(), Rates(1, 1))
     assert sum(c.flops for c in cost.per_rank["forward"]) == 4 * area * 8 * 64
+
+
+def test_imbalance_by_hand():
+    """Causal on two ranks: the upper half has 32·33/2 pairs, the lower half 32·32 more; where nobody computes, none."""
+    cost = plan_cost(make_plan(layout="contiguous", ranks=2), Rates(1, 1))
+    assert cost.imbalance() == cost.imbalance("backward") == pytest.approx((528 + 1024) * 2 / (2 * 528 + 1024))
+    early = Mask((Region(0, 8, 0, 8),), "early")
+    assert plan_cost(make_plan(early, "contiguous", ranks=2), Rates(1, 1), [1]).imbalance() == 1.0
 
 
 def test_predicted_time_by_hand():
@@ -342,35 +362,10 @@ def test_predicted_time_by_hand():
 
 
 def test_blocks_held_are_those_in_flight():
-    for ranks in (2, 4, 8):
+    for ranks in (1, 2, 4, 8):
         cost = rank_cost(make_plan(Mask.full(), ranks=ranks), "forward", 0, Rates(1, 1))
         block = 64 // ranks * 8 * 128 * 2
         assert cost.blocks_held == min(2, ranks - 1) * block
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"strategy": "brst"}, UnknownNameError, "did you mean 'burst'"),
-        ({"strategy": "ring+fetch"}, InputError, "options are not part of its name"),
-        ({"strategy": "ring", "inner": 2}, InputError, "no option 'inner'"),
-        ({"strategy": "double_ring", "inner": 3}, InputError, "does not divide"),
-        ({"strategy": "double_ring", "travels": "k"}, UnknownNameError, "travelling side"),
-        ({"strategy": "ring", "own": "last"}, InputError, "begins with its owner"),
-        ({"strategy": "ring", "moves": "fetch", "own": "middle"}, UnknownNameError, "first, last"),
-        ({"strategy": "burst", "gradients": "bf16"}, UnknownNameError, "narrow, wide"),
-        ({"strategy": "ring", "moves": "teleport"}, UnknownNameError, "fetch, neighbour"),
-        ({"strategy": "ulysses", "heads": 6}, UnsupportedError, "cannot share these heads"),
-        ({"strategy": "ulysses", "heads": 12, "kv_heads": 3}, UnsupportedError, "cannot share these heads"),
-        ({"ranks": 65}, LayoutError, "more ranks than tokens"),
-        ({"ranks": 0}, InputError, "ranks is not a size"),
-        ({"layout": "zig"}, UnknownNameError, "did you mean 'zigzag'"),
-        ({"layout": "document_zigzag", "mask": Mask.prefix_lm(4)}, LayoutError, "documents that fill"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        make_plan(**options)
 
 
 def test_plans_are_hashable_data():
@@ -378,10 +373,3 @@ def test_plans_are_hashable_data():
     assert make_plan() == make_plan()
     assert make_plan() != make_plan(strategy="burst")
     assert Ring(4) == Ring(4)
-
-
-@pytest.mark.parametrize(("length", "ranks"), [(32, 2), (16, 4)])
-def test_a_plan_for_another_layout_is_refused(length, ranks):
-    """`plan` checks a layout that was made before as `attention` does."""
-    with pytest.raises(LayoutError, match=r"another mesh or sequence.*allowed: 2 ranks and 16 tokens"):
-        plan(seq_len=16, ranks=2, heads=2, layout=make_layout("zigzag", length, ranks))
