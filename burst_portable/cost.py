@@ -321,9 +321,9 @@ class PlanCost:
 
 def plan_seconds(plan: Plan, rates: Rates, ranks: Iterable[int]) -> float:
     """`PlanCost.seconds` over these ranks."""
-    if plan.reshard:  # ranks of a node that hold equally many rows take equally long
-        ranks = {(rank // plan.inner, plan.layout.count(rank)): rank for rank in ranks}.values()
-    return sum(max([rank_seconds(plan, name, r, rates) for r in ranks]) for name in PASSES)
+    # Ranks that divide heads among themselves and hold equally many rows take equally long.
+    unlike = {(rank // plan.inner, plan.layout.count(rank)): rank for rank in ranks}.values()
+    return sum(max([rank_seconds(plan, name, r, rates) for r in unlike]) for name in PASSES)
 
 
 def plan_cost(plan: Plan, rates: Rates, ranks: Sequence[int] | None = None) -> PlanCost:

@@ -110,7 +110,7 @@ def comes_in_order(plan: Plan, *, in_pieces: bool = False, faster_squares: bool 
 
     plan: one whose head shards are in natural order.
     """
-    trims = plan.nodes > 1 and any(part.trims for _, part in plan.passes())
+    trims = any(part.trims for _, part in plan.passes())
     square = faster_squares and _is_square(plan)
     return _in_order(plan.problem.q_layout, plan.inner, in_pieces or trims or square)
 

@@ -95,6 +95,9 @@ def test_blocks_that_a_cache_does_not_hold():
                 far = rank_cost(made, pass_name, 0, replace(near, far=(rows, 0.5)))
                 assert far.compute_seconds == pytest.approx(before.compute_seconds / kept)
                 assert far.seconds == pytest.approx(before.seconds / kept)
+            turns = rank_cost(made, pass_name, 0, replace(near, backward_in_turn=0.5))
+            kept = share if pass_name == "backward" else 1.0
+            assert turns.compute_seconds == pytest.approx(before.compute_seconds / kept)
 
 
 @pytest.mark.parametrize(("rows", "ranks", "share"), [(64, 2, 1.0), (33, 2, 1.0), (32, 2, 0.5), (0, 2, 0.5)])
@@ -127,6 +130,14 @@ def test_messages_that_hold_kernels_up():
                       strategy=make_strategy("ring", moves="fetch"))  # fmt: skip
     free = replace(short, direct=((1, short.gbps),))
     assert rank_cost(fetched, "forward", 0, free).seconds == pytest.approx(2.0)
+    # What is handed on is not direct, and without a transport of the backend's own nothing is.
+    assert rank_cost(made, "forward", 0, free).seconds == pytest.approx(2.25)
+    assert rank_cost(fetched, "forward", 0, short).seconds == pytest.approx(2.25)
+    # Of two blocks that take a second each, the second slows two steps of half a second down for as long as they run.
+    three = bp.plan(seq_len=96, ranks=3, heads=8, head_dim=64, mask="full", layout="contiguous",
+                    strategy=make_strategy("ring", moves="fetch", ahead=2))  # fmt: skip
+    both = replace(rates, tflops=2 * rates.tflops, gbps=size / 1e9, holds_up=(0.5, 0.0))
+    assert rank_cost(three, "forward", 0, both).seconds == pytest.approx(2.5)
 
 
 def test_several_messages_at_once():
@@ -136,9 +147,17 @@ def test_several_messages_at_once():
     size = rank_cost(made, "forward", 0, Rates(1, 1)).received
     one = Rates(1e9, 1.0, 0.0, 0.0, link=((1, size / 3e9),))
     assert rank_cost(made, "forward", 0, one).seconds == pytest.approx(3.0, rel=1e-3)
-    assert rank_cost(made, "forward", 0, replace(one, spread=((1, size / 2e9),))).seconds == pytest.approx(
-        2.0, rel=1e-3
-    )
+    many = replace(one, spread=((size // 3, size / 9e9), (size * 2 // 3, size / 6e9), (size, size / 2e9)))
+    assert rank_cost(made, "forward", 0, many).seconds == pytest.approx(2.0, rel=1e-3)
+    for ranks, seconds in (
+        (2, 1.0),
+        (3, 4.0),
+    ):  # one message alone goes as fast as any other; two together are slow here
+        few = plan(make_strategy("ring", moves="fetch", ahead=2, together=2), ranks=ranks,
+                   **usual | {"seq_len": 16 * ranks})  # fmt: skip
+        assert rank_cost(few, "forward", 0, many).seconds == pytest.approx(seconds, rel=1e-3)
+    crossing = replace(many, node=1, hop_latency=1.0)  # one after the other, each a second
+    assert rank_cost(made, "forward", 0, crossing).seconds == pytest.approx(3.0, rel=1e-3)
 
 
 def test_passes_over_memory_by_hand():

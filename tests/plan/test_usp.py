@@ -9,7 +9,7 @@ import pytest
 import burst_portable as bp
 from burst_portable.cost import rank_cost
 from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.layout import Layout
+from burst_portable.layout import Layout, Segment
 from burst_portable.messages import inboxes
 from burst_portable.plans import Plan
 from burst_portable.rates import Rates
@@ -162,20 +162,31 @@ def test_fewer_larger_launches():
     assert ours.flops == theirs.flops
 
 
-def test_places_in_inboxes():
+@pytest.mark.parametrize("kv_heads", [6, 1])  # of one that is shared, gradients are wide: backward needs more room
+def test_places_in_inboxes(kv_heads):
     """What is resharded lies in front; messages behind it, apart, in the same places forward and backward."""
-    plan = make(ranks=6, moves="fetch", mask="full")
+    plan = make(ranks=6, moves="fetch", mask="full", kv_heads=kv_heads)
     assert plan.direct
     assert not make(ranks=6).direct
     found = [inboxes(plan, rank) for rank in range(6)]
     assert len({(one.forward, one.backward) for one in found}) == 1
-    lone = inboxes(make(ranks=3, length=48, mask="full"), 0)
+    lone = inboxes(make(ranks=3, length=48, mask="full", kv_heads=kv_heads), 0)
     for rank, one in enumerate(found):
+        assert all(rank in (move.source, move.target) for move in one.places)
         mine = [place for move, place in one.places.items() if move.target == rank]
         assert len(mine) == len(set(mine)) == 2  # K and V in both passes, and dK and dV
         assert min(mine) >= 3 * max(lone.forward, lone.backward)
         assert max(mine) < 6 * one.backward
         assert all(other.places.get(move, place) == place for other in found for move, place in one.places.items())
+
+
+def test_room_for_what_is_resharded_by_hand():
+    """Rows 40, 4 and 4, two of six heads of 64 a rank: Q, K and V come of all rows, out and LSE from three ranks."""
+    layout = Layout("uneven", 48, tuple((Segment(start, count),) for start, count in ((0, 40), (40, 4), (44, 4))))
+    plan = bp.plan(seq_len=48, ranks=3, heads=6, head_dim=64, mask="full", layout=layout, strategy="ulysses")
+    row = 2 * 64 * 2
+    lse = 1024  # 960 bytes in float32, padded
+    assert inboxes(plan, 1).forward == -(-(48 * 3 * row + 3 * 40 * row + lse) // 3)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,89 @@
+"""Bytes read and written between kernels, by hand, where ranks, blocks, rows and batch rows are several and uneven."""
+
+from __future__ import annotations
+
+import pytest
+
+import burst_portable as bp
+from burst_portable.cost import rank_cost
+from burst_portable.layout import Layout, Segment
+from burst_portable.memory_traffic import comes_in_order, resharded
+from burst_portable.rates import Rates
+from burst_portable.strategies.registry import make_strategy
+
+PIECES = Rates(1.0, 1.0, in_pieces=True)
+USUAL = {"heads": 6, "kv_heads": 6, "head_dim": 64, "mask": "full", "layout": "contiguous"}
+
+
+def seconds(made, pass_name, rank=0, **changes):
+    """A byte a second, and all else at once."""
+    return rank_cost(made, pass_name, rank, Rates(1e9, 1e9, 0.0, 0.0, memory=1e-9, **changes)).seconds
+
+
+@pytest.mark.parametrize("moves", ["neighbour", "fetch"])
+def test_a_block_is_packed_once_by_its_owner(moves):
+    """Rank 2 of three: on a ring it hands on a block of more rows as it came; to fetch, two ask for the same rows."""
+    made = bp.plan(seq_len=50, ranks=3, **USUAL, strategy=make_strategy("ring", moves=moves))
+    assert [made.layout.count(rank) for rank in range(3)] == [17, 17, 16]
+    row = 16 * 6 * 64  # numbers of a tensor of rank 2; out is merged twice
+    assert seconds(made, "forward", 2) == pytest.approx(2 * (2 * row * 2) + 2 * 8 * row, rel=1e-6)
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("pass_name", ["forward", "backward"])
+@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
+def test_three_batch_rows_are_three_times_the_bytes(strategy, pass_name, in_pieces):
+    """LSE and delta of a row are padded to 16 bytes, which two rows of eight heads fill as well."""
+    once, thrice = (
+        bp.plan(seq_len=64, ranks=2, batch=batch, strategy=strategy, **USUAL | {"heads": 8, "kv_heads": 8})
+        for batch in (1, 3)
+    )
+    more, less = (seconds(made, pass_name, in_pieces=in_pieces) for made in (thrice, once))
+    assert more == pytest.approx(3 * less, rel=1e-6)
+
+
+def test_what_uneven_ranks_reshard():
+    """Rows 18, 18 and 17, two of six heads of 64 a rank."""
+    plan = bp.plan(seq_len=53, ranks=3, **USUAL, strategy="ulysses")
+    row = 2 * 64 * 2  # bytes of one tensor
+    for rank, rows in enumerate((18, 18, 17)):
+        # Q, K and V leave, and out comes: each is read and written. What came lies in order, and may stay.
+        home = 2 * 3 * rows * row
+        (told,) = resharded(plan, "forward", rank, PIECES, picks=False)
+        assert told == (2 * 3 * rows * 3 * row, 0, 0, home)
+        (told,) = resharded(plan, "forward", rank, PIECES, picks=True)
+        assert told == (0, 0, 2 * 53 * 3 * row, home)
+        (told,) = resharded(plan, "backward", rank, PIECES, picks=False)
+        assert told == (2 * 3 * rows * row, 0, 0, 3 * home)
+        # Put into natural order, and out back into that of ranks; it is a copy, which may stay.
+        mixed = bp.plan(seq_len=53, ranks=3, **USUAL | {"layout": "zigzag"}, strategy="ulysses")
+        (told,) = resharded(mixed, "forward", rank, PIECES, picks=True)
+        assert told == (0, 2 * 53 * 4 * row, 0, 2 * 3 * mixed.layout.count(rank) * row)
+
+
+MANY = Layout("many", 14, ((Segment(0, 2), Segment(6, 2), Segment(12, 2)), (Segment(2, 4), Segment(8, 4))))
+PARTLY = Layout("partly", 12, ((Segment(0, 4, 2),), (Segment(1, 4, 2), Segment(8, 4))))
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "in_pieces", "kept"),
+    [
+        ("contiguous", {}, True, True),
+        ("zigzag", {}, False, True),  # few segments a rank
+        ("zigzag", {}, True, False),
+        ("striped", {}, False, True),
+        ("striped", {}, True, False),
+        (PARTLY, {}, True, False),
+        (MANY, {}, False, False),  # of one rank
+        ("zigzag", {"inner": 2}, False, True),
+        ("zigzag", {"inner": 2, "moves": "fetch"}, False, False),  # in natural order more rows can be left out
+        ("striped", {"inner": 2}, True, True),  # a node's rows are interleaved with those of others anyway
+    ],
+    ids=str,
+)
+def test_which_rows_are_computed_in_the_order_of_ranks(layout, options, in_pieces, kept):
+    ranks = 4 if options else 2
+    length = layout.length if isinstance(layout, Layout) else 64
+    strategy = make_strategy("usp" if options else "ulysses", **options)
+    plan = bp.plan(seq_len=length, ranks=ranks, **USUAL | {"layout": layout}, strategy=strategy)
+    assert comes_in_order(plan, in_pieces=in_pieces) == kept
