@@ -182,7 +182,7 @@ def _sum_bucket(bucket: list[Tensor], missing: set[Tensor], mesh: Mesh) -> None:
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """In order, as many together as their gradients come to `_BUCKET` bytes; a larger one alone."""
+    """In order (there are some), as many together as their gradients come to `_BUCKET` bytes; a larger one alone."""
     bucket, held = list[Tensor](), 0
     for parameter in parameters:
         size = _gradient(parameter).nbytes
@@ -191,8 +191,7 @@ def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
             bucket, held = [], 0
         bucket.append(parameter)
         held += size
-    if bucket:
-        yield bucket
+    yield bucket
 
 
 def _gradient(parameter: Tensor) -> Tensor:

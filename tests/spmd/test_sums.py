@@ -10,6 +10,7 @@ import torch
 from torch.nn import Parameter
 
 import burst_portable as bp
+from burst_portable import gradients
 from burst_portable.errors import BurstError, MismatchError
 
 
@@ -92,6 +93,97 @@ def test_ranks_whose_parameters_hold_other_values(which: int):
     for message in bp.run_local(3, work):
         assert re.search(r"values of the parameters: checksum \w{8} on rank 0, 1 but checksum \w{8} on rank 2", message)
         assert "seed ranks alike" in message
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"), [("one", "x is not a tensor"), (torch.ones(3).to_sparse(), "x is not a dense tensor")]
+)
+def test_a_rank_that_sums_what_is_no_dense_tensor(odd: object, told: str):
+    """The other ranks are told, and do not wait for the deadline."""
+
+    def work(mesh: bp.Mesh) -> tuple[str, list[float]]:
+        bp.sum_over_ranks(torch.ones(3), mesh)
+        with pytest.raises(BurstError) as caught:
+            bp.sum_over_ranks(odd if mesh.rank == 1 else torch.ones(3), mesh)
+        return str(caught.value), bp.sum_over_ranks(torch.ones(3), mesh).tolist()
+
+    for message, after in bp.run_local(3, work, deadline=20):
+        assert told in message
+        assert "not come" not in message
+        assert after == [3.0] * 3
+
+
+def test_a_refusal_of_the_first_sum_is_told():
+    """No rank has sent anything yet: the parameters say which transport to tell it by."""
+
+    def work(mesh: bp.Mesh) -> str:
+        with pytest.raises(BurstError) as caught:
+            bp.sum_gradients(sparse() if mesh.rank == 1 else parameters(5, 7, 2), mesh)
+        return str(caught.value)
+
+    for message in bp.run_local(3, work, deadline=20):
+        assert "sparse gradients are not summed" in message
+
+
+def test_parameters_that_were_summed_before_are_compared_again():
+    """Two models in turn: a rank that takes the other one does not sum its gradients with those of this one."""
+
+    def work(mesh: bp.Mesh) -> str:
+        one, other = parameters(5, 2), parameters(5, 7, 2)
+        for each in (one, other):
+            bp.sum_gradients(each, mesh)
+        with pytest.raises(MismatchError) as caught:
+            bp.sum_gradients(other if mesh.rank == 1 else one, mesh)
+        return str(caught.value)
+
+    for message in bp.run_local(2, work):
+        assert "2 tensors of 7 numbers on rank 0 but 3 tensors of 14 numbers on rank 1" in message
+
+
+@pytest.mark.parametrize("listed", [[], frozen(5, 2)[:1]], ids=["none", "frozen"])
+def test_nothing_to_sum(listed: list[Parameter]):
+    """Not even a transport is needed where no gradient says on which device."""
+    assert bp.run_local(2, lambda mesh: bp.sum_gradients(listed, mesh)) == [None, None]
+    assert listed == [] or listed[0].grad.tolist() == [1] * 5
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [torch.ones(2, dtype=torch.complex128), torch.ones(2, device="meta"), torch.ones(2).to_sparse()],
+    ids=["of 16 bytes a number", "without memory", "sparse"],
+)
+def test_frozen_tensors_whose_values_are_not_compared(beside: torch.Tensor):
+    def work(mesh: bp.Mesh) -> list[float]:
+        one = parameters(3, 1)[0]
+        bp.sum_gradients([one, beside], mesh)
+        return one.grad.tolist()
+
+    assert bp.run_local(2, work) == [[2.0] * 3] * 2
+
+
+def test_gradients_that_are_exchanged_together(monkeypatch: pytest.MonkeyPatch):
+    """As many as fill a bucket of 8 bytes exactly; a larger one alone."""
+    monkeypatch.setattr(gradients, "_BUCKET", 8)
+    sizes = []
+    summed = gradients._summed
+
+    def noted(x: torch.Tensor, mesh: bp.Mesh) -> torch.Tensor:
+        sizes.append(x.numel())
+        return summed(x, mesh)
+
+    monkeypatch.setattr(gradients, "_summed", noted)
+    mine = parameters(1, 1, 1, 3, 1, 1)
+    bp.sum_gradients(mine, bp.Mesh.single())
+    assert sizes == [2 + 2, 1 + 1, 3 + 1, 2 + 2]  # besides, for each gradient a number that says who has one
+
+
+def test_five_numbers_over_three_ranks_are_sent_as_six(monkeypatch: pytest.MonkeyPatch):
+    """What is cut into a part for each rank is padded to equal parts, and no more."""
+    cut = []
+    pieces = gradients._pieces
+    monkeypatch.setattr(gradients, "_pieces", lambda x, count: cut.append((x.numel(), count)) or pieces(x, count))
+    assert bp.run_local(3, lambda mesh: bp.sum_over_ranks(torch.arange(5.0), mesh).tolist()) == [[0, 3, 6, 9, 12]] * 3
+    assert set(cut) == {(6, 3)}
 
 
 def test_a_rank_that_sums_where_others_attend():
