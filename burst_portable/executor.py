@@ -104,7 +104,7 @@ def _run_forward(
     first = None if merged is None else (merged, q.new_empty((*q.shape[:3], v.shape[-1])))
     blocks = _Blocks(pass_plan, rank, runtime, (k, v), q.dtype, backward=False)
     state: State | None = None
-    stays = replace(options, makes_way=False) if options.makes_way else options
+    stays = replace(options, makes_way=False)
     for step in steps:
         blocks.begin(step)
         if step.compute:
@@ -295,8 +295,7 @@ class _Results:
     def __init__(self, blocks: _Blocks, own: Views) -> None:
         self._blocks, self._own = blocks, own
         self._made: dict[int, Tensor] = {}  # by owner: sums that have not left
-        problem = blocks.pass_plan.problem  # gradients are summed wide, however they travel
-        self._wide = replace(problem, narrow=False) if problem.narrow else problem
+        self._wide = replace(blocks.pass_plan.problem, narrow=False)  # gradients are summed so, however they travel
         results = [m for step in blocks.pass_plan.steps_of(blocks.rank) for m in step.result_sends]
         self._sends = {m.owner: m for m in results}
 

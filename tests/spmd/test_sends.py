@@ -84,7 +84,12 @@ def test_ranks_that_are_done_wait_for_what_others_still_take(monkeypatch):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize(
-    "strategy", ["ring", "burst", "double_ring", bp.make_strategy("ring", moves="fetch", own="last")], ids=str
+    "strategy",
+    [
+        *("ring", "burst", "double_ring", bp.make_strategy("ring", moves="fetch", own="last")),
+        bp.make_strategy("ring", moves="fetch", ahead=2),  # causal, rank 0 is done before any of its two is needed
+    ],
+    ids=str,
 )
 def test_all_that_leaves_has_left_when_a_pass_ends(strategy, mask, backward, monkeypatch):
     for rank, log in logs(monkeypatch, backward, mask=mask, strategy=strategy).items():
