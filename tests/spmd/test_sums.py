@@ -186,6 +186,18 @@ def test_five_numbers_over_three_ranks_are_sent_as_six(monkeypatch: pytest.Monke
     assert set(cut) == {(6, 3)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_values_of_other_widths_are_compared(dtype: torch.dtype):
+    def work(mesh: bp.Mesh) -> str:
+        frozen = torch.full((3,), 2.0 if mesh.rank == 1 else 1.0).to(dtype)
+        with pytest.raises(MismatchError) as caught:
+            bp.sum_gradients([*parameters(5, 1)[:1], frozen], mesh)
+        return str(caught.value)
+
+    for message in bp.run_local(2, work):
+        assert "values of the parameters: checksum" in message
+
+
 def test_a_rank_that_sums_where_others_attend():
     def work(mesh: bp.Mesh) -> str:
         x = torch.ones(1, 4, 2, 8)
