@@ -51,6 +51,18 @@ def test_a_node_by_hand():
     assert [(m.label, m.source, m.target) for m in second.arrivals] == [("kv1", 1, 4)]
 
 
+@pytest.mark.parametrize("moves", ["neighbour", "fetch"])
+@pytest.mark.parametrize(
+    ("ranks", "inner", "as_in"), [(2, 2, "ulysses"), (6, 6, "ulysses"), (6, 1, "ring"), (1, 1, "ring")]
+)
+def test_nodes_that_make_it_another_strategy(ranks, inner, as_in, moves):
+    """All ranks in one node: that is Ulysses. One rank a node: a ring."""
+    ours = make(ranks=ranks, inner=inner, moves=moves)
+    strategy = make_strategy("ring", moves=moves) if as_in == "ring" else as_in
+    other = bp.plan(seq_len=96, ranks=ranks, heads=12, kv_heads=6, head_dim=64, strategy=strategy)
+    assert replace(ours, strategy=as_in) == other
+
+
 class TestPlantedMistakes:
     """What `verify` is for: each of these must be found."""
 
