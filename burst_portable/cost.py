@@ -184,7 +184,7 @@ class _Timeline:
     def wait(self, moves: Sequence[Move]) -> None:
         """Kernels continue when these messages have arrived."""
         for move in moves:
-            self._kernels = max(self._kernels, self._arrives.get(move, 0.0))
+            self._kernels = max(self._kernels, self._arrives[move])
 
     def receive(self, moves: Sequence[Move], size: Callable[[Move], int]) -> None:
         """Receives are posted at the point that kernels have reached. A plain transport brings all of them at once."""

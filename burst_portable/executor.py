@@ -355,7 +355,7 @@ def _view(field: Field, buffer: Tensor, start: int, rows: int, batch: int, dtype
 
     `dtype`: of the inputs.
     """
-    kind = dtype if field.itemsize == dtype.itemsize and field.dim is not None else accumulation_dtype(dtype)
+    kind = dtype if field.itemsize == dtype.itemsize else accumulation_dtype(dtype)
     numbers = buffer.view(kind)
     row, first = numbers.numel() // rows, numbers.storage_offset() + start // field.itemsize
     heads, dim = field.heads, field.dim

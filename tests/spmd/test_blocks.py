@@ -20,6 +20,11 @@ class Noting(PlainRuntime):
     dtypes: ClassVar[set[torch.dtype]] = set()
     inboxes: ClassVar[dict[int, list[StorageWeakRef]]] = {}
     held: ClassVar[dict[int, list[int]]] = {}
+    copied: ClassVar[set[tuple[bool, int]]] = set()
+
+    def copying(self, device, step, *, backward):
+        self.copied.add((backward, step))
+        return super().copying(device, step, backward=backward)
 
     def inbox(self, moves, size, device):
         made = super().inbox(moves, size, device)
@@ -44,6 +49,7 @@ def noted(monkeypatch):
     for name, empty in {"in_one_piece": set, "inboxes": list, "held": list}.items():
         monkeypatch.setattr(Noting, name, defaultdict(empty))
     monkeypatch.setattr(Noting, "dtypes", set())
+    monkeypatch.setattr(Noting, "copied", set())
     return Noting
 
 
@@ -81,3 +87,9 @@ def test_blocks_are_let_go_while_others_come(noted):
     attend(12, "ring")
     assert len(noted.held) == 12
     assert all(len(held) == 12 and max(held) <= 5 for held in noted.held.values())
+
+
+def test_copies_are_told_with_their_step(noted):
+    """The own block is packed first; sums of others' gradients are zeroed at 1 and 2, what came is added at 2 and 3."""
+    attend(3, "ring")
+    assert noted.copied == {(False, 0), *((True, step) for step in range(4))}
