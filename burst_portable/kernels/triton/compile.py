@@ -57,9 +57,8 @@ KERNELS = {
     "whole keys": backward.keys_kernel,
     "whole queries": backward.queries_kernel,
 }
-_WHOLE = (
-    "whole "  # where one launch makes all, results are written in the dtype of the inputs; else in float32, or added
-)
+# Where one launch makes all, results are written in the dtype of the inputs; else in float32, or added to it.
+_WHOLE = "whole "
 _OWN_ROWS = {"forward": ("q",), "resumed": ("q",), "keys": ("k", "v"), "queries": ("q", "dout")}
 _REGISTERS = 65536  # in an NVIDIA multiprocessor
 _SIMDS = 4  # in an AMD compute unit

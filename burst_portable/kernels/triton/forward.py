@@ -175,9 +175,7 @@ def attend_kernel(
             mine, keys, values, acc, top, total, rows, table + entry, batch, shared, scale, inner, outer, k_row, v_row,
             C, D, DV, PADDED_D, PADDED_DV, CAP, PRESCALE, PRECISION, TMA, True,
         )  # fmt: skip
-    if (
-        out.dtype.element_ty.primitive_bitwidth == 16
-    ):  # else what Q's addresses were made of stays in registers till here
+    if out.dtype.element_ty.primitive_bitwidth == 16:  # else what Q's addresses were made of is kept in registers
         rows = tl.load(block, volatile=True) + tl.arange(0, R)
         inside = rows < q_rows
     if DOUBLE:
