@@ -30,7 +30,7 @@ from burst_portable.kernels.triton.prepared import (
     on_device_of,
 )
 from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, Table, Tuning, choose
-from burst_portable.numerics import State, running_dtype
+from burst_portable.numerics import State, accumulation_dtype, running_dtype
 from burst_portable.tiles import Tile, Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -337,14 +337,10 @@ class TritonKernel:
 
 
 def _new_state(q: Tensor, value_dim: int, dtype: torch.dtype) -> State:
-    """Memory for (out, LSE); out in `dtype`, LSE at least in float32. The kernel writes every row."""
+    """Memory for (out, LSE), out in `dtype`. The kernel writes every row."""
     batch, rows, heads, _ = q.shape
     out = torch.empty(batch, rows, heads, value_dim, dtype=dtype, device=q.device)
-    return out, torch.empty(batch, heads, rows, dtype=max(dtype, torch.float32, key=_width), device=q.device)
-
-
-def _width(dtype: torch.dtype) -> int:
-    return dtype.itemsize
+    return out, torch.empty(batch, heads, rows, dtype=accumulation_dtype(dtype), device=q.device)
 
 
 def _table(
