@@ -1,7 +1,7 @@
 """What ranks exchange over peer copies: in one launch of a kernel, and flags in one call of the driver.
 
 The kernel is stood in for, and so is the machine: see `peer_machine`. The kernel itself runs in Triton's interpreter,
-in `tests/kernels/triton_cases.py`.
+in `tests/kernels/triton_checks.py`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from dataclasses import replace
 
 import torch
 
-from tests.kernels.triton_cases import CHECKS, Case, check
+from tests.kernels.triton_cases import Case, check
+from tests.kernels.triton_checks import CHECKS
 
 
 def patch_once_a_launch() -> None:

@@ -39,7 +39,7 @@ from tests.kernels.hopper_cases import (
     tiles_of,
     wide,
 )
-from tests.kernels.triton_cases import check_far
+from tests.kernels.triton_checks import check_far
 
 pytestmark = pytest.mark.device
 

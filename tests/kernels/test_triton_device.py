@@ -11,7 +11,8 @@ import torch
 from burst_portable.kernels.contract import KernelProblem, Options
 from burst_portable.layout import Segment
 from burst_portable.tiles import find_tiles
-from tests.kernels.triton_cases import CHECKS, SHAPES, Case, cases, check, inputs, layouts, masks
+from tests.kernels.triton_cases import SHAPES, Case, cases, check, inputs, layouts, masks
+from tests.kernels.triton_checks import CHECKS
 
 pytest.importorskip("triton")
 pytestmark = [

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels.triton_cases import CHECKS, Case, cases
+from tests.kernels.triton_cases import Case, cases
+from tests.kernels.triton_checks import CHECKS
 
 pytest.importorskip("triton")
 
