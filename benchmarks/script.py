@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import torch
 
+from burst_portable.cli.streams import told
 from burst_portable.errors import BackendUnavailableError, BurstError, CommunicationError
 
 
@@ -59,10 +60,24 @@ def accelerator() -> torch.device:
 
 
 def end(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script and end as the command `burst-portable` does: its exit codes, one line on stderr, no traceback."""
+    """Run a script and end as the command `burst-portable` does: its exit codes, one line on stderr, no traceback.
+
+    That goes for what it prints, too: 141 where nobody reads it any more, 1 where a disk is full.
+    """
+    sys.exit(told(lambda: _code(main), _fail))
+
+
+def _code(main: Callable[[], int | None]) -> int:
     try:
-        sys.exit(main())
+        return main() or 0
+    except SystemExit as ended:  # of --help, or of the script itself: what was printed is still to be written
+        if ended.code is not None and not isinstance(ended.code, int):
+            raise
+        return ended.code or 0
     except BurstError as error:
-        told, code = " ".join(str(error).split()), 1 if isinstance(error, CommunicationError) else 2
-        print(f"{Path(sys.argv[0]).name}: {told}", file=sys.stderr)
-        sys.exit(code)
+        return _fail(str(error), 1 if isinstance(error, CommunicationError) else 2)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr)
+    return code

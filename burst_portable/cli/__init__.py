@@ -7,13 +7,12 @@ reads the output any more. An exception that nobody foresaw keeps its traceback.
 
 from __future__ import annotations
 
-import errno
-import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
 from burst_portable.cli.signals import Ended, ended_by_signals
+from burst_portable.cli.streams import told
 from burst_portable.errors import BurstError, CommunicationError, shown
 
 PROGRAM = "burst-portable"
@@ -21,7 +20,6 @@ EXIT_CODES = (
     "Exit codes: 0 all is well, 1 a check failed or ranks lost each other, 2 something that was typed cannot be used "
     "(one line says what)."
 )
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,36 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"the command line needs {' and '.join(missing)}; in the clone, run: pip install '.[cli]'", 2)
     try:
         with ended_by_signals(last=arguments is None):
-            return _told(list(sys.argv[1:] if arguments is None else arguments))
+            given = list(sys.argv[1:] if arguments is None else arguments)
+            return told(lambda: _run(given), _fail)
     except Ended as ended:
         return 128 + ended.number
     except KeyboardInterrupt:  # elsewhere than in the main thread of a process
         return 130
-
-
-def _told(arguments: list[str]) -> int:
-    """Runs it with an output that may have a poor encoding, be closed, or be full."""
-    from burst_portable.cli.output import silence, tolerate_encodings
-
-    tolerate_encodings()
-    try:
-        code = _run(arguments)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # while what goes wrong can still be told
-        return code
-    except BrokenPipeError:
-        silence(sys.stdout)
-        return 128 + signal.SIGPIPE
-    except SystemExit as ended:
-        if not isinstance(ended.__context__, BrokenPipeError):
-            raise
-        silence(sys.stdout)  # help is printed by a console of typer's own, which ends with 1 where nobody reads it
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        silence(sys.stdout)
-        return _fail(f"the output cannot be written: {error.strerror}", 1)
 
 
 def _run(arguments: list[str]) -> int:
@@ -90,8 +64,8 @@ def _with_value(message: str, error: Exception, arguments: list[str]) -> str:
     pairs = zip(arguments, [*arguments[1:], ""], strict=True)
     typed = [value for name, value in pairs if name in names and value and not value.startswith("--")]
     typed += [a.partition("=")[2] for a in arguments if a.partition("=")[0] in names and "=" in a]
-    told = ", ".join(map(shown, typed))
-    return message if told in message else f"{message}; got {told}"
+    got = ", ".join(map(shown, typed))
+    return message if got in message else f"{message}; got {got}"
 
 
 def _fail(message: str, code: int) -> int:

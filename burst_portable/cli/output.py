@@ -1,18 +1,17 @@
-"""Where a command's output goes: tables for people, JSON to a file or to standard output, and streams that fail.
+"""Where a command's output goes: tables for people, JSON to a file or to standard output.
 
-`--json` writes JSON and nothing else to standard output; `--json FILE` writes a file beside the tables.
+`--json` writes JSON and nothing else to standard output; `--json FILE` writes a file beside the tables. A place
+that cannot be written to is refused before the work is done; streams that fail are the matter of `cli.streams`.
 """
 
 from __future__ import annotations
 
-import codecs
-import io
 import json
 import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ JSON_HELP = "Write JSON to FILE beside the tables; without FILE, or as -, to sta
 PRINT_JSON_HELP = "Print JSON to standard output instead of tables."
 _PIPE_WIDTH = 120
 _LABEL = 7  # characters
-_PLAIN = dict(zip("→←·…µ≤²━╸╺█▓▒░", "><.~u<2---#=+-", strict=True))
 
 
 class _Console(Console):
@@ -189,27 +187,3 @@ def check_folder(path: Path, option: str) -> None:
         got = f"{str(path)!r}: {error.strerror}"
         raise InputError(explain(f"{option} cannot be made", got=got, allowed="a folder, made if absent")) from error
     check_file(path / ".writable", option)
-
-
-# ------------------------------------------------------------------------------------------------ streams that fail
-
-
-def tolerate_encodings() -> None:
-    """Show characters that a terminal's encoding lacks as similar ones, or as question marks."""
-    codecs.register_error("burst_portable.plain", _plain)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="burst_portable.plain")
-
-
-def _plain(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    return "".join(_PLAIN.get(c, "?") for c in error.object[error.start : error.end]), error.end
-
-
-def silence(stream: Any) -> None:
-    """Send what is left in a stream that failed to nowhere: the interpreter would complain of it when it ends."""
-    with suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)

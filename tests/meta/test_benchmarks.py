@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -49,6 +53,67 @@ def test_codes_and_other_errors_are_passed_on():
     assert ended.value.code == 3
     with pytest.raises(ZeroDivisionError):
         end(lambda: 1 // 0)
+
+
+def code_of(main, stdout, monkeypatch) -> object:
+    monkeypatch.setattr(sys, "stdout", stdout)
+    with pytest.raises(SystemExit) as ended:
+        end(main)
+    return ended.value.code
+
+
+def says_much() -> None:
+    for _ in range(1000):
+        print("a row of a table")
+
+
+def says_little() -> int:
+    print("all is well")
+    return 0
+
+
+def gives_help() -> None:
+    argparse.ArgumentParser(prog="ring.py").parse_args(["--help"])
+
+
+@pytest.mark.parametrize("main", [says_much, says_little, gives_help])
+def test_nobody_reads_what_a_script_prints(main, monkeypatch, capsys):
+    """As in `... | head -1`: also where all that was printed waits in a buffer until the end."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        assert code_of(main, closed, monkeypatch) == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
+
+
+def test_a_script_whose_output_is_on_a_full_disk(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks/ring.py"])
+    with Path("/dev/full").open("w") as full:
+        assert code_of(says_much, full, monkeypatch) == 1
+    assert capsys.readouterr().err == "ring.py: the output cannot be written: No space left on device\n"
+
+
+def test_what_was_printed_before_a_file_could_not_be_written_is_there(monkeypatch, tmp_path):
+    def main() -> None:
+        says_little()
+        raise OSError(errno.ENOSPC, "No space left on device", "results.json")
+
+    with (tmp_path / "out").open("w") as out:
+        assert code_of(main, out, monkeypatch) == 1
+    assert (tmp_path / "out").read_text() == "all is well\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_nobody_reads_a_whole_script(unbuffered):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.picture", "--check"],
+        cwd=FOLDER.parent, stdout=write, stderr=subprocess.PIPE, text=True, check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_options(tmp_path):
