@@ -6,7 +6,10 @@ import datetime
 import json
 import platform
 import statistics
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -15,6 +18,9 @@ from benchmarks import picture
 
 HostTimes = dict[str, dict[str, dict[str, float]]]
 """By provider, pass, and whether it is the least or the median."""
+
+OTHER_PACKAGES = ("ring-flash-attn", "flash-attn-4", "nvidia-cutlass-dsl", "transformers")
+"""What our code is measured beside or inside of, and does not come with torch; the third compiles flash-attn-4."""
 
 PEERS = ("cudnn", "flex", "flex-max", "flex-flash", "flash-attn-4")
 
@@ -36,7 +42,7 @@ class Result:
 
 
 def setting() -> dict[str, str]:
-    """Where and with what it ran."""
+    """Where and with what it ran. Of other packages, those that are installed; older files name none."""
     import triton
 
     return {
@@ -45,7 +51,17 @@ def setting() -> dict[str, str]:
         "triton": triton.__version__,
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        **installed(OTHER_PACKAGES),
     }
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those packages that are installed. One that only lies on the path has none, and is left out."""
+    found = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def print_tables(results: list[Result], hosts: HostTimes) -> None:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 
 import burst_portable as bp
 from benchmarks import attention, energy, picture, providers
-from benchmarks.report import Result, beside
+from benchmarks.report import Result, beside, setting
 from benchmarks.script import accelerator, count, current_device, end, file, names
 from burst_portable.backends.registry import for_device
 from burst_portable.errors import BackendUnavailableError, DeadlineError, UnknownNameError
@@ -164,6 +164,21 @@ def test_a_picture_tells_ours_from_others_and_from_bounds():
     assert drawn.count(f'width="{picture.LONGEST:.1f}"') == 2
     assert drawn.count(f'width="{picture.LONGEST / 2:.1f}"') == 2
     assert "&lt;&amp;&gt;" in drawn
+
+
+def test_a_result_names_the_versions_of_the_packages_that_are_there(monkeypatch, tmp_path):
+    """Installed here: ring-flash-attn and nothing else. What reads files without such names reads these, too."""
+    pytest.importorskip("triton")
+    there = tmp_path / "ring_flash_attn-0.1.99.dist-info"
+    there.mkdir()
+    (there / "METADATA").write_text("Metadata-Version: 2.1\nName: ring-flash-attn\nVersion: 0.1.99\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    told = setting()
+    assert told.pop("ring-flash-attn") == "0.1.99"
+    assert set(told) == {"device", "torch", "triton", "python", "date"}
+    results = [{"row": "a", "provider": "hopper", "tflops": {"forward": 9.0, "backward": 4.5}}]
+    drawn = [picture.of({"setting": one, "results": results}) for one in (told, told | {"ring-flash-attn": "0.1.99"})]
+    assert drawn[0] == drawn[1]
 
 
 def test_energy_of_a_call_is_its_share_of_what_the_board_counts(monkeypatch):
