@@ -252,8 +252,7 @@ def _walk(line: _Timeline, pass_plan: PassPlan, pass_name: PassName, rank: int, 
         line.wait(step.result_arrivals)
         line.read_and_write(memory_traffic.added(step.result_arrivals, size, narrow=narrow))
         line.receive(step.result_receives, size)
-    if pass_name == "backward":
-        line.read_and_write(memory_traffic.summed(pass_plan, rank, rates))
+    line.read_and_write(memory_traffic.summed(pass_plan, pass_name, rank, rates))
 
 
 def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates) -> float:
@@ -274,8 +273,7 @@ def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, 
             _walk(line, pass_plan, pass_name, rank, rates)
         else:
             line.launch(work)
-            if pass_name == "backward":
-                line.read_and_write(memory_traffic.summed(pass_plan, rank, rates))
+            line.read_and_write(memory_traffic.summed(pass_plan, pass_name, rank, rates))
         homes.append(line.exchange(back))
     line.read_and_write(sum(traffic.kept for traffic in passes))
     for at, traffic in zip(homes, passes, strict=True):

@@ -88,8 +88,10 @@ def merged(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Trai
     return batch * (queries * problem.heads + _PIECE_ADDED * compute.columns * problem.kv_heads * (d + dv))
 
 
-def summed(pass_plan: PassPlan, rank: int, how: Traits) -> int:
-    """For the gradients of a rank's own rows, of one group of heads."""
+def summed(pass_plan: PassPlan, pass_name: PassName, rank: int, how: Traits) -> int:
+    """For the gradients of a rank's own rows, of one group of heads; the forward pass has none."""
+    if pass_name == "forward":
+        return 0
     p, member = pass_plan.problem, rank // pass_plan.stride
     queries = p.q_layout.count(member) * p.heads * p.head_dim
     keys = p.k_layout.count(member) * p.kv_heads * (p.head_dim + p.value_dim)
