@@ -9,6 +9,7 @@ import typer
 from burst_portable import __version__
 from burst_portable.backends.registry import known
 from burst_portable.cli import PROGRAM
+from burst_portable.cli.lengths import LENGTH, METAVAR, tokens
 from burst_portable.cli.output import JSON_HELP, JsonOption
 from burst_portable.cli.training.job import DTYPES
 from burst_portable.config import Launched, launched
@@ -43,8 +44,10 @@ def measure(
     seq_len: Annotated[
         int | None,
         typer.Option(
+            parser=tokens,
+            metavar=METAVAR,
             help="Tokens a rank of the longer kernel call, the shorter one has a quarter; unless given, 16384, or 512 "
-            "on CPUs, where ten times as many take a hundred times as long."
+            f"on CPUs, where ten times as many take a hundred times as long; {LENGTH}",
         ),
     ] = None,
     inner: Annotated[

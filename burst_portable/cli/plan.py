@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from burst_portable.cli.lengths import LENGTH, METAVAR, tokens
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, check, checked_ranks, plan_facts
 from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVELS, asked_strategy
@@ -27,7 +28,9 @@ _PROGRESS_ABOVE = 64  # ranks; fewer are checked too quickly for a progress bar
 
 
 def plan(
-    seq_len: Annotated[int, typer.Option(help="Tokens of the whole sequence.")],
+    seq_len: Annotated[
+        int, typer.Option(parser=tokens, metavar=METAVAR, help=f"Tokens of the whole sequence; {LENGTH}")
+    ],
     ranks: Annotated[int, typer.Option(help="How many ranks share it.")],
     heads: Annotated[int, typer.Option(help="Query heads; a multiple of the K/V heads.")] = 32,
     kv_heads: Annotated[int | None, typer.Option(help="K/V heads; as many as query heads unless given.")] = None,

@@ -10,6 +10,7 @@ import typer
 
 from burst_portable.backends.registry import known
 from burst_portable.cli import PROGRAM
+from burst_portable.cli.lengths import LENGTH, METAVAR, tokens
 from burst_portable.cli.output import JSON_HELP, JsonOption, check_folder, json_text, writing
 from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVELS
 from burst_portable.errors import BackendUnavailableError, BurstError, InputError, explain
@@ -32,7 +33,9 @@ def run(
     text: Annotated[
         str | None, typer.Option(help="A file of any kind; unless given, English that comes with Python.")
     ] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a whole sequence.")] = 4096,
+    seq_len: Annotated[
+        int, typer.Option(parser=tokens, metavar=METAVAR, help=f"Tokens of a whole sequence; {LENGTH}")
+    ] = 4096,
     ranks: Annotated[
         int | None,
         typer.Option(help="Start so many local processes, 2 unless given; torchrun's are joined."),
