@@ -82,7 +82,8 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             _refuse_twice(ctx.call)
-        saved = ctx.saved_tensors  # read once: recomputing checkpoints hand out each tensor a single time
+        # Read once: recomputing checkpoints hand out each tensor a single time.
+        saved = tuple(map(_as_kernels_take_it, ctx.saved_tensors))
         with own_precision(saved[0].device):
             _begin(ctx.call, saved[0].device, forward_pass=ctx.number)
             run = _backward_by_heads if ctx.call.plan.reshard else _backward_by_blocks
@@ -94,6 +95,13 @@ class Attention(torch.autograd.Function):
 def _no_view(x: Tensor) -> Tensor:
     """A result that may be changed in place: some kernels return views, which torch refuses to change."""
     return x.detach() if x._is_view() else x
+
+
+def _as_kernels_take_it(x: Any) -> Any:
+    """A saved tensor, or None, with strides that kernels take: torch's hooks on saved tensors may give back others."""
+    if x is None:
+        return None
+    return as_kernels_take(x) if x.dim() == 4 else x.contiguous()  # LSE in one piece
 
 
 def _refuse_twice(call: Call) -> NoReturn:
