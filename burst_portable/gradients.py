@@ -32,7 +32,8 @@ _BUCKET = 1 << 28
 def sum_over_ranks(x: Tensor, mesh: MeshLike = None) -> Tensor:
     """The sum of the ranks' tensors of one shape and dtype, on every rank: scattered, added, gathered.
 
-    It is added in float32 or float64 and has the shape and dtype of `x`. The mesh is as `attention` takes it.
+    It has the shape and dtype of `x`; 16-bit floats are added in float32, integers in int64. The mesh is as `attention`
+    takes it.
 
     Raises:
         InputError: x is not a dense tensor.
@@ -63,11 +64,18 @@ def _summed(x: Tensor, mesh: Mesh) -> Tensor:
     padded[: flat.numel()] = flat
     mine = torch.empty_like(padded)
     transport.all_to_all(_pieces(padded, mesh.size), _pieces(mine, mesh.size), "summing gradients")
-    total = torch.zeros(size, dtype=accumulation_dtype(x.dtype), device=x.device)
+    total = torch.zeros(size, dtype=_summed_in(x.dtype), device=x.device)
     for part in mine.view(mesh.size, size):
-        total += part
+        total += part if x.is_floating_point() else part.to(total.dtype)  # torch adds few unsigned integers to others
     transport.all_gather(total.to(x.dtype).view(torch.uint8), _pieces(padded, mesh.size), "gathering gradients")
     return padded[: flat.numel()].view(x.shape)
+
+
+def _summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of this one are summed: float32 would lose digits of integers above 2**24."""
+    if dtype.is_complex:
+        return torch.complex128 if dtype is torch.complex128 else torch.complex64
+    return accumulation_dtype(dtype) if dtype.is_floating_point else torch.int64
 
 
 @outside_graphs

@@ -209,3 +209,36 @@ def test_a_rank_that_sums_where_others_attend():
 
     for message in bp.run_local(2, work):
         assert "pass: forward on rank 0 but sum_over_ranks on rank 1" in message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([1 << 24, 1 << 53]),
+        torch.tensor([3, 1 << 25], dtype=torch.int32),
+        torch.tensor([5, 127], dtype=torch.uint8),
+        torch.tensor([5, 32767], dtype=torch.int32).to(torch.uint16),
+        torch.tensor([5, 1 << 50]).to(torch.uint64),
+        torch.tensor([1 + 2j, -3j]),
+        torch.tensor([1 + 1e-9j, 2], dtype=torch.complex128),
+        torch.tensor([1.0, 1 / 3], dtype=torch.float64),
+    ],
+    ids=lambda values: str(values.dtype),
+)
+def test_numbers_that_float32_does_not_hold(values: torch.Tensor):
+    """Twice the values and one: of integers all digits, of complex numbers both parts."""
+    one_more = torch.tensor([x + 1 for x in values.tolist()], dtype=values.dtype)
+    made = bp.run_local(2, lambda mesh: bp.sum_over_ranks(one_more if mesh.rank else values, mesh))
+    for total in made:
+        assert total.dtype is values.dtype
+        assert total.tolist() == [2 * x + 1 for x in values.tolist()]
+
+
+def test_complex_parameters():
+    def work(mesh: bp.Mesh) -> list[complex]:
+        one = Parameter(torch.ones(2, dtype=torch.complex64))
+        one.grad = torch.tensor([1 + 2j, mesh.rank * 1j])
+        bp.sum_gradients([one], mesh)
+        return one.grad.tolist()
+
+    assert bp.run_local(3, work) == [[3 + 6j, 3j]] * 3
