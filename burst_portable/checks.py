@@ -222,7 +222,7 @@ def checked_softcap(softcap: float | None) -> float | None:
     return number
 
 
-def tell_the_others(mesh: Mesh, refusal: Exception, *tensors: Tensor) -> None:
+def tell_the_others(mesh: Mesh, refusal: Exception, *tensors: object) -> None:
     """Tell the other ranks that this one refuses its call: the reason may be this rank's alone, and they would wait."""
     if mesh.size == 1 or isinstance(refusal, CommunicationError):
         return
@@ -230,7 +230,7 @@ def tell_the_others(mesh: Mesh, refusal: Exception, *tensors: Tensor) -> None:
         tell_refusal(transport, refusal, mesh.config.deadline)
 
 
-def _transport_to_tell(mesh: Mesh, tensors: Sequence[Tensor]) -> Transport | None:
+def _transport_to_tell(mesh: Mesh, tensors: Sequence[object]) -> Transport | None:
     """The transport of the tensors' device; where none of them is a tensor, another that the ranks have, if any."""
     for device_type in [x.device.type for x in tensors if isinstance(x, Tensor)]:
         try:

@@ -31,9 +31,10 @@ from transformers import (
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_overlay
 
-from burst_portable import Mesh, run_local
+from burst_portable import Mesh, run_local, unshard
 from burst_portable.comm.local import Fabric, LocalTransport
-from burst_portable.errors import BurstError, InputError, LayoutError, UnknownNameError, UnsupportedError
+from burst_portable.config import Config
+from burst_portable.errors import BurstError, InputError, LayoutError, MismatchError, UnknownNameError, UnsupportedError
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.checks import check_positions
 from burst_portable.integrations.transformers.loss import ShardedLoss
@@ -47,7 +48,7 @@ ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, at
 def one_of_two() -> Mesh:
     """Rank 0 of 2, with nobody on the other side: a refusal must not need one."""
     transport = LocalTransport(Fabric(2, 1.0), 0)
-    return Mesh(0, 2, lambda device_type: transport)
+    return Mesh(0, 2, lambda device_type: transport, config=Config(deadline=0.01))
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,36 @@ def test_arguments(change: dict[str, Any], error: type[BurstError], told: str):
             model(**inputs)
         assert handle.call is None
     assert model(input_ids=tokens(1, 8)).logits.shape == (1, 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"input_ids": tokens(1, 15)}, LayoutError),
+        ({"position_ids": torch.arange(16).unsqueeze(0)}, InputError),
+        ({"attention_mask": torch.zeros(1, 16)}, UnsupportedError),
+        ({"cu_seq_lens_q": torch.tensor([0, 16])}, UnsupportedError),  # refused by the first layer's attention
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_rank_that_refuses_its_batch_tells_the_others(change: dict[str, Any], error: type[BurstError]):
+    """Else the others would compute that batch with the rank's rows of the next one, without an error."""
+    first, second = tokens(1, 32), tokens(1, 32).flip(1)
+    whole = make("llama")
+    alone = whole(input_ids=second).logits.detach()
+
+    def work(mesh: Mesh) -> torch.Tensor:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh)
+        odd = change if mesh.rank == 1 else {}
+        with pytest.raises(error if mesh.rank == 1 else MismatchError) as caught:
+            model(**handle.shard(first) | odd)
+        assert mesh.rank == 1 or "rank 1 refused: " in str(caught.value)
+        logits = model(**handle.shard(second)).logits.detach()
+        return unshard(logits, mesh, seq_len=32)
+
+    for logits in run_local(2, work):
+        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
 
 
 def test_a_mask_of_ones_is_no_padding():

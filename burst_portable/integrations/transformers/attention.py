@@ -8,9 +8,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from burst_portable.api import attention
+from burst_portable.checks import tell_the_others
 from burst_portable.compiling import never_compiled
 from burst_portable.errors import InputError, UnsupportedError, explain
-from burst_portable.integrations.transformers.masks import Wanted, mask_of
+from burst_portable.integrations.transformers.masks import Band, Wanted, mask_of
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 
@@ -72,7 +73,7 @@ def attend(
         ``[B, S, Hq, Dv]``, and no weights.
 
     Raises:
-        InputError, UnsupportedError: before anything is sent; the same on every rank.
+        InputError, UnsupportedError: before anything is sent; the other ranks are told.
     """
     state: ModelState | None = getattr(module, ATTRIBUTE, None)
     if state is None:
@@ -80,22 +81,19 @@ def attend(
             f"{type(module).__name__} belongs to no parallelized model, but its config asks for this attention: "
             "two models share one config object; give each its own copy"
         )
-    sequence = _sequence(state, attention_mask)
+    try:
+        sequence = _sequence(state, attention_mask)
+        _refuse(sequence, attention_mask.band, dropout, query, key, others)
+        mask = mask_of(attention_mask.band, sequence.seq_len, sequence.documents)
+    except Exception as refusal:
+        tell_the_others(state.mesh, refusal, query)
+        raise
     state.attended = True
-    if sequence.padded and attention_mask.band.lo < 0:
-        raise UnsupportedError(
-            explain(
-                "padding under a mask that sees later tokens",
-                got=attention_mask.band,
-                next_step="pass sequences without padding, or packed documents (see Parallel.shard)",
-            )
-        )
-    _refuse(dropout, query, key, others)
     out = attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        mask=mask_of(attention_mask.band, sequence.seq_len, sequence.documents),
+        mask=mask,
         mesh=state.mesh,
         strategy=state.strategy,
         layout=sequence.layout,
@@ -126,7 +124,17 @@ def _sequence(state: ModelState, wanted: Any) -> CallSequence:
     return sequence
 
 
-def _refuse(dropout: float, query: Tensor, key: Tensor, others: dict[str, Any]) -> None:
+def _refuse(
+    sequence: CallSequence, band: Band, dropout: float, query: Tensor, key: Tensor, others: dict[str, Any]
+) -> None:
+    if sequence.padded and band.lo < 0:
+        raise UnsupportedError(
+            explain(
+                "padding under a mask that sees later tokens",
+                got=band,
+                next_step="pass sequences without padding, or packed documents (see Parallel.shard)",
+            )
+        )
     if dropout:
         raise UnsupportedError(
             explain("attention dropout over ranks", got=dropout, allowed=0, next_step="set attention_dropout=0")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from burst_portable.checks import tell_the_others
 from burst_portable.compiling import never_compiled
 from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, explain
 from burst_portable.integrations.transformers.arguments import check_arguments, checked_positions, parameters_of, takes
@@ -224,6 +225,17 @@ class Parallel:
         if self.call is not None:
             return args, kwargs  # a model inside the one that was called
         kwargs = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
+        try:
+            sequence = self._prepare(module, kwargs)
+        except Exception as refusal:
+            # Else the others would take what this rank does next for its part of this call.
+            tell_the_others(self.mesh, refusal, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+            raise
+        self.call, self._caller, self.attended = sequence, module, False
+        return (), kwargs
+
+    def _prepare(self, module: Any, kwargs: dict[str, Any]) -> CallSequence:
+        """The sequence of a call with these arguments, which become those of a shard. Raises for what is refused."""
         seq_len, documents, padded = (kwargs.pop(name, None) for name in ("seq_len", "documents", "padded"))
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
@@ -248,8 +260,7 @@ class Parallel:
             self._watch_loss(module)
             if loss := sharded_loss(module):
                 loss.expect(kwargs)
-        self.call, self._caller, self.attended = sequence, module, False
-        return (), kwargs
+        return sequence
 
     @never_compiled("plans, transports and hooks are not graphs")
     def _leave(self, module: Any, args: Any, output: Any) -> Any:
