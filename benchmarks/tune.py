@@ -1,9 +1,11 @@
 """Which block sizes are fastest here: the numbers behind `burst_portable/kernels/triton/tuning.py`.
 
-    python benchmarks/tune.py --head 128 --length 16384 --mask causal --json tuned.json
+    python benchmarks/tune.py --head 128 --length 16384 --masks "causal;window:1024;sink:64:1024" --json tuned.json
 
 Compiles every variant first, in parallel processes over one compile cache, checks each against float64, then times
-them in random order. Prints one line a variant, best first, for each kernel.
+them in random order, on one mask after the other. Prints one line a variant, best first, for each mask and kernel. Out
+and gradients are in 16 bits, as where one call computes all; with --adding gradients are added to float32 buffers, and
+"resumed" always merges into a running state.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.script import accelerator, count, end, names
+from benchmarks.report import setting
+from benchmarks.script import accelerator, count, end, file, names
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.contract import Options
 from burst_portable.layout import Segment
@@ -29,36 +31,40 @@ from burst_portable.numerics import row_delta
 from burst_portable.tiles import Tiles, find_tiles
 
 KERNELS = ("forward", "keys", "queries", "resumed")
-FLOPS = {"forward": 4, "resumed": 4, "keys": 8, "queries": 6}  # products a pair and head, times 2·D
+FLOPS = {"forward": 4, "resumed": 4, "keys": 8, "queries": 6}  # of a pair and head, times D
 SIZES = {
     "forward": [(128, 64), (128, 128), (64, 64), (64, 128)],
     "keys": [(64, 64), (128, 64), (64, 128), (128, 32), (128, 128)],
     "queries": [(128, 64), (64, 64), (128, 128), (64, 128), (128, 32)],
 }
 SIZES["resumed"] = SIZES["forward"]
+LOADS = {"descriptors": True, "pointers": False}  # how columns are read: by hardware descriptors or not
 LIMIT = 1.2e-2
+SHORT = 1024  # tokens that variants are compiled with and checked on
 
 
-def variants(kernel: str, tma: bool) -> list[dict[str, object]]:
+def variants(kernel: str, loads: list[bool]) -> list[dict[str, object]]:
     """Everything worth a try; what does not compile is left out later."""
     return [
         {"rows": rows, "columns": columns, "warps": warps, "stages": stages, "tma": by_tma, "together": 4}
         for rows, columns in SIZES[kernel]
         for warps in (4, 8)
-        for stages in (2, 3)
-        for by_tma in ((True, False) if tma else (False,))
-        if not (rows * columns >= 128 * 128 and warps == 4)
+        for stages in (2, 3, 4)
+        for by_tma in loads
+        if not (rows * columns >= 128 * 128 and warps == 4) and not (rows * columns > 64 * 64 and stages == 4)
     ]
 
 
 class Trial:
     """One kernel in one variant on one problem."""
 
-    def __init__(self, kernel: str, blocks: dict[str, object], problem: dict[str, Tensor], tiles: Tiles) -> None:
+    def __init__(
+        self, kernel: str, blocks: dict[str, object], problem: dict[str, Tensor], tiles: Tiles, *, adding: bool
+    ) -> None:
         from burst_portable.kernels.triton.launch import TritonKernel
         from burst_portable.kernels.triton.tuning import Blocks, Tuning
 
-        self.kernel, self.blocks, self.problem, self.tiles = kernel, blocks, problem, tiles
+        self.kernel, self.blocks, self.problem, self.tiles, self.adding = kernel, blocks, problem, tiles, adding
         chosen = (Blocks(**blocks),)  # type: ignore[arg-type]
         table = {"*": {256: Tuning(chosen, chosen, chosen)}}
         self.provider, self.options = TritonKernel(table), Options(problem["q"].shape[-1] ** -0.5)
@@ -68,37 +74,41 @@ class Trial:
     def __call__(self) -> None:
         p, own = self.problem, self.provider
         if self.kernel == "forward":
-            p["out"], _ = own.attend(p["q"], p["k"], p["v"], self.tiles, self.options)
+            p["out"], _ = own.attend_whole(p["q"], p["k"], p["v"], self.tiles, self.options)
         elif self.kernel == "resumed":
             state = self.state = self.state or own.attend(p["q"], p["k"], p["v"], self.tiles, self.options)
             p["out"], _ = own.attend(p["q"], p["k"], p["v"], self.tiles, self.options, state=state)
         else:
             wanted = own.only_keys if self.kernel == "keys" else own.only_queries
             arguments = (p[x] for x in ("dout", "q", "k", "v", "lse", "delta"))
-            wanted(*arguments, self.tiles, self.options, (p["dq"], p["dk"], p["dv"]))
+            wanted(*arguments, self.tiles, self.options, (p["dq"], p["dk"], p["dv"]), add=self.adding)
 
     def outputs(self) -> dict[str, Tensor]:
         names = {"forward": ("out",), "resumed": ("out",), "keys": ("dk", "dv"), "queries": ("dq",)}[self.kernel]
         return {name: self.problem[name] for name in names}
 
 
-def make_problem(length: int, heads: int, kv_heads: int, head: int, dtype: torch.dtype) -> dict[str, Tensor]:
+Shape = tuple[int, int, int, torch.dtype, bool]
+"""Heads, K/V heads, head size, dtype, and whether gradients are added up."""
+
+
+def make_problem(length: int, shape: Shape) -> dict[str, Tensor]:
+    heads, kv_heads, head, dtype, adding = shape
     device = accelerator()
     shapes = {"q": heads, "dout": heads, "k": kv_heads, "v": kv_heads}
     made = {n: torch.randn(1, length, h, head, device=device, dtype=dtype) for n, h in shapes.items()}
     for name, like in (("dq", "q"), ("dk", "k"), ("dv", "v")):
-        made[name] = torch.zeros_like(made[like], dtype=torch.float32)
+        made[name] = torch.zeros_like(made[like], dtype=torch.float32 if adding else dtype)
     made["lse"] = torch.zeros(1, heads, length, device=device)
     made["delta"] = torch.zeros(1, heads, length, device=device)
     return made
 
 
-def compile_one(job: tuple[str, dict[str, object], tuple[int, int, int, torch.dtype], str]) -> str | None:
+def compile_one(job: tuple[str, dict[str, object], Shape]) -> str | None:
     """In a process of its own: fill the compile cache. The reason if it cannot be."""
-    kernel, blocks, (heads, kv_heads, head, dtype), mask = job
-    tiles = whole(mask, 1024)
+    kernel, blocks, shape = job
     try:
-        Trial(kernel, blocks, make_problem(1024, heads, kv_heads, head, dtype), tiles)()
+        Trial(kernel, blocks, make_problem(SHORT, shape), whole("causal", SHORT), adding=shape[-1])()
         torch.accelerator.synchronize()
     except (UnsupportedError, RuntimeError) as error:
         return str(error)[:300]
@@ -135,12 +145,12 @@ def references(problem: dict[str, Tensor], tiles: Tiles) -> dict[str, Tensor]:
     return {"out": out, **dict(zip(("dq", "dk", "dv"), into, strict=True))}
 
 
-def compiled(arguments: argparse.Namespace, shape: tuple[int, int, int, torch.dtype]) -> list[tuple[str, dict]]:
+def compiled(arguments: argparse.Namespace, shape: Shape) -> list[tuple[str, dict]]:
     """The variants that compile."""
     jobs = [
-        (kernel, blocks, shape, arguments.mask)
+        (kernel, blocks, shape)
         for kernel in arguments.kernels
-        for blocks in variants(kernel, not arguments.pointers)
+        for blocks in variants(kernel, [LOADS[name] for name in arguments.loads])
     ]
     with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
         reasons = list(pool.map(compile_one, jobs))
@@ -161,31 +171,42 @@ def main() -> None:
     parser.add_argument("--head", type=count, default=128)
     parser.add_argument("--heads", type=pair, default="32,32", help="heads, K/V heads")
     parser.add_argument("--length", type=count, default=16384)
-    parser.add_argument("--mask", default="causal")
+    parser.add_argument("--masks", type=lambda text: text.split(";"), default="causal", help="with ; between them")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--kernels", type=names(KERNELS), default=",".join(KERNELS))
-    parser.add_argument("--pointers", action="store_true", help="no hardware descriptors")
+    parser.add_argument("--loads", type=names(LOADS), default=",".join(LOADS), help="how columns are read")
+    parser.add_argument("--adding", action="store_true", help="gradients are added to float32 buffers")
     parser.add_argument("--processes", type=count, default=12)
-    parser.add_argument("--seconds", type=float, default=40, help="for the timing")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=40, help="for the timing of a mask")
+    parser.add_argument("--json", type=file)
     arguments = parser.parse_args()
-    heads, kv_heads = arguments.heads
-    dtype = getattr(torch, arguments.dtype)
-    tiles, small = whole(arguments.mask, 1024), make_problem(1024, heads, kv_heads, arguments.head, dtype)
+    shape = (*arguments.heads, arguments.head, getattr(torch, arguments.dtype), arguments.adding)
+    masks = {mask: whole(mask, arguments.length) for mask in arguments.masks}  # wrong ones are refused first
     started = time.time()
-    kept = compiled(arguments, (heads, kv_heads, arguments.head, dtype))
+    kept = compiled(arguments, shape)
     print(f"{len(kept)} variants compiled in {time.time() - started:.0f} s", flush=True)
+    right = checked(kept, shape)
+    problem, found = make_problem(arguments.length, shape), {}
+    for mask, tiles in masks.items():
+        trials = [Trial(kernel, blocks, problem, tiles, adding=arguments.adding) for kernel, blocks in right]
+        found[mask] = speeds(time_all(trials, arguments.seconds), mask, arguments)
+        print_best(mask, found[mask])
+    if arguments.json:
+        written = {"setting": {**setting(), **vars(arguments)}, "variants": found}
+        arguments.json.write_text(json.dumps(written, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def checked(kept: list[tuple[str, dict]], shape: Shape) -> list[tuple[str, dict]]:
+    """Those whose numbers are right."""
+    tiles, small, right = whole("causal", SHORT), make_problem(SHORT, shape), []
     expected = references(small, tiles)
-    right = []
     for kernel, blocks in kept:
-        error = error_of(Trial(kernel, blocks, small, tiles), expected)
+        error = error_of(Trial(kernel, blocks, small, tiles, adding=shape[-1]), expected)
         if error < LIMIT:
             right.append((kernel, blocks))
         else:
             print("WRONG", kernel, *blocks.values(), f"error {error:.1e}")
-    problem = make_problem(arguments.length, heads, kv_heads, arguments.head, dtype)
-    tiles = whole(arguments.mask, arguments.length)
-    report(time_all([Trial(kernel, blocks, problem, tiles) for kernel, blocks in right], arguments.seconds), arguments)
+    return right
 
 
 def time_all(trials: list[Trial], seconds: float) -> list[Trial]:
@@ -205,20 +226,21 @@ def time_all(trials: list[Trial], seconds: float) -> list[Trial]:
     return trials
 
 
-def report(trials: list[Trial], arguments: argparse.Namespace) -> None:
-    area = Mask.parse(arguments.mask, arguments.length).area(arguments.length, arguments.length)
-    lines = []
-    for trial in trials:
+def speeds(trials: list[Trial], mask: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """A line a variant, the fastest of each kernel first."""
+    area = Mask.parse(mask, arguments.length).area(arguments.length, arguments.length)
+    lines: list[dict[str, object]] = []
+    for trial in sorted(trials, key=lambda trial: (trial.kernel, statistics.median(trial.times[1:]))):
         flops = FLOPS[trial.kernel] * area * arguments.head * arguments.heads[0]
         speed = flops / statistics.median(trial.times[1:]) / 1e9
         lines.append({"kernel": trial.kernel, **trial.blocks, "tflops": round(speed, 1)})
-    lines.sort(key=lambda line: (line["kernel"], -line["tflops"]))
+    return lines
+
+
+def print_best(mask: str, lines: list[dict[str, object]]) -> None:
     for kernel in KERNELS:
         for line in [x for x in lines if x["kernel"] == kernel][:14]:
-            print(*line.values())
-    if arguments.json:
-        found = {"settings": vars(arguments), "variants": lines}
-        arguments.json.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
+            print(mask, *line.values(), flush=True)
 
 
 if __name__ == "__main__":
