@@ -298,6 +298,24 @@ def test_an_inner_model_called_on_its_own():
     assert max(run_local(2, work)) < 1e-12
 
 
+@pytest.mark.parametrize("called", ["model", "its inner model"])
+def test_a_call_after_one_that_was_interrupted(called: str):
+    """torch calls no hooks on Ctrl-C. The next call has its own documents, not those of the one that never ended."""
+    model, ids = make("llama"), tokens()
+    expected = copy.deepcopy(model)(input_ids=ids).logits
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    parallelize(model, Mesh.single())
+    call = model if called == "model" else model.model
+    ctrl_c = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        call(input_ids=ids, documents=(0, 9, 47))
+    ctrl_c.remove()
+    assert (model(input_ids=ids).logits - expected).abs().max() < 1e-12
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast(dtype: torch.dtype):
     """Models then hand over q, k in float32 and v in 16 bits; SDPA gets them all in 16."""

@@ -222,7 +222,7 @@ class Parallel:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before a model's forward: which sequence this is; its position ids; what cannot be taken, refused."""
-        if self.call is not None:
+        if self.call is not None and _inside(module, self._caller):
             return args, kwargs  # a model inside the one that was called
         kwargs = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
         try:
@@ -301,3 +301,8 @@ class Parallel:
             return where
         starts = torch.tensor(sequence.documents[:-1], device=device)
         return where - starts[torch.searchsorted(starts, where, right=True) - 1]
+
+
+def _inside(module: Any, caller: Any) -> bool:
+    """Whether one is a part of the other. Else the other's call has ended by Ctrl-C, for which torch calls no hooks."""
+    return module is not caller and any(module is part for part in caller.modules())
