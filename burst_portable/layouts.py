@@ -62,9 +62,10 @@ def document_zigzag(cumulative: Sequence[int], ranks: int) -> Layout:
 def whole_documents(cumulative: Sequence[int], ranks: int) -> Layout:
     """Documents dealt out whole, so that little is sent; as few of the longest as evenness needs are cut into zigzags.
 
-    The busiest rank has at most 3 % more than the mean, both of the pairs of a causal mask and of the rows, if there
-    are documents long enough to be cut: the chunks of a cut document are whole blocks of kernels, in short sequences
-    at least a sixteenth of a rank's rows. They come first on their rank, side by side: what others need is one range.
+    Documents are cut until the busiest rank has at most 3 % more than the mean, both of the pairs of a causal mask and
+    of the rows, as far as some are long enough: the chunks of a cut document are whole blocks of kernels, in short
+    sequences at least a sixteenth of a rank's rows. Blocks are not cut, so where ranks have less than some 8,000 rows
+    more may remain. Chunks come first on their rank, side by side: what others need is one range.
     """
     longest = sorted(pairwise(cumulative), key=lambda d: (d[0] - d[1], d))
     chunk = max(1, min(_BLOCK, cumulative[-1] // (16 * ranks)))

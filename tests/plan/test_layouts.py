@@ -84,6 +84,17 @@ def test_whole_documents_are_even_and_little_is_sent(ranks, seed):
         assert sum(s.count % 128 == 0 for s in shard[: len(cut)]) == len(cut)
 
 
+@pytest.mark.parametrize(("rows", "most"), [(8192, 1.03), (4096, 1.05), (1024, 1.18)])
+def test_how_even_one_long_document_is(rows, most):
+    """Blocks stay whole, and weigh more where a rank has few."""
+    for length in range(4 * rows, 8 * rows, 4 * rows // 199):
+        where = make_layout("whole_documents", length, 4, Mask.documents((0, length)))
+        pairs = [sum(s.count * (s.start + s.last + 2) // 2 for s in shard) for shard in where.shards]
+        assert sum(pairs) == length * (length + 1) // 2
+        assert max(pairs) * 4 < most * sum(pairs)
+        assert max(map(where.count, range(4))) * 4 < most * length
+
+
 def _on_one_rank(where, start, stop):
     return any(_shared(s, start, stop) == stop - start for shard in where.shards for s in shard)
 
