@@ -345,7 +345,7 @@ def _orders(layout: Layout, within: Layout, node: int, device: torch.device) -> 
 
 
 def _positions(shard: Sequence[Segment]) -> Tensor:
-    return torch.cat([torch.arange(s.start, s.last + 1, s.step) for s in shard])
+    return torch.cat([torch.arange(s.start, s.last + 1, s.step, device="cpu") for s in shard])
 
 
 def _runs(index: Tensor) -> list[tuple[int, int]]:

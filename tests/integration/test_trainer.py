@@ -72,6 +72,9 @@ def test_documents_of_position_ids():
     assert documents_of(None) is None
     assert documents_of(torch.arange(5).unsqueeze(0)) is None
     assert documents_of(torch.tensor([[0, 1, 0, 0, 1, 2]])) == (0, 2, 3, 6)
+    packed = torch.tensor([[0, 1, 0]])
+    with torch.device("meta"):  # any default device
+        assert documents_of(packed) == (0, 2, 3)
 
 
 def test_what_trainer_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -43,9 +43,11 @@ class Piece(NamedTuple):
         if self.cut_by is None:
             return None
         tile = self.cut_by
-        distance = torch.arange(tile.q_start, tile.q_stop).unsqueeze(1) - torch.arange(tile.k_start, tile.k_stop)
+        ends = (tile.q_start, tile.q_stop), (tile.k_start, tile.k_stop)
+        rows, columns = (torch.arange(*each, device="cpu") for each in ends)  # the operator reads whatever it is given
+        distance = rows.unsqueeze(1) - columns
         hidden = (distance < tile.lo) | (distance > tile.hi)
-        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        return hidden.new_zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def lower(tile: Tile) -> Iterator[Piece]:

@@ -75,7 +75,7 @@ def documents_of(position_ids: Tensor | None) -> tuple[int, ...] | None:
         return None
     starts = (position_ids[0] == 0).nonzero().flatten().tolist()
     bounds = (*starts, position_ids.shape[1])
-    counted = torch.cat([torch.arange(b - a) for a, b in pairwise(bounds)]) if starts else None
+    counted = torch.cat([torch.arange(b - a, device="cpu") for a, b in pairwise(bounds)]) if starts else None
     if counted is None or not torch.equal(position_ids.cpu(), counted.expand(position_ids.shape)):
         raise UnsupportedError("position_ids that do not count up from 0 in each document, alike in each row")
     return bounds if len(starts) > 1 else None
