@@ -130,8 +130,10 @@ def choose(
     problem = replace(whole, heads=local.heads, kv_heads=local.kv_heads)
     kernel, _ = choose_kernel(backend, problem, named)
     why = "the first of the backend's that serves it" if named == "auto" else "named"
+    suited = plan_for_kernel(made, kernel)
+    suited.forward.steps_of(mesh.rank)  # kept; a layout whose segments cannot meet is found here, and not in a pass
     return Choices(
-        plan_for_kernel(made, kernel),
+        suited,
         backend,
         problem,
         kernel,

@@ -18,7 +18,8 @@ import burst_portable as bp
 from burst_portable.comm.agreement import agree, statement, tell_refusal
 from burst_portable.comm.local import run_threads
 from burst_portable.config import Config
-from burst_portable.errors import BurstError, CommunicationError, MismatchError
+from burst_portable.errors import BurstError, CommunicationError, LayoutError, MismatchError
+from burst_portable.layout import Layout, Segment
 from burst_portable.profiling.session import profile
 from tests.spmd.disagreements import DISAGREEMENTS, RANKS, told_by
 
@@ -91,6 +92,23 @@ def test_a_call_after_an_error_in_a_pass(strategy, recorded):
                     bp.attention(x, x, x, mask="full", mesh=mesh, strategy=strategy)
 
     run_threads(4, work, deadline=0.5)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ring", "burst", "double_ring", "usp", bp.make_strategy("ring", moves="fetch")], ids=str
+)
+def test_segments_that_cannot_meet_are_found_before_the_pass(strategy):
+    """Ranks 2 and 3 hold every second row, and see keys of rank 1, which holds each of its own. The next call works."""
+    mixed = Layout("mixed", 32, ((Segment(0, 8),), (Segment(8, 8),), (Segment(16, 8, 2),), (Segment(17, 8, 2),)))
+    mask = bp.Mask((bp.Region(8, 16, 0, 8), bp.Region(16, 32, 8, 16)))
+
+    def work(mesh):
+        x = torch.ones(1, 8, 2, 8)
+        with pytest.raises((LayoutError, MismatchError), match="different steps"):
+            bp.attention(x, x, x, mask=mask, mesh=mesh, layout=mixed, strategy=strategy)
+        return bp.attention(x, x, x, mask=mask, mesh=mesh, layout="striped", strategy=strategy).shape
+
+    assert bp.run_local(4, work, deadline=5) == [(1, 8, 2, 8)] * 4
 
 
 @pytest.fixture(scope="module")
