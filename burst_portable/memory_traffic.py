@@ -128,8 +128,9 @@ def _is_square(plan: Plan) -> bool:
 
 @lru_cache(maxsize=64)
 def _in_order(layout: Layout, inner: int, in_pieces: bool) -> bool:
-    """Between nodes, segments with steps stay as they arrive: see `Layout.sorted`."""
-    if not in_pieces and max(map(len, layout.shards)) <= _SEGMENTS:
+    """Between nodes, segments with steps stay as they arrive: see `Layout.sorted`. Several steps cannot meet."""
+    one_step = len({s.step for shard in layout.shards for s in shard}) == 1
+    if one_step and not in_pieces and max(map(len, layout.shards)) <= _SEGMENTS:
         return True
     if inner == layout.ranks and any(s.step > 1 for shard in layout.shards for s in shard):
         return False
