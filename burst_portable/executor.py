@@ -96,7 +96,11 @@ def _run_forward(
 ) -> State:
     """(out, LSE) of this rank's queries, in the dtypes that the kernel keeps while it merges: see `numerics.finished`.
 
-    rounds: out may be in q's dtype, and rows that one step computes are written in it at once.
+    rounds: out may be in q's dtype, and rows that one step computes are written in it at once::
+
+        one computation                     all rows are rounded                                attend_whole
+        several, and few rows are merged    rows that are complete after the first are rounded  attend_first, attend
+        several                             none: all are merged in the wider dtype             attend
     """
     steps = pass_plan.steps_of(rank)
     once = rounds and sum(step.compute is not None for step in steps) == 1

@@ -204,6 +204,8 @@ class PassPlan:
                 continue
             if move := self._result(other, rank):
                 yield move
+            # What comes here: gradients of our own block, which the other made; and of the other's block, from the
+            # neighbour whose sum gets ours added before it goes on.
             feeder = self.results.feeder(other, rank)
             for owner, source in ((rank, other), (other, feeder)):
                 move = self._result(owner, source) if source is not None else None

@@ -116,8 +116,9 @@ class Reshard:
         size, mine = self.size, self.rows[self.place]
         leaving, arriving, came = [], [], []
         for x, result, heads in parts:
+            shared = result.shape[2] < size  # by several ranks, whose contributions go home wide and are added up there
             with self.copying():
-                made = self._rows_first(x, accumulation_dtype(x.dtype) if result.shape[2] < size else result.dtype)
+                made = self._rows_first(x, accumulation_dtype(x.dtype) if shared else result.dtype)
             row = made[0].numel() * made.itemsize
             inbox, at = self._inbox(size * mine * row, row, back=True)
             there, here = _parts_to_sequence(self._order, self.first, self.rows, row, at)
