@@ -34,6 +34,7 @@ from tests.kernels.flash4_cases import OPTIONS, box, causal, compare_whole, inpu
 from tests.kernels.hopper_cases import ORACLE, gap, tiles_of, wide
 
 PAIR = "hopper+flash-attn-4"
+LEAST = flash4.LEAST
 BACKWARD_30 = "backward (30, 0)"
 USUAL = KernelProblem(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, value_dim=128, deterministic=False)
 
@@ -45,6 +46,7 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(hopper_kernel, "_triton_reason", lambda: "")
     monkeypatch.setattr(hopper_kernel, "_device_reason", lambda device: "")
     monkeypatch.setattr(vendors, "capabilities", lambda: ((9, 0),))
+    monkeypatch.setattr(flash4, "LEAST", 0)
 
 
 @pytest.fixture
@@ -99,6 +101,22 @@ def test_long_forwards_with_heads_of_128(called, monkeypatch, case, long, faster
     rows, columns, heads, tiles = WHOLE[case]
     compare_whole(kernel_of()[0], *inputs(rows, columns, heads, 128, "cpu"), tiles)
     assert called == (["forward", "backward"] if faster else ["backward"])
+
+
+@pytest.mark.parametrize(("more", "asked"), [(0, ["forward", "backward"]), (1, [])])
+@pytest.mark.parametrize("case", ["box, fewer K/V heads", "causal"])
+def test_little_work_is_ours(called, monkeypatch, case, more, asked):
+    """Before the device would end, the package's host code does not: from so many pairs, heads and sizes on."""
+    rows, columns, heads, tiles = WHOLE[case]
+    pairs = 139 * 70 if case != "causal" else 131 * 132 // 2
+    monkeypatch.setattr(flash4, "LEAST", 2 * pairs * heads[0] * 64 + more)
+    compare_whole(kernel_of()[0], *inputs(rows, columns, heads, 64, "cpu", batch=2), tiles)
+    assert called == asked
+
+
+def test_how_little_is_little():
+    """What was measured: a causal square of 4,096 with 32 heads of 128 is ours, one without a mask is not."""
+    assert 4096 * 4097 // 2 * 32 * 128 < LEAST < 4096 * 4096 * 32 * 128
 
 
 @pytest.mark.parametrize("left", [0, 1, 30, 88])

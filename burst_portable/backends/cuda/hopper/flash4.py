@@ -20,6 +20,13 @@ LONG = 16384
 In 109 to 221 rounds, times its speed (attention-h100-pairs-2026-11-23.json), ours reached 0.985 and 0.979 in squares of
 16,384 and 32,768 without a mask and 0.980 in a causal one of 32,768 with 8 K/V heads for 32, but 1.012 with 16 for 16.
 """
+LEAST = 5e10
+"""Pairs times query heads times head size from which it is asked at all.
+
+Under that its host takes longer than the device. Least microseconds of the host for a call on one H100
+(attention-h100-portable-2026-11-23.json), ours and then flash-attn-4's: 51 and 107 forward, 89 and 193 backward. In a
+causal square of 4,096 with 32 heads of 128, 3.4e10, ours was 1.3 % faster backward; without a mask, 6.9e10, 5 % slower.
+"""
 WINDOW_BACKWARD = (128,)
 """Head sizes at which it was faster on one H100 backward with a causal window, if K and V have as many heads as Q.
 
@@ -55,7 +62,7 @@ class HopperFlash4Kernel(HopperKernel):
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
         """See `kernels.whole`: out in the dtype of q."""
-        if _allowed(q, options) and _faster_forward(q, k, tiles):
+        if _allowed(q, tiles, options) and _faster_forward(q, k, tiles):
             return whole.attend_whole(self._flash, q, k, v, tiles, options)
         return super().attend_whole(q, k, v, tiles, options)
 
@@ -71,7 +78,7 @@ class HopperFlash4Kernel(HopperKernel):
         options: Options,
     ) -> Gradients:
         """See `kernels.whole`: all in 16 bits where flash-attn-4 makes them."""
-        if _allowed(q, options) and self._faster_backward(q, k, tiles):
+        if _allowed(q, tiles, options) and self._faster_backward(q, k, tiles):
             return whole.gradients(self._flash, dout, q, k, v, out, lse, tiles, options)
         return super().gradients(dout, q, k, v, out, lse, tiles, options)
 
@@ -81,9 +88,11 @@ class HopperFlash4Kernel(HopperKernel):
         return q.shape[3] in WINDOW_BACKWARD and q.shape[2] == k.shape[2] and takes_windows(self._flash)
 
 
-def _allowed(q: Tensor, options: Options) -> bool:
-    """Whether there is something to compute, and no option that `supports` declines came all the same."""
-    return not options.deterministic and options.softcap is None and options.positive_scale and q.numel() > 0
+def _allowed(q: Tensor, tiles: Tiles, options: Options) -> bool:
+    """Whether there is enough to compute, and no option that `supports` declines came all the same."""
+    batch, _, heads, dim = q.shape
+    enough = tiles.area * batch * heads * dim >= LEAST and q.numel() > 0
+    return enough and not options.deterministic and options.softcap is None and options.positive_scale
 
 
 def _faster_forward(q: Tensor, k: Tensor, tiles: Tiles) -> bool:
