@@ -24,7 +24,7 @@ Chosen = tuple[tuple[str, dict[str, str], dict[str, str]], ...]
 
 SPEED_ROWS: Chosen = (
     (
-        "attention-h100-all-2026-11-23",
+        "attention-h100-16-bits-2026-11-23",
         {
             "causal-16k": "causal",
             "full-16k": "no mask",
@@ -34,11 +34,11 @@ SPEED_ROWS: Chosen = (
         {"hopper-whole": "Hopper kernels (ours)", "flash-attn-4": "flash-attn-4", "cudnn": "cuDNN"},
     ),
     (
-        "attention-h100-all-2026-11-23",
+        "attention-h100-16-bits-2026-11-23",
         {"documents": "16 documents", "window": "a window of 1,024", "prefix": "prefix-LM, half of it the prefix"},
         {
             "hopper-whole": "Hopper kernels (ours)",
-            "triton": "portable, float32 results (ours)",
+            "triton-whole": "portable (ours)",
             "flash-attn-4": "flash-attn-4",
             "flex": "FlexAttention",
         },
@@ -47,17 +47,22 @@ SPEED_ROWS: Chosen = (
 
 _BESIDE = {"auto peer_copy": "auto", "ulysses by the book": "Ulysses over NCCL"}
 _ZIGZAG = {"ring-flash-attn zigzag": "ring-flash-attn, zigzag"}
-_LLAMA3 = {"ring-flash-attn llama3": "ring-flash-attn, llama3"}
+_LLAMA3 = {"ring-flash-attn llama3 at once": "ring-flash-attn, llama3"}
 _ALONE = {"plain call": "one call, nothing sent"}
 RING_ROWS: Chosen = (
     ("ring-h200x2-fair-2026-11-23", {"32k": "32,768 tokens, 32 heads"}, {**_BESIDE, **_ZIGZAG, **_ALONE}),
     (
         "ring-h200x2-fair-long-2026-11-23",
-        {"128k": "131,072 tokens, 32 heads", "128k-gqa": "131,072 tokens, 32 query and 8 K/V heads"},
+        {"128k": "131,072 tokens, 32 heads"},
         {**_BESIDE, **_ZIGZAG, **_ALONE},
     ),
     (
-        "ring-h200x2-mask-peers-2026-11-23",
+        "ring-h200x2-one-group-2026-11-23",
+        {"128k-gqa": "131,072 tokens, 32 query and 8 K/V heads"},
+        {**_BESIDE, **_ZIGZAG, **_ALONE},
+    ),
+    (
+        "ring-h200x2-at-once-2026-11-23",
         {
             "128k-documents": "131,072 tokens, 112 documents",
             "128k-window": "131,072 tokens, a window of 4,096",
