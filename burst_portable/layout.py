@@ -9,6 +9,7 @@ from itertools import chain, pairwise
 from math import gcd
 
 from burst_portable.errors import LayoutError, explain, shown
+from burst_portable.opaque import opaque
 from burst_portable.values import as_int
 
 MOST_RANKS = 1 << 14
@@ -65,6 +66,7 @@ class Segment:
         return position <= min(self.last, other.last)
 
 
+@opaque
 @dataclass(frozen=True)
 class Layout:
     """The segments of every rank, in the order in which the rank's rows lie in memory.

@@ -23,6 +23,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from burst_portable.errors import MaskError, explain, shown, unknown_name
+from burst_portable.opaque import opaque
 from burst_portable.values import as_int, size
 
 UNBOUNDED = 1 << 60
@@ -97,6 +98,7 @@ class Region:
         return f"q[{self.q_start}:{bound(self.q_stop)}] k[{self.k_start}:{bound(self.k_stop)}]{band}"
 
 
+@opaque
 @dataclass(frozen=True, eq=False)
 class Mask:
     """Disjoint regions. Build one with a constructor below, or from your own regions.

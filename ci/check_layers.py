@@ -20,7 +20,7 @@ PACKAGE = "burst_portable"
 # From low to high. A module may import its own layer and those below. A name stands for a module and for all
 # that lies under it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "config", "values", "units", "compiling", "autocast", "recomputing", "background"),
+    ("errors", "config", "values", "opaque", "units", "compiling", "autocast", "recomputing", "background"),
     ("numerics", "wide_copy", "files"),
     ("mask", "layout", "layouts"),
     ("boxes", "tiles", "moves", "heads"),
@@ -46,7 +46,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
-    *("errors", "config", "values", "units", "files", "mask", "layout", "layouts", "boxes", "tiles"),
+    *("errors", "config", "values", "opaque", "units", "files", "mask", "layout", "layouts", "boxes", "tiles"),
     *("moves", "heads", "steps", "plans", "messages", "rates", "memory_traffic", "cost", "verify", "measured_rates"),
     *("strategies", "planning"),
 )

@@ -40,7 +40,7 @@ MASKS = {
     "global_window": Mask.global_window(3, 5, 2),
     "block_causal": Mask.block_causal((0, 8, 16, 24, 40, LENGTH)),
     "share_question": Mask.share_question((20, 10, 13, 10)),
-    "rows_see_nothing": replace(Mask.documents((0, 9)), name="rows_see_nothing"),
+    "rows_see_nothing": Mask(Mask.documents((0, 9)).regions, "rows_see_nothing"),
     "custom": Mask((Region(5, 30, 0, 20, lo=3, hi=12), Region(30, LENGTH, 10, LENGTH, lo=-4), Region(0, 5, 40, 50))),
 }
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import burst_portable as bp
@@ -212,6 +214,31 @@ def test_a_batch_brings_its_own_documents(layout):
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
     with pytest.raises(InputError, match="mask"):
         module(x, mask=5)
+
+
+def test_masks_and_layouts_are_arguments_that_fsdp_under_mixed_precision_hands_on():
+    """It makes dataclasses anew, field by field, and raised at those of ours; made anew they would be checked again."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.got = SelfAttention(16, 4, 2, mesh=bp.Mesh.single()), None
+
+        def forward(self, x, mask, layout):
+            self.got = mask, layout
+            return self.attention(x, mask=mask)
+
+    block, x, mask = Block(), torch.randn(1, 23, 16), bp.Mask.documents((0, 9, 23))
+    layout = bp.plan(seq_len=23, ranks=2, heads=4, head_dim=4).layout
+    expected = copy.deepcopy(block).bfloat16()(x.bfloat16(), mask, layout)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        assert torch.equal(sharded(x, mask, layout=layout), expected)
+    finally:
+        dist.destroy_process_group()
+    assert block.got[0] is mask
+    assert block.got[1] is layout
 
 
 def test_copies_and_pickles_of_a_module_compute_alike():
