@@ -291,7 +291,25 @@ def _alone(config: Config, thread: int) -> Mesh:
     return Mesh.single(config)
 
 
-@lru_cache(maxsize=64)
 def _of_group(group: Any) -> Mesh:
     """The mesh of a process group: the same one each time, because its transport counts passes."""
-    return Mesh.from_group(group)
+    kept = _of_groups()
+    if (found := kept.get(group)) is not None:
+        return found
+    made = Mesh.from_group(group)
+    for gone in [other for other in kept if _destroyed(other)]:
+        kept.pop(gone, None)
+    return kept.setdefault(group, made)
+
+
+@lru_cache(maxsize=1)
+def _of_groups() -> dict[Any, Mesh]:
+    """By process group. A mesh holds threads, connections and buffers of its group: destroyed ones are let go."""
+    return {}
+
+
+def _destroyed(group: Any) -> bool:
+    try:
+        return dist.get_rank(group) < 0
+    except ValueError:  # torch knows it no more
+        return True

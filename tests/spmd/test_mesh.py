@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -176,6 +178,29 @@ def test_a_mesh_whose_group_was_destroyed(one_process):
         bp.attention(x, x, x, mesh=mesh)
     assert "this rank has destroyed the process group: make a new Mesh" in compare_accounts(group, "waiting")
     assert bp.attention(x, x, x).shape == x.shape  # the new group has a mesh of its own
+
+
+def test_destroyed_groups_are_let_go(one_process):
+    """They were kept, up to 64 of them: each has threads, connections and, on devices, buffers."""
+    x = torch.randn(1, 4, 2, 8)
+
+    def used(group):
+        bp.attention(x, x, x, mesh=group)
+        return weakref.ref(as_mesh(group))
+
+    first, beside = used(None), dist.new_group([0])
+    second = used(beside)
+    assert as_mesh(None) is first()
+    dist.destroy_process_group(beside)
+    used(dist.new_group([0]))
+    gc.collect()
+    assert second() is None
+    assert as_mesh(None) is first()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    used(None)
+    gc.collect()
+    assert first() is None
 
 
 def test_the_least_recently_used_call_is_forgotten():
