@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -62,17 +62,10 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor | None]:
-        transport = call.runtime.transport
-        lse: Tensor | None
-        if call.plan.reshard:
-            out, lse, groups = _by_heads(call, q, k, v, sinks, keep=True)
-            ctx.save_for_backward(*(x for group in groups for x in group), sinks)
-        else:
-            out, kept = map(_no_view, _by_blocks(call, q, k, v, sinks))
-            ctx.save_for_backward(q, k, v, out, kept, sinks)
-            lse = kept if call.with_lse else None  # torch spends time on every result
-        ctx.call, ctx.number = call, transport.passes
-        transport.end()
+        out, lse, kept = run_forward(call, q, k, v, sinks)
+        ctx.save_for_backward(*kept, sinks)
+        ctx.call, ctx.number = call, call.runtime.transport.passes
+        call.runtime.transport.end()
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
@@ -83,13 +76,37 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             _refuse_twice(ctx.call)
         # Read once: recomputing checkpoints hand out each tensor a single time.
-        saved = tuple(map(_as_kernels_take_it, ctx.saved_tensors))
-        with own_precision(saved[0].device):
-            _begin(ctx.call, saved[0].device, forward_pass=ctx.number)
-            run = _backward_by_heads if ctx.call.plan.reshard else _backward_by_blocks
-            grads, dsinks = run(ctx.call, saved, dout)
-            ctx.call.runtime.transport.end()
-        return *grads, dsinks, None
+        return *run_backward(ctx.call, ctx.number, ctx.saved_tensors, dout), None
+
+
+def run_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """(out, LSE or None, what `run_backward` needs besides the sinks). The caller begins the pass, and ends it."""
+    if call.plan.reshard:
+        out, lse, groups = _by_heads(call, q, k, v, sinks, keep=True)
+        return out, lse, tuple(x for group in groups for x in group)
+    out, kept = map(_no_view, _by_blocks(call, q, k, v, sinks))
+    return out, kept if call.with_lse else None, (q, k, v, out, kept)  # torch spends time on every result
+
+
+def run_backward(
+    call: Call, number: int, saved: Sequence[Tensor | None], dout: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv, dsinks): a whole pass.
+
+    Args:
+        number: of its forward pass.
+        saved: what `run_forward` said, and the sinks.
+        dout: None where nothing came of this rank's result.
+    """
+    tensors = tuple(map(_as_kernels_take_it, saved))
+    with own_precision(tensors[0].device):
+        begin(call, tensors[0].device, forward_pass=number)
+        run = _backward_by_heads if call.plan.reshard else _backward_by_blocks
+        grads, dsinks = run(call, tensors, dout)
+        call.runtime.transport.end()
+    return *grads, dsinks
 
 
 def _no_view(x: Tensor) -> Tensor:
@@ -154,7 +171,7 @@ def _backward_by_heads(call: Call, saved: tuple[Any, ...], dout: Tensor | None) 
     return by_heads.run_backward(call.plan, call.runtime, call.options, arrived(dout), groups, sinks, row_delta)
 
 
-def _begin(call: Call, device: torch.device, *, forward_pass: int = 0) -> None:
+def begin(call: Call, device: torch.device, *, forward_pass: int = 0) -> None:
     """Agree with all ranks on the call, and begin one of its passes.
 
     device: of the call's tensors.
@@ -183,20 +200,31 @@ def apply(
     call: Call, mesh: Mesh, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """(out ``[B, S, Hq, Dv]``, LSE ``[B, Hq, S]`` or None); tensors are kept only if gradients are required."""
-    if (wrap := installed.get()) is not None:
-        call = replace(call, runtime=wrap(call.runtime, call.plan, mesh))
+    call = observed(call, mesh)
     wanted = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     )
     with own_precision(q.device), hidden_from_checkpoints():
-        _begin(call, q.device)
+        begin(call, q.device)
         if wanted:
             # torch has no types for it
             result: tuple[Tensor, Tensor | None] = Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
             return result
-        if call.plan.reshard:
-            out, lse, _ = _by_heads(call, q, k, v, sinks, keep=False)
-        else:
-            out, lse = _by_blocks(call, q, k, v, sinks)
-        call.runtime.transport.end()
-        return out, lse
+        return run_alone(call, q, k, v, sinks)
+
+
+def observed(call: Call, mesh: Mesh) -> Call:
+    """The call with the runtime that is installed, if one is."""
+    if (wrap := installed.get()) is None:
+        return call
+    return replace(call, runtime=wrap(call.runtime, call.plan, mesh))
+
+
+def run_alone(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(out, LSE or None), and nothing kept for a backward pass. The pass has begun; it is ended here."""
+    if call.plan.reshard:
+        out, lse, _ = _by_heads(call, q, k, v, sinks, keep=False)
+    else:
+        out, lse = _by_blocks(call, q, k, v, sinks)
+    call.runtime.transport.end()
+    return out, lse

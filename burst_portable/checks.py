@@ -67,7 +67,7 @@ def check_no_transforms(*tensors: object) -> None:
             )
         )
     if torch._C._is_tracing():  # sizes are tensors then, and messages would not be in the trace
-        next_step = "compile the model with torch.compile, where attention runs between graphs"
+        next_step = "compile the model with torch.compile"
         raise UnsupportedError(explain("attention cannot be traced", got="torch.jit.trace", next_step=next_step))
     if forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and _has_tangent(x) for x in tensors):
         raise UnsupportedError(

@@ -12,12 +12,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+def outside_graphs(function: Callable[P, T], reason: str = "") -> Callable[P, T]:
     """A declared graph break: a compiled caller runs `function` uncompiled, between two graphs.
 
     Unlike `torch.compiler.disable`, decorating does not import the compiler; without one, a call costs one check.
     """
-    told = f"burst_portable runs {function.__name__} outside of graphs"
+    told = reason or f"burst_portable runs {function.__name__} outside of graphs"
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

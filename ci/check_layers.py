@@ -36,7 +36,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("executor", "reshard", "by_heads", "strategies"),
     ("planning",),
     ("autograd", "checks", "choices"),
-    ("sharding", "gradients"),
+    ("sharding", "gradients", "calls"),
+    ("graphs",),
     ("api", "explanation", "measuring"),
     ("profiling", "nn", ""),  # "" is burst_portable/__init__.py, which hands out the names of api, profile and nn
     ("conformance",),

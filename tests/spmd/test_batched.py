@@ -109,6 +109,6 @@ def test_a_pass_begins_on_the_device_of_its_tensors(index, current, monkeypatch)
     call = SimpleNamespace(
         runtime=SimpleNamespace(transport=transport), forward_statement=statement({}), inboxes=(0, 0)
     )
-    autograd._begin(call, torch.device("cpu" if index is None else "cuda", index))
+    autograd.begin(call, torch.device("cpu" if index is None else "cuda", index))
     assert begun == [current]
     assert at == [0]

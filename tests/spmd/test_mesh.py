@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import burst_portable as bp
-from burst_portable.api import _prepare
 from burst_portable.backends.registry import for_device
+from burst_portable.calls import _prepare
 from burst_portable.choices import requested
 from burst_portable.comm.accounts import compare_accounts
 from burst_portable.comm.base import Message

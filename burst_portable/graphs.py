@@ -1,0 +1,274 @@
+"""Attention inside the graphs of torch.compile: two operators of torch, which the compiler takes as they are.
+
+::
+
+    attention        ->   _in_graph, while a graph is made        the operator `attend`, and what it is called with
+    graph, forward   ->   attend           out, LSE, ticket       agree, plan, send, compute: as without a graph
+    graph, backward  ->   attend_backward  dq, dk, dv, dsinks     the same, by the ticket
+
+An operator is given tensors, numbers and text alone. What else a call was given (its mesh, mask, strategy ...) stays
+here under a name, which stands in the graph. What only a backward pass of that call can use stays here too, as long as
+its ticket: a tensor of one number, kept by the graph among what it keeps for backward.
+
+Importing this module registers the operators, so `api` imports it when it is first compiled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from burst_portable.autocast import as_autocast_would, own_precision
+from burst_portable.autograd import Call, begin, observed, run_alone, run_backward, run_forward
+from burst_portable.calls import Arguments, called
+from burst_portable.choices import choose, requested
+from burst_portable.errors import BurstError, UnsupportedError, explain
+from burst_portable.mesh import Mesh, as_mesh
+from burst_portable.numerics import accumulation_dtype
+from burst_portable.recomputing import hidden_from_checkpoints
+
+
+class Given(NamedTuple):
+    """What a call was given besides tensors."""
+
+    mesh: Any  # as `attention` takes it
+    return_lse: bool
+    arguments: Arguments
+
+
+class Kept(NamedTuple):
+    """Of a forward pass, for its backward pass: its number, and tensors that no graph knows of."""
+
+    call: Call
+    number: int
+    saved: tuple[Tensor, ...]
+
+
+class _Nothing:
+    """Stands for None, which a function that is not traced cannot be given."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Nothing)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+_NOTHING = _Nothing()
+# Of the process, as torch's operators are. What a graph names lasts as long; what it keeps, as long as its ticket.
+_given: dict[str, Given] = {}
+_kept: dict[int, Kept] = {}
+_tickets = itertools.count(1)
+_lock = threading.Lock()
+
+pytree.register_constant(_Nothing)
+pytree.register_constant(Mesh)
+
+
+def can_be_named(mesh: Any, arguments: Arguments) -> bool:
+    """Whether a call can stand in a graph.
+
+    Masks and layouts as objects are many, one for each batch's documents: each would be a graph of its own.
+    """
+    mask, strategy, layout, *_ = arguments
+    return all(isinstance(x, str) for x in (mask, strategy, layout)) and (mesh is None or isinstance(mesh, Mesh))
+
+
+def attention_in_graph(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Any, return_lse: bool, arguments: Arguments
+) -> Any:
+    """`attention` while the compiler looks: it reads this function, and not what `_in_graph` calls."""
+    rest = [_NOTHING if x is None else x for x in (mesh, return_lse, *arguments)]
+    if sinks is None:
+        out, lse = _in_graph(q, k, v, *rest)
+    else:
+        out, lse = _in_graph_with_sinks(q, k, v, sinks, *rest)
+    return (out, lse) if return_lse else out
+
+
+@torch._dynamo.nonstrict_trace
+def _in_graph(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _traced(q, k, v, None, *rest)
+
+
+@torch._dynamo.nonstrict_trace
+def _in_graph_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _traced(q, k, v, sinks, *rest)
+
+
+def _traced(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Puts `attend` into the graph. Refuses nothing: the operator does, when all ranks run, in words of its own."""
+    mesh, return_lse, *arguments = map(_settled, rest)
+    given = Given(mesh, return_lse, tuple(arguments))
+    q, k, v = as_autocast_would(q, k, v)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    lean = keep and _keeps_copies(q, k, v, sinks, given)
+    out, lse, _ = torch.ops.burst_portable.attend(q, k, v, sinks, _named(given), keep, lean)
+    return out, lse.detach()
+
+
+def _settled(x: Any) -> Any:
+    """What an argument was. A number that changed from call to call is a symbol: here each has a graph of its own."""
+    if isinstance(x, torch.SymInt):
+        return int(x)
+    if isinstance(x, torch.SymFloat):
+        return float(x)
+    return None if x == _NOTHING else x
+
+
+def _keeps_copies(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, given: Given) -> bool:
+    """Whether a forward pass keeps rows that it brought here, so that the graph need not keep q, k, v and out."""
+    if any(isinstance(n, torch.SymInt) for x in (q, k, v) for n in x.shape):
+        return False
+    try:
+        return choose(q, k, v, sinks, as_mesh(given.mesh), requested(*given.arguments)).plan.reshard is not None
+    except BurstError:
+        return False
+
+
+def _named(given: Given) -> str:
+    """The same text for the same arguments in every process, so that graphs that are kept on disk are found again."""
+    with _lock:
+        meshes = list({id(one.mesh): None for one in (*_given.values(), given)})
+        name = sha256(repr((meshes.index(id(given.mesh)), given)).encode()).hexdigest()[:16]
+        _given[name] = given
+    return name
+
+
+def _given_as(name: str) -> Given:
+    if name not in _given:
+        raise UnsupportedError(
+            explain(
+                "a graph calls attention as nobody did in this process",
+                got=name,
+                next_step="let the process that runs a graph compile it",
+            )
+        )
+    return _given[name]
+
+
+# ---------------------------------------------------------------------------------------- the operators
+
+
+@torch.library.custom_op("burst_portable::attend", mutates_args=())
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, name: str, keep: bool, lean: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A forward pass: (out, LSE, ticket).
+
+    Args:
+        keep: whether a backward pass may come; else the ticket is 0, and LSE means nothing unless asked for.
+        lean: whether the graph keeps nothing for it but the ticket.
+    """
+    given = _given_as(name)
+    mesh = as_mesh(given.mesh)
+    call, q_, k_, v_ = called(q, k, v, sinks, mesh, given.return_lse, given.arguments)
+    call = observed(call, mesh)
+    lse: Tensor | None
+    with own_precision(q.device), hidden_from_checkpoints():
+        begin(call, q.device)
+        if not keep:
+            out, lse = run_alone(call, q_, k_, v_, sinks)
+            saved: tuple[Tensor, ...] = ()
+        else:
+            out, lse, saved = run_forward(call, q_, k_, v_, sinks)
+            call.runtime.transport.end()
+            if not call.plan.reshard:
+                lse, saved = saved[-1], saved if lean else ()
+    out, lse = _apart((out, _lse_like(q) if lse is None else lse), (q, k, v))
+    ticket = torch.zeros(1, dtype=torch.int64, device="cpu")
+    if keep:
+        saved = _not_of(saved, (q, k, v, out, lse))
+        _keep(ticket, Kept(call, call.runtime.transport.passes, saved))
+    return out, lse, ticket
+
+
+@attend.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, name: str, keep: bool, lean: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    ticket = torch.empty(1, dtype=torch.int64, device="cpu")
+    if q.dim() != 4 or v.dim() != 4:  # which will be refused
+        return q.new_empty(0), q.new_empty(0), ticket
+    return q.new_empty((*q.shape[:3], v.shape[3])), _lse_like(q), ticket
+
+
+@torch.library.custom_op("burst_portable::attend_backward", mutates_args=())
+def attend_backward(
+    dout: Tensor, ticket: Tensor, sinks: Tensor | None, kept: list[Tensor], kv_heads: int, head_dim: int, name: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A backward pass: (dq, dk, dv, dsinks), the last empty without sinks. kept: q, k, v, out and LSE, or nothing."""
+    number = int(ticket[0])
+    if number not in _kept:
+        raise UnsupportedError(
+            explain(
+                "what a forward pass kept for its backward pass is gone",
+                got=f"ticket {number}",
+                next_step="let hooks on saved tensors give back the tensors that they were given, not copies",
+            )
+        )
+    call, forward_pass, saved = _kept[number]
+    gradients = run_backward(call, forward_pass, (*(saved or kept), sinks), dout)
+    empty = dout.new_empty(0)
+    return _apart([empty if x is None else x for x in gradients], (dout, *kept))  # type: ignore[return-value]
+
+
+@attend_backward.register_fake
+def _(
+    dout: Tensor, ticket: Tensor, sinks: Tensor | None, kept: list[Tensor], kv_heads: int, head_dim: int, name: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, rows, heads, value_dim = dout.shape
+    sizes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
+    dq, dk, dv = (dout.new_empty((batch, rows, *size)) for size in sizes)
+    return dq, dk, dv, dout.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, sinks, ctx.name, _, lean = inputs
+    out, lse, ticket = output
+    ctx.kv_heads, ctx.head_dim, ctx.has_sinks = k.shape[2], q.shape[3], sinks is not None
+    ctx.save_for_backward(ticket, sinks, *(() if lean else (q, k, v, out, lse)))
+
+
+def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    ticket, sinks, *kept = ctx.saved_tensors
+    operator = torch.ops.burst_portable.attend_backward
+    dq, dk, dv, dsinks = operator(dout, ticket, sinks, kept, ctx.kv_heads, ctx.head_dim, ctx.name)
+    return dq, dk, dv, dsinks if ctx.has_sinks else None, None, None, None
+
+
+attend.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _keep(ticket: Tensor, kept: Kept) -> None:
+    number = next(_tickets)
+    _kept[number] = kept
+    ticket[0] = number
+    weakref.finalize(ticket, _kept.pop, number, None)
+
+
+def _lse_like(q: Tensor) -> Tensor:
+    batch, rows, heads, _ = q.shape
+    return q.new_empty((batch, heads, rows), dtype=accumulation_dtype(q.dtype))
+
+
+def _apart(made: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What was made, each contiguous and in memory of its own, as operators of torch have to give it."""
+    found: list[Tensor] = []
+    for x in made:
+        found += _not_of([x.contiguous()], (*others, *found))
+    return tuple(found)
+
+
+def _not_of(kept: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same numbers outside of the memory of other tensors, which a graph uses again when it needs them no more."""
+    taken = {x.untyped_storage().data_ptr() for x in others}
+    return tuple(x.clone() if x.untyped_storage().data_ptr() in taken else x for x in kept)
