@@ -53,6 +53,28 @@ def test_labels_that_are_ignored():
         assert_same(answer, expected)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_counts_of_labels_add_up(ranks: int):
+    """Of batches that are accumulated: one without a label counted as one. By itself its loss is 0, not 0 / 0."""
+    model, ids = make("llama"), tokens()
+    nothing = torch.full_like(ids, -100)
+    expected = on_one_device(model, ids)
+
+    def work(mesh: Mesh) -> None:
+        mine = copy.deepcopy(model)
+        handle = parallelize(mine, mesh)
+        batches = [handle.shard(ids), handle.shard(ids, nothing)]
+        assert mine(**batches[1]).loss.item() == 0.0
+        count = torch.stack([batch["num_items_in_batch"] for batch in batches]).sum()
+        loss = sum(mine(**batch | {"num_items_in_batch": count}).loss for batch in batches)
+        loss.backward()
+        sum_gradients(mine.parameters(), mesh)
+        assert sum_over_ranks(loss.detach(), mesh).item() == pytest.approx(expected.loss, rel=1e-6)
+        torch.testing.assert_close(gradients_of(mine), expected.gradients, rtol=1e-6, atol=1e-8)
+
+    run_local(ranks, work)
+
+
 def test_large_logits_and_gradients_in_parts(monkeypatch: pytest.MonkeyPatch):
     """Of 7 rows, and of what a small parameter takes."""
     model, ids = make("llama"), tokens()

@@ -197,8 +197,7 @@ class Parallel:
         else:
             del batch["labels"]
             return batch | inputs
-        # Not fewer than one: a batch without any label has the loss 0, not 0 / 0.
-        return batch | inputs | {"num_items_in_batch": count.clamp(min=1)}
+        return batch | inputs | {"num_items_in_batch": count}
 
     def _cut(self, input_ids: Tensor, documents: tuple[int, ...] | None) -> Layout:
         if input_ids.dim() != 2:
@@ -253,6 +252,9 @@ class Parallel:
         kwargs["attention_mask"] = None
         if takes(module, "use_cache"):
             kwargs["use_cache"] = False
+        if isinstance(count := kwargs.get("num_items_in_batch"), Tensor):
+            # Here and not in `shard`, whose counts may be summed: a batch without any label has the loss 0, not 0 / 0.
+            kwargs["num_items_in_batch"] = count.clamp(min=1)
         if self.mesh.size > 1:
             if self._drops_layers:
                 check_layerdrop(module)
