@@ -111,6 +111,56 @@ def test_a_rank_that_refuses_its_batch_tells_the_others(change: dict[str, Any], 
         torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("calls_before", [0, 1])
+@pytest.mark.parametrize(
+    ("where", "waited_for"), [("model.embed_tokens", True), ("model.layers.0.mlp", True), ("lm_head", False)]
+)
+def test_a_rank_that_fails_between_attentions_tells_who_waits_for_it(where: str, waited_for: bool, calls_before: int):
+    """Else, without gradients, the others would take its next batch for the rest of this one, without an error."""
+    first, second = tokens(1, 32), tokens(1, 32).flip(1)
+    whole = make("llama")
+    alone = whole(input_ids=second).logits.detach()
+
+    @torch.no_grad()
+    def work(mesh: Mesh) -> torch.Tensor:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh)
+        for _ in range(calls_before):
+            model(**handle.shard(first))
+        failing = model.get_submodule(where).register_forward_pre_hook(lambda *_: 1 // (1 - mesh.rank) and None)
+        if mesh.rank == 1:
+            with pytest.raises(ZeroDivisionError):
+                model(**handle.shard(first))
+        elif waited_for:
+            with pytest.raises(MismatchError, match="rank 1 refused: ZeroDivisionError"):
+                model(**handle.shard(first))
+        else:
+            model(**handle.shard(first))
+        failing.remove()
+        return unshard(model(**handle.shard(second)).logits, mesh, seq_len=32)
+
+    for logits in run_local(2, work, deadline=20):
+        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
+
+
+def test_an_error_of_all_ranks_leaves_the_model_usable():
+    """Each tells the others, who say the same."""
+    whole, ids = make("llama"), tokens(1, 32)
+    alone = whole(input_ids=ids).logits.detach()
+
+    def work(mesh: Mesh) -> torch.Tensor:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh)
+        failing = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**handle.shard(ids))
+        failing.remove()
+        return unshard(model(**handle.shard(ids)).logits.detach(), mesh, seq_len=32)
+
+    for logits in run_local(2, work, deadline=20):
+        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
+
+
 def test_a_mask_of_ones_is_no_padding():
     model = make("llama")
     with parallelize(model, Mesh.single()) as handle:

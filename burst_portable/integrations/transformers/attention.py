@@ -47,7 +47,8 @@ class ModelState(Protocol):
     strategy: Any
     kernel: str
     call: CallSequence | None
-    attended: bool
+    attended: int
+    attending: bool
 
 
 @never_compiled("plans, transports and hooks are not graphs")
@@ -81,6 +82,7 @@ def attend(
             f"{type(module).__name__} belongs to no parallelized model, but its config asks for this attention: "
             "two models share one config object; give each its own copy"
         )
+    state.attending = True
     try:
         sequence = _sequence(state, attention_mask)
         _refuse(sequence, attention_mask.band, dropout, query, key, others)
@@ -88,7 +90,6 @@ def attend(
     except Exception as refusal:
         tell_the_others(state.mesh, refusal, query)
         raise
-    state.attended = True
     out = attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -103,6 +104,7 @@ def attend(
         sinks=s_aux,
         kernel=state.kernel,
     )
+    state.attended, state.attending = state.attended + 1, False
     return out, None
 
 

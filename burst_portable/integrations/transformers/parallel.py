@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import TracebackType
 from typing import Any
 
@@ -74,7 +75,8 @@ class Parallel:
         model, mesh, strategy, layout, kernel: as given.
         seq_len: tokens of the whole sequence, for calls that name none. May be set between calls.
         call: the sequence of the call that runs now.
-        attended: whether an attention of that call came to us.
+        attended: how many attentions of that call came to us.
+        attending: whether one of them has begun and not ended; after a call that failed: whether it failed there.
     """
 
     def __init__(
@@ -96,8 +98,10 @@ class Parallel:
         self.model, self.mesh, self.strategy, self.layout = model, as_mesh(mesh), strategy, layout
         self.seq_len, self.kernel = seq_len, kernel
         self.call: CallSequence | None = None
-        self.attended = False
+        self.attended, self.attending = 0, False
         self._caller: Any = None
+        # Of the last call that ended well.
+        self._attentions: int = getattr(model.config, "num_hidden_layers", 0)
         self._before = model.config._attn_implementation
         self._hooks: list[Any] = []
         self._drops_layers = drops_layers(model)
@@ -230,7 +234,7 @@ class Parallel:
             # Else the others would take what this rank does next for its part of this call.
             tell_the_others(self.mesh, refusal, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
             raise
-        self.call, self._caller, self.attended = sequence, module, False
+        self.call, self._caller, self.attended, self.attending = sequence, module, 0, False
         return (), kwargs
 
     def _prepare(self, module: Any, kwargs: dict[str, Any]) -> CallSequence:
@@ -271,7 +275,9 @@ class Parallel:
             return None
         self.call = self._caller = None
         if output is None or self.mesh.size == 1:
+            self._tell_of(sys.exc_info()[1])
             return None
+        self._attentions = self.attended
         if not self.attended:
             raise UnsupportedError(
                 explain(f"{type(module).__name__} did not attend through transformers' AttentionInterface")
@@ -279,6 +285,16 @@ class Parallel:
         if loss := sharded_loss(module):
             loss.check_called(module)
         return with_router_loss(module, output, self.mesh)
+
+    def _tell_of(self, error: BaseException | None) -> None:
+        """Tell the others of an error outside of attention, if they have attentions of this call before them.
+
+        They would take this rank's next call for the rest of this one. Those whose groups launch kernels would not
+        hear it, see `comm.agreement`, and this rank would wait for nothing.
+        """
+        ahead, known = self.attended < self._attentions, self.mesh.connected()
+        if isinstance(error, Exception) and ahead and not self.attending and (known is None or known.host):
+            tell_the_others(self.mesh, error, next(self.model.parameters()))
 
     def _sequence(self, rows: int, seq_len: int | None, documents: Any, padded: bool) -> CallSequence:
         seq_len = self.seq_len if seq_len is None else seq_len
