@@ -157,8 +157,7 @@ class Tiles(tuple[Tile, ...]):
     def in_rows(self, start: int, stop: int) -> Tiles:
         """Their parts in rows [start, stop), with rows counted from there on; kept."""
         if (found := self._in_rows.get((start, stop))) is None:
-            _, _, left, right = self.box
-            parts = (tile.clipped(start, stop, left, right) for tile in self)
+            parts = (tile.clipped(start, stop, tile.k_start, tile.k_stop) for tile in self)
             found = self._in_rows[start, stop] = Tiles(part.shifted(-start, 0) for part in parts if part)
         return found
 

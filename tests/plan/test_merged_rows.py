@@ -66,4 +66,5 @@ def test_parts_of_tiles_in_rows():
     assert found == {(q, k) for q, k in pairs if 128 <= q < 350}
     assert found
     assert tiles.in_rows(400, 500) == ()
+    assert Tiles().in_rows(0, 500) == ()
     assert tiles.in_rows(128, 350) is part
