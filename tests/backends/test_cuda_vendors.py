@@ -71,7 +71,8 @@ def aten():
         assert lse.shape == (*q.shape[:3], 1)
         assert (max_q, max_k, dropout) == (q.shape[2], k.shape[2], 0.0)
         # As torch does: a plan is kept by q, k and v, and then reads dout and out as it read them the first time.
-        key, read = (causal, *map(steps, (q, k, v))), (steps(dout), steps(out))
+        key = (causal, *((x.shape, steps(x)) for x in (q, k, v)))
+        read = (steps(dout), steps(out))
         assert plans.setdefault(key, read) == read, "cuDNN would read dout or out with another call's strides"
         rows = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         parts = emulated.attend_backward(*rows, lse[..., 0].contiguous(), causal, scale)
