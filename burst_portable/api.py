@@ -141,8 +141,10 @@ def attention(
     """
     arguments = mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic
     if torch.compiler.is_compiling():
-        from burst_portable.graphs import attention_in_graph, can_be_named  # importing it makes operators of torch
+        # Importing it makes operators of torch.
+        from burst_portable.graphs import as_text, attention_in_graph, can_be_named
 
+        arguments = as_text(arguments)
         if can_be_named(mesh, arguments):
             made: Tensor | tuple[Tensor, Tensor] = attention_in_graph(q, k, v, sinks, mesh, return_lse, arguments)
             return made
@@ -164,7 +166,8 @@ def _attention(
 
 _between_graphs = outside_graphs(
     _attention,
-    "burst_portable runs attention outside of graphs where mask, strategy or layout is no text, or mesh no Mesh",
+    "burst_portable runs attention outside of graphs where its mask lists positions, strategy or layout is no text, or "
+    "mesh is no Mesh",
 )
 
 

@@ -31,6 +31,7 @@ from burst_portable.autograd import Call, begin, observed, run_alone, run_backwa
 from burst_portable.calls import Arguments, called
 from burst_portable.choices import choose, requested
 from burst_portable.errors import BurstError, UnsupportedError, explain
+from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.recomputing import hidden_from_checkpoints
@@ -73,10 +74,17 @@ pytree.register_constant(_Nothing)
 pytree.register_constant(Mesh)
 
 
+def as_text(arguments: Arguments) -> Arguments:
+    """The same with a mask's short form in place of a `Mask` that has one."""
+    mask, *rest = arguments
+    return (mask.text or mask if isinstance(mask, Mask) else mask, *rest)  # type: ignore[return-value]
+
+
 def can_be_named(mesh: Any, arguments: Arguments) -> bool:
     """Whether a call can stand in a graph.
 
-    Masks and layouts as objects are many, one for each batch's documents: each would be a graph of its own.
+    Layouts as objects, and masks that list positions, are many, one for each batch's documents: each would be a graph
+    of its own.
     """
     mask, strategy, layout, *_ = arguments
     return all(isinstance(x, str) for x in (mask, strategy, layout)) and (mesh is None or isinstance(mesh, Mesh))

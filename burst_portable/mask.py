@@ -103,11 +103,14 @@ class Region:
 class Mask:
     """Disjoint regions. Build one with a constructor below, or from your own regions.
 
+    `text` is the short form that `parse` takes, of masks that list no positions; empty for others.
+
     Raises `MaskError`, naming the pair, when two regions overlap.
     """
 
     regions: tuple[Region, ...]
     name: str = "custom"
+    text: str = field(init=False, repr=False, default="")
     _hash: int = field(init=False, repr=False)
     _starts: tuple[int, ...] = field(init=False, repr=False)
     _furthest: tuple[int, ...] = field(init=False, repr=False)
@@ -184,20 +187,26 @@ class Mask:
     # ------------------------------------------------------------------------------------- constructors
 
     @classmethod
+    def _of_text(cls, text: str, *regions: Region) -> Mask:
+        made = cls(regions, text)
+        object.__setattr__(made, "text", text)
+        return made
+
+    @classmethod
     def full(cls) -> Mask:
         """Every query sees every key."""
-        return cls((Region(0, UNBOUNDED, 0, UNBOUNDED),), "full")
+        return cls._of_text("full", Region(0, UNBOUNDED, 0, UNBOUNDED))
 
     @classmethod
     def causal(cls) -> Mask:
         """A query sees itself and what came before."""
-        return cls((Region(0, UNBOUNDED, 0, UNBOUNDED, lo=0),), "causal")
+        return cls._of_text("causal", Region(0, UNBOUNDED, 0, UNBOUNDED, lo=0))
 
     @classmethod
     def window(cls, left: int, right: int = 0) -> Mask:
         """A query sees `left` tokens back, itself, and `right` tokens ahead."""
         left, right = _at_least(0, left=left, right=right)
-        return cls((Region(0, UNBOUNDED, 0, UNBOUNDED, lo=-right, hi=left),), f"window:{left}:{right}")
+        return cls._of_text(f"window:{left}:{right}", Region(0, UNBOUNDED, 0, UNBOUNDED, lo=-right, hi=left))
 
     @classmethod
     def documents(cls, cumulative: Sequence[int], *, causal: bool = True, window: int | None = None) -> Mask:
@@ -224,31 +233,31 @@ class Mask:
     def prefix_lm(cls, prefix: int) -> Mask:
         """The first `prefix` tokens are seen by all; the rest is causal."""
         (prefix,) = _at_least(1, prefix=prefix)
-        return cls(
-            (Region(0, UNBOUNDED, 0, prefix), Region(prefix, UNBOUNDED, prefix, UNBOUNDED, lo=0)),
+        return cls._of_text(
             f"prefix:{prefix}",
+            Region(0, UNBOUNDED, 0, prefix),
+            Region(prefix, UNBOUNDED, prefix, UNBOUNDED, lo=0),
         )
 
     @classmethod
     def sink_window(cls, sink: int, left: int) -> Mask:
         """Causal: the first `sink` tokens are seen by all that follow, besides a window of `left` tokens back."""
         (sink,), (left,) = _at_least(1, sink=sink), _at_least(0, left=left)
-        return cls(
-            (Region(0, UNBOUNDED, 0, sink, lo=0), Region(sink, UNBOUNDED, sink, UNBOUNDED, lo=0, hi=left)),
+        return cls._of_text(
             f"sink:{sink}:{left}",
+            Region(0, UNBOUNDED, 0, sink, lo=0),
+            Region(sink, UNBOUNDED, sink, UNBOUNDED, lo=0, hi=left),
         )
 
     @classmethod
     def global_window(cls, tokens: int, left: int, right: int) -> Mask:
         """The first `tokens` tokens see all and are seen by all; the rest sees a window (both ways)."""
         (tokens,), (left, right) = _at_least(1, tokens=tokens), _at_least(0, left=left, right=right)
-        return cls(
-            (
-                Region(0, tokens, 0, UNBOUNDED),
-                Region(tokens, UNBOUNDED, 0, tokens),
-                Region(tokens, UNBOUNDED, tokens, UNBOUNDED, lo=-right, hi=left),
-            ),
+        return cls._of_text(
             f"global:{tokens}:{left}:{right}",
+            Region(0, tokens, 0, UNBOUNDED),
+            Region(tokens, UNBOUNDED, 0, tokens),
+            Region(tokens, UNBOUNDED, tokens, UNBOUNDED, lo=-right, hi=left),
         )
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -187,14 +188,21 @@ def test_every_rank_hears_of_a_refusal():
     assert bp.run_local(2, work) == ["ShapeError", "MismatchError"]
 
 
-def test_masks_that_are_no_text_stay_outside():
+@pytest.mark.parametrize("mask", [bp.Mask.causal(), bp.Mask.window(4, 1), bp.Mask.sink_window(2, 3)], ids=str)
+def test_masks_with_a_short_form(mask: bp.Mask):
+    assert_same(
+        results(compiled(partial(alone, mask=mask)), whole()[:3]), results(partial(alone, mask=mask), whole()[:3])
+    )
+
+
+def test_masks_that_list_positions_stay_outside():
     """Each batch of documents has one of its own, and each would be a graph of its own."""
     mask = bp.Mask.documents([0, 5, LENGTH])
     outside = lambda *x: alone(*x, mask=mask)  # noqa: E731
     assert_same(results(torch.compile(outside, backend="aot_eager"), whole()[:3]), results(outside, whole()[:3]))
     torch.compiler.reset()
     with pytest.raises(
-        torch._dynamo.exc.Unsupported, match="burst_portable runs attention outside of graphs where mask"
+        torch._dynamo.exc.Unsupported, match="burst_portable runs attention outside of graphs where its mask"
     ):
         compiled(outside)(*whole()[:3])
 

@@ -213,3 +213,37 @@ def test_equal_masks_are_equal_keys():
     assert hash(Mask.documents((0, 4, 9))) == hash(Mask.documents((0, 4, 9)))
     assert Mask.documents((0, 4, 9)) == Mask.documents([0, 4, 9])
     assert Mask.documents((0, 4, 9)) != Mask.documents((0, 5, 9))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask.full(),
+        Mask.causal(),
+        Mask.window(3, 2),
+        Mask.prefix_lm(4),
+        Mask.sink_window(2, 5),
+        Mask.global_window(2, 3, 1),
+    ],
+    ids=str,
+)
+def test_a_short_form_reads_back(mask: Mask):
+    assert mask.text == mask.name
+    assert Mask.parse(mask.text) == mask
+    assert Mask.parse(mask.text).text == mask.text
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(Mask.full().regions, "causal"),
+        Mask.documents([0, 3, 9]),
+        Mask.share_question([3, 2, 2]),
+        Mask.block_causal([0, 4, 8]),
+        Mask.parse("documents:0,3,9"),
+    ],
+    ids=str,
+)
+def test_a_name_alone_is_no_short_form(mask: Mask):
+    """Names are anybody's, and those of masks that list positions count them alone."""
+    assert mask.text == ""
