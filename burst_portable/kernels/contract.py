@@ -30,6 +30,12 @@ from burst_portable.tiles import Tiles
 Gradients = tuple[Tensor, Tensor, Tensor]
 """(dq, dk, dv)."""
 
+LEAST_SCALE = 1e-30
+"""Kernels that need a positive scale are asked for none below.
+
+Some multiply weights by the scale, or divide by it, and would leave float32's range. `reference` and `triton` do not.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -50,8 +56,8 @@ class Options:
 
     @property
     def positive_scale(self) -> bool:
-        """Whether the scale is positive, also in the float32 in which kernels compute."""
-        return self.scale >= torch.finfo(torch.float32).tiny
+        """Whether the scale is positive, and at least `LEAST_SCALE`."""
+        return self.scale >= LEAST_SCALE
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from burst_portable.backends.cuda.hopper import configs, launch_tables
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper.kernel import _triton_reason
-from burst_portable.kernels.contract import Options
+from burst_portable.kernels.contract import LEAST_SCALE, Options
 from burst_portable.tiles import Tile, Tiles
 from tests.kernels import hopper_cases
 from tests.kernels.hopper_cases import (
@@ -116,6 +117,23 @@ def test_queries_and_keys_of_other_lengths(dim, machine):
     q, (k, v, _) = randn(1, 233, 2, dim), inputs(1, 511, 1, 1, dim)
     compare(q, k, v, Tiles([Tile(5, 200, 17, 500, -2000, 2000)]))
     compare(q, k, v, Tiles([Tile(0, 10, 400, 511, -2000, 2000), Tile(100, 233, 0, 77, 100, 300)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_least_scale_that_it_is_asked_for(dtype, machine):
+    """It multiplies weights by the scale in bfloat16, and divides LSE by it: below 1e-36 gradients would be 0."""
+    options = Options(LEAST_SCALE, deterministic=False)
+    assert options.positive_scale
+    assert not replace(options, scale=0.9 * LEAST_SCALE).positive_scale
+    q, k, v = inputs(1, 200, 1, 1, 64, dtype)
+    dout, tiles = randn(1, 200, 1, 64, dtype=dtype, seed=7), tiles_of("causal", 200)
+    out, lse = ORACLE.attend(*wide(q, k, v), tiles, options)
+    exact = tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    ORACLE.attend_backward(*wide(dout, q, k, v), lse, tiles, options, out=out, into=exact)
+    into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    KERNEL.attend_backward(dout, q, k, v, lse.float(), tiles, options, out=out.to(dtype), into=into)
+    for found, right, times in zip(into, exact, (LEAST_SCALE, LEAST_SCALE, 1.0), strict=True):
+        assert gap(found.double() / times, right / times) < TOLERANCE[dtype][2]
 
 
 @pytest.mark.parametrize("dim", [64, 128])
