@@ -11,7 +11,7 @@ from burst_portable.planning import planned
 from burst_portable.plans import PASSES, Plan, Problem
 from burst_portable.rates import Rates
 from burst_portable.strategies.registry import make_strategy
-from burst_portable.tiles import find_tiles
+from burst_portable.tiles import BlockPairs
 
 _STRATEGIES: dict[str, tuple[str, dict[str, object]]] = {
     "strategy='ring'": ("ring", {}),
@@ -22,6 +22,7 @@ _STRATEGIES: dict[str, tuple[str, dict[str, object]]] = {
 }
 """As a program writes it -> name and options."""
 _MOST = 1 << 11  # ranks times regions of the mask: with more, trying layouts takes too long
+_MOST_PIECES = 1 << 17  # ranks times segments of all keys: half a second
 
 
 def strategies(plan: Plan, rank: int, rates: Rates) -> dict[str, dict[str, Any]]:
@@ -42,7 +43,7 @@ def strategies(plan: Plan, rank: int, rates: Rates) -> dict[str, dict[str, Any]]
 
 
 def layouts(problem: Problem) -> dict[str, float]:
-    """Layouts by name: the pairs of the busiest rank over the mean. Empty where there are too many to try."""
+    """Layouts by name: the pairs of the busiest rank over the mean; without those that would take long to try."""
     length, ranks, mask = problem.q_layout.length, problem.ranks, problem.mask
     if ranks * len(mask.regions) > _MOST or length != problem.k_layout.length:
         return {}
@@ -52,8 +53,10 @@ def layouts(problem: Problem) -> dict[str, float]:
             layout = make_layout(name, length, ranks, mask if name in OF_DOCUMENTS else None)
         except (InputError, LayoutError):
             continue  # documents are asked for, and the mask has none
-        every = layout.joined().shards[0]
-        pairs = [find_tiles(mask, shard, every).area for shard in layout.shards]
-        if sum(pairs):
-            found[name] = max(pairs) * ranks / sum(pairs)
+        keys = layout.joined().sorted().shards  # one segment, but where steps are larger than 1
+        if ranks * len(keys[0]) <= _MOST_PIECES:
+            blocks = BlockPairs(mask, layout.shards, keys)
+            pairs = [blocks.area(rank, 0) for rank in range(ranks)]
+            if sum(pairs):
+                found[name] = max(pairs) * ranks / sum(pairs)
     return found

@@ -40,6 +40,13 @@ def exposed(plan: bp.plans.Plan | None = None, size: int = 1 << 20, **facts: Any
     return [replace(one, facts={**one.facts, **facts}) for one in records]
 
 
+def test_a_report_of_many_ranks_does_not_wait_for_layouts_to_be_tried():
+    """Striped, the keys of 1,024 ranks are as many segments: to try that takes a minute, on every rank."""
+    told = layouts(bp.plan(heads=2, **{**SIZES, "seq_len": 1 << 20, "ranks": 1024}).problem)
+    assert "striped" not in told
+    assert (told["contiguous"], told["zigzag"]) == (pytest.approx(2 - 1 / 1024, rel=1e-4), 1)
+
+
 def test_a_slow_rank():
     a, b, c = makers = [Maker(rank) for rank in range(3)]
     for one, took in zip(makers, (100, 400, 100), strict=True):
