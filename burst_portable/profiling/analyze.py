@@ -17,7 +17,7 @@ from burst_portable.profiling.achieved import achieved, balance
 from burst_portable.profiling.causes import find_causes, passes_of
 from burst_portable.profiling.contention import contention
 from burst_portable.profiling.evidence import EVIDENCE
-from burst_portable.profiling.intervals import total, union, within
+from burst_portable.profiling.intervals import intersect, total, union, within
 from burst_portable.profiling.matching import Messages, align, match
 from burst_portable.profiling.partition import Timeline
 from burst_portable.profiling.record import NEVER, RankRecords
@@ -99,7 +99,9 @@ def timeline_of(one: RankRecords, messages: Messages) -> Timeline:
 
 def _rank(one: RankRecords, timeline: Timeline) -> dict[str, Any]:
     parts = timeline.partition()
-    passes = union(np.array(passes_of(one), dtype=np.int64).reshape(-1, 2))
+    # A pass may end after the window: with a wait that had nothing more to wait for, see `Table.until`.
+    window = np.array([timeline.window], dtype=np.int64)
+    passes = intersect(union(np.array(passes_of(one), dtype=np.int64).reshape(-1, 2)), window)
     busy = union(np.concatenate((timeline.compute, timeline.comm, timeline.exposed_copy)))
     inside = total(passes) - int(within(busy, passes).sum())
     compute, message, collective = (one.table(kind) for kind in ("compute", "message", "collective"))

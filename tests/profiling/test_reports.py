@@ -13,6 +13,7 @@ import burst_portable as bp
 from burst_portable.cli import main
 from burst_portable.profiling.ablation import Ablation
 from burst_portable.profiling.report import Report
+from burst_portable.profiling.report.shape import what_is_wrong
 from burst_portable.profiling.report.tables import ablation_text, step_rows
 from burst_portable.profiling.report.terminal import show
 from tests.profiling.made import Maker, ablated, ring
@@ -173,7 +174,8 @@ def test_the_trace_has_every_rank_and_every_event(files):
     report.write_chrome(files / "trace.json")
     events = json.loads((files / "trace.json").read_text())["traceEvents"]
     tracks = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
-    assert {name for _, name in tracks} == {"compute and copies", "communication: waiting", "communication: transfers"}
+    kinds = {"compute and copies", "communication: waiting", "communication: transfers"}
+    assert {name.removesuffix(" (2)") for _, name in tracks} == kinds
     assert {rank for rank, _ in tracks} == {0, 1, 2, 3}
     spans = [e for e in events if e["ph"] == "X"]
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
@@ -202,6 +204,34 @@ def test_the_trace_has_every_rank_and_every_event(files):
     kernels = [e for e in spans if e["cat"] == "compute" and e["pid"] == 2]
     assert [e["dur"] for e in kernels] == [300.0] * 6
     assert all(e["tid"] == 0 for e in kernels)
+
+
+def test_transfers_that_run_beside_one_another_get_tracks_of_their_own(tmp_path):
+    """Where a stream saw them come: from 2 to 150 us, from 52 to 220, from 150 to 160. Perfetto drops what overlaps."""
+    makers = Maker(0), Maker(1)
+    for one in makers:
+        other = 1 - one.rank
+        one.compute(0, 0, 300)
+        for owner, posted, left, arrived in ((5, 0, 2, 150), (6, 50, 52, 220), (7, 149, 150, 160)):
+            both = {"posted": posted, "left": left, "owner": owner}
+            one.message(1, other, sends=True, start=300, end=301, **both)
+            one.message(1, other, sends=False, start=300, end=301, arrived=arrived, **both)
+    Report.of([one.records() for one in makers]).write_chrome(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 0}
+    came = {e["name"][-1]: names[e["tid"]] for e in events if e.get("cat") == "transfer" and e["pid"] == 0}
+    track = "communication: transfers"
+    assert came == {"5": track, "6": f"{track} (2)", "7": track}
+
+
+def test_idle_is_cut_where_the_window_ends():
+    """Of a message that came at 50 us nothing is waited for from 110 to 130: the last event ends at 100, idle is 0."""
+    one = Maker(0)
+    one.compute(0, 0, 100)
+    one.message(1, 1, sends=False, posted=0, start=110, end=130, arrived=50)
+    (rank,) = Report.of([one.records()]).data["ranks"]
+    assert (rank["span"], rank["idle"]) == (100_000, 0)
+    assert (rank["idle_between_kernels"], rank["idle_outside_attention"]) == (0, 0)
 
 
 def test_comparing_says_what_became_slower(files, capsys):
@@ -287,6 +317,17 @@ def test_what_is_no_report_is_refused(files, capsys):
     assert main(["compare", str(files / "two.json"), str(files / "even.json")]) == 2
     with pytest.raises(bp.BurstError, match="nothing was recorded"), bp.profile() as session:
         session.report()
+
+
+def test_a_traced_kernel_of_no_place_is_refused():
+    """The page names it: "most of it at step 0: q0 x kv0"."""
+    one = Maker(0)
+    one.compute(0, 0, 100)
+    one.traced(0, 0, 90)
+    data = Report.of([one.records(bp.plan(seq_len=64, ranks=1, heads=2, head_dim=16))]).data
+    assert what_is_wrong(data) == ""
+    del data["traced"][0]["kernels"][0]["what"]
+    assert what_is_wrong(data) == "report.traced[0].kernels[0] has no what"
 
 
 def test_steps_that_were_all_skipped_are_told_from_none_recorded():

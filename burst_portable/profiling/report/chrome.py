@@ -18,15 +18,21 @@ def trace(data: dict[str, Any]) -> dict[str, Any]:
         rank = one["rank"]
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
-        for track, name in enumerate(_NAMES):
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": name}})
+        tracks = _tracks(one, kinds)
+        for track in sorted({*range(len(_NAMES)), *tracks}, key=lambda track: (track % len(_NAMES), track)):
+            again = f" ({track // len(_NAMES) + 1})" if track >= len(_NAMES) else ""
+            for name, args in (
+                ("thread_name", {"name": _NAMES[track % len(_NAMES)] + again}),
+                ("thread_sort_index", {"sort_index": track % len(_NAMES)}),
+            ):
+                events.append({"ph": "M", "name": name, "pid": rank, "tid": track, "args": args})
         for i, number in enumerate(one["kind"]):
             kind = kinds[number]
             events.append(
                 {
                     "ph": "X",
                     "pid": rank,
-                    "tid": _TRACKS[kind],
+                    "tid": tracks[i],
                     "ts": one["start"][i] / 1000,
                     "dur": one["duration"][i] / 1000,
                     "name": _name(kind, one["a"][i], one["b"][i]),
@@ -41,6 +47,21 @@ def trace(data: dict[str, Any]) -> dict[str, Any]:
                 }
             )
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schema": data["schema"]}}
+
+
+def _tracks(one: dict[str, Any], kinds: list[str]) -> list[int]:
+    """The track of each event: those of a kind that run beside one another get more tracks of that name, since Perfetto
+    leaves events out that overlap on one. Events come in the order of their starts.
+    """
+    free: dict[int, int] = {}  # by track: when its last event is over
+    tracks = []
+    for number, start, took in zip(one["kind"], one["start"], one["duration"], strict=True):
+        track = _TRACKS[kinds[number]]
+        while took and free.get(track, start) > start:
+            track += len(_NAMES)
+        free[track] = max(free.get(track, start), start + took)
+        tracks.append(track)
+    return tracks
 
 
 def _name(kind: str, a: int, b: int) -> str:

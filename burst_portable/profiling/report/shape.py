@@ -81,7 +81,13 @@ _SHARE = {**_PARTITION, "rank": _whole, "times": _count, "flops": _number, "tile
 _LOSS = {"kind": _text, "text": _text, "advice": _text, "evidence": _text, "lost": _number, "share": _number}
 _PASS = {"flops": _number, "compute": _number}
 _SIZES = ("ranks", "seq_len", "batch", "heads", "kv_heads", "head_dim", "itemsize", "calls")
-_KERNEL = {"name": _text, "kind": _text, "backward": _switch, "times": _count, "time": _number, "step": _whole}
+_KERNEL = {
+    **dict.fromkeys(("name", "kind", "what"), _text),
+    "backward": _switch,
+    "times": _count,
+    "time": _number,
+    "step": _whole,
+}
 
 # A dict needs these keys and may have more; a list holds any number of what it names, with `...` at least one.
 _REPORT: dict[str, Any] = {
