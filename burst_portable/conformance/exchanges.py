@@ -9,7 +9,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from burst_portable.comm.agreement import agree, statement
 from burst_portable.comm.base import Handle, Message, Part, Parts, Strip, Strips, Transport
+from burst_portable.errors import CommunicationError, MismatchError
 
 Job = Callable[[Transport, torch.device], str]
 
@@ -235,6 +237,42 @@ def _exchanged(transport: Transport, device: torch.device, inner: int, picked: b
     return ""
 
 
+def shared(transport: Transport, device: torch.device) -> str:
+    """What each rank says reaches every rank, in the order of ranks, outside a pass and inside."""
+    for turn, count in enumerate((1, 32, 4096)):
+        if turn:
+            transport.begin(b"shared")
+        told = transport.share(bytes([100 * turn + transport.rank]) * count)
+        if turn:
+            transport.end()
+        if told != [bytes([100 * turn + rank]) * count for rank in range(transport.size)]:
+            return f"share of {count} bytes gave other bytes than the ranks said, or not in their order"
+    return ""
+
+
+def disagreed(transport: Transport, device: torch.device) -> str:
+    """Ranks that make different calls are told so, on every rank: else they would take each other's blocks."""
+    try:
+        agree(transport, statement({"case": f"that of rank {transport.rank}"}))
+    except MismatchError as error:
+        sides = (f"that of rank {rank} on rank {rank}" for rank in range(transport.size))
+        silent = [side for side in sides if side not in str(error)]
+        return f"the error of ranks that disagree does not name {silent[0]!r}" if silent else ""
+    return "ranks made different calls, and nobody was told"
+
+
+def unended(transport: Transport, device: torch.device) -> str:
+    """No pass begins in one that has not ended: it would take that one's messages for its own."""
+    transport.begin(b"unended")
+    try:
+        transport.begin(b"unended")
+    except CommunicationError:
+        return ""
+    finally:
+        transport.end()
+    return "a pass began in one that had not ended"
+
+
 JOBS: dict[str, Job] = {
     job.__name__: job
     for job in (
@@ -250,5 +288,8 @@ JOBS: dict[str, Job] = {
         sent,
         late,
         exchanged,
+        shared,
+        disagreed,
+        unended,
     )
 }

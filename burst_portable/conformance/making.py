@@ -13,7 +13,7 @@ from burst_portable.conformance.report import Result
 from burst_portable.conformance.shrink import smallest
 from burst_portable.conformance.subject import Subject
 from burst_portable.conformance.trial import Outcome, Trial, raised
-from burst_portable.errors import unknown_name
+from burst_portable.errors import InputError, explain, unknown_name
 
 _SHRUNK = 3  # failures of a group whose smallest case is searched for at length; the others are mostly alike
 _AT_LENGTH, _BRIEFLY = 80, 12  # attempts
@@ -44,6 +44,14 @@ def trial_of(subject: Subject, text: str) -> Trial:
     head, colon, spec = name.rpartition(":")
     kernels = [kernel.name for kernel in subject.backend.kernels()]
     is_case = "=" in spec or spec == "default"
+    if group == "kernels" and subject.kernel != "auto" and name.partition(":")[0] in set(kernels) - {subject.kernel}:
+        raise InputError(
+            explain(
+                "the trial is of another kernel than the one to examine",
+                got=f"{text}, and kernel {subject.kernel!r}",
+                next_step="leave one of them out",
+            )
+        )
     if check.of_case is not None and is_case and (head in kernels if group == "kernels" else not colon):
         return check.of_case(subject, Case.parse(spec), head)
     every = {trial.name: trial for trial in check.trials(replace(subject, effort="usual"))}

@@ -87,6 +87,30 @@ class BandOffByOne(OtherTiles):
         return banded_box(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop, tile.lo, hi)
 
 
+class FewBlocks(OtherTiles):
+    """Of a long row of keys, those past the first 512 are not seen: two blocks of 256."""
+
+    def changed(self, tile):
+        stop = min(tile.k_stop, tile.k_start + 512)
+        return banded_box(tile.q_start, tile.q_stop, tile.k_start, stop, tile.lo, tile.hi)
+
+
+class FewHeads(Around):
+    """Of many heads, those past the first 32 are left at 0."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        state = super().attend(q, k, v, tiles, options, state=state)
+        return changed_state(state, out=torch.cat([state[0][:, :, :32], torch.zeros_like(state[0][:, :, 32:])], 2))
+
+
+class FewSequences(FewHeads):
+    """The same of a batch, past the first 8."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        state = Around.attend(self, q, k, v, tiles, options, state=state)
+        return changed_state(state, out=torch.cat([state[0][:8], torch.zeros_like(state[0][8:])]))
+
+
 class BottomRight(OtherTiles):
     """Causal tiles that are not square, aligned at their last row and column."""
 

@@ -88,3 +88,25 @@ class SendsOthersShares(Through):
             parts=tuple(p._replace(peer=q) for p, q in zip(one.parts, peers[1:] + peers[:1], strict=True))
         )
         return super().exchange([turned], arriving, label, alone=alone)
+
+
+class HearsItself(Through):
+    """What this rank says is told as what all say: ranks that make different calls would never hear of it."""
+
+    def share(self, data, label="share", deadline=None):
+        return [data] * self.size
+
+
+class TellsOfOthers(Through):
+    """What ranks say, in another order."""
+
+    def share(self, data, label="share", deadline=None):
+        said = super().share(data, label, deadline)
+        return said[1:] + said[:1]
+
+
+class BeginsAnyhow(Through):
+    """A pass begins though the last one has not ended."""
+
+    def check_in_step(self):
+        """Nothing is checked."""

@@ -20,7 +20,9 @@ from burst_portable.backends.base import Probe
 from burst_portable.backends.registry import load
 from burst_portable.conformance import check_backend
 from burst_portable.conformance.checks import CHECKS
+from burst_portable.conformance.making import trials_of
 from burst_portable.conformance.report import Report
+from burst_portable.conformance.subject import Subject
 from burst_portable.errors import InputError
 from burst_portable.profiling import events
 from burst_portable.profiling.partition import Timeline
@@ -34,6 +36,7 @@ KERNELS = {
     planted.WrongScale: ("kernels", "attention", "claims"),
     planted.OwnScale: ("kernels",),
     planted.BandOffByOne: ("kernels", "attention"),
+    planted.FewBlocks: ("kernels",),
     planted.BottomRight: ("kernels", "attention"),
     planted.StaleKeys: ("kernels", "attention"),
     planted.Base2: ("kernels", "attention"),
@@ -61,6 +64,9 @@ TRANSPORTS = {
     DoesNotWait: ("transport", "memory"),
     SentTooEarly: ("transport",),
     planted_transports.SendsOthersShares: ("transport",),
+    planted_transports.HearsItself: ("transport",),
+    planted_transports.TellsOfOthers: ("transport",),
+    planted_transports.BeginsAnyhow: ("transport",),
 }
 
 
@@ -159,6 +165,16 @@ def test_a_kind_of_evidence_that_is_none_is_refused_before_anything_is_tried():
         check_backend(ToldBy(), cases=["claims:probe"])
     ToldBy.facts = {"tier": "stand-in"}
     assert check_backend(ToldBy(), cases=["claims:probe"]).tier == "stand-in"
+
+
+@pytest.mark.parametrize(
+    ("bug", "much"), [(planted.FewBlocks, "length=777"), (planted.FewHeads, "40x8"), (planted.FewSequences, "batch=9")]
+)
+def test_a_bug_that_only_much_shows_is_looked_for_unless_a_look_is_quick(bug, much, real):
+    backend = Planted(bug, real=real)
+    found = [trial.text for trial in trials_of(Subject(backend), ["kernels"]) if much in trial.name]
+    assert found
+    assert not check_backend(backend, cases=found, fail_fast=True).ok
 
 
 @pytest.mark.full

@@ -212,6 +212,10 @@ WRONG = {
     "ranks": (["--backend", "cpu", "--ranks", "0"], "1 to 64"),
     "ranks, no number": (["--backend", "cpu", "--ranks", "two"], "--ranks"),
     "kernel": (["--backend", "cpu", "--kernel", "no"], "unknown kernel"),
+    "two kernels": (
+        ["--backend", "cpu", "--kernel", "cpu_flash", "--case", "kernels:reference:default"],
+        "of another kernel",
+    ),
     "tier": (["--backend", "cpu", "--tier", "gold"], "unknown tier"),
     "both": (["--quick", "--full"], "exclude"),
     "file": (["--backend", "cpu", "--json", "/no/such/folder/x.json"], "cannot be written"),

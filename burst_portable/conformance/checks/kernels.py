@@ -9,7 +9,19 @@ from typing import Any
 import torch
 
 from burst_portable.conformance.blocks import Trespass, run_kernel, run_whole
-from burst_portable.conformance.cases import DTYPES, HEADS, MASKS, MEMORY, SCALES, VALUES, Axes, Case, Choices, covering
+from burst_portable.conformance.cases import (
+    DTYPES,
+    HEADS,
+    LENGTH,
+    MASKS,
+    MEMORY,
+    SCALES,
+    VALUES,
+    Axes,
+    Case,
+    Choices,
+    covering,
+)
 from burst_portable.conformance.checks.attending import judged
 from burst_portable.conformance.checks.sizes import HEAD_SIZES
 from burst_portable.conformance.checks.steady import grown
@@ -35,6 +47,9 @@ AXES: Axes = {
     "scale": SCALES,
 }
 
+
+LONG = 777
+"""Several blocks of 128 or 256 rows and keys, and the last one ragged: elsewhere a kernel hardly sees a third block."""
 
 LARGER_HEADS = ("2x2x64x64", "4x2x64x64", "4x1x128x128", "4x2x128x64", "4x2x64x128")
 """For kernels that are built for sizes which models have."""
@@ -99,18 +114,32 @@ def cases(effort: str, axes: Axes) -> Iterator[Case]:
     dtypes, usual = axes["dtype"], {axis: axes[axis][0] for axis in ("heads", "deterministic")}
     usual["heads"] = "gqa" if "gqa" in axes["heads"] else usual["heads"]
     yield from (Case(**{**usual, "values": v, "dtype": dtype}) for v in VALUES[1:] for dtype in dtypes)
+    yield Case(heads="2x1x1x1", deterministic=False)
     for length in (2, 15, 16, 17, 63, 64, 65, 129):
         yield Case(**{**usual, "length": length, "ranks": 1, "layout": "contiguous", "dtype": dtypes[0]})
 
 
+def large(effort: str) -> Iterator[Case]:
+    """Many blocks of rows and keys, some of which a mask hides whole; more heads and sequences than elsewhere."""
+    case = Case("causal", "contiguous", ranks=1, heads="2x1x64x64", batch=1, length=LONG)
+    yield case
+    if effort == "quick":
+        return
+    yield from (replace(case, mask=mask) for mask in ("window", "sink_window", "documents"))
+    yield replace(case, layout="zigzag", ranks=2)
+    yield replace(case, heads="40x8x64x64", length=LENGTH)
+    yield replace(case, batch=9, length=LENGTH)
+
+
 def trials(subject: Subject) -> Iterator[Trial]:
-    """See `cases`, for each kernel; and for each, whether its error grows with the number of blocks."""
+    """See `cases` and `large`, for each kernel; and for each, whether its error grows with the number of blocks."""
     for kernel in subject.kernels:
         device = subject.device.type
         tried = cases(subject.effort, axes_of(kernel, device))
         if subject.effort == "quick":
             tried = (fitted(case, kernel, device) for case in tried)
-        for case in dict.fromkeys([*tried, *declined(kernel, device)]):
+        many = [fitted(case, kernel, device) for case in large(subject.effort)]
+        for case in dict.fromkeys([*tried, *many, *declined(kernel, device)]):
             if case.possible():
                 yield _case_trial(subject, kernel, case)
         for dtype in (torch.bfloat16,) if subject.effort == "quick" else (torch.float32, torch.bfloat16, torch.float16):
