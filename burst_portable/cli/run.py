@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from burst_portable.config import Launched
 
 
+_LEARNING_RATE = 1e-3
+
+
 def run(
     model: Annotated[
         str,
@@ -45,7 +48,7 @@ def run(
         typer.Option(help="Training steps, or with --eval, batches to score; unless given, 10, or all of the text."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 1,
-    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 1e-3,
+    lr: Annotated[float | None, typer.Option(help="AdamW's learning rate, 0.001 unless given.")] = None,
     seed: Annotated[int, typer.Option(help="Decides random weights.")] = 0,
     scoring: Annotated[bool, typer.Option("--eval", help="Perplexity of the text instead of training.")] = False,
     backend: Annotated[
@@ -123,7 +126,7 @@ def run(
             ranks=_ranks(ranks, place),
             steps=steps,
             batch=batch,
-            learning_rate=lr,
+            learning_rate=_learning_rate(lr, scoring),
             seed=seed,
             scoring=scoring,
             backend=backend,
@@ -165,6 +168,14 @@ def _folder(report: str | None, *, writes: bool) -> Path | None:
     if writes:
         check_folder(Path(report), "--report")
     return Path(report)
+
+
+def _learning_rate(asked: float | None, scoring: bool) -> float:
+    if scoring and asked is not None:
+        raise InputError(
+            explain("--lr has no meaning where nothing is learned", got="--eval", next_step="leave one of them out")
+        )
+    return _LEARNING_RATE if asked is None else asked
 
 
 def _ranks(asked: int | None, place: Launched | None) -> int:

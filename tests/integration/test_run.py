@@ -251,6 +251,7 @@ def _children(pid: int) -> list[int]:
         (["--layout", "zag"], "zigzag"),
         (["--dtype", "int8"], "unknown dtype"),
         (["--recompute", "--eval"], "without a backward pass"),
+        (["--lr", "0.1", "--eval"], "where nothing is learned"),
         (["--backend", "gpu"], "unknown backend"),
         (["--model", "/no/such/model"], "no such model"),
         (["--model", "{broken}"], "cannot be read as JSON"),
