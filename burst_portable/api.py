@@ -145,7 +145,7 @@ def attention(
         from burst_portable.graphs import as_text, attention_in_graph, can_be_named
 
         arguments = as_text(arguments)
-        if can_be_named(mesh, arguments):
+        if can_be_named(mesh, arguments) and not torch.compiler.is_exporting():  # which other processes may run
             made: Tensor | tuple[Tensor, Tensor] = attention_in_graph(q, k, v, sinks, mesh, return_lse, arguments)
             return made
         return _between_graphs(q, k, v, sinks, mesh, return_lse, arguments)

@@ -207,6 +207,18 @@ def test_masks_that_list_positions_stay_outside():
         compiled(outside)(*whole()[:3])
 
 
+def test_an_exported_program_names_nothing_of_this_process():
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = bp.attention(x, x, x, mesh=MESH, kernel="reference")
+            return out
+
+    q = whole()[0]
+    program = torch.export.export(Model(), (q,))
+    assert not [node for node in program.graph.nodes if "burst_portable" in str(node.target)]
+    torch.testing.assert_close(program.module()(q), Model()(q))
+
+
 def test_our_module_says_what_breaks_its_graph():
     module = SelfAttention(16, 4, 2, mesh=MESH)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="burst_portable runs _whole_length outside of graphs"):

@@ -137,8 +137,8 @@ def test_equal_masks_and_layouts_may_have_names_of_their_own():
     """The same regions and positions, whatever they are called: ranks agree."""
 
     def work(mesh):
-        mask = replace(bp.Mask.causal(), name=f"mask of rank {mesh.rank}")
-        layout = replace(bp.make_layout("zigzag", 16, 2), name=f"layout of rank {mesh.rank}")
+        mask = bp.Mask(bp.Mask.causal().regions, f"mask of rank {mesh.rank}")
+        layout = bp.Layout(f"layout of rank {mesh.rank}", 16, bp.make_layout("zigzag", 16, 2).shards)
         q = torch.ones(1, 8, 2, 4)
         return bp.attention(q, q, q, mask=mask, layout=layout, mesh=mesh, strategy="ring")
 
