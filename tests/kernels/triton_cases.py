@@ -88,6 +88,8 @@ SHAPES = [
     Case("sink:3:11", softcap=1.5, layout="zigzag", ranks=2, deltas=True),
     Case("causal", scale=-0.3),
     Case("causal", scale=0.0),
+    Case("causal", scale=1e-50),  # 0 in float32
+    Case("causal", softcap=1e4),  # far above the scores, which must not lose digits by it
     Case("causal", length=64, poison=False),
     Case("full", length=1),
     Case("documents:0,1,2,40,53", layout="striped", ranks=4, deltas=True),

@@ -12,6 +12,7 @@ from burst_portable.kernels.contract import Options
 # a·b + c in one instruction: Triton's default, of which 3.9 warns that it will be another from 3.10 on.
 ALWAYS = {"enable_fp_fusion": True}
 LOG2_E = math.log2(math.e)
+_LEAST = torch.finfo(torch.float32).tiny  # scales below it are 0, or may be, where kernels get them
 
 
 def padded(size: int) -> int:
@@ -26,9 +27,10 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
 
 def score_numbers(options: Options) -> tuple[float, float, float]:
     """(scale, inner, outer) of the kernels' scores, in base 2: inner and outer are those of a softcap, else 0."""
+    scale = options.scale if abs(options.scale) >= _LEAST else 0.0
     if options.softcap is None:
-        return options.scale * LOG2_E, 0.0, 0.0
-    return 1.0, 2.0 * options.scale / options.softcap * LOG2_E, options.softcap * LOG2_E
+        return scale * LOG2_E, 0.0, 0.0
+    return 1.0, 2.0 * scale / options.softcap * LOG2_E, options.softcap * LOG2_E
 
 
 class Address:

@@ -98,7 +98,7 @@ class TritonKernel:
         merge: bool,
     ) -> State:
         tensors = (q, k, v, out, lse)
-        key = (tiles, merge, options.softcap is None, options.scale > 0, *map(layout_of, tensors))
+        key = (tiles, merge, options.softcap is None, options.positive_scale, *map(layout_of, tensors))
         launch = self._launches.get(key) or self._keep(key, self._forward(tiles, options, merge, tensors))
         if launch.programs:
             with on_device_of(q):
@@ -260,7 +260,7 @@ class TritonKernel:
         choices = _first((merge and tuning.resumed) or tuning.forward, k, v)
         blocks, table = _table(tiles, q.shape[1], k.shape[1], choices, not merge)
         flags = {
-            "PRESCALE": options.softcap is None and options.scale <= 0,
+            "PRESCALE": options.softcap is None and not options.positive_scale,
             "MERGE": merge,
             "DOUBLE": out.dtype == torch.float64,
         }
