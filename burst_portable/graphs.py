@@ -211,7 +211,7 @@ def _(
 
 @torch.library.custom_op("burst_portable::attend_backward", mutates_args=())
 def attend_backward(
-    dout: Tensor, ticket: Tensor, sinks: Tensor | None, kept: list[Tensor], kv_heads: int, head_dim: int, name: str
+    dout: Tensor, ticket: Tensor, sinks: Tensor | None, kept: list[Tensor], kv_heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A backward pass: (dq, dk, dv, dsinks), the last empty without sinks. kept: q, k, v, out and LSE, or nothing."""
     number = int(ticket[0])
@@ -231,7 +231,7 @@ def attend_backward(
 
 @attend_backward.register_fake
 def _(
-    dout: Tensor, ticket: Tensor, sinks: Tensor | None, kept: list[Tensor], kv_heads: int, head_dim: int, name: str
+    dout: Tensor, ticket: Tensor, sinks: Tensor | None, kept: list[Tensor], kv_heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, rows, heads, value_dim = dout.shape
     sizes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
@@ -240,7 +240,7 @@ def _(
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, sinks, ctx.name, _, lean = inputs
+    q, k, v, sinks, _, _, lean = inputs
     out, lse, ticket = output
     ctx.kv_heads, ctx.head_dim, ctx.has_sinks = k.shape[2], q.shape[3], sinks is not None
     ctx.save_for_backward(ticket, sinks, *(() if lean else (q, k, v, out, lse)))
@@ -249,7 +249,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     ticket, sinks, *kept = ctx.saved_tensors
     operator = torch.ops.burst_portable.attend_backward
-    dq, dk, dv, dsinks = operator(dout, ticket, sinks, kept, ctx.kv_heads, ctx.head_dim, ctx.name)
+    dq, dk, dv, dsinks = operator(dout, ticket, sinks, kept, ctx.kv_heads, ctx.head_dim)
     return dq, dk, dv, dsinks if ctx.has_sinks else None, None, None, None
 
 

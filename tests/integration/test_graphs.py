@@ -245,7 +245,7 @@ def test_a_graph_of_another_process_is_refused():
     with pytest.raises(UnsupportedError, match="as nobody did in this process"):
         torch.ops.burst_portable.attend(q, q, q, None, "0123456789abcdef", False, False)
     with pytest.raises(UnsupportedError, match="kept for its backward pass is gone"):
-        torch.ops.burst_portable.attend_backward(q, torch.zeros(1, dtype=torch.int64), None, [q] * 5, 2, 8, "")
+        torch.ops.burst_portable.attend_backward(q, torch.zeros(1, dtype=torch.int64), None, [q] * 5, 2, 8)
 
 
 def test_a_wrong_guess_of_what_is_kept_changes_nothing(monkeypatch: pytest.MonkeyPatch):
