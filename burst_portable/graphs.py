@@ -90,6 +90,12 @@ def can_be_named(mesh: Any, arguments: Arguments) -> bool:
     return all(isinstance(x, str) for x in (mask, strategy, layout)) and (mesh is None or isinstance(mesh, Mesh))
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def exporting() -> bool:
+    """`torch.compiler.is_exporting`, of which dynamo of torch 2.11 believes that it is always true."""
+    return torch.compiler.is_exporting()
+
+
 def attention_in_graph(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Any, return_lse: bool, arguments: Arguments
 ) -> Any:

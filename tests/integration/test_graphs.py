@@ -214,6 +214,8 @@ def test_an_exported_program_names_nothing_of_this_process():
             return out
 
     q = whole()[0]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="export makes the graph"):
+        torch.export.export(Model(), (q,), strict=True)
     program = torch.export.export(Model(), (q,))
     assert not [node for node in program.graph.nodes if "burst_portable" in str(node.target)]
     torch.testing.assert_close(program.module()(q), Model()(q))
