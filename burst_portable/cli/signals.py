@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -62,6 +62,7 @@ class _Raising:
         self.hook = sys.unraisablehook  # for all other exceptions that are lost
         self._asked = -_PATIENCE
         self._repeating: threading.Timer | None = None
+        self._noting = False  # while `lost` runs, where Python cannot raise either
 
     def end(self, number: int, frame: Any) -> None:
         """The handler of the signals."""
@@ -74,13 +75,19 @@ class _Raising:
         if not isinstance(told.exc_value, Ended):
             self.hook(told)
             return
-        if self._repeating is not None:
-            self._repeating.cancel()
-        self._repeating = threading.Timer(_AGAIN, self._repeat, (told.exc_value.number,))
-        self._repeating.daemon = True
-        self._repeating.start()
+        self._noting = True
+        try:
+            if self._repeating is not None:
+                self._repeating.cancel()
+            self._repeating = threading.Timer(_AGAIN, self._repeat, (told.exc_value.number,))
+            self._repeating.daemon = True
+            self._repeating.start()
+        finally:
+            self._noting = False
 
     def _repeat(self, number: int) -> None:
+        while self._noting:  # on a busy machine the timer may be over before `lost` is
+            sleep(_AGAIN)
         self._asked = -_PATIENCE  # only now: until then it is the same wish
         main_thread = threading.main_thread().ident
         assert main_thread is not None, "it runs"

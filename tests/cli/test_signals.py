@@ -117,6 +117,26 @@ def test_a_signal_that_comes_where_python_cannot_raise_is_not_lost(command, caps
     assert captured.out + captured.err == ""
 
 
+def test_nor_where_the_machine_is_too_busy_to_note_it_in_time(command, monkeypatch, capsys):
+    """The signal was repeated while Python still noted the one before, where it cannot raise either."""
+
+    class Slow(threading.Timer):
+        def start(self) -> None:
+            super().start()
+            time.sleep(0.1)
+
+    monkeypatch.setattr(signals.threading, "Timer", Slow)
+
+    def work() -> None:
+        Deaf(signal.SIGTERM)
+        time.sleep(5)
+
+    command(work)
+    assert main(["work"]) == 128 + signal.SIGTERM
+    captured = capsys.readouterr()
+    assert captured.out + captured.err == ""
+
+
 def test_other_mistakes_where_python_cannot_raise_are_told(command, monkeypatch):
     told = []
     monkeypatch.setattr(sys, "unraisablehook", lambda one: told.append(type(one.exc_value)))
