@@ -7,7 +7,7 @@ python    run; the blocks of a page share their names
 output    what the python block before it prints, exactly
 console   `$ burst-portable ...` lines are run; the lines below stand in what they print, in order,
           and `...` stands for any that are left out; how wide a space is does not count
-text, sh  nothing
+others    nothing
 ========  ========================================================================================
 """
 
@@ -31,7 +31,9 @@ from burst_portable.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+FOLDERS = ("docs", "backends", "benchmarks", "examples", "profiling")  # all that have pages
+EVERY_PAGE = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+LANGUAGES = {"python", "output", "console", "text", "sh", "toml"}
 
 
 class Block(NamedTuple):
@@ -42,8 +44,21 @@ class Block(NamedTuple):
 
 def blocks(page: Path) -> list[Block]:
     source = page.read_text(encoding="utf-8")
-    fences = re.finditer(r"^```(\w*)\n(.*?)^```$", source, re.MULTILINE | re.DOTALL)
+    fences = re.finditer(r"^```(.*)\n((?s:.*?))^```$", source, re.MULTILINE)
     return [Block(f[1], source.count("\n", 0, f.start()) + 2, f[2]) for f in fences]
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page: lower case, hyphens for spaces, a number behind what comes again."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        found.append(f"{name}-{again}" if (again := found.count(name)) else name)
+    return set(found)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -76,14 +91,19 @@ def test_commands_of_a_page(page, capsys):
                     assert " ".join(line.split()) in printed, f"{page.name}, below `{command}`: {line}"
 
 
-@pytest.mark.parametrize(
-    "page",
-    [*PAGES, *RESULTS, ROOT / "README.md", ROOT / "CONTRIBUTING.md"],
-    ids=lambda page: str(page.relative_to(ROOT)),
-)
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    targets = re.findall(r"\]\((?!https?://)([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", prose(page)):
+        path, _, anchor = "".join(target).partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), path
+        assert not anchor or anchor in anchors(there), anchor
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_fence_is_of_a_kind_that_is_known(page):
+    """A block of another kind would be left out, and with it what it says."""
+    assert {block.language for block in blocks(page)} <= LANGUAGES
 
 
 def test_the_readme_example_runs_as_torchrun_would_start_it():
