@@ -27,13 +27,16 @@ def write_text(path: str | Path, text: str) -> None:
         ) from error
 
 
-def read_json(path: Path, what: str, largest: int, *, parse_float: ParseFloat | None = None) -> Any:
+def read_json(
+    path: Path, what: str, largest: int, *, parse_float: ParseFloat | None = None, next_step: str | None = None
+) -> Any:
     """The JSON of a file, also of a gzip.
 
     Args:
         what: what the file should be, for errors: "a report".
         largest: bytes of the text, unpacked, at most.
         parse_float: turns decimals into numbers; finite floats unless given.
+        next_step: where such a file comes from, for errors.
 
     Raises `InputError`, in one line, for a file that cannot be read, is too large or too deep, or is not strict JSON.
     """
@@ -44,18 +47,21 @@ def read_json(path: Path, what: str, largest: int, *, parse_float: ParseFloat | 
         with path.open("rb") as file:
             text = _read(gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == _GZIP else file, largest)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise InputError(explain(f"{path} is not {what}", got=_told(error))) from error
-    return parse_json(text, str(path), what, parse_float=parse_float)
+        raise InputError(explain(f"{path} is not {what}", got=_told(error), next_step=next_step)) from error
+    return parse_json(text, str(path), what, parse_float=parse_float, next_step=next_step)
 
 
-def parse_json(text: bytes | str, source: str, what: str, *, parse_float: ParseFloat | None = None) -> Any:
+def parse_json(
+    text: bytes | str, source: str, what: str, *, parse_float: ParseFloat | None = None, next_step: str | None = None
+) -> Any:
     """The same, from text; `source` names it in errors."""
     try:
         return json.loads(text, parse_float=parse_float or _finite, parse_constant=_refused)
     except RecursionError:
-        raise InputError(explain(f"{source} is not {what}", got="JSON that is nested too deeply")) from None
+        got = "JSON that is nested too deeply"
+        raise InputError(explain(f"{source} is not {what}", got=got, next_step=next_step)) from None
     except ValueError as error:
-        raise InputError(explain(f"{source} is not {what}", got=_told(error))) from error
+        raise InputError(explain(f"{source} is not {what}", got=_told(error), next_step=next_step)) from error
 
 
 def _told(error: Exception) -> str:

@@ -70,10 +70,7 @@ def read_rates(file: str | Path) -> MeasuredRates:
     """
     if not str(file):
         raise InputError(explain("no file of rates is named", got="an empty name", next_step=NEXT_STEP))
-    try:
-        data = read_json(Path(file), "a file of rates", _LARGEST_FILE)
-    except InputError as error:
-        raise InputError(f"{error}; {NEXT_STEP}") from error
+    data = read_json(Path(file), "a file of rates", _LARGEST_FILE, next_step=NEXT_STEP)
     found = data.get("schema") if isinstance(data, dict) else None
     if found != SCHEMA:
         raise InputError(

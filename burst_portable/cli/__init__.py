@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     import typer
 
-    from burst_portable.cli.app import command_line, with_json_value
+    from burst_portable.cli.app import command_line, help_line, with_json_value
     from burst_portable.cli.output import UnwrittenError
 
     try:
@@ -54,7 +54,8 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:
         # A mistyped option. Its class has moved between releases of typer; what it can do has not.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-            return _fail(_with_value(error.format_message(), error, arguments), 2)
+            message = _with_value(error.format_message(), error, arguments).rstrip(".")
+            return _fail(f"{message}; `{help_line(arguments)}` shows what there is", 2)
         raise
 
 

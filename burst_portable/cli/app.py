@@ -54,6 +54,12 @@ def with_json_value(arguments: list[str]) -> list[str]:
     return made
 
 
+def help_line(arguments: list[str]) -> str:
+    """What to type for the help of the command that these arguments ask for, or of all."""
+    asked = _asked(arguments)
+    return f"{PROGRAM} {asked} --help" if asked in COMMANDS else f"{PROGRAM} --help"
+
+
 def _asked(arguments: list[str]) -> str | None:
     return next((a for a in arguments if not a.startswith("-")), None)
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from burst_portable.cli.output import console, table
 from burst_portable.units import bytes_text, percent, scaled, seconds_text
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from burst_portable.cli.training.prepare import Prepared
     from burst_portable.plans import Plan
 
-_MARKS = {"ok": "[bold green]PASSED[/]", "failed": "[bold red]FAILED[/]", "unchecked": "[bold yellow]NOT CHECKED[/]"}
+_MARKS = {  # by verdict: the word, and how it looks
+    "ok": ("PASSED", "bold green"),
+    "failed": ("FAILED", "bold red"),
+    "unchecked": ("NOT CHECKED", "bold yellow"),
+}
 
 _LABEL = 8  # characters
 _SIDES = {"kv": "K and V", "q": "Q, dO"}
@@ -72,7 +76,9 @@ class View:
 
     def verdict(self, facts: dict[str, Any]) -> None:
         """One line that says it, and a table."""
-        self._console.print(f"\n{_MARKS[facts['verdict']]} {escape(verdict_text(facts))}")
+        self._console.print()
+        mark, mark_style = _MARKS[facts["verdict"]]
+        self._tell(mark, verdict_text(facts), label_style=mark_style)
         checked = bool(facts["reference_losses"])
         rows = table("", _count(facts["world_size"], "rank"), *(["one device"] if checked else []))
         for row in summary(facts):
@@ -100,20 +106,20 @@ class View:
         if advice := profile["verdict"]["advice"]:
             self._tell("advice", advice)
         if ablated := ablation_text(profile):
-            self._tell("", ablated)
+            self._tell("ablated", ablated)
         self._console.print(f"profile {report / 'profile.html'}", markup=False)
 
-    def _tell(self, label: str, text: str, *, indent: int = 0, style: str = "") -> None:
+    def _tell(self, label: str, text: str, *, indent: int = 0, style: str = "", label_style: str = "") -> None:
         """A word and what is told of it; on a terminal, further lines stand below the text.
 
         A word that is too long for a line, as paths are, is left to the terminal, so that it can be copied.
         """
-        begin = " " * indent + f"{label:<{_LABEL}}"
+        begin = " " * indent + f"{label:<{_LABEL - 1}} "
         if self._console.is_terminal:
             width = max(1, self._console.width - len(begin))
             lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
             text = f"\n{'':{len(begin)}}".join(lines)
-        self._console.print(begin + text, markup=False, style=style)
+        self._console.print(Text.assemble((begin, label_style), text), style=style)
 
 
 def verdict_text(facts: dict[str, Any]) -> str:

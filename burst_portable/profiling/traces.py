@@ -25,6 +25,7 @@ _COMMUNICATION = re.compile(r"nccl|rccl|hccl|hcom|memcpy p(to|2)p|peer.?to.?peer
 _WAITING = re.compile(r"wait_?(signal|value|flag)|(signal|stream|event|notify)_?wait", re.IGNORECASE)
 _LARGEST = 1 << 30  # bytes of a trace, unpacked
 _LATEST = 1 << 62  # nanoseconds since 1970: the year 2116
+_ADVICE = "pass JSON with traceEvents, as torch.profiler's export_chrome_trace writes it"
 _COPIES = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")  # older files say Memcpy
 
 
@@ -99,7 +100,7 @@ def load_trace(path: Path) -> dict[str, Any]:
 
     Raises `InputError` for another file.
     """
-    return _checked(read_json(path, "a trace", _LARGEST, parse_float=Decimal), str(path))
+    return _checked(read_json(path, "a trace", _LARGEST, parse_float=Decimal, next_step=_ADVICE), str(path))
 
 
 def parse_trace(raw: bytes, path: str) -> dict[str, Any]:
@@ -111,9 +112,7 @@ def _checked(data: Any, path: str) -> dict[str, Any]:
     if isinstance(data, list):
         data = {"traceEvents": data}
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
-        raise InputError(
-            explain(f"{path} is not a trace", allowed="JSON with traceEvents, as torch.profiler exports it")
-        )
+        raise InputError(explain(f"{path} is not a trace", got="JSON without a list of traceEvents", next_step=_ADVICE))
     try:
         return {**data, "traceEvents": as_kineto(data["traceEvents"])}
     except (AttributeError, TypeError) as error:

@@ -121,6 +121,18 @@ def test_mistyped_options(capsys, arguments, said):
     assert said in refused(capsys, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan", "--seq-len", "64"), "`burst-portable plan --help` shows"),
+        (("trace",), "`burst-portable trace --help` shows"),
+        (("plann",), "`burst-portable --help` shows"),
+    ],
+)
+def test_a_mistyped_option_names_the_help_that_lists_it(capsys, arguments, said):
+    assert said in refused(capsys, *arguments)
+
+
 def test_a_value_of_another_kind_is_shown(capsys):
     for arguments in (("run", "--lr", "fast"), ("run", "--lr=fast"), ("compare", "a", "b", "--threshold", "fast")):
         assert "'fast'" in refused(capsys, *arguments)

@@ -71,8 +71,8 @@ def test_what_never_ends_and_what_is_none(tmp_path, capsys):
         capsys, "profile", str(tmp_path)
     )  # where `run --report` wrote it
     for path in (tmp_path / "absent", "x" * 300):
-        refused(capsys, "profile", str(path))
-        refused(capsys, "trace", str(path))
+        assert "`burst-portable run --profile --report FOLDER` writes" in refused(capsys, "profile", str(path))
+        assert "export_chrome_trace writes it" in refused(capsys, "trace", str(path))
 
 
 @pytest.mark.parametrize("option", ["--html", "--chrome", "--markdown"])

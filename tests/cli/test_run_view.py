@@ -28,6 +28,24 @@ def test_on_a_narrow_terminal_lines_go_on_below_their_text(tmp_path, capsys):
     assert lines[-1] == f"profile {tmp_path / 'profile.html'}"
 
 
+def test_a_verdict_that_is_too_long_for_the_terminal_goes_on_below(capsys):
+    facts = {
+        "verdict": "ok", "failures": [], "losses": [5.0] * 3, "reference_losses": None, "steps": 3, "mode": "train",
+        "max_relative_difference": 8.4e-8, "gradient_relative_difference": 3.9e-7, "dtype": "float32", "world_size": 2,
+        "batch": 1, "seq_len": 64, "tokens_per_second": 1.0, "reference_tokens_per_second": None,
+        "seconds_per_step": 1.0, "reference_seconds_per_step": None, "model_flop_utilisation": None, "notes": [],
+        "model_flops_per_step": None, "peak": {}, "peak_memory_bytes": [1],
+    }  # fmt: skip
+    view = View()
+    view._console = Console(force_terminal=True, width=60, soft_wrap=True, color_system=None)
+    view.verdict(facts)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == [
+        "PASSED  3 steps equal one device's: losses within 8.4e-08,",
+        "        final gradients within 3.9e-07 (relative, float32)",
+    ]
+
+
 def test_in_a_log_a_line_is_whole(tmp_path, capsys):
     profile = Report.of(ring(2, 3)).data
     profile["verdict"]["advice"] = "a word " * 100

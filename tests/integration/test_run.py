@@ -59,7 +59,7 @@ def test_two_processes_equal_one_device(config: Path, tmp_path: Path, capsys: py
     assert len(facts["peak_memory_bytes"]) == 2
     assert min(facts["peak_memory_bytes"]) > 1 << 20
     said = capsys.readouterr()
-    assert "PASSED 2 steps equal one device's" in said.out
+    assert "PASSED  2 steps equal one device's" in said.out
     assert "model FLOP utilisation" in said.out
     assert "a matrix product of" in said.out  # what the peak is
     assert said.err == ""

@@ -16,7 +16,7 @@ from burst_portable.profiling.report.shape import what_is_wrong
 from burst_portable.values import as_int
 
 _LARGEST = 1 << 28  # bytes, unpacked
-_ADVICE = "pass a report's profile.json"
+_ADVICE = "pass a report's profile.json, which `burst-portable run --profile --report FOLDER` writes"
 
 
 def _nothing_left(steps: int, skip: int) -> InputError:
@@ -77,7 +77,7 @@ class Report:
             raise InputError(
                 explain(f"{path} is not a report", got="a folder", next_step=f"pass {path / 'profile.json'}")
             )
-        data = read_json(path, "a report", _LARGEST)
+        data = read_json(path, "a report", _LARGEST, next_step=_ADVICE)
         data = data.get("profile", data) if isinstance(data, dict) else {}
         data = data if isinstance(data, dict) else {}
         if data.get("schema") != SCHEMA:
