@@ -183,7 +183,6 @@ def begin(call: Call, device: torch.device, *, forward_pass: int = 0) -> None:
     stated, inbox = call.forward_statement, call.inboxes[0]
     if forward_pass:
         stated, inbox = call.backward_statement, call.inboxes[1]
-    transport.check_in_step()
     agree(transport, stated, forward_pass=forward_pass)
     with _on(device):
         transport.begin(stated.digest + forward_pass.to_bytes(8, "little"), inbox)

@@ -50,7 +50,8 @@ def sum_over_ranks(x: Tensor, mesh: MeshLike = None) -> Tensor:
         raise
     dtype = str(x.dtype).removeprefix("torch.")
     agree(transport, statement({"pass": "sum_over_ranks", "dtype": dtype, "shape": str(tuple(x.shape))}))
-    return _summed(x, mesh)
+    with transport.between_passes():
+        return _summed(x, mesh)
 
 
 def _summed(x: Tensor, mesh: Mesh) -> Tensor:
@@ -111,9 +112,10 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: MeshLike = None) -> None:
             parameter.grad = None
         tell_the_others(mesh, refusal, *listed[:1])
         raise
-    for members in groups.values():
-        for bucket in _buckets(members):
-            _sum_bucket(bucket, missing, mesh)
+    for (_, device), members in groups.items():
+        with mesh.transport(device.type).between_passes():
+            for bucket in _buckets(members):
+                _sum_bucket(bucket, missing, mesh)
 
 
 def _grouped(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Groups:

@@ -116,9 +116,10 @@ def unshard(
         tell_the_others(mesh, refusal, x)
         raise
     agree(transport, _statement(mine, dim % x.dim(), where))
-    parts = [mine.new_empty(where.count(r), *mine.shape[1:]) for r in range(mesh.size)]
-    flat = [part.view(-1).view(torch.uint8) for part in parts]
-    transport.all_gather(mine.view(-1).view(torch.uint8), flat, "unshard")
+    with transport.between_passes():
+        parts = [mine.new_empty(where.count(r), *mine.shape[1:]) for r in range(mesh.size)]
+        flat = [part.view(-1).view(torch.uint8) for part in parts]
+        transport.all_gather(mine.view(-1).view(torch.uint8), flat, "unshard")
     whole = mine.new_empty(seq_len, *mine.shape[1:])
     for part, segments in zip(parts, where.shards, strict=True):
         row = 0

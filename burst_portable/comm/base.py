@@ -7,7 +7,8 @@ and nothing depends on what another rank has cached.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -138,6 +139,7 @@ class Transport(ABC):
         picks: whether `exchange` also sends `Strips`, so that senders need not pack.
         node: ranks per node, if messages between nodes have connections of their own; else 0.
         under_way: whether a pass has begun here and not ended.
+        left_over: the same of messages between passes.
         goes_first: whether its messages are moved by kernels that get room on a device before kernels that compute.
     """
 
@@ -151,6 +153,7 @@ class Transport(ABC):
     picks: bool = False
     node: int = 0
     under_way: bool = False
+    left_over: bool = False
     goes_first: bool = False
 
     @property
@@ -165,14 +168,30 @@ class Transport(ABC):
         return found
 
     def check_in_step(self) -> None:
-        """Raise a `CommunicationError` if the last pass never ended: the next would get its messages."""
-        if self.under_way:
+        """Raise a `CommunicationError` if what was done last never ended: its messages would be taken for others.
+
+        Ranks ask it before they tell each other anything: other sizes end a process over gloo, or are taken in silence.
+        """
+        if self.under_way or self.left_over:
+            last = "pass" if self.under_way else "exchange between passes"
             raise CommunicationError(
                 explain(
-                    f"rank {self.rank}: the last pass has not ended; its messages would be taken for those of this one",
-                    next_step="after an error in a pass, end the process group; one mesh serves one thread at a time",
+                    f"rank {self.rank}: the last {last} has not ended; its messages would be taken for those of this "
+                    "call",
+                    next_step="after an error in a pass or an exchange, end the process group; one mesh serves one "
+                    "thread at a time",
                 )
             )
+
+    def between_passes(self) -> AbstractContextManager[None]:
+        """A context around messages between passes. What an error leaves of them stays: see `check_in_step`."""
+        return self._left_over_after_errors()
+
+    @contextmanager
+    def _left_over_after_errors(self) -> Iterator[None]:
+        before, self.left_over = self.left_over, True
+        yield
+        self.left_over = before
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         """A pass begins on the current stream; every rank calls this. Raises as `check_in_step`.
@@ -259,7 +278,8 @@ class Transport(ABC):
         """
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
-        self.all_gather(mine, parts, label)
+        with self.between_passes():
+            self.all_gather(mine, parts, label)
         return [bytes(part.numpy()) for part in parts]
 
     def close(self) -> None:  # noqa: B027  (most transports hold nothing)

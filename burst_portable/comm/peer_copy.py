@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, Protocol
 from zlib import crc32
@@ -137,6 +138,13 @@ class PeerCopyTransport(Transport):
     @passes.setter
     def passes(self, count: int) -> None:
         self._other.passes = count
+
+    def check_in_step(self) -> None:
+        super().check_in_step()
+        self._other.check_in_step()
+
+    def between_passes(self) -> AbstractContextManager[None]:
+        return self._other.between_passes()
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         memory = self.memory

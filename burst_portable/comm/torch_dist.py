@@ -118,14 +118,15 @@ class TorchDistTransport(Transport):
         # Point to point, since the error of a collective would not name the missing rank.
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
-        outgoing, incoming = self._post(
-            [Message(mine, r) for r in self.others],
-            [Message(parts[r], r) for r in self.others],
-            label,
-            self._deadline if deadline is None else deadline,
-        )
-        for handle in (*incoming, *outgoing):
-            handle.wait()
+        with self.between_passes():
+            outgoing, incoming = self._post(
+                [Message(mine, r) for r in self.others],
+                [Message(parts[r], r) for r in self.others],
+                label,
+                self._deadline if deadline is None else deadline,
+            )
+            for handle in (*incoming, *outgoing):
+                handle.wait()
         return [bytes(part.numpy()) for part in parts]
 
     def _post(

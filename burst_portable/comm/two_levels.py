@@ -38,6 +38,10 @@ class TwoLevelTransport(Transport):
         self.host, self.lasting, self.goes_first = near.host, near.lasting, near.goes_first
         self._connect = connect
 
+    def check_in_step(self) -> None:
+        super().check_in_step()
+        self.near.check_in_step()
+
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         super().begin(digest, inbox)
         if self.far is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ class WrappedTransport(Transport):
 
     def check_in_step(self) -> None:
         self._inner.check_in_step()
+
+    def between_passes(self) -> AbstractContextManager[None]:
+        return self._inner.between_passes()
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         self._inner.begin(digest, inbox)

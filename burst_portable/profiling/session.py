@@ -319,15 +319,16 @@ def _collected(mesh: Mesh, data: bytes, device: torch.device) -> Sequence[bytes]
 
     transport = mesh.transport(device.type)
     agree_on_call(transport, "session.report() or gather()")
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    sizes = [torch.empty(8, dtype=torch.uint8, device=device) for _ in range(mesh.size)]
-    transport.all_gather(torch.tensor([len(data)], device=device).view(torch.uint8), sizes, "profile sizes")
-    if mesh.rank:
-        handles, _ = transport.post([Message(mine, 0)], [], "profile")
-        handles[0].wait()
-        return None
-    parts = [mine] + [torch.empty(int(s.view(torch.int64)), dtype=torch.uint8, device=device) for s in sizes[1:]]
-    _, handles = transport.post([], [Message(part, r) for r, part in enumerate(parts) if r], "profile")
-    for handle in handles:
-        handle.wait()
-    return [part.cpu().numpy().tobytes() for part in parts]
+    with transport.between_passes():
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        sizes = [torch.empty(8, dtype=torch.uint8, device=device) for _ in range(mesh.size)]
+        transport.all_gather(torch.tensor([len(data)], device=device).view(torch.uint8), sizes, "profile sizes")
+        if mesh.rank:
+            handles, _ = transport.post([Message(mine, 0)], [], "profile")
+            handles[0].wait()
+            return None
+        parts = [mine] + [torch.empty(int(s.view(torch.int64)), dtype=torch.uint8, device=device) for s in sizes[1:]]
+        _, handles = transport.post([], [Message(part, r) for r, part in enumerate(parts) if r], "profile")
+        for handle in handles:
+            handle.wait()
+        return [part.cpu().numpy().tobytes() for part in parts]

@@ -1,0 +1,74 @@
+"""After an error of its own in a call, a rank that goes on to another call is refused: nothing is sent any more."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import burst_portable as bp
+from burst_portable.comm.base import Transport
+from burst_portable.comm.local import LocalTransport, run_threads
+from burst_portable.comm.wrapped import WrappedTransport
+from tests.spmd.after_errors import CALLS, GLOO, RANKS, play
+
+ROOT = Path(__file__).parents[2]
+ENDED = "CommunicationError: rank 1: the last {} has not ended; its messages would be taken for those of this call"
+IN_PASS, BETWEEN = ENDED.format("pass"), ENDED.format("exchange between passes")
+
+
+class Asking(LocalTransport):
+    """Asks by messages, as transports of processes do."""
+
+    share = Transport.share
+
+
+def on_threads(before: str, at: int, after: str, wrap=lambda transport: transport) -> list[list[str]]:
+    def work(transport):
+        transport = wrap(transport)
+        mesh = bp.Mesh(transport.rank, RANKS, lambda _: transport)
+        return play(mesh, transport, before, at, after)
+
+    return run_threads(RANKS, lambda one: work(Asking(one.fabric, one.rank)), deadline=0.3)
+
+
+def check(found: list[list[str]], says: str) -> None:
+    """Rank 1's second call is refused; rank 0, which was told nothing, has no number of it either."""
+    (first, second), (failed, refused) = found
+    assert failed == "Planted: "
+    assert refused.startswith(says)
+    assert "wrong" not in (first, second)
+    assert second not in ("", "right")
+
+
+@pytest.mark.parametrize("after", [name for name in CALLS if name != "refused"])
+@pytest.mark.parametrize(("before", "at"), [*product(CALLS, (1, 2))][:8])
+def test_a_call_after_an_error(before, at, after):
+    check(on_threads(before, at, after), IN_PASS if (before, at) == ("attention", 2) else BETWEEN)
+
+
+@pytest.mark.parametrize("before", ["attention", "unshard"])
+def test_a_wrapped_transport_is_refused_too(before):
+    """What ranks ask is not posted through the wrapper."""
+    check(on_threads(before, 1, "unshard", WrappedTransport), IN_PASS if before == "attention" else BETWEEN)
+
+
+def test_a_refusal_after_an_error_is_still_told_its_caller():
+    """The other rank cannot be told: it would take the refusal for messages of the pass."""
+    _, (failed, refused) = on_threads("attention", 2, "refused")
+    assert failed == "Planted: "
+    assert refused.startswith("LayoutError: rank 1 holds a different number of rows")
+
+
+@pytest.mark.slow
+def test_over_gloo(tmp_path):
+    """Before, messages of other sizes ended rank 1 by SIGABRT, and rank 0 took shorter ones for blocks."""
+    done = subprocess.run([sys.executable, "-m", "tests.spmd.after_errors", str(tmp_path)], cwd=ROOT, timeout=110)
+    assert done.returncode == 0
+    for number, (before, at, _) in enumerate(GLOO):
+        found = [json.loads((tmp_path / f"{number}rank{rank}.json").read_text()) for rank in range(RANKS)]
+        check(found, IN_PASS if (before, at) == ("attention", 2) else BETWEEN)
