@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from burst_portable import by_heads, numerics
+from burst_portable import by_heads, executor, numerics
 from burst_portable.autocast import own_precision
 from burst_portable.comm.agreement import Statement, agree, tell_refusal
 from burst_portable.errors import UnsupportedError, explain
-from burst_portable.executor import Saved, attend, gradients
+from burst_portable.executor import Saved
 from burst_portable.kernels.contract import Gradients, Options, arrived, as_kernels_take
 from burst_portable.mesh import Mesh
 from burst_portable.numerics import as_dtype
@@ -51,7 +51,7 @@ class Call:
 
 def _by_blocks(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out in q's dtype, LSE ``[B, Hq, S]`` in the accumulation dtype) of this rank's rows, without a reshard."""
-    out, lse = attend(call.plan.forward, call.runtime, call.options, q, k, v, sinks)
+    out, lse = executor.run_forward(call.plan.forward, call.runtime, call.options, q, k, v, sinks)
     return as_dtype(out, q.dtype), lse
 
 
@@ -155,7 +155,7 @@ def _backward_by_blocks(call: Call, saved: tuple[Any, ...], dout: Tensor | None)
     row_delta = None if call.by_out else call.row_delta
     delta = None if sinks is None else call.row_delta(dout, out)
     kept = q, k, v, out, lse
-    dq, dk, dv = gradients(call.plan.backward, call.runtime, call.options, dout, kept, row_delta, delta)
+    dq, dk, dv = executor.run_backward(call.plan.backward, call.runtime, call.options, dout, kept, row_delta, delta)
     dsinks = None if sinks is None or delta is None else numerics.sinks_gradient(sinks, lse, delta)
     return (as_dtype(dq, q.dtype), as_dtype(dk, q.dtype), as_dtype(dv, q.dtype)), dsinks
 
@@ -209,7 +209,7 @@ def apply(
             # torch has no types for it
             result: tuple[Tensor, Tensor | None] = Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
             return result
-        return run_alone(call, q, k, v, sinks)
+        return run_without_backward(call, q, k, v, sinks)
 
 
 def observed(call: Call, mesh: Mesh) -> Call:
@@ -219,7 +219,9 @@ def observed(call: Call, mesh: Mesh) -> Call:
     return replace(call, runtime=wrap(call.runtime, call.plan, mesh))
 
 
-def run_alone(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def run_without_backward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """(out, LSE or None), and nothing kept for a backward pass. The pass has begun; it is ended here."""
     if call.plan.reshard:
         out, lse, _ = _by_heads(call, q, k, v, sinks, keep=False)

@@ -61,7 +61,7 @@ def run_forward(
     arrived = _with_shared(arriving.wait() for arriving in coming)
     for group, arriving, (queries, keys, values) in zip(groups, coming, arrived, strict=True):
         group_sinks = None if sinks is None else sinks[_own_heads(plan, group, runtime)]
-        group_out, group_lse = executor.attend(plan.forward, runtime, options, queries, keys, values, group_sinks)
+        group_out, group_lse = executor.run_forward(plan.forward, runtime, options, queries, keys, values, group_sinks)
         group_out = group_out.to(q.dtype)
         home: list[tuple[Tensor, Tensor, Span]] = [(group_out, out, group.queries)]
         if lse is not None:
@@ -107,7 +107,7 @@ def run_backward(
     dkv: tuple[Tensor, ...] = ()  # of K and V, which several groups may share
     for group, arriving, kept in zip(groups, coming, saved, strict=True):
         (group_dout,) = arriving.wait()
-        group_dq, *group_dkv = executor.gradients(plan.backward, runtime, options, group_dout, kept, row_delta)
+        group_dq, *group_dkv = executor.run_backward(plan.backward, runtime, options, group_dout, kept, row_delta)
         dkv = tuple(group_dkv) if group.first else _sum(dkv, group_dkv)
         home: list[tuple[Tensor, Tensor, Span]] = [(group_dq, dq, group.queries)]
         if group.last:

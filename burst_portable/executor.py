@@ -35,7 +35,7 @@ Views = tuple[Tensor, ...]
 """The tensors of a block: (k, v), (q, dO, LSE, delta), or gradients; over messages, or a rank's own."""
 
 
-def attend(
+def run_forward(
     pass_plan: PassPlan, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> State:
     """(out ``[B, S, Hq, Dv]`` in q's dtype or wider, LSE ``[B, Hq, S]`` in the accumulation dtype) of the rows at hand.
@@ -49,13 +49,13 @@ def attend(
     if sinks is None and (compute := pass_plan.alone(rank)):
         state = runtime.attend_whole(compute, q, k, v, options)
     else:  # sinks are merged before out is rounded
-        state = _run_forward(pass_plan, rank, runtime, options, q, k, v, rounds=sinks is None)
+        state = _forward_steps(pass_plan, rank, runtime, options, q, k, v, rounds=sinks is None)
     if sinks is not None:
         numerics.add_sinks(state, sinks)
     return state[0], as_dtype(state[1], accumulation_dtype(q.dtype))
 
 
-def gradients(
+def run_backward(
     pass_plan: PassPlan,
     runtime: Runtime,
     options: Options,
@@ -80,10 +80,10 @@ def gradients(
         queries = Queries(q, dout, lse, out=out)
     else:
         queries = Queries(q, dout, lse, row_delta(dout, out) if delta is None else delta)
-    return _run_backward(pass_plan, rank, runtime, options, queries, k, v)
+    return _backward_steps(pass_plan, rank, runtime, options, queries, k, v)
 
 
-def _run_forward(
+def _forward_steps(
     pass_plan: PassPlan,
     rank: int,
     runtime: Runtime,
@@ -131,7 +131,7 @@ def _run_forward(
     return out, state[1]
 
 
-def _run_backward(
+def _backward_steps(
     pass_plan: PassPlan, rank: int, runtime: Runtime, options: Options, queries: Queries, k: Tensor, v: Tensor
 ) -> Gradients:
     """(dq, dk, dv) of this rank's shard, in the accumulation dtype; delta must be given where queries travel."""

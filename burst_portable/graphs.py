@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from burst_portable.autocast import as_autocast_would, own_precision
-from burst_portable.autograd import Call, begin, observed, run_alone, run_backward, run_forward
+from burst_portable.autograd import Call, begin, observed, run_backward, run_forward, run_without_backward
 from burst_portable.calls import Arguments, called
 from burst_portable.choices import choose, requested
 from burst_portable.errors import BurstError, UnsupportedError, explain
@@ -190,7 +190,7 @@ def attend(
     with own_precision(q.device), hidden_from_checkpoints():
         begin(call, q.device)
         if not keep:
-            out, lse = run_alone(call, q_, k_, v_, sinks)
+            out, lse = run_without_backward(call, q_, k_, v_, sinks)
             saved: tuple[Tensor, ...] = ()
         else:
             out, lse, saved = run_forward(call, q_, k_, v_, sinks)

@@ -126,7 +126,7 @@ class PassPlan:
     def alone(self, rank: int) -> Compute | None:
         """The one computation of a rank that sends and receives nothing in this pass; None for any other rank."""
         steps = self.steps_of(rank)
-        return steps[0].compute if len(steps) == 1 and not steps[0].moves else None
+        return steps[0].compute if len(steps) == 1 and not steps[0].has_moves else None
 
     def merged_rows(self, rank: int) -> tuple[int, int] | None:
         """See `steps.merged_rows`; of a pass in which K and V travel."""

@@ -107,7 +107,7 @@ class Step:
     released: tuple[int, ...] = ()
 
     @property
-    def moves(self) -> bool:
+    def has_moves(self) -> bool:
         """Whether it waits for, sends or receives anything."""
         return bool(
             self.arrivals

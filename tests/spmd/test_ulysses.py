@@ -294,7 +294,7 @@ def test_sinks_are_merged_before_out_is_rounded():
     sinks = torch.randn(4, generator=generator)
     plan = bp.plan(seq_len=64, ranks=1, heads=4, kv_heads=4, head_dim=16, strategy="ulysses", mask="full")
     runtime = PlainRuntime(RoundsWhole(), LocalTransport(Fabric(1, 1.0), 0))
-    out, _ = executor.attend(plan.forward, runtime, Options(0.25), q, k, v, sinks)
+    out, _ = executor.run_forward(plan.forward, runtime, Options(0.25), q, k, v, sinks)
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 0.25
     weights = torch.cat([scores, sinks.double().view(1, 4, 1, 1).expand(1, 4, 64, 1)], -1).softmax(-1)[..., :-1]
     exact = torch.einsum("bhqk,bkhd->bqhd", weights, v.double()).bfloat16()
