@@ -1,4 +1,8 @@
-"""The ranks that share one sequence, as seen from one of them. No globals: a mesh is made once and passed on."""
+"""The ranks that share one sequence, as seen from one of them: a `Mesh`, made once and passed on.
+
+Where a caller passes a process group or nothing, the mesh made of that is kept here (`as_mesh`): by its group until
+that is destroyed, or by its thread.
+"""
 
 from __future__ import annotations
 

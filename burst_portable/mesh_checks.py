@@ -9,7 +9,7 @@ import torch.distributed as dist
 from burst_portable.backends.registry import known, runnable
 from burst_portable.config import Config, from_environment
 from burst_portable.errors import InputError, explain, shown, unknown_name
-from burst_portable.values import as_int, size
+from burst_portable.values import as_int, check_divides, size
 
 
 def checked_rank(rank: object, ranks: object) -> tuple[int, int]:
@@ -25,9 +25,7 @@ def checked_inner(inner: object, ranks: int) -> int | None:
     if inner is None:
         return None
     number = size("inner", inner)
-    if ranks % number:
-        divisors = ", ".join(str(i) for i in range(1, ranks + 1) if ranks % i == 0)
-        raise InputError(explain("inner does not divide the ranks", got=f"{number}, {ranks} ranks", allowed=divisors))
+    check_divides(number, ranks)
     return number
 
 

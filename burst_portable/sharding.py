@@ -109,9 +109,8 @@ def unshard(
         where = _layout(layout, seq_len, mesh, mask)
         check_rows(where, x.shape[dim], mesh)
         transport = mesh.transport(x.device.type)
-        mine = (
-            x.resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
-        )  # materialised: lazy conjugation and negation are not in the bytes
+        # Lazy conjugation and negation are not in the bytes that are sent.
+        mine = x.resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
     except Exception as refusal:
         tell_the_others(mesh, refusal, x)
         raise

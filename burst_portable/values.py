@@ -46,3 +46,20 @@ def size(name: str, value: object) -> int:
     if number >= _TOO_LARGE:
         raise InputError(explain(f"{name} is not a size", got=shown(value), allowed="an int below 2**48"))
     return number
+
+
+def check_divides(inner: int, ranks: int) -> None:
+    """Refuse nodes that are not all of one size."""
+    if ranks % inner:
+        raise InputError(
+            explain(
+                "that node size does not divide the ranks",
+                got=f"inner={inner}, {ranks} ranks",
+                allowed=", ".join(map(str, divisors(ranks))),
+            )
+        )
+
+
+def divisors(ranks: int) -> list[int]:
+    """The sizes that nodes may have."""
+    return [i for i in range(1, ranks + 1) if ranks % i == 0]

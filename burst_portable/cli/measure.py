@@ -113,7 +113,7 @@ def _job(
     from burst_portable.kernels.contract import KernelProblem
     from burst_portable.measuring.rates import HOST
     from burst_portable.planning import LARGEST_HEAD, check_heads
-    from burst_portable.strategies.base import check_divides
+    from burst_portable.values import check_divides
 
     for name, number, most in (
         ("--ranks", ranks, 1 << 14), ("--heads", heads, 1 << 14), ("--kv-heads", kv_heads, 1 << 14),

@@ -19,8 +19,8 @@ from burst_portable.measured_rates import read_rates
 from burst_portable.planning import plan as make_plan
 from burst_portable.plans import Plan
 from burst_portable.rates import Rates
-from burst_portable.strategies.base import check_divides
 from burst_portable.strategies.registry import WITH_NODES
+from burst_portable.values import check_divides
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _RANKS_A_NODE = 8  # the most devices that a server usually has

@@ -16,7 +16,7 @@ from burst_portable.errors import InputError, UnsupportedError, explain, shown
 from burst_portable.layout import Segment
 from burst_portable.plans import Plan, Problem
 from burst_portable.rates import OUTER_GBPS, Rates
-from burst_portable.strategies.base import Strategy, check_inner, divisors
+from burst_portable.strategies.base import Strategy, check_inner
 from burst_portable.strategies.burst import BurstStrategy
 from burst_portable.strategies.double_ring import DoubleRingStrategy
 from burst_portable.strategies.ring import RingStrategy
@@ -24,6 +24,7 @@ from burst_portable.strategies.ulysses import UlyssesStrategy, possible_groups, 
 from burst_portable.strategies.usp import UspStrategy
 from burst_portable.tiles import BlockPairs
 from burst_portable.units import by_time
+from burst_portable.values import divisors
 
 DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
 """A present-day accelerator, used where no backend knows better."""

@@ -10,6 +10,7 @@ from burst_portable.errors import InputError, explain, shown, unknown_name
 from burst_portable.messages import row_size
 from burst_portable.moves import Fetch, Own, Ring, Route, Side
 from burst_portable.plans import Plan, Problem, make_pass_plan
+from burst_portable.values import divisors
 
 Moves = Literal["neighbour", "fetch"]
 """How blocks travel: from neighbour to neighbour, or straight from their owners."""
@@ -49,23 +50,6 @@ def check_inner(inner: object) -> None:
     """Refuse what is not a number of ranks per node. 2.0 and True are refused too: as keys they equal 2 and 1."""
     if inner is not None and (type(inner) is not int or inner < 1):
         raise InputError(explain("inner is not a size", got=shown(inner), allowed="an int of at least 1, or None"))
-
-
-def check_divides(inner: int, ranks: int) -> None:
-    """Refuse nodes that are not all of one size."""
-    if ranks % inner:
-        raise InputError(
-            explain(
-                "that node size does not divide the ranks",
-                got=f"inner={inner}, {ranks} ranks",
-                allowed=", ".join(map(str, divisors(ranks))),
-            )
-        )
-
-
-def divisors(ranks: int) -> list[int]:
-    """The sizes that nodes may have."""
-    return [i for i in range(1, ranks + 1) if ranks % i == 0]
 
 
 def node_size(ranks: int, fits: Callable[[int], bool] = lambda inner: True) -> int:

@@ -28,7 +28,6 @@ from burst_portable.moves import DoubleRing, Side
 from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.base import (
     GradientWidth,
-    check_divides,
     check_gradients,
     check_inner,
     check_name,
@@ -36,6 +35,7 @@ from burst_portable.strategies.base import (
     ring_plan,
     with_gradients,
 )
+from burst_portable.values import check_divides
 
 
 @dataclass(frozen=True)

@@ -26,18 +26,17 @@ from burst_portable.plans import Plan, Problem
 from burst_portable.strategies.base import (
     GradientWidth,
     Moves,
-    check_divides,
     check_gradients,
     check_inner,
     check_moves,
     check_name,
-    divisors,
     node_size,
     ring_plan,
     route,
     with_gradients,
 )
 from burst_portable.strategies.ulysses import UlyssesStrategy, shares_out
+from burst_portable.values import check_divides, divisors
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def one_process():
         ({"rank": True}, "no such rank"),
         ({"size": 0}, "size of a mesh"),
         ({"size": 2.0}, "size of a mesh"),
-        ({"inner": 3}, "inner does not divide the ranks; got 3, 2 ranks; allowed: 1, 2"),
+        ({"inner": 3}, "that node size does not divide the ranks; got inner=3, 2 ranks; allowed: 1, 2"),
         ({"inner": 1.0}, "inner is not a size"),
         ({"connect": None}, "connects by a function"),
         ({"config": {"deadline": 3}}, "config is not a Config"),
