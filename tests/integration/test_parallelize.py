@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -158,60 +157,6 @@ def test_a_loss_function_that_may_shift_labels_again_is_refused():
         for call in (lambda: handle.shard(tokens()), lambda: model(**inputs)):
             with pytest.raises(UnsupportedError, match=r"shifts its labels.*takes shift_labels and num_items_in_batch"):
                 call()
-
-    run_local(2, work)
-
-
-def test_a_parameter_that_is_passed_twice_is_summed_once(monkeypatch: pytest.MonkeyPatch):
-    """Weights that two modules share are in both of their lists: here in two buckets."""
-    monkeypatch.setattr(summing, "_BUCKET", 4)
-
-    def work(mesh: Mesh) -> list[float]:
-        tied, other = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-        tied.grad, other.grad = torch.ones(1), torch.full((1,), float(mesh.rank))
-        sum_gradients([tied, other, tied], mesh)
-        return [tied.grad.item(), other.grad.item()]
-
-    assert run_local(3, work) == [[3.0, 3.0]] * 3
-
-
-def test_a_parameter_that_no_rank_used_stays_without_a_gradient(monkeypatch: pytest.MonkeyPatch):
-    """As on one device, where the optimizer then leaves it alone: with a gradient of zeros it would decay."""
-    monkeypatch.setattr(summing, "_BUCKET", 8)
-
-    def work(mesh: Mesh) -> list[float | None]:
-        unused, everywhere, here = parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
-        everywhere.grad = torch.full((1,), 5.0)
-        here.grad = torch.full((1,), 7.0) if mesh.rank == mesh.size - 1 else None
-        sum_gradients(parameters, mesh)
-        torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5).step()
-        assert unused.item() == 1.0
-        return [None if p.grad is None else p.grad.item() for p in parameters]
-
-    for ranks in (1, 3):
-        assert run_local(ranks, work) == [[None, 5.0 * ranks, 7.0]] * ranks
-
-
-@pytest.mark.parametrize(
-    ("of", "got"),
-    [
-        (lambda model: model, "Linear"),
-        (lambda model: model.weight, "Parameter"),
-        (lambda model: model.named_parameters(), r"\('weight', Parameter"),
-    ],
-)
-def test_what_is_no_list_of_parameters_is_refused(of: Callable[[torch.nn.Linear], Any], got: str):
-    """A tensor by itself can be gone through, row by row: its own gradient would stay as it is, in silence."""
-    with pytest.raises(InputError, match=rf"got {got}.*; pass model\.parameters\(\), or a list of tensors"):
-        sum_gradients(of(torch.nn.Linear(2, 2)), Mesh.single())
-
-
-def test_sparse_gradients_are_refused():
-    def work(mesh: Mesh) -> None:
-        table = torch.nn.Embedding(8, 2, sparse=True)
-        table(torch.arange(3)).sum().backward()
-        with pytest.raises(InputError, match=r"sparse gradients are not summed; .*without sparse=True"):
-            sum_gradients(table.parameters(), mesh)
 
     run_local(2, work)
 

@@ -1,9 +1,10 @@
-"""Sums over ranks that do not sum the same: every rank raises, and its gradients are what they were."""
+"""Sums over ranks: what is summed, and once; of ranks that do not sum the same each raises, and keeps its gradients."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import Parameter
 
 import burst_portable as bp
 from burst_portable import gradients
-from burst_portable.errors import BurstError, MismatchError
+from burst_portable.errors import BurstError, InputError, MismatchError
 
 
 def parameters(*sizes: int) -> list[Parameter]:
@@ -242,3 +243,57 @@ def test_complex_parameters():
         return one.grad.tolist()
 
     assert bp.run_local(3, work) == [[3 + 6j, 3j]] * 3
+
+
+def test_a_parameter_that_is_passed_twice_is_summed_once(monkeypatch: pytest.MonkeyPatch):
+    """Weights that two modules share are in both of their lists: here in two buckets."""
+    monkeypatch.setattr(gradients, "_BUCKET", 4)
+
+    def work(mesh: bp.Mesh) -> list[float]:
+        tied, other = (Parameter(torch.zeros(1)) for _ in range(2))
+        tied.grad, other.grad = torch.ones(1), torch.full((1,), float(mesh.rank))
+        bp.sum_gradients([tied, other, tied], mesh)
+        return [tied.grad.item(), other.grad.item()]
+
+    assert bp.run_local(3, work) == [[3.0, 3.0]] * 3
+
+
+def test_a_parameter_that_no_rank_used_stays_without_a_gradient(monkeypatch: pytest.MonkeyPatch):
+    """As on one device, where the optimizer then leaves it alone: with a gradient of zeros it would decay."""
+    monkeypatch.setattr(gradients, "_BUCKET", 8)
+
+    def work(mesh: bp.Mesh) -> list[float | None]:
+        unused, everywhere, here = parameters = [Parameter(torch.ones(1)) for _ in range(3)]
+        everywhere.grad = torch.full((1,), 5.0)
+        here.grad = torch.full((1,), 7.0) if mesh.rank == mesh.size - 1 else None
+        bp.sum_gradients(parameters, mesh)
+        torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5).step()
+        assert unused.item() == 1.0
+        return [None if p.grad is None else p.grad.item() for p in parameters]
+
+    for ranks in (1, 3):
+        assert bp.run_local(ranks, work) == [[None, 5.0 * ranks, 7.0]] * ranks
+
+
+@pytest.mark.parametrize(
+    ("of", "got"),
+    [
+        (lambda model: model, "Linear"),
+        (lambda model: model.weight, "Parameter"),
+        (lambda model: model.named_parameters(), r"\('weight', Parameter"),
+    ],
+)
+def test_what_is_no_list_of_parameters_is_refused(of: Callable[[torch.nn.Linear], Any], got: str):
+    """A tensor by itself can be gone through, row by row: its own gradient would stay as it is, in silence."""
+    with pytest.raises(InputError, match=rf"got {got}.*; pass model\.parameters\(\), or a list of tensors"):
+        bp.sum_gradients(of(torch.nn.Linear(2, 2)), bp.Mesh.single())
+
+
+def test_sparse_gradients_are_refused():
+    def work(mesh: bp.Mesh) -> None:
+        table = torch.nn.Embedding(8, 2, sparse=True)
+        table(torch.arange(3)).sum().backward()
+        with pytest.raises(InputError, match=r"sparse gradients are not summed; .*without sparse=True"):
+            bp.sum_gradients(table.parameters(), mesh)
+
+    bp.run_local(2, work)
