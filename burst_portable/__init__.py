@@ -28,7 +28,7 @@ _HOMES = {  # public name -> module of this package
     "unshard": "sharding",
     "merge": "numerics",
     "Mask": "mask",
-    "Region": "mask",
+    "Region": "regions",
     "Layout": "layout",
     "Segment": "layout",
     "make_layout": "layouts",
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
     from burst_portable.layouts import make_layout as make_layout
     from burst_portable.local_ranks import run_local as run_local
     from burst_portable.mask import Mask as Mask
-    from burst_portable.mask import Region as Region
     from burst_portable.mesh import Mesh as Mesh
     from burst_portable.numerics import merge as merge
     from burst_portable.planning import plan as plan
     from burst_portable.profiling.session import profile as profile
+    from burst_portable.regions import Region as Region
     from burst_portable.sharding import positions as positions
     from burst_portable.sharding import shard as shard
     from burst_portable.sharding import shard_batch as shard_batch

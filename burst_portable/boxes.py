@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from burst_portable.mask import band_area
+from burst_portable.regions import band_area
 
 Box = tuple[int, int, int, int, int, int]
 """q_start, q_stop, k_start, k_stop, lo, hi: see `tiles.Tile`."""

@@ -24,7 +24,8 @@ from typing import NamedTuple
 from burst_portable.boxes import Box, box_area, fused, make_box
 from burst_portable.errors import LayoutError, ShapeError, explain, shown
 from burst_portable.layout import Segment
-from burst_portable.mask import Mask, Region, first_overlap
+from burst_portable.mask import Mask
+from burst_portable.regions import Region, first_overlap
 from burst_portable.values import as_int
 
 _COUNTED = 64  # blocks of rows; above this, `visited` is estimated

@@ -22,6 +22,7 @@ PACKAGE = "burst_portable"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "config", "values", "opaque", "units", "compiling", "autocast", "recomputing", "background"),
     ("numerics", "wide_copy", "files"),
+    ("regions",),
     ("mask", "layout", "layouts"),
     ("boxes", "tiles", "moves", "heads"),
     ("steps",),
@@ -47,7 +48,8 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # A plan is made, printed and checked where there is no torch and no process group.
 PURE = (
-    *("errors", "config", "values", "opaque", "units", "files", "mask", "layout", "layouts", "boxes", "tiles"),
+    *("errors", "config", "values", "opaque", "units", "files"),
+    *("regions", "mask", "layout", "layouts", "boxes", "tiles"),
     *("moves", "heads", "steps", "plans", "messages", "rates", "memory_traffic", "cost", "verify", "measured_rates"),
     *("strategies", "planning"),
 )

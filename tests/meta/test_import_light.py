@@ -37,6 +37,7 @@ def test_import_loads_nothing_heavy():
 @pytest.mark.parametrize(
     "module",
     [
+        "regions",
         "mask",
         "layout",
         "layouts",

@@ -20,7 +20,8 @@ from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import LayoutError
 from burst_portable.layout import Segment
 from burst_portable.layouts import NAMES, OF_DOCUMENTS, make_layout
-from burst_portable.mask import UNBOUNDED, Mask
+from burst_portable.mask import Mask
+from burst_portable.regions import UNBOUNDED
 from burst_portable.tiles import BlockPairs, Tile, banded_box, find_tiles
 
 sizes = st.integers(1, 9)

@@ -18,7 +18,8 @@ from transformers import masking_utils
 
 from burst_portable.compiling import never_compiled
 from burst_portable.errors import UnsupportedError, explain
-from burst_portable.mask import UNBOUNDED, Mask
+from burst_portable.mask import Mask
+from burst_portable.regions import UNBOUNDED
 
 _PLACEHOLDER = torch.zeros(1, 1, dtype=torch.int64)
 
