@@ -171,8 +171,11 @@ def _given_as(name: str) -> Given:
 
 # ---------------------------------------------------------------------------------------- the operators
 
+# By mode="reduce-overhead": a recording would miss what ranks tell each other; plans keep tensors from call to call.
+_NOT_RECORDED = (torch.Tag.cudagraph_unsafe,)
 
-@torch.library.custom_op("burst_portable::attend", mutates_args=())
+
+@torch.library.custom_op("burst_portable::attend", mutates_args=(), tags=_NOT_RECORDED)
 def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, name: str, keep: bool, lean: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,7 +218,7 @@ def _(
     return q.new_empty((*q.shape[:3], v.shape[3])), _lse_like(q), ticket
 
 
-@torch.library.custom_op("burst_portable::attend_backward", mutates_args=())
+@torch.library.custom_op("burst_portable::attend_backward", mutates_args=(), tags=_NOT_RECORDED)
 def attend_backward(
     dout: Tensor, ticket: Tensor, sinks: Tensor | None, kept: list[Tensor], kv_heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
