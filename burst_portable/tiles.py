@@ -186,7 +186,7 @@ def banded_box(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi
     Args:
         q_start, q_stop: rows of the block of queries, [start, stop).
         k_start, k_stop: columns, that is rows of the block of keys.
-        lo, hi: row i sees column j where lo <= i - j <= hi; causal is lo = 0, and `mask.UNBOUNDED` is no bound.
+        lo, hi: row i sees column j where lo <= i - j <= hi; causal is lo = 0, and `regions.UNBOUNDED` is no bound.
     """
     box = make_box(q_start, q_stop, k_start, k_stop, lo, hi)
     return Tile(*box) if box else None

@@ -9,11 +9,12 @@ import typer
 from burst_portable import __version__
 from burst_portable.backends.registry import known
 from burst_portable.cli import PROGRAM
+from burst_portable.cli.launched import naming_rank, ranks_asked
 from burst_portable.cli.lengths import LENGTH, METAVAR, tokens
 from burst_portable.cli.output import JSON_HELP, JsonOption
 from burst_portable.cli.training.job import DTYPES
 from burst_portable.config import Launched, launched
-from burst_portable.errors import BurstError, InputError, explain, unknown_name
+from burst_portable.errors import InputError, explain, unknown_name
 from burst_portable.values import size
 
 if TYPE_CHECKING:
@@ -71,31 +72,17 @@ def measure(
 
     place = launched()
     first = place is None or place.rank == 0
-    try:
+    with naming_rank(place):
         json_option = JsonOption(json_name, writes=first)
-        job = _job(_ranks(ranks, place), backend, kernel, heads, kv_heads, head_dim, dtype, seq_len, inner, place)
+        asked = ranks_asked(ranks, place)
+        job = _job(asked, backend, kernel, heads, kv_heads, head_dim, dtype, seq_len, inner, place)
         view = View(quiet=not first, stderr=json_option.stdout)
         with view.progress() as told:
             facts = measure_local(job, told) if place is None else measure_joined(job, place, told)
-    except BurstError as error:
-        if place is None:
-            raise
-        # What is wrong may be wrong on one host alone: each rank says it, and which one it is.
-        raise type(error)(f"rank {place.rank}: {error}") from error
     if first:
         view.show(facts, json_option.file)
         json_option.write({"schema": facts["schema"], "version": __version__, **facts})
     return 0
-
-
-def _ranks(asked: int | None, place: Launched | None) -> int | None:
-    if place is None:
-        return asked
-    if asked not in (None, place.world_size):
-        raise InputError(
-            explain("--ranks and the launcher disagree", got=f"--ranks {asked}", allowed=f"{place.world_size}, or none")
-        )
-    return place.world_size
 
 
 def _job(

@@ -10,10 +10,11 @@ import typer
 
 from burst_portable.backends.registry import known
 from burst_portable.cli import PROGRAM
+from burst_portable.cli.launched import naming_rank, ranks_asked
 from burst_portable.cli.lengths import LENGTH, METAVAR, tokens
 from burst_portable.cli.output import JSON_HELP, JsonOption, check_folder, json_text, writing
 from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVELS
-from burst_portable.errors import BackendUnavailableError, BurstError, InputError, explain
+from burst_portable.errors import BackendUnavailableError, InputError, explain
 
 if TYPE_CHECKING:
     from burst_portable.cli.run_view import View
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _LEARNING_RATE = 1e-3
+_RANKS = 2
 
 
 def run(
@@ -41,7 +43,7 @@ def run(
     ] = 4096,
     ranks: Annotated[
         int | None,
-        typer.Option(help="Start so many local processes, 2 unless given; torchrun's are joined."),
+        typer.Option(help=f"Start so many local processes, {_RANKS} unless given; torchrun's are joined."),
     ] = None,
     steps: Annotated[
         int | None,
@@ -115,15 +117,16 @@ def run(
 
     place = launched()
     first = place is None or place.rank == 0
-    try:
+    with naming_rank(place):
         json_option = JsonOption(json_name, writes=first, sources=(text, model))
         folder = _folder(report, writes=first)
         view = View(quiet=not first, stderr=json_option.stdout)
+        asked = ranks_asked(ranks, place)
         prepared = prepare(
             model=model,
             text=text,
             seq_len=seq_len,
-            ranks=_ranks(ranks, place),
+            ranks=_RANKS if asked is None else asked,
             steps=steps,
             batch=batch,
             learning_rate=_learning_rate(lr, scoring),
@@ -143,11 +146,6 @@ def run(
         )
         view.heading(prepared, checked)
         facts, profile = _facts(prepared, place, checked, view)
-    except BurstError as error:
-        if place is None:
-            raise
-        # What is wrong may be wrong on one host alone: each rank says it, and which one it is.
-        raise type(error)(f"rank {place.rank}: {error}") from error
     if facts is None:
         return 0
     view.verdict(facts)
@@ -176,16 +174,6 @@ def _learning_rate(asked: float | None, scoring: bool) -> float:
             explain("--lr has no meaning where nothing is learned", got="--eval", next_step="leave one of them out")
         )
     return _LEARNING_RATE if asked is None else asked
-
-
-def _ranks(asked: int | None, place: Launched | None) -> int:
-    if place is None:
-        return 2 if asked is None else asked
-    if asked not in (None, place.world_size):
-        raise InputError(
-            explain("--ranks and the launcher disagree", got=f"--ranks {asked}", allowed=f"{place.world_size}, or none")
-        )
-    return place.world_size
 
 
 def _facts(

@@ -9,7 +9,7 @@ from burst_portable.cli import doctor_view, main, measure_view, run_view
 from burst_portable.profiling.report import Report
 from tests.profiling.made import ring
 
-NAMED = "[ascend]"  # as in pip install 'burst-portable[ascend]'
+NAMED = "[ascend]"  # as in pip install '.[ascend]'
 
 
 def test_the_doctor_shows_brackets(capsys):

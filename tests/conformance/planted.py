@@ -263,7 +263,7 @@ class ForgetsRows(Around):
 
 
 class SinksEveryHop(Around):
-    """Counts its calls a hop, so that `add_sinks` can be made to count each: see `sinks_every_hop`."""
+    """Counts the calls of a pass, so that a test can have `add_sinks` merge the sinks once for each of them."""
 
     calls = threading.local()
 

@@ -69,7 +69,7 @@ class CudaBackend(AcceleratorBackend):
             "TritonKernel",
             needs="triton",
             at_least=(3, 6),
-            install="pip install 'burst-portable[cuda]'",
+            install="in the clone, run: pip install '.[cuda]'",
         )
         yield LazyKernel(
             "triton-tf32",
@@ -77,7 +77,7 @@ class CudaBackend(AcceleratorBackend):
             "Tf32Kernel",
             needs="triton",
             at_least=(3, 6),
-            install="pip install 'burst-portable[cuda]'",
+            install="in the clone, run: pip install '.[cuda]'",
         )
         yield CudnnKernel()
         yield flash_4
