@@ -158,6 +158,8 @@ def tell_refusal(transport: Transport, error: Exception, deadline: float = _TELL
     """Let the others know that this rank refuses its call, so that they raise too instead of waiting.
 
     If the others are not there at all, a few seconds are lost, at most `deadline`, and the refusal is raised anyway.
+    Where they go on by what was agreed on before, they do not hear it; then this rank's next call is refused, too: they
+    would take it for the one that it refuses now. See `Transport.between_passes`.
     """
     told = str(error) if isinstance(error, BurstError) else f"{type(error).__name__}: {error}"
     try:

@@ -193,6 +193,10 @@ class Transport(ABC):
         yield
         self.left_over = before
 
+    def fall_behind(self) -> None:
+        """Refuse all further calls: the others wait for one that this rank left out, and were not told."""
+        self.left_over = True
+
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         """A pass begins on the current stream; every rank calls this. Raises as `check_in_step`.
 

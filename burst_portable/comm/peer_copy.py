@@ -146,6 +146,9 @@ class PeerCopyTransport(Transport):
     def between_passes(self) -> AbstractContextManager[None]:
         return self._other.between_passes()
 
+    def fall_behind(self) -> None:
+        self._other.fall_behind()
+
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         memory = self.memory
         memory.check()

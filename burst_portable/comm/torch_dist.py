@@ -112,21 +112,22 @@ class TorchDistTransport(Transport):
         return self._post(sends, receives, label, self._deadline)
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
-        if not self.host:
+        # If not all ranks come, the others neither heard this rank nor wait for what it does next.
+        with self.between_passes():
+            if self.host:
+                return self._exchanged(data, label, self._deadline if deadline is None else deadline)
             seconds = deadline or self._deadline or _SHARING
             return board_of(self.group).share(data, f"rank {self.rank}, {label}: hearing from all ranks", seconds)
-        # Point to point, since the error of a collective would not name the missing rank.
+
+    def _exchanged(self, data: bytes, label: str, deadline: float | None) -> list[bytes]:
+        """What every rank said, point to point: the error of a collective would not name the missing rank."""
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
-        with self.between_passes():
-            outgoing, incoming = self._post(
-                [Message(mine, r) for r in self.others],
-                [Message(parts[r], r) for r in self.others],
-                label,
-                self._deadline if deadline is None else deadline,
-            )
-            for handle in (*incoming, *outgoing):
-                handle.wait()
+        outgoing, incoming = self._post(
+            [Message(mine, r) for r in self.others], [Message(parts[r], r) for r in self.others], label, deadline
+        )
+        for handle in (*incoming, *outgoing):
+            handle.wait()
         return [bytes(part.numpy()) for part in parts]
 
     def _post(

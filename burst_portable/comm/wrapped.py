@@ -40,6 +40,9 @@ class WrappedTransport(Transport):
     def between_passes(self) -> AbstractContextManager[None]:
         return self._inner.between_passes()
 
+    def fall_behind(self) -> None:
+        self._inner.fall_behind()
+
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         self._inner.begin(digest, inbox)
 

@@ -32,9 +32,17 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_overlay
 
 from burst_portable import Mesh, run_local, unshard
-from burst_portable.comm.local import Fabric, LocalTransport
+from burst_portable.comm.local import Fabric, LocalTransport, run_threads
 from burst_portable.config import Config
-from burst_portable.errors import BurstError, InputError, LayoutError, MismatchError, UnknownNameError, UnsupportedError
+from burst_portable.errors import (
+    BurstError,
+    CommunicationError,
+    InputError,
+    LayoutError,
+    MismatchError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.checks import check_positions
 from burst_portable.integrations.transformers.loss import ShardedLoss
@@ -141,6 +149,48 @@ def test_a_rank_that_fails_between_attentions_tells_who_waits_for_it(where: str,
 
     for logits in run_local(2, work, deadline=20):
         torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
+
+
+class Apart(LocalTransport):
+    """As where messages live on devices: a call that is known is not asked about again."""
+
+    host = False
+
+    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+        with self.between_passes():
+            return super().share(data, label, deadline)
+
+
+@pytest.mark.parametrize(
+    ("transport", "error"),
+    [(Apart, ZeroDivisionError), (Apart, KeyboardInterrupt), (LocalTransport, KeyboardInterrupt)],
+)
+def test_a_rank_that_fails_between_attentions_unheard_is_refused_its_next_call(
+    transport: type[LocalTransport], error: type[BaseException]
+):
+    """Of Ctrl-C torch calls no hook."""
+    whole, ids = make("llama"), tokens(1, 32)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    @torch.no_grad()
+    def work(local: LocalTransport) -> None:
+        connected = transport(local.fabric, local.rank)
+        mesh = Mesh(local.rank, 2, lambda device_type: connected, config=Config(deadline=0.3))
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh)
+        model(**handle.shard(ids))
+        if mesh.rank == 1:
+            failing = model.model.layers[0].mlp.register_forward_pre_hook(fail)
+            with pytest.raises(error):
+                model(**handle.shard(ids))
+            failing.remove()
+        told = "rank 1: the last exchange" if mesh.rank else "rank 0, (asking|forward step)"
+        with pytest.raises(CommunicationError, match=told):
+            model(**handle.shard(ids.flip(1)))
+
+    run_threads(2, work, deadline=1.0)
 
 
 def test_an_error_of_all_ranks_leaves_the_model_usable():

@@ -12,13 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import burst_portable as bp
 from burst_portable import autograd
 from burst_portable.comm import torch_dist
 from burst_portable.comm.agreement import statement
 from burst_portable.comm.local import run_threads
+from burst_portable.comm.store import Board
 from burst_portable.comm.torch_dist import TorchDistTransport
+from burst_portable.config import Config
+from burst_portable.errors import CommunicationError, LayoutError
 
 RANKS = 3
 
@@ -89,6 +93,38 @@ def test_a_rank_that_sends_and_receives_nothing_connects_too(asked):
     torch.testing.assert_close(torch.cat(outs, 1), out.detach())
     torch.testing.assert_close(torch.cat(grads, 1), alone[1].grad)
     assert [sum(rank == r for rank, _ in asked) for r in range(RANKS)] == [1, 4, 4], "once, and only where it is new"
+
+
+class Asking(Batched):
+    """Ranks ask each other by a store, as they do where messages live on devices."""
+
+    share = TorchDistTransport.share
+
+
+def test_a_rank_whose_refusal_is_not_heard_is_refused_its_next_call(asked, monkeypatch):
+    """The others know the call, so they do not ask. Else they would take its next rows for those that it refused."""
+    store = dist.HashStore()
+    monkeypatch.setattr(torch_dist, "board_of", lambda group: Board(store, group.rank, group.size))
+
+    def work(local):
+        transport = Asking(local)
+        mesh = bp.Mesh(local.rank, RANKS, lambda _: transport, config=Config(deadline=0.4))
+
+        def call(rows=8):
+            x = torch.ones(1, rows, 2, 8)
+            return bp.attention(x, x, x, mask="full", mesh=mesh, strategy="ring", seq_len=24)
+
+        call()
+        if local.rank == 1:
+            with pytest.raises(LayoutError, match="rank 1 holds a different number of rows"):
+                call(rows=7)
+        with pytest.raises(CommunicationError) as raised:
+            call()
+        return str(raised.value)
+
+    told = run_threads(RANKS, work, deadline=1.0)
+    assert told[1].startswith("rank 1: the last exchange between passes has not ended")
+    assert all(told[rank].startswith(f"rank {rank}, forward step ") for rank in (0, 2))
 
 
 @pytest.mark.parametrize(("index", "current"), [(1, 1), (0, 0), (None, 0)])

@@ -227,6 +227,9 @@ class Parallel:
         """Before a model's forward: which sequence this is; its position ids; what cannot be taken, refused."""
         if self.call is not None and _inside(module, self._caller):
             return args, kwargs  # a model inside the one that was called
+        if self.call is not None and self._waited_for and self.mesh.size > 1:
+            # That call ended by Ctrl-C, and its rest is left out here.
+            self.mesh.transport(next(self.model.parameters()).device.type).fall_behind()
         kwargs = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
         try:
             sequence = self._prepare(module, kwargs)
@@ -289,12 +292,16 @@ class Parallel:
     def _tell_of(self, error: BaseException | None) -> None:
         """Tell the others of an error outside of attention, if they have attentions of this call before them.
 
-        They would take this rank's next call for the rest of this one. Those whose groups launch kernels would not
-        hear it, see `comm.agreement`, and this rank would wait for nothing.
+        They would take this rank's next call for the rest of this one. If they do not hear it, as where groups launch
+        kernels, see `comm.agreement`, that call is refused.
         """
-        ahead, known = self.attended < self._attentions, self.mesh.connected()
-        if isinstance(error, Exception) and ahead and not self.attending and (known is None or known.host):
+        if isinstance(error, Exception) and self._waited_for:
             tell_the_others(self.mesh, error, next(self.model.parameters()))
+
+    @property
+    def _waited_for(self) -> bool:
+        """Whether the others have attentions of this call before them that did not begin here."""
+        return self.attended < self._attentions and not self.attending
 
     def _sequence(self, rows: int, seq_len: int | None, documents: Any, padded: bool) -> CallSequence:
         seq_len = self.seq_len if seq_len is None else seq_len
