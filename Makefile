@@ -13,6 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo test full lint types layers conform-ascend clean
 
 help:
+	@echo "make setup   .venv, which the others make too; . .venv/bin/activate puts burst-portable on the path"
 	@echo "make demo    train a small model over two ranks and check it against one device"
 	@echo "make test    the test-suite"
 	@echo "make full    the test-suite with every combination (long)"

@@ -73,6 +73,15 @@ def _value(name: str, value: Any) -> str:
         return seconds_text(value)
     if name in ("holds_up", "holds_up_first"):
         return f"{percent(value[0])} forward, {percent(value[1])} backward" if value else "as holds_up"
+    if name in ("backward_together", "backward_in_turn"):
+        return percent(value)
+    if name in ("far", "long"):
+        rows, share = value
+        return f"{percent(share)} from {rows:,} rows on" if rows else "as few rows"
+    if name == "block":
+        return f"{value} x {value}" if value > 1 else "exact pairs"
+    if name == "node":
+        return f"of {value} ranks" if value else "one"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 

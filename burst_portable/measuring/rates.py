@@ -318,4 +318,4 @@ def held_up(
     alone, messages, both = clock.medians([partial(compute, call), lap(transport, data, peers, count), together])
     share = share_held_up(alone, messages, both)
     took = f"kernels {seconds_text(alone)}, messages {seconds_text(messages)}, both {seconds_text(both)}"
-    return share, took if share is not None else f"{took}, which does not tell and is kept"
+    return share, took if share is not None else f"{took}: the kernels end too soon to tell"

@@ -97,6 +97,19 @@ def test_a_machine_that_was_busy_is_told_of(capsys):
     assert "warning" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("value", "told"), [(None, "as holds_up"), ([0.25, 0.5], "25.0 % forward, 50.0 % backward")])
-def test_how_long_messages_that_go_first_hold_kernels_up(value, told):
-    assert measure_view._value("holds_up_first", value) == told
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("holds_up_first", None, "as holds_up"),
+        ("holds_up_first", [0.25, 0.5], "25.0 % forward, 50.0 % backward"),
+        ("backward_in_turn", 0.98, "98.0 %"),
+        ("far", [0, 1.0], "as few rows"),
+        ("long", [131072, 0.9], "90.0 % from 131,072 rows on"),
+        ("block", 1, "exact pairs"),
+        ("block", 128, "128 x 128"),
+        ("node", 0, "one"),
+        ("node", 8, "of 8 ranks"),
+    ],
+)
+def test_values_as_people_read_them(name, value, told):
+    assert measure_view._value(name, value) == told
