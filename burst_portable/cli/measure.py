@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from burst_portable.cli.measuring import MeasureJob
 
 _LONGEST = 1 << 20  # tokens in one kernel call
+_SHORTEST = 8  # tokens: the shorter call has a quarter of them
+_MOST = 1 << 14  # ranks, and heads
 
 
 def measure(
@@ -99,17 +101,10 @@ def _job(
     from burst_portable.config import from_environment
     from burst_portable.kernels.contract import KernelProblem
     from burst_portable.measuring.rates import HOST
-    from burst_portable.planning import LARGEST_HEAD, check_heads
+    from burst_portable.planning import check_heads
     from burst_portable.values import check_divides
 
-    for name, number, most in (
-        ("--ranks", ranks, 1 << 14), ("--heads", heads, 1 << 14), ("--kv-heads", kv_heads, 1 << 14),
-        ("--head-dim", head_dim, LARGEST_HEAD), ("--seq-len", seq_len, _LONGEST), ("--inner", inner, 1 << 14),
-    ):  # fmt: skip
-        if number is not None and size(name, number) > most:
-            raise InputError(explain(f"{name} is too large", got=number, allowed=f"at most {most}"))
-    if seq_len is not None and seq_len < 8:
-        raise InputError(explain("--seq-len is too short to tell two lengths apart", got=seq_len, allowed="at least 8"))
+    _check_numbers(ranks, heads, kv_heads, head_dim, seq_len, inner)
     if dtype is not None and dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     check_heads(heads, kv_heads)
@@ -139,6 +134,22 @@ def _job(
         inner=inner,
         threads=max(1, cores() // count) if place is None else torch.get_num_threads(),
     )
+
+
+def _check_numbers(
+    ranks: int | None, heads: int, kv_heads: int, head_dim: int, seq_len: int | None, inner: int | None
+) -> None:
+    from burst_portable.planning import LARGEST_HEAD
+
+    for name, number, most in (
+        ("--ranks", ranks, _MOST), ("--heads", heads, _MOST), ("--kv-heads", kv_heads, _MOST),
+        ("--head-dim", head_dim, LARGEST_HEAD), ("--seq-len", seq_len, _LONGEST), ("--inner", inner, _MOST),
+    ):  # fmt: skip
+        if number is not None and size(name, number) > most:
+            raise InputError(explain(f"{name} is too large", got=number, allowed=f"at most {most}"))
+    if seq_len is not None and seq_len < _SHORTEST:
+        allowed = f"at least {_SHORTEST}"
+        raise InputError(explain("--seq-len is too short to tell two lengths apart", got=seq_len, allowed=allowed))
 
 
 def _devices(backend: Backend) -> int:
