@@ -55,7 +55,8 @@ def _run(arguments: list[str]) -> int:
         # A mistyped option. Its class has moved between releases of typer; what it can do has not.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
             message = _with_value(error.format_message(), error, arguments).rstrip(".")
-            return _fail(f"{message}; `{help_line(arguments)}` shows what there is", 2)
+            joint = " " if message.endswith("?") else "; "
+            return _fail(f"{message}{joint}`{help_line(arguments)}` shows what there is", 2)
         raise
 
 

@@ -126,7 +126,7 @@ def test_mistyped_options(capsys, arguments, said):
     [
         (("plan", "--seq-len", "64"), "`burst-portable plan --help` shows"),
         (("trace",), "`burst-portable trace --help` shows"),
-        (("plann",), "`burst-portable --help` shows"),
+        (("plann",), "Did you mean 'plan'? `burst-portable --help` shows"),
     ],
 )
 def test_a_mistyped_option_names_the_help_that_lists_it(capsys, arguments, said):
