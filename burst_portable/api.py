@@ -142,10 +142,10 @@ def attention(
     arguments = mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic
     if torch.compiler.is_compiling():
         # Importing it makes operators of torch.
-        from burst_portable.graphs import as_text, attention_in_graph, can_be_named, exporting
+        from burst_portable.graphs import as_text, attention_in_graph, fits
 
         arguments = as_text(arguments)
-        if can_be_named(mesh, arguments) and not exporting():  # other processes may run what is exported
+        if fits(mesh, arguments):
             made: Tensor | tuple[Tensor, Tensor] = attention_in_graph(q, k, v, sinks, mesh, return_lse, arguments)
             return made
         return _between_graphs(q, k, v, sinks, mesh, return_lse, arguments)
@@ -167,7 +167,8 @@ def _attention(
 _between_graphs = outside_graphs(
     _attention,
     "burst_portable runs attention outside of graphs where its mask lists positions, strategy or layout is no text, "
-    "mesh is no Mesh, or torch.export makes the graph (which strict=False can without gradients)",
+    "mesh is no Mesh, a number is in a tensor or an array, torch.func transforms the function, or torch.export makes "
+    "the graph (which strict=False can without gradients)",
 )
 
 

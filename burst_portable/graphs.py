@@ -10,6 +10,10 @@ An operator is given tensors, numbers and text alone. What else a call was given
 here under a name, which stands in the graph. What only a backward pass of that call can use stays here too, as long as
 its ticket: a tensor of one number, kept by the graph among what it keeps for backward.
 
+A compiler may reorder what does not depend on each other, as the sizes of a rank suggest. Ranks would then meet in
+different calls. So each call of a graph is given the turn of the one before it, a tensor without numbers: passes keep
+the order of the program, which is also that of a rank that runs it uncompiled.
+
 Importing this module registers the operators, so `api` imports it when it is first compiled.
 """
 
@@ -24,6 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 from burst_portable.autocast import as_autocast_would, own_precision
@@ -69,9 +75,16 @@ _given: dict[str, Given] = {}
 _kept: dict[int, Kept] = {}
 _tickets = itertools.count(1)
 _lock = threading.Lock()
+# Of each graph that is being made: the turns of its last call, and of its last backward pass.
+_turns: weakref.WeakKeyDictionary[Any, dict[str, Tensor]] = weakref.WeakKeyDictionary()
 
 pytree.register_constant(_Nothing)
 pytree.register_constant(Mesh)
+
+
+def with_length(arguments: Arguments, seq_len: int | None) -> Arguments:
+    mask, strategy, layout, _, *numbers = arguments
+    return (mask, strategy, layout, seq_len, *numbers)  # type: ignore[return-value]  # mypy does not count `numbers`
 
 
 def as_text(arguments: Arguments) -> Arguments:
@@ -80,27 +93,38 @@ def as_text(arguments: Arguments) -> Arguments:
     return (mask.text or mask if isinstance(mask, Mask) else mask, *rest)  # type: ignore[return-value]
 
 
-def can_be_named(mesh: Any, arguments: Arguments) -> bool:
-    """Whether a call can stand in a graph.
+def fits(mesh: Any, arguments: Arguments) -> bool:
+    """Whether a call can stand in the graph that is being made.
 
     Layouts as objects, and masks that list positions, are many, one for each batch's documents: each would be a graph
-    of its own.
+    of its own. Numbers are read while a graph is made, where tensors hold none.
     """
-    mask, strategy, layout, *_ = arguments
-    return all(isinstance(x, str) for x in (mask, strategy, layout)) and (mesh is None or isinstance(mesh, Mesh))
+    mask, strategy, layout, seq_len, scale, softcap, kernel, _ = arguments
+    return (
+        all(isinstance(x, str) for x in (mask, strategy, layout, kernel))
+        and (mesh is None or isinstance(mesh, Mesh))
+        and (seq_len is None or (isinstance(seq_len, int) and not isinstance(seq_len, bool)))
+        and all(x is None or isinstance(x, int | float) for x in (scale, softcap))
+        and not _exporting_or_transformed()
+    )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def exporting() -> bool:
-    """`torch.compiler.is_exporting`, of which dynamo of torch 2.11 believes that it is always true."""
-    return torch.compiler.is_exporting()
+def _exporting_or_transformed() -> bool:
+    """Whether other processes may run the graph, or a transform that attention refuses looks at what is in it.
+
+    Dynamo of torch 2.11 believes that `is_exporting` is always true, so it does not read this function.
+    """
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return transformed or torch.compiler.is_exporting()
 
 
 def attention_in_graph(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Any, return_lse: bool, arguments: Arguments
 ) -> Any:
     """`attention` while the compiler looks: it reads this function, and not what `_in_graph` calls."""
-    rest = [_NOTHING if x is None else x for x in (mesh, return_lse, *arguments)]
+    mask, strategy, layout, seq_len, *numbers = arguments
+    rest = [_NOTHING if x is None else x for x in (seq_len, mesh, return_lse, mask, strategy, layout, *numbers)]
     if sinks is None:
         out, lse = _in_graph(q, k, v, *rest)
     else:
@@ -118,15 +142,23 @@ def _in_graph_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *rest: 
     return _traced(q, k, v, sinks, *rest)
 
 
-def _traced(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+def _traced(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seq_len: Any, *rest: Any) -> tuple[Tensor, Tensor]:
     """Puts `attend` into the graph. Refuses nothing: the operator does, when all ranks run, in words of its own."""
-    mesh, return_lse, *arguments = map(_settled, rest)
-    given = Given(mesh, return_lse, tuple(arguments))
+    seq_len = None if seq_len == _NOTHING else seq_len  # maybe a symbol: one graph for all lengths
+    mesh, return_lse, mask, strategy, layout, *numbers = map(_settled, rest)
+    given = Given(mesh, return_lse, (mask, strategy, layout, None, *numbers))
     q, k, v = as_autocast_would(q, k, v)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    lean = keep and _keeps_copies(q, k, v, sinks, given)
-    out, lse, _ = torch.ops.burst_portable.attend(q, k, v, sinks, _named(given), keep, lean)
+    lean = keep and _keeps_copies(q, k, v, sinks, seq_len, given)
+    turns = _turns_of_graph()
+    operator = torch.ops.burst_portable.attend
+    out, lse, _, turns["forward"] = operator(q, k, v, sinks, turns.get("forward"), seq_len, _named(given), keep, lean)
     return out, lse.detach()
+
+
+def _turns_of_graph() -> dict[str, Tensor]:
+    mode = get_proxy_mode()
+    return {} if mode is None else _turns.setdefault(mode.tracer, {})
 
 
 def _settled(x: Any) -> Any:
@@ -138,12 +170,13 @@ def _settled(x: Any) -> Any:
     return None if x == _NOTHING else x
 
 
-def _keeps_copies(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, given: Given) -> bool:
+def _keeps_copies(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seq_len: int | None, given: Given) -> bool:
     """Whether a forward pass keeps rows that it brought here, so that the graph need not keep q, k, v and out."""
-    if any(isinstance(n, torch.SymInt) for x in (q, k, v) for n in x.shape):
+    if any(isinstance(n, torch.SymInt) for n in (seq_len, *q.shape, *k.shape, *v.shape)):
         return False
     try:
-        return choose(q, k, v, sinks, as_mesh(given.mesh), requested(*given.arguments)).plan.reshard is not None
+        request = requested(*with_length(given.arguments, seq_len))
+        return choose(q, k, v, sinks, as_mesh(given.mesh), request).plan.reshard is not None
     except BurstError:
         return False
 
@@ -177,17 +210,28 @@ _NOT_RECORDED = (torch.Tag.cudagraph_unsafe,)
 
 @torch.library.custom_op("burst_portable::attend", mutates_args=(), tags=_NOT_RECORDED)
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, name: str, keep: bool, lean: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A forward pass: (out, LSE, ticket).
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    after: Tensor | None,
+    seq_len: int | None,
+    name: str,
+    keep: bool,
+    lean: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A forward pass: (out, LSE, ticket, turn).
 
     Args:
+        after: the turn of the pass before this one.
+        seq_len: as `attention` takes it.
         keep: whether a backward pass may come; else the ticket is 0, and LSE means nothing unless asked for.
         lean: whether the graph keeps nothing for it but the ticket.
     """
     given = _given_as(name)
     mesh = as_mesh(given.mesh)
-    call, q_, k_, v_ = called(q, k, v, sinks, mesh, given.return_lse, given.arguments)
+    arguments = with_length(given.arguments, seq_len)
+    call, q_, k_, v_ = called(q, k, v, sinks, mesh, given.return_lse, arguments)
     call = observed(call, mesh)
     lse: Tensor | None
     with own_precision(q.device), hidden_from_checkpoints():
@@ -205,24 +249,41 @@ def attend(
     if keep:
         saved = _not_of(saved, (q, k, v, out, lse))
         _keep(ticket, Kept(call, call.runtime.transport.passes, saved))
-    return out, lse, ticket
+    return out, lse, ticket, _turn()
 
 
 @attend.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, name: str, keep: bool, lean: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    after: Tensor | None,
+    seq_len: int | None,
+    name: str,
+    keep: bool,
+    lean: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ticket = torch.empty(1, dtype=torch.int64, device="cpu")
     if q.dim() != 4 or v.dim() != 4:  # which will be refused
-        return q.new_empty(0), q.new_empty(0), ticket
-    return q.new_empty((*q.shape[:3], v.shape[3])), _lse_like(q), ticket
+        return q.new_empty(0), q.new_empty(0), ticket, _turn()
+    return q.new_empty((*q.shape[:3], v.shape[3])), _lse_like(q), ticket, _turn()
 
 
 @torch.library.custom_op("burst_portable::attend_backward", mutates_args=(), tags=_NOT_RECORDED)
 def attend_backward(
-    dout: Tensor, ticket: Tensor, sinks: Tensor | None, kept: list[Tensor], kv_heads: int, head_dim: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A backward pass: (dq, dk, dv, dsinks), the last empty without sinks. kept: q, k, v, out and LSE, or nothing."""
+    dout: Tensor,
+    ticket: Tensor,
+    sinks: Tensor | None,
+    after: Tensor | None,
+    kept: list[Tensor],
+    kv_heads: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A backward pass: (dq, dk, dv, dsinks, turn), dsinks empty without sinks.
+
+    kept: q, k, v, out and LSE, or nothing.
+    """
     number = int(ticket[0])
     if number not in _kept:
         raise UnsupportedError(
@@ -235,31 +296,40 @@ def attend_backward(
     call, forward_pass, saved = _kept[number]
     gradients = run_backward(call, forward_pass, (*(saved or kept), sinks), dout)
     empty = dout.new_empty(0)
-    return _apart([empty if x is None else x for x in gradients], (dout, *kept))  # type: ignore[return-value]
+    return (*_apart([empty if x is None else x for x in gradients], (dout, *kept)), _turn())  # type: ignore[return-value]
 
 
 @attend_backward.register_fake
 def _(
-    dout: Tensor, ticket: Tensor, sinks: Tensor | None, kept: list[Tensor], kv_heads: int, head_dim: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor,
+    ticket: Tensor,
+    sinks: Tensor | None,
+    after: Tensor | None,
+    kept: list[Tensor],
+    kv_heads: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, rows, heads, value_dim = dout.shape
     sizes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)
     dq, dk, dv = (dout.new_empty((batch, rows, *size)) for size in sizes)
-    return dq, dk, dv, dout.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return dq, dk, dv, dout.new_empty(0) if sinks is None else torch.empty_like(sinks), _turn()
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, sinks, _, _, lean = inputs
-    out, lse, ticket = output
+    q, k, v, sinks, *_, lean = inputs
+    out, lse, ticket, _ = output
     ctx.kv_heads, ctx.head_dim, ctx.has_sinks = k.shape[2], q.shape[3], sinks is not None
     ctx.save_for_backward(ticket, sinks, *(() if lean else (q, k, v, out, lse)))
 
 
 def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     ticket, sinks, *kept = ctx.saved_tensors
+    turns = _turns_of_graph()
     operator = torch.ops.burst_portable.attend_backward
-    dq, dk, dv, dsinks = operator(dout, ticket, sinks, kept, ctx.kv_heads, ctx.head_dim)
-    return dq, dk, dv, dsinks if ctx.has_sinks else None, None, None, None
+    *gradients, turns["backward"] = operator(
+        dout, ticket, sinks, turns.get("backward"), kept, ctx.kv_heads, ctx.head_dim
+    )
+    return *gradients[:3], gradients[3] if ctx.has_sinks else None, None, None, None, None, None
 
 
 attend.register_autograd(_backward, setup_context=_keep_for_backward)
@@ -270,6 +340,10 @@ def _keep(ticket: Tensor, kept: Kept) -> None:
     _kept[number] = kept
     ticket[0] = number
     weakref.finalize(ticket, _kept.pop, number, None)
+
+
+def _turn() -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _lse_like(q: Tensor) -> Tensor:

@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 import burst_portable as bp
@@ -30,9 +34,10 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     gc.collect()
     assert not graphs._kept, "what backward passes needed is let go of with their tickets"
+    assert not graphs._turns, "and turns with the graphs that are made"
 
 
-def compiled(function: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options: Any) -> Callable[..., Any]:
     return torch.compile(function, backend=backend, fullgraph=True, **options)
 
 
@@ -138,15 +143,91 @@ def test_autocast():
 
 
 def test_lengths_and_numbers_that_change():
-    """A length from call to call makes one graph for all, the scale a graph of its own."""
-    call = compiled(alone)
-    for rows, scale in ((23, 0.1), (12, 0.2), (20, 0.3)):
+    """Lengths that differ from call to call have one graph, a scale another."""
+    counter = CompileCounterWithBackend("aot_eager")
+    call = compiled(alone, counter)
+    for rows, scale in ((23, 0.1), (12, 0.1), (20, 0.1), (9, 0.1), (15, 0.2)):
         tensors = [x[:, :rows] for x in whole()[:3]]
         options = {"scale": scale, "seq_len": rows}
         assert_same(
             results(lambda *x, o=options: call(*x, **o), tensors),
             results(lambda *x, o=options: alone(*x, **o), tensors),
         )
+        assert counter.frame_count <= 2 or scale == 0.2
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.3), np.float32(0.3)], ids=["tensor", "array"])
+def test_numbers_in_tensors_are_read_outside(scale: Any):
+    outside = lambda *x: bp.attention(*x, mesh=MESH, scale=scale)  # noqa: E731
+    assert_same(results(torch.compile(outside, backend="aot_eager"), whole()[:3]), results(outside, whole()[:3]))
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"outside of graphs where .* a number is in a tensor"):
+        compiled(outside)(*whole()[:3])
+
+
+TRANSFORMED: dict[str, Callable[..., Any]] = {
+    "vmap": lambda f, q, k, v: torch.vmap(lambda *x: f(*(y[None] for y in x)))(q, k, v),
+    "grad": lambda f, q, k, v: torch.func.grad(lambda x: f(x, k, v).sum())(q),
+    "jvp": lambda f, q, k, v: torch.func.jvp(lambda x: f(x, k, v), (q,), (q,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in jvp
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transforms_inside_a_compiled_function_are_refused(name: str):
+    """In a graph, the tangents of jvp were 0."""
+    transformed = partial(TRANSFORMED[name], partial(bp.attention, mesh=MESH))
+    with pytest.raises(UnsupportedError, match=r"cannot be transformed by torch\.func"):
+        torch.compile(transformed, backend="aot_eager")(*whole()[:3])
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"outside of graphs where .* torch\.func transforms"):
+        compiled(transformed)(*whole()[:3])
+
+
+def test_two_attentions_keep_their_order_on_every_rank():
+    """Inductor orders what does not depend on each other by the sizes of a rank, which may have other graphs."""
+
+    def work(mesh: bp.Mesh, wrap: Callable[..., Any]) -> list[Tensor]:
+        def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            attend = partial(bp.attention, mesh=mesh, seq_len=LENGTH, strategy="ring")
+            one: Tensor = attend(q, k, v)
+            return one - attend(q.sin(), k.cos(), v + 1)
+
+        call, mine = wrap(step, mesh.rank), [bp.shard(x, mesh) for x in whole()[:3]]
+        with torch.no_grad():
+            out: Tensor = call(*mine)
+        return [out, *results(call, mine)]
+
+    def late_first(graph: torch.fx.GraphModule, _: Any) -> Any:
+        """As a compiler may: what the end of the graph needs last is computed first."""
+        order: dict[torch.fx.Node, None] = {}
+
+        def visit(node: torch.fx.Node) -> None:
+            for needed in reversed(node.all_input_nodes):
+                visit(needed)
+            order[node] = None
+
+        *_, end = graph.graph.nodes
+        visit(end)
+        for node in order:
+            if node.op not in ("placeholder", "output"):
+                end.prepend(node)
+        graph.recompile()
+        return make_boxed_func(graph.forward)
+
+    otherwise = aot_autograd(fw_compiler=late_first, bw_compiler=late_first)
+    plain = bp.run_local(2, lambda mesh: work(mesh, lambda step, _: step))
+    made = bp.run_local(
+        2, lambda mesh: work(mesh, lambda step, rank: compiled(step, otherwise if rank else "aot_eager"))
+    )
+    for expected, found in zip(plain, made, strict=True):
+        assert_same(found, expected)
+
+
+def test_no_cuda_graph_holds_the_operators():
+    """Replayed, it would neither send nor plan. Operators of tensors on a GPU are recorded unless they say so."""
+    for operator in (graphs.attend, graphs.attend_backward):
+        assert torch.Tag.cudagraph_unsafe in operator._opoverload.tags
 
 
 def test_one_tensor_for_all_and_gradients_of_some():
@@ -245,9 +326,9 @@ def test_names_tell_meshes_and_arguments_apart():
 def test_a_graph_of_another_process_is_refused():
     q = torch.randn(1, 8, 2, 8)
     with pytest.raises(UnsupportedError, match="as nobody did in this process"):
-        torch.ops.burst_portable.attend(q, q, q, None, "0123456789abcdef", False, False)
+        torch.ops.burst_portable.attend(q, q, q, None, None, None, "0123456789abcdef", False, False)
     with pytest.raises(UnsupportedError, match="kept for its backward pass is gone"):
-        torch.ops.burst_portable.attend_backward(q, torch.zeros(1, dtype=torch.int64), None, [q] * 5, 2, 8)
+        torch.ops.burst_portable.attend_backward(q, torch.zeros(1, dtype=torch.int64), None, None, [q] * 5, 2, 8)
 
 
 def test_a_wrong_guess_of_what_is_kept_changes_nothing(monkeypatch: pytest.MonkeyPatch):
