@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -164,10 +165,26 @@ def tell_refusal(transport: Transport, error: Exception, deadline: float = _TELL
     told = str(error) if isinstance(error, BurstError) else f"{type(error).__name__}: {error}"
     try:
         # What is refused may be a transform, a trace or a mode of torch, which would also affect the messages.
-        with torch._C._DisableFuncTorch(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        with (
+            _untraced(),
+            torch._C._DisableFuncTorch(),
+            torch._C.DisableTorchFunction(),
+            _disable_current_modes(),
+        ):
             agree(transport, statement({REFUSED: told[:1000]}), deadline=min(_TELLING, deadline))
     except CommunicationError:
         return  # this rank's own error says more
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """Outside of torch.jit.trace: a process group is refused in a trace."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # stubs leave it out
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]  # stubs leave it out
 
 
 def _difference(texts: Sequence[str], stated: Sequence[bytes]) -> str:

@@ -172,8 +172,7 @@ class Transport(ABC):
 
         Ranks ask it before they tell each other anything: other sizes end a process over gloo, or are taken in silence.
         """
-        if self.under_way or self.left_over:
-            last = "pass" if self.under_way else "exchange between passes"
+        if last := self.unended():
             raise CommunicationError(
                 explain(
                     f"rank {self.rank}: the last {last} has not ended; its messages would be taken for those of this "
@@ -182,6 +181,10 @@ class Transport(ABC):
                     "thread at a time",
                 )
             )
+
+    def unended(self) -> str:
+        """What was begun here and has not ended, in words; empty if nothing."""
+        return "pass" if self.under_way else "exchange between passes" if self.left_over else ""
 
     def between_passes(self) -> AbstractContextManager[None]:
         """A context around messages between passes. What an error leaves of them stays: see `check_in_step`."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,12 @@ def _capturing(x: Tensor) -> bool:
     return bool(asked and asked())
 
 
+@lru_cache(maxsize=1)
+def _of_groups() -> WeakKeyDictionary[dist.ProcessGroup, WeakSet[TorchDistTransport]]:
+    """The transports of every process group."""
+    return WeakKeyDictionary()
+
+
 class TorchDistTransport(Transport):
     """See `comm.base.Transport`.
 
@@ -89,6 +96,12 @@ class TorchDistTransport(Transport):
         self.host, self.goes_first = not batched, goes_first
         self._watch = HopWatch(deadline, self._give_up, in_watch) if batched and deadline else None
         self._connected = not batched or self.size == 1
+        self._of_this_group = _of_groups().setdefault(self.group, WeakSet())
+        self._of_this_group.add(self)
+
+    def unended(self) -> str:
+        """Of any transport of this group, as of another mesh: their messages would meet."""
+        return next(filter(None, (super(TorchDistTransport, one).unended() for one in self._of_this_group)), "")
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         super().begin(digest, inbox)

@@ -96,11 +96,11 @@ def told(call: Callable[[bp.Mesh], torch.Tensor], mesh: bp.Mesh) -> str:
     return "right" if torch.equal(out, torch.full_like(out, right)) else "wrong"
 
 
-def play(mesh: bp.Mesh, transport: Transport, before: str, at: int, after: str) -> list[str]:
-    """What both calls end with on this rank, if rank 1 fails in the first."""
+def play(mesh: bp.Mesh, transport: Transport, before: str, at: int, after: str, then: bp.Mesh) -> list[str]:
+    """What both calls end with on this rank, the second by the mesh `then`, if rank 1 fails in the first."""
     if mesh.rank == 1:
         plant(transport, at)
-    return [told(CALLS[before], mesh), told(CALLS[after], mesh)]
+    return [told(CALLS[before], mesh), told(CALLS[after], then)]
 
 
 GLOO = (
@@ -120,7 +120,8 @@ def main(process: int, folder: Path) -> None:
     transport = TorchDistTransport(None, "gloo", batched=False, deadline=DEADLINE)
     mesh = bp.Mesh(rank, RANKS, lambda _: transport, config=Config(deadline=DEADLINE))
     assert [told(CALLS[name], mesh) for name in GLOO[number][::2]] == ["right"] * 2  # connected, and values compared
-    found = play(mesh, transport, *GLOO[number])
+    other = bp.Mesh.from_group(config=Config(deadline=DEADLINE))
+    found = play(mesh, transport, *GLOO[number], mesh if number < 2 else other)
     (folder / f"{number}rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

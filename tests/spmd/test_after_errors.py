@@ -31,7 +31,7 @@ def on_threads(before: str, at: int, after: str, wrap=lambda transport: transpor
     def work(transport):
         transport = wrap(transport)
         mesh = bp.Mesh(transport.rank, RANKS, lambda _: transport)
-        return play(mesh, transport, before, at, after)
+        return play(mesh, transport, before, at, after, mesh)
 
     return run_threads(RANKS, lambda one: work(Asking(one.fabric, one.rank)), deadline=0.3)
 
@@ -66,7 +66,10 @@ def test_a_refusal_after_an_error_is_still_told_its_caller():
 
 @pytest.mark.slow
 def test_over_gloo(tmp_path):
-    """Before, messages of other sizes ended rank 1 by SIGABRT, and rank 0 took shorter ones for blocks."""
+    """Before, messages of other sizes ended rank 1 by SIGABRT, and rank 0 took shorter ones for blocks.
+
+    In the last cases the second call is by another mesh of the group.
+    """
     done = subprocess.run([sys.executable, "-m", "tests.spmd.after_errors", str(tmp_path)], cwd=ROOT, timeout=110)
     assert done.returncode == 0
     for number, (before, at, _) in enumerate(GLOO):
