@@ -108,7 +108,7 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         memory=plan.groups * sum(pass_memory(pass_plan.problem, pass_name, c) for c in computes),
         sent=sent,
         received=received,
-        hops=2 * len(groups) + len(coming),
+        hops=len(coming) + (2 * len(groups) if plan.inner > 1 else 0),
         launches=plan.groups * len(computes),
         tiles=plan.groups * sum(c.count for c in computes),
         blocks_held=_most_held(steps, size),

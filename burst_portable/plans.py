@@ -269,8 +269,7 @@ class Plan:
             f"mask      {p.mask}: {p.area:,} pairs per head",
         ]
         for name in PASSES:
-            how = f"{TRAVELS[name, self.travels(name)]} ({self.moves(name)})"
-            lines.append(f"{name:<10}{how if p.ranks > 1 else 'nothing travels, one rank holds all'}")
+            lines.append(f"{name:<10}{self.how(name)}")
         return "\n".join([*lines, *([f"why       {self.reason}"] if self.reason else [])])
 
     @property
@@ -314,6 +313,12 @@ class Plan:
         if not self.reshard:
             return name
         return f"all_to_all, {name}" if self.nodes > 1 else "all_to_all"
+
+    def how(self, pass_name: PassName) -> str:
+        """What travels in a pass and how, for people."""
+        if self.problem.ranks == 1:
+            return "nothing travels, one rank holds all"
+        return f"{TRAVELS[pass_name, self.travels(pass_name)]} ({self.moves(pass_name)})"
 
     @property
     def head_groups(self) -> tuple[HeadGroup, ...]:

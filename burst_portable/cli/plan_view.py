@@ -22,7 +22,7 @@ from burst_portable.cli.drawing import (
 )
 from burst_portable.cli.output import labelled, table
 from burst_portable.cli.plan_facts import Facts
-from burst_portable.plans import PASSES, TRAVELS, Plan
+from burst_portable.plans import PASSES, Plan
 from burst_portable.rates import OUTER_GBPS
 from burst_portable.units import bytes_text, percent, scaled, seconds_text
 
@@ -36,7 +36,7 @@ def show(console: Console, plan: Plan, facts: Facts, *, steps: int) -> None:
     _header(console, facts)
     _drawing(console, plan)
     for name in PASSES:
-        console.print(_steps_table(facts, name, steps), "")
+        console.print(_steps_table(facts, name, plan.how(name), steps), "")
     console.print(_costs_table(facts), "")
     _time_note(console, facts)
 
@@ -127,11 +127,10 @@ def _colour(rank: int | None) -> str:
 # --------------------------------------------------------------------------------------------------- steps
 
 
-def _steps_table(facts: Facts, name: str, limit: int) -> Table:
+def _steps_table(facts: Facts, name: str, how: str, limit: int) -> Table:
     steps = facts["steps"][name]
     rank = facts["steps"]["rank"]
-    part = facts["passes"][name]
-    title = f"{name} on rank {rank}: {TRAVELS[name, part['travels']]} ({part['moves']})"
+    title = f"{name} on rank {rank}: {how}"
     columns = ("step", "arrives", "computes", "tiles", "pairs", "sends", "sent")
     rows = table(*columns, left=("arrives", "computes", "tiles", "sends"), title=title)
     for column in rows.columns:

@@ -135,6 +135,14 @@ def test_ulysses_has_no_hops(capsys):
     assert "all rows of some heads" in text(capsys, *TINY, "--strategy", "ulysses")
 
 
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_one_rank_sends_nothing_and_says_so(capsys, strategy):
+    one = (*TINY[:3], "1", *TINY[4:], "--strategy", strategy)
+    for name, part in plan(capsys, *one)["passes"].items():
+        assert part["max"]["hops"] == part["max"]["sent_bytes"] == 0
+        assert f"{name} on rank 0: nothing travels, one rank holds all" in " ".join(text(capsys, *one).split())
+
+
 # --------------------------------------------------------------------------------------------- the check
 
 
