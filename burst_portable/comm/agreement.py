@@ -178,7 +178,10 @@ def tell_refusal(transport: Transport, error: Exception, deadline: float = _TELL
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    """Outside of torch.jit.trace: a process group is refused in a trace."""
+    """Outside of torch.jit.trace: a process group is refused in a trace. Where there is none, nothing may be set."""
+    if not torch._C._is_tracing():
+        yield
+        return
     state = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # stubs leave it out
     try:
