@@ -19,6 +19,7 @@ from burst_portable.rates import Curve, Rates
 SCHEMA = "burst_portable.rates/1"
 NEXT_STEP = "`burst-portable measure --json FILE` writes one"
 _LARGEST_FILE = 1 << 20
+_WORDS = ("source", "outer_source")  # of `Rates`, which no file holds
 _POINTS = 256  # of a curve
 _LONGEST = 200  # characters of a name
 _LEAST, _MOST = 1e-6, 1e6  # TFLOP/s and GB/s: no machine is slower or faster
@@ -79,7 +80,7 @@ def read_rates(file: str | Path) -> MeasuredRates:
     given = data.get("rates")
     if not isinstance(given, dict):
         raise _wrong(file, "rates", given, "an object of numbers")
-    known = {field.name: field.default is MISSING for field in fields(Rates) if field.name != "source"}
+    known = {field.name: field.default is MISSING for field in fields(Rates) if field.name not in _WORDS}
     if unknown := sorted(set(given) - set(known)):
         raise _wrong(file, "rates", f"a field {shown(unknown[0])}", ", ".join(known))
     if missing := [name for name, needed in known.items() if needed and name not in given]:
@@ -92,15 +93,18 @@ def read_rates(file: str | Path) -> MeasuredRates:
     head_dim = _whole(1)(file, "head_dim", data["head_dim"]) if "head_dim" in data else 0
     made = {name: _CHECKS[name](file, f"rates.{name}", value) for name, value in given.items()}
     node = made.get("node", 0)
+    outer_source = "measured" if node and "outer_gbps" in made else ""
     if node and ranks % node:
         raise _wrong(file, "rates.node", node, f"0, or a divisor of the {ranks} ranks")
     source = f"measured on {device} ({file}, {date})"
-    return MeasuredRates(Rates(**made, source=source), device, ranks, kernel, date, dtype, head_dim)
+    return MeasuredRates(
+        Rates(**made, source=source, outer_source=outer_source), device, ranks, kernel, date, dtype, head_dim
+    )
 
 
 def as_json(rates: Rates) -> dict[str, Any]:
     """The fields of rates as a file holds them."""
-    return {field.name: getattr(rates, field.name) for field in fields(Rates) if field.name != "source"}
+    return {field.name: getattr(rates, field.name) for field in fields(Rates) if field.name not in _WORDS}
 
 
 def _wrong(file: str | Path, name: str, got: object, allowed: str) -> InputError:

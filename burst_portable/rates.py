@@ -46,6 +46,8 @@ class Rates:
         source: where the numbers come from, in words after "rates": "of an H100", "measured on ...".
         node: ranks per node, where there are several nodes; 0: one node.
         outer_gbps: GB/s per rank in each direction between nodes: another link than the one inside.
+        outer_source: "measured" where `outer_gbps` was measured, between nodes of `node` ranks; "given" where it was
+            named beside numbers from elsewhere; empty where nobody said.
     """
 
     tflops: float
@@ -72,6 +74,28 @@ class Rates:
     source: str = ""
     node: int = 0
     outer_gbps: float = OUTER_GBPS
+    outer_source: str = ""
+
+    def with_nodes(self, node: int, outer_gbps: float | None = None) -> Rates:
+        """The rates over nodes of `node` ranks (0: no others than before), with `outer_gbps` between them where given.
+
+        `source` then says if what is between nodes was measured between nodes of another size.
+        """
+        node = node or self.node
+        if outer_gbps is not None:
+            return replace(self, node=node, outer_gbps=outer_gbps, outer_source="given")
+        other = self.outer_source == "measured" and node != self.node
+        source = f"{self.source}, between nodes of {self.node} and not {node}" if other else self.source
+        return replace(self, node=node, source=source)
+
+    @property
+    def outer_origin(self) -> str:
+        """In a word, where `outer_gbps` comes from: "measured", "given", "assumed"; empty where nobody said."""
+        return self.outer_source or ("assumed" if self.outer_gbps == OUTER_GBPS else "")
+
+    def between_nodes(self) -> str:
+        """What is between nodes, and where that comes from: "assumed 50 GB/s between nodes of 8"."""
+        return f"{self.outer_origin} {self.outer_gbps:.4g} GB/s between nodes of {self.node}".lstrip()
 
     def where_messages_go_first(self) -> Rates:
         """The rates over a transport whose messages go first."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -93,16 +92,16 @@ def plan(
     if check_all and not checked:
         raise InputError("--check-all and --no-check exclude each other")
     _positive(tflops=tflops, gbps=gbps, inner=inner, steps=steps, **{"outer-gbps": outer_gbps})
-    if outer_gbps is not None and inner is None:
-        raise InputError(
-            explain("--outer-gbps is between nodes, and there is one", next_step="name --inner, the ranks per node")
-        )
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     if inner is not None and ranks > 0:
         check_divides(inner, ranks)
     rates = _rates(rates_file, tflops, gbps, ranks, dtype, head_dim)
-    rates = replace(rates, node=inner or rates.node, outer_gbps=outer_gbps or rates.outer_gbps)
+    if outer_gbps is not None and not (inner or rates.node):
+        raise InputError(
+            explain("--outer-gbps is between nodes, and there is one", next_step="name --inner, the ranks per node")
+        )
+    rates = rates.with_nodes(inner or 0, outer_gbps)
     with _waiting("planning"):
         made = make_plan(
             seq_len=seq_len,

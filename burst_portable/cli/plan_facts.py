@@ -8,7 +8,8 @@ strategy, reason    what plans, and why where it was chosen
 reshard, groups     "heads" where heads are resharded, and in how many groups a rank computes them
 inner               among how many ranks heads are resharded: all, or those of a node; else 1
 rates               tflops and gbps a rank, that times are predicted with; outer_gbps between nodes of `node` ranks;
-                    `source`: where they come from, or null where they were typed
+                    `source`: where they come from, or null where they were typed; `outer_source`: "measured",
+                    "given" or "assumed", or null where there is one node, or nobody said
 costed_ranks        the ranks that numbers below are taken over: all of them, or a sample
 passes              by "forward" and "backward": what travels how, and
   max, mean         of one rank: flops, sent and received bytes, hops, launches, tiles
@@ -68,6 +69,7 @@ def plan_facts(plan: Plan, rates: Rates, rank: int) -> Facts:
             "gbps": rates.gbps,
             "node": rates.node or None,
             "outer_gbps": rates.outer_gbps if rates.node else None,
+            "outer_source": (rates.outer_origin or None) if rates.node else None,
             "source": rates.source or None,
         },
         "costed_ranks": list(costed),

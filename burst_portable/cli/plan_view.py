@@ -23,7 +23,6 @@ from burst_portable.cli.drawing import (
 from burst_portable.cli.output import labelled, table
 from burst_portable.cli.plan_facts import Facts
 from burst_portable.plans import PASSES, Plan
-from burst_portable.rates import OUTER_GBPS
 from burst_portable.units import bytes_text, percent, scaled, seconds_text
 
 # Of middling lightness: to be read on a light and on a dark ground, and with white digits on them.
@@ -211,8 +210,8 @@ _COST_ROWS = {
 
 def _time_note(console: Console, facts: Facts) -> None:
     rates = facts["rates"]
-    assumed = "assumed " if rates["outer_gbps"] == OUTER_GBPS else ""
-    outer = f"; {assumed}{rates['outer_gbps']:.4g} GB/s between nodes of {rates['node']}" if rates["node"] else ""
+    origin = f"{rates['outer_source']} " if rates["outer_source"] else ""
+    outer = f"; {origin}{rates['outer_gbps']:.4g} GB/s between nodes of {rates['node']}" if rates["node"] else ""
     told = (
         f"forward and backward, predicted (not measured) for {rates['tflops']:.4g} TFLOP/s and {rates['gbps']:.4g} GB/s"
     )

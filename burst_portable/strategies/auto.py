@@ -15,7 +15,7 @@ from burst_portable.cost import plan_cost, plan_seconds
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
 from burst_portable.layout import Segment
 from burst_portable.plans import Plan, Problem
-from burst_portable.rates import OUTER_GBPS, Rates
+from burst_portable.rates import Rates
 from burst_portable.strategies.base import Strategy, check_inner
 from burst_portable.strategies.burst import BurstStrategy
 from burst_portable.strategies.double_ring import DoubleRingStrategy
@@ -83,12 +83,9 @@ class AutoStrategy:
 
     def _at_rates(self, problem: Problem) -> str:
         """Where the rates come from, for the reason of a plan."""
-        text = f" at rates {self.rates.source}" if self.rates.source else ""
-        node = self.inner or self.rates.node
-        if 0 < node < problem.ranks:
-            assumed = "assumed " if self.rates.outer_gbps == OUTER_GBPS else ""
-            text += f", {assumed}{self.rates.outer_gbps:.4g} GB/s between nodes of {node}"
-        return text
+        rates = self._rates_for(problem)
+        text = f" at rates {rates.source}" if rates.source else ""
+        return f"{text}, {rates.between_nodes()}" if 0 < rates.node < problem.ranks else text
 
     def _sent(self, plan: Plan) -> int:
         """Bytes sent by the rank that sends most, in both passes: the tie-breaker between equally fast plans."""
@@ -99,7 +96,7 @@ class AutoStrategy:
         node = self.inner or self.rates.node
         if not 0 < node < problem.ranks:
             return self.rates
-        return replace(self.rates, node=node, direct=())
+        return replace(self.rates.with_nodes(node), direct=())
 
     def _candidates(self, problem: Problem) -> Iterator[tuple[str, Strategy]]:
         ranks, rates = problem.ranks, self._rates_for(problem)

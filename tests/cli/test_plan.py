@@ -318,6 +318,34 @@ def test_rates_of_a_machine_that_somebody_measured(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("typed", "origin", "between"),
+    [
+        ((), "measured", "measured 9 GB/s between nodes of 4"),
+        (("--inner", "4"), "measured", "measured 9 GB/s between nodes of 4"),
+        (("--inner", "2"), "measured", ", between nodes of 4 and not 2; measured 9 GB/s between nodes of 2"),
+        (("--outer-gbps", "3"), "given", "given 3 GB/s between nodes of 4"),
+        (("--inner", "2", "--outer-gbps", "3"), "given", "22); given 3 GB/s between nodes of 2"),
+    ],
+)
+def test_rates_of_nodes_that_somebody_measured(capsys, tmp_path, typed, origin, between):
+    path = tmp_path / "rates.json"
+    about = {"device": "Abacus", "ranks": 8, "kernel": "beads", "date": "2026-11-22"}
+    rates = {"tflops": 2.0, "gbps": 7.0, "node": 4, "outer_gbps": 9.0}
+    path.write_text(json.dumps({"schema": "burst_portable.rates/1", **about, "rates": rates}))
+    arguments = ("--seq-len", "1024", "--ranks", "8", "--strategy", "ring", "--rates", str(path), *typed)
+    assert plan(capsys, *arguments)["rates"]["outer_source"] == origin
+    assert between in " ".join(text(capsys, *arguments).split())
+
+
+def test_what_is_assumed_between_nodes_says_so(capsys):
+    arguments = ("--seq-len", "1024", "--ranks", "8", "--inner", "4")
+    for typed, origin in (((), "assumed"), (("--outer-gbps", "50"), "given")):
+        assert plan(capsys, *arguments, *typed)["rates"]["outer_source"] == origin
+        assert f"; {origin} 50 GB/s between nodes of 4" in " ".join(text(capsys, *arguments, *typed).split())
+    assert plan(capsys, *arguments[:4])["rates"]["outer_source"] is None
+
+
+@pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (("--rates", "none.json"), "none.json is not a file of rates"),

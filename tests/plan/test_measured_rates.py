@@ -13,7 +13,7 @@ from burst_portable.config import Config, from_environment
 from burst_portable.errors import InputError
 from burst_portable.measured_rates import SCHEMA, as_json, read_rates
 from burst_portable.planning import plan
-from burst_portable.rates import Rates
+from burst_portable.rates import OUTER_GBPS, Rates
 from burst_portable.strategies.auto import AutoStrategy
 
 MIB = 1 << 20
@@ -44,7 +44,8 @@ def written(folder: Path, content: object, name: str = "rates.json") -> Path:
 
 def test_every_field_is_read_back(tmp_path):
     defaults = Rates(1.0, 1.0)
-    assert all(getattr(ALL, f.name) != getattr(defaults, f.name) for f in fields(Rates) if f.name != "source")
+    told = ("source", "outer_source")
+    assert all(getattr(ALL, f.name) != getattr(defaults, f.name) for f in fields(Rates) if f.name not in told)
     path = written(tmp_path, data())
     found = read_rates(path)
     assert as_json(found.rates) == as_json(ALL)
@@ -75,7 +76,29 @@ def test_the_reason_says_where_the_rates_come_from(tmp_path):
         auto = AutoStrategy(rates=found.rates_for(ranks, kernel))
         reason = plan(seq_len=4096, ranks=ranks, heads=8, strategy=auto).reason
         assert f"{measured}{told}" in reason
-        assert reason.partition(measured + told)[2].startswith((" (", ", 5.5 GB/s between nodes of 4 ("))
+        assert reason.partition(measured + told)[2].startswith((" (", ", measured 5.5 GB/s between nodes of 4 ("))
+
+
+@pytest.mark.parametrize("written_down", [5.5, OUTER_GBPS])
+def test_what_is_between_nodes_says_where_it_comes_from(tmp_path, written_down):
+    """Measured, given beside what was measured, or assumed: also where it happens to be what is assumed."""
+    two_levels = read_rates(written(tmp_path, data(outer_gbps=written_down), "two.json")).rates
+    source, number = two_levels.source, f"{written_down:g} GB/s between nodes of"
+    one_level = read_rates(written(tmp_path, data(node=0, outer_gbps=OUTER_GBPS), "one.json")).rates
+    for rates, between, came_from in (
+        (two_levels, f"measured {number} 4", source),
+        (two_levels.with_nodes(4), f"measured {number} 4", source),
+        (two_levels.with_nodes(2), f"measured {number} 2", f"{source}, between nodes of 4 and not 2"),
+        (two_levels.with_nodes(2, written_down), f"given {number} 2", source),
+        (two_levels.with_nodes(0, written_down), f"given {number} 4", source),
+        (one_level.with_nodes(2), "assumed 50 GB/s between nodes of 2", one_level.source),
+        (Rates(1.0, 1.0, node=2, outer_gbps=7.0), "7 GB/s between nodes of 2", ""),
+    ):
+        assert (rates.between_nodes(), rates.source) == (between, came_from)
+        reason = plan(seq_len=4096, ranks=8, heads=8, strategy=AutoStrategy(rates=rates)).reason
+        assert f"{came_from}, {between} (" in reason
+    by_inner = plan(seq_len=4096, ranks=8, heads=8, strategy=AutoStrategy(inner=2, rates=two_levels)).reason
+    assert f"{source}, between nodes of 4 and not 2, measured {number} 2 (" in by_inner
 
 
 def test_the_source_says_that_dtype_and_head_size_are_others(tmp_path):
