@@ -152,7 +152,7 @@ def _traced(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seq_len: Any,
     lean = keep and _keeps_copies(q, k, v, sinks, seq_len, given)
     turns = _turns_of_graph()
     operator = torch.ops.burst_portable.attend
-    out, lse, _, turns["forward"] = operator(q, k, v, sinks, turns.get("forward"), seq_len, _named(given), keep, lean)
+    out, lse, _, turns["forward"] = operator(q, k, v, sinks, turns.get("forward"), seq_len, named(given), keep, lean)
     return out, lse.detach()
 
 
@@ -181,7 +181,7 @@ def _keeps_copies(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seq_len
         return False
 
 
-def _named(given: Given) -> str:
+def named(given: Given) -> str:
     """The same text for the same arguments in every process, so that graphs that are kept on disk are found again."""
     with _lock:
         meshes = list({id(one.mesh): None for one in (*_given.values(), given)})
@@ -190,7 +190,7 @@ def _named(given: Given) -> str:
     return name
 
 
-def _given_as(name: str) -> Given:
+def given_as(name: str) -> Given:
     if name not in _given:
         raise UnsupportedError(
             explain(
@@ -205,10 +205,10 @@ def _given_as(name: str) -> Given:
 # ---------------------------------------------------------------------------------------- the operators
 
 # By mode="reduce-overhead": a recording would miss what ranks tell each other; plans keep tensors from call to call.
-_NOT_RECORDED = (torch.Tag.cudagraph_unsafe,)
+NOT_RECORDED = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("burst_portable::attend", mutates_args=(), tags=_NOT_RECORDED)
+@torch.library.custom_op("burst_portable::attend", mutates_args=(), tags=NOT_RECORDED)
 def attend(
     q: Tensor,
     k: Tensor,
@@ -228,7 +228,7 @@ def attend(
         keep: whether a backward pass may come; else the ticket is 0, and LSE means nothing unless asked for.
         lean: whether the graph keeps nothing for it but the ticket.
     """
-    given = _given_as(name)
+    given = given_as(name)
     mesh = as_mesh(given.mesh)
     arguments = with_length(given.arguments, seq_len)
     call, q_, k_, v_ = called(q, k, v, sinks, mesh, given.return_lse, arguments)
@@ -270,7 +270,7 @@ def _(
     return q.new_empty((*q.shape[:3], v.shape[3])), _lse_like(q), ticket, _turn()
 
 
-@torch.library.custom_op("burst_portable::attend_backward", mutates_args=(), tags=_NOT_RECORDED)
+@torch.library.custom_op("burst_portable::attend_backward", mutates_args=(), tags=NOT_RECORDED)
 def attend_backward(
     dout: Tensor,
     ticket: Tensor,

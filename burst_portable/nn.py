@@ -7,6 +7,7 @@ mask, is taken from the layout, so the same model runs on one rank and on many.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,11 @@ from burst_portable.planning import layout_of, mask_of, no_mask, strategy_of
 from burst_portable.sharding import positions
 from burst_portable.strategies.base import Strategy
 from burst_portable.values import as_float, size
+
+_BETWEEN_GRAPHS = (
+    "burst_portable runs SelfAttention between graphs where its mask lists positions, its strategy or layout is no "
+    "text, or it refuses its input"
+)
 
 
 def rotate(x: Tensor, where: Tensor, theta: float = 10000.0) -> Tensor:
@@ -150,8 +156,8 @@ class SelfAttention(nn.Module):
         """
         mask = self.mask if mask is None else mask
         try:
-            length = self._whole_length(x, seq_len, mask)
-            q, k, v = self._projected(x, length, position_ids, mask)
+            length, where = self._placed(x, seq_len, mask, position_ids)
+            q, k, v = self._projected(x, where)
         except Exception as refusal:
             tell_the_others(self.mesh, refusal, x)
             raise
@@ -159,11 +165,37 @@ class SelfAttention(nn.Module):
         projected: Tensor = self.out(out.flatten(-2))
         return projected
 
-    @outside_graphs
+    def _placed(
+        self, x: Tensor, seq_len: int | None, mask: Mask | str, position_ids: Tensor | None
+    ) -> tuple[int, Tensor | None]:
+        """Tokens of the whole sequence, and where the rows of x stand in it; None where nothing is turned."""
+        wanted = self.theta is not None and position_ids is None
+        if torch.compiler.is_compiling() and isinstance(x, Tensor) and self._takes(x):
+            # Importing them makes operators of torch.
+            from burst_portable.graphs import as_text, fits
+            from burst_portable.placing import positions_in_graph
+
+            named = as_text((mask, self.strategy, self.layout, seq_len, None, None, "auto", None))
+            if fits(self.mesh, named):  # the operators check the rest, when all ranks run
+                length = x.shape[1] * self.mesh.size if seq_len is None else seq_len
+                if wanted:
+                    position_ids = positions_in_graph(
+                        x.shape[1], length, self.mesh, str(self.layout), str(named[0]), x.device
+                    )
+                return length, position_ids
+        length = self._whole_length(x, seq_len, mask)
+        if wanted:
+            position_ids = positions(self.mesh, seq_len=length, layout=self.layout, mask=mask, device=x.device)
+        return length, position_ids
+
+    def _takes(self, x: Tensor) -> bool:
+        return x.dim() == 3 and x.shape[-1] == self.q.in_features
+
+    @partial(outside_graphs, reason=_BETWEEN_GRAPHS)
     def _whole_length(self, x: Tensor, seq_len: int | None, mask: Mask | str) -> int:
         """Tokens of the whole sequence, of which x holds as many as the layout gives to this rank."""
         check_tensor("x", x)
-        if x.dim() != 3 or x.shape[-1] != self.q.in_features:
+        if not self._takes(x):
             allowed = f"[batch, rows, {self.q.in_features}]"
             raise ShapeError(explain("x cannot be an input of this module", got=tuple(x.shape), allowed=allowed))
         said = None if seq_len is None else size("seq_len", seq_len)
@@ -171,17 +203,12 @@ class SelfAttention(nn.Module):
         check_rows(layout_of(self.layout, length, self.mesh.size, mask_of(mask, length)), x.shape[1], self.mesh)
         return length
 
-    def _projected(
-        self, x: Tensor, length: int, position_ids: Tensor | None, mask: Mask | str
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(self, x: Tensor, where: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V, with their positions in Q and K."""
         q = self.q(x).unflatten(-1, (self.heads, self.head_dim))
         k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
-        if self.theta is None:
+        if self.theta is None or where is None:
             return q, k, v
-        where = position_ids
-        if where is None:
-            where = positions(self.mesh, seq_len=length, layout=self.layout, mask=mask, device=x.device)
         return rotate(q, where, self.theta), rotate(k, where, self.theta), v
 
 

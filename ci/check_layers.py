@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("autograd", "checks", "choices"),
     ("sharding", "gradients", "calls"),
     ("graphs",),
+    ("placing",),
     ("api", "explanation", "measuring"),
     ("profiling", "nn", ""),  # "" is burst_portable/__init__.py, which hands out the names of api, profile and nn
     ("conformance",),

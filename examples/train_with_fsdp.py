@@ -47,7 +47,7 @@ def make(grid: DeviceMesh, mesh: bp.Mesh, compiled: str | None) -> tuple[FSDPMod
     everyone = grid._flatten("everyone")
     for block in blocks:
         if compiled:
-            block.compile(backend=compiled)  # attention runs between graphs
+            block.compile(backend=compiled)
         fully_shard(block, mesh=everyone)
     sharded = fully_shard(model, mesh=everyone)
     return sharded, torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -1,15 +1,18 @@
-"""Under torch.compile models of transformers and our own module run between graphs, and the numbers stay."""
+"""Under torch.compile models of transformers run between graphs and our own module in one, and the numbers stay."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import burst_portable as bp
+from burst_portable.errors import LayoutError, MismatchError, UnknownNameError
 from burst_portable.gradients import sum_gradients, sum_over_ranks
 from burst_portable.nn import SelfAttention
 from tests.integration.models import assert_same, make, on_one_device, on_ranks, tokens
@@ -45,10 +48,11 @@ def test_a_module_of_one_s_own(backend: str):
     def work(mesh: bp.Mesh, compiled: bool) -> list[torch.Tensor]:
         mine = copy.deepcopy(module)
         mine.mesh = mesh
-        call = torch.compile(mine, backend=backend) if compiled else mine
+        call = torch.compile(mine, backend=backend, fullgraph=True) if compiled else mine
+        rows = bp.shard(x, mesh, layout="striped")
         for _ in range(2):
             mine.zero_grad()
-            out = call(bp.shard(x, mesh, layout="striped"), seq_len=23)
+            out = call(rows, seq_len=23)
             out.square().sum().backward()
         return [out.detach(), *(p.grad for p in mine.parameters())]
 
@@ -56,13 +60,41 @@ def test_a_module_of_one_s_own(backend: str):
         plain = bp.run_local(ranks, lambda mesh: work(mesh, False))
         for expected, found in zip(plain, bp.run_local(ranks, lambda mesh: work(mesh, True)), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    assert any("positions outside of graphs" in told for told in counters["graph_break"])
 
 
-def test_a_graph_that_may_not_break_is_told_why():
+def test_a_module_in_one_graph_for_all_lengths():
+    """With positions of its own and those that a batch brings, whatever the mask is called by."""
+    counter = CompileCounterWithBackend("aot_eager")
+    module = SelfAttention(16, 4, 2, mesh=bp.Mesh.single(), mask=bp.Mask.window(5))
+    call = torch.compile(module, backend=counter, fullgraph=True)
+    for rows in (23, 12, 9, 15):
+        x = torch.randn(2, rows, 16)
+        torch.testing.assert_close(call(x), module(x), rtol=0, atol=0)
+    assert counter.frame_count <= 2
+    where = torch.arange(15) % 4
+    torch.testing.assert_close(call(x, position_ids=where), module(x, position_ids=where), rtol=0, atol=0)
+
+
+def test_a_module_in_a_graph_refuses_rows_in_the_same_words():
+    def work(mesh: bp.Mesh) -> None:
+        call = torch.compile(SelfAttention(16, 4, mesh=mesh), backend="aot_eager", fullgraph=True)
+        x = torch.zeros(1, 5 if mesh.rank else 6, 16)
+        error, message = (LayoutError, "5 rows; allowed: 6 of 12") if mesh.rank else (MismatchError, "rank 1 refused")
+        with pytest.raises(error, match=message):
+            call(x, seq_len=12)
+
+    bp.run_local(2, work, deadline=20)
+
+
+@pytest.mark.parametrize("mask", [bp.Mask.documents((0, 5, 8)), "nope"], ids=str)
+def test_a_module_that_cannot_be_in_a_graph_says_why(mask: bp.Mask | str):
     module = SelfAttention(16, 4, 2, mesh=bp.Mesh.single())
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="burst_portable runs _whole_length outside of graphs"):
-        torch.compile(module, backend="eager", fullgraph=True)(torch.randn(1, 8, 16))
+    call = torch.compile(module, backend="eager", fullgraph=True)
+    error: Any = (torch._dynamo.exc.Unsupported, "SelfAttention between graphs where its mask lists positions")
+    if mask == "nope":
+        error = UnknownNameError, "unknown mask"
+    with pytest.raises(error[0], match=error[1]):
+        call(torch.randn(1, 8, 16), mask=mask)
 
 
 def test_a_whole_step_in_one_function():
