@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import burst_portable as bp
 from burst_portable.conformance import oracle
+from burst_portable.nn import SelfAttention
 
 pytestmark = pytest.mark.device
 LENGTHS = 300, 513
@@ -114,3 +115,16 @@ def test_checkpointed_layers_and_what_stays_allocated():
     assert taken[-1] == taken[1]
     other = gradient(layers)
     assert (found - other).abs().max() <= 0.02 * other.abs().max()
+
+
+def test_our_module_in_one_graph():
+    module = SelfAttention(256, 4, 2, mesh=bp.Mesh.single()).to(torch.accelerator.current_accelerator())
+    compiled = torch.compile(module, fullgraph=True)
+    for length in LENGTHS:
+        x = torch.randn(2, length, 256, device=next(module.parameters()).device)
+        found, expected = (
+            [*torch.autograd.grad(function(x).square().sum(), list(module.parameters()))]
+            for function in (compiled, module)
+        )
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).abs().max() <= 1e-4 * other.abs().max()
