@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from itertools import pairwise
 from typing import Any
 
@@ -265,22 +266,28 @@ def test_an_inner_model_called_on_its_own():
     assert max(run_local(2, work)) < 1e-12
 
 
+@pytest.mark.parametrize("then", ["model", "its inner model"])
 @pytest.mark.parametrize("called", ["model", "its inner model"])
-def test_a_call_after_one_that_was_interrupted(called: str):
+def test_a_call_after_one_that_was_interrupted(called: str, then: str):
     """torch calls no hooks on Ctrl-C. The next call has its own documents, not those of the one that never ended."""
     model, ids = make("llama"), tokens()
-    expected = copy.deepcopy(model)(input_ids=ids).logits
+
+    def call(whole: Any, name: str, **options: Any) -> torch.Tensor:
+        out = (whole if name == "model" else whole.model)(input_ids=ids, **options)
+        return out.logits if name == "model" else out.last_hidden_state
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    expected = call(copy.deepcopy(model), then)
     parallelize(model, Mesh.single())
-    call = model if called == "model" else model.model
     ctrl_c = model.model.layers[1].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        call(input_ids=ids, documents=(0, 9, 47))
+    with pytest.raises(KeyboardInterrupt) as kept:  # with its frames, as by sys.last_traceback
+        call(model, called, documents=(0, 9, 47))
     ctrl_c.remove()
-    assert (model(input_ids=ids).logits - expected).abs().max() < 1e-12
+    torch.save(model, io.BytesIO())  # what is kept of that call is not saved
+    assert (call(model, then) - expected).abs().max() < 1e-12
+    assert kept.tb is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -26,6 +26,7 @@ from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of, 
 from burst_portable.integrations.transformers.masks import wanted_mask
 from burst_portable.integrations.transformers.padding import check_padded_model, has_padding
 from burst_portable.integrations.transformers.router import check_router, with_router_loss
+from burst_portable.integrations.transformers.running import RunningCall
 from burst_portable.layout import Layout
 from burst_portable.mask import cumulative_lengths
 from burst_portable.mesh import MeshLike, as_mesh
@@ -99,7 +100,7 @@ class Parallel:
         self.seq_len, self.kernel = seq_len, kernel
         self.call: CallSequence | None = None
         self.attended, self.attending = 0, False
-        self._caller: Any = None
+        self._running: RunningCall | None = None
         # Of the last call that ended well.
         self._attentions: int = getattr(model.config, "num_hidden_layers", 0)
         self._before = model.config._attn_implementation
@@ -225,10 +226,10 @@ class Parallel:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before a model's forward: which sequence this is; its position ids; what cannot be taken, refused."""
-        if self.call is not None and _inside(module, self._caller):
+        if self._running is not None and self._running.has(module):
             return args, kwargs  # a model inside the one that was called
-        if self.call is not None and self._waited_for and self.mesh.size > 1:
-            # That call ended by Ctrl-C, and its rest is left out here.
+        if self._running is not None and self._waited_for and self.mesh.size > 1:
+            # That call ended without a hook, as by Ctrl-C, and its rest is left out here.
             self.mesh.transport(next(self.model.parameters()).device.type).fall_behind()
         kwargs = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
         try:
@@ -237,7 +238,7 @@ class Parallel:
             # Else the others would take what this rank does next for its part of this call.
             tell_the_others(self.mesh, refusal, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
             raise
-        self.call, self._caller, self.attended, self.attending = sequence, module, 0, False
+        self.call, self._running, self.attended, self.attending = sequence, RunningCall(module), 0, False
         return (), kwargs
 
     def _prepare(self, module: Any, kwargs: dict[str, Any]) -> CallSequence:
@@ -274,9 +275,9 @@ class Parallel:
     @never_compiled("plans, transports and hooks are not graphs")
     def _leave(self, module: Any, args: Any, output: Any) -> Any:
         """After a model's forward, also one that failed and has no output."""
-        if self._caller is not module:
+        if self._running is None or self._running.module is not module:
             return None
-        self.call = self._caller = None
+        self.call = self._running = None
         if output is None or self.mesh.size == 1:
             self._tell_of(sys.exc_info()[1])
             return None
@@ -326,8 +327,3 @@ class Parallel:
             return where
         starts = torch.tensor(sequence.documents[:-1], device=device)
         return where - starts[torch.searchsorted(starts, where, right=True) - 1]
-
-
-def _inside(module: Any, caller: Any) -> bool:
-    """Whether one is a part of the other. Else the other's call has ended by Ctrl-C, for which torch calls no hooks."""
-    return module is not caller and any(module is part for part in caller.modules())
