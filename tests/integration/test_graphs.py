@@ -316,6 +316,25 @@ def test_names_tell_meshes_and_arguments_apart():
     assert [graphs.given_as(name) for name in names] == [one, *others]
 
 
+def test_ranks_with_other_graphs_and_none():
+    """One has a graph for every length, one a graph for all, one runs uncompiled."""
+
+    def work(mesh: bp.Mesh, wrap: Callable[..., Any]) -> list[Tensor]:
+        step = wrap(partial(bp.attention, mesh=mesh, strategy="ring"), mesh.rank)
+        found = []
+        for rows in (23, 12, 20):
+            mine = [bp.shard(x[:, :rows], mesh) for x in whole()[:3]]
+            found += results(partial(step, seq_len=rows), mine)
+        return found
+
+    def own(step: Callable[..., Any], rank: int) -> Callable[..., Any]:
+        return step if rank == 2 else compiled(step, dynamic=False if rank == 1 else None)
+
+    plain = bp.run_local(3, lambda mesh: work(mesh, lambda step, _: step))
+    for expected, found in zip(plain, bp.run_local(3, lambda mesh: work(mesh, own)), strict=True):
+        assert_same(found, expected)
+
+
 def test_a_graph_of_another_process_is_refused():
     q = torch.randn(1, 8, 2, 8)
     with pytest.raises(UnsupportedError, match="as nobody did in this process"):
