@@ -87,12 +87,17 @@ class Page:
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
-    def resize(self, width: int, height: int = 900) -> None:
-        """Another size of the window; returns when the page has been laid out in it and told."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+    def resize(self, width: int, height: int = 900, pixels: int = 1) -> None:
+        """Another size of the window, of so many pixels to one of CSS; returns when the page has been told."""
+        size = {"width": width, "height": height, "deviceScaleFactor": pixels}
+        self.call("Emulation.setDeviceMetricsOverride", **size, mobile=False)
         until = time.monotonic() + 10
-        while self.run("innerWidth") != width:
+        while self.run("[innerWidth, devicePixelRatio]") != [width, pixels]:
             assert time.monotonic() < until, "the window does not change"
+        self.frames()
+
+    def frames(self) -> None:
+        """Returns when the page has been laid out, and told what changed."""
         self.run("new Promise(told => requestAnimationFrame(() => requestAnimationFrame(() => told(0))))")
 
     def screenshot(self, file: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.html import _whole, page
 from burst_portable.units import bytes_text, percent, scaled, time_text
 from tests.profiling import chromium
-from tests.profiling.made import ablated, ring
+from tests.profiling.made import Maker, ablated, ring
 
 SAMPLE = Path(__file__).parents[2] / "profiling" / "sample" / "slow_link.json"
 UNITS = {
@@ -19,6 +20,14 @@ UNITS = {
     **dict.fromkeys(("bandwidth", "planned_bandwidth"), "B/s"),
     "intensity": "",
 }
+# The colour of the timeline at a place in the window, from a copy: the canvas itself is not made for being read.
+PIXEL = """(() => {
+  const canvas = document.getElementById("timeline"), copy = document.createElement("canvas");
+  const seen = canvas.getBoundingClientRect(), pen = copy.getContext("2d");
+  const [x, y] = [%(x)f - seen.left, %(y)f - seen.top].map((place) => Math.round(place * %(pixels)d));
+  pen.drawImage(canvas, x, y, 1, 1, 0, 0, 1, 1);
+  return "#" + [...pen.getImageData(0, 0, 1, 1).data.slice(0, 3)].map((c) => c.toString(16).padStart(2, "0")).join("");
+})()"""
 needs_chromium = pytest.mark.skipif(chromium.path() is None, reason="no chromium on this machine: apt install chromium")
 
 
@@ -105,6 +114,51 @@ def test_a_step_shows_its_longest_wait_in_the_timeline(browser):
         told.append(browser.run("document.getElementById('tip').textContent"))
     assert any("waiting on rank" in one and f"{name.split()[0]}, ring step {step}," in one for one in told), told
     browser.run("document.getElementById('all').click()")
+
+
+def kernels_of(ranks: int) -> Report:
+    """A kernel a rank, all alike, and one wait at step 1 of the rank before the last."""
+    makers = [Maker(rank) for rank in range(ranks)]
+    for one in makers:
+        one.compute(0, 0, 100)
+    makers[-2].message(1, ranks - 3, sends=False, posted=100, start=100, end=190)
+    makers[-2].compute(1, 190, 200)
+    return Report.of([one.records() for one in makers])
+
+
+@needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize("pixels", [1, 3])
+def test_a_thousand_ranks_are_drawn_where_one_scrolls_to(tmp_path, pixels):
+    """Browsers draw nothing on canvases that are too large: 16,384 pixels is what all of them can."""
+    ranks, row, half, labels = 1024, 61, 450, 70
+    kernels_of(ranks).write_html(tmp_path / "profile.html")
+    with closing(chromium.Page(tmp_path / "profile")) as opened:
+        opened.open(tmp_path / "profile.html")
+        opened.resize(1200, 2 * half, pixels)
+        box = "document.querySelector('.timeline').getBoundingClientRect()"
+        left, width, high = opened.run(f"[{box}.left, {box}.width, {box}.height]")
+        assert high > ranks * row
+        compute = opened.run("getComputedStyle(document.documentElement).getPropertyValue('--compute').trim()")
+        at = left + labels + (width - labels - 8) / 4
+        for rank in (0, 1, 127, 128, 511, 700, ranks - 1, 300, 0):
+            down = 24 + row * rank + 8
+            opened.run(f"scrollTo(0, scrollY + {box}.top + {down - half})")
+            opened.frames()
+            assert opened.run("document.getElementById('timeline').height") <= 16_384
+            top = opened.run(f"{box}.top") + down
+            opened.mouse("mouseMoved", at, top)
+            assert opened.run("document.getElementById('tip').textContent").startswith(f"kernel on rank {rank}: 100 µs")
+            assert 0 < opened.run("document.getElementById('tip').getBoundingClientRect().top") - top < 40
+            assert opened.run(PIXEL % {"x": at, "y": top, "pixels": pixels}) == compute
+        opened.run("document.querySelector('button.step.most').click()")
+        opened.frames()
+        opened.mouse("mouseMoved", at + (width - labels) / 4, opened.run(f"{box}.top") + 24 + row * (ranks - 2) + 25)
+        told = opened.run("document.getElementById('tip').textContent")
+        assert told.startswith(f"waiting on rank {ranks - 2}: 90 µs")
+        label = opened.run("document.getElementById('timeline').getContext('2d').measureText('rank 1023').width")
+        assert label + 10 < labels, "it is drawn whole"
+        assert (opened.said(), opened.requests()) == ([], [])
 
 
 def test_a_number_stays_with_its_unit():

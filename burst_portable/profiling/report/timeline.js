@@ -2,8 +2,10 @@
 (() => {
   const data = JSON.parse(document.getElementById("events").textContent);
   const canvas = document.getElementById("timeline"), tip = document.getElementById("tip");
-  const range = document.getElementById("range"), pen = canvas.getContext("2d");
-  const LEFT = 62, TOP = 24, LANE = 17, GAP = 10, KINDS = data.kinds;
+  const range = document.getElementById("range"), box = canvas.parentElement, pen = canvas.getContext("2d");
+  const digits = String(Math.max(0, ...data.ranks.map((r) => r.rank))).length;
+  const LEFT = 62 + 8 * Math.max(0, digits - 3), TOP = 24, LANE = 17, GAP = 10, ROW = 3 * LANE + GAP, KINDS = data.kinds;
+  const MOST = 8000;  // pixels that a canvas is high: some browsers draw nothing on one of more than 16,384, or of too large an area
   const LANE_OF = { compute: 0, copy: 0, wait: 1, collective: 1, post: 1, transfer: 2 };
   const COLOUR = { compute: "--compute", copy: "--copy", wait: "--wait", collective: "--comm", post: "--post", transfer: "--transfer" };
   const WORDS = { compute: "kernel", copy: "copies", wait: "waiting", collective: "all ranks together", post: "starting transfers", transfer: "transfer" };
@@ -36,10 +38,12 @@
     for (let p = 0, at = 0; p < r.p.length; p += 4) places.push([(at += r.p[p]), r.p[p + 1], r.p[p + 2], r.p[p + 3]]);
     return { rank: r.rank, start, stop, what, lanes, reach, places };
   });
-  let from = 0, to = end, width = 0, height = 0, shown = null;
+  // Where ranks are many, the canvas covers the part of the timeline around the window: from `above` on, in its box.
+  const full = TOP + ranks.length * ROW + 4;
+  let from = 0, to = end, width = 0, height = 0, above = 0, printing = false, shown = null;
   const x = (t) => LEFT + ((t - from) / (to - from)) * (width - LEFT - 8);
   const back = (px) => from + ((px - LEFT) / (width - LEFT - 8)) * (to - from);
-  const top = (r, lane) => TOP + r * (3 * LANE + GAP) + lane * LANE;
+  const top = (r, lane) => TOP + r * ROW + lane * LANE;
   const first = (list, value) => {
     let low = 0, high = list.length;
     while (low < high) { const mid = (low + high) >> 1; if (list[mid] <= value) low = mid + 1; else high = mid; }
@@ -48,21 +52,24 @@
   function draw() {
     const css = getComputedStyle(document.documentElement), colour = (name) => css.getPropertyValue(name).trim();
     const ratio = window.devicePixelRatio || 1;
-    width = canvas.clientWidth; height = TOP + ranks.length * (3 * LANE + GAP) + 4;
-    canvas.style.height = height + "px";
+    width = canvas.clientWidth; height = Math.min(full, Math.floor(MOST / ratio));
+    if (!printing) above = Math.round(Math.max(0, Math.min(full - height, (innerHeight - height) / 2 - box.getBoundingClientRect().top)));
+    box.style.height = printing ? "" : full + 2 + "px";  // with the canvas's border
+    canvas.style.height = height + "px"; canvas.style.top = printing ? "" : above + "px";
     canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio);
-    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    pen.fillStyle = colour("--paper"); pen.fillRect(0, 0, width, height);
+    pen.setTransform(ratio, 0, 0, ratio, 0, -above * ratio);
+    pen.fillStyle = colour("--paper"); pen.fillRect(0, above, width, height);
     pen.font = "11.5px system-ui, sans-serif"; pen.textBaseline = "middle";
     const raw = (to - from) / 8, power = 10 ** Math.floor(Math.log10(raw));
     const tick = [1, 2, 5, 10].map((m) => m * power).find((m) => m >= raw);
     pen.strokeStyle = colour("--rule"); pen.fillStyle = colour("--soft"); pen.lineWidth = 1; pen.textAlign = "center";
     for (let t = Math.ceil(from / tick) * tick; t <= to; t += tick) {
       const px = Math.round(x(t)) + 0.5;
-      pen.beginPath(); pen.moveTo(px, TOP - 6); pen.lineTo(px, height); pen.stroke();
+      pen.beginPath(); pen.moveTo(px, TOP - 6); pen.lineTo(px, full); pen.stroke();
       pen.fillText(time(t), Math.min(px, width - 24), 9);
     }
     ranks.forEach((r, n) => {
+      if (top(n + 1, 0) < above || top(n, 0) > above + height) return;
       pen.textAlign = "right"; pen.fillStyle = colour("--ink");
       pen.fillText("rank " + r.rank, LEFT - 10, top(n, 0) + 1.5 * LANE);
       pen.fillStyle = colour("--faint");
@@ -88,7 +95,7 @@
     range.textContent = time(from) + " to " + time(to);
   }
   function found(px, py) {
-    const n = Math.floor((py - TOP) / (3 * LANE + GAP)), l = Math.floor((py - top(n, 0)) / LANE);
+    const n = Math.floor((py - TOP) / ROW), l = Math.floor((py - top(n, 0)) / LANE);
     if (!ranks[n] || l < 0 || l > 2 || px < LEFT) return null;
     const r = ranks[n], t = back(px), slack = ((to - from) / width) * 1.5;
     for (let k = first(r.reach[l], t - slack); k < r.lanes[l].length && r.start[r.lanes[l][k]] <= t + slack; k++)
@@ -130,7 +137,7 @@
     });
     if (longest < 0) return;
     const [r, i] = shown, size = Math.min(end, Math.max(20, 5 * (r.stop[i] - r.start[i])));
-    canvas.scrollIntoView({ block: "center" });
+    scrollBy(0, box.getBoundingClientRect().top + top(ranks.indexOf(r), 1.5) - innerHeight / 2);
     move((r.start[i] + r.stop[i] - size) / 2, size);
   }
   for (const button of document.querySelectorAll("button.step"))
@@ -144,12 +151,12 @@
   canvas.addEventListener("pointerup", () => { held = null; });
   canvas.addEventListener("pointermove", (e) => {
     if (held) { tip.hidden = true; return move(held.from - ((e.offsetX - held.px) / (width - LEFT - 8)) * (to - from), to - from); }
-    const hit = found(e.offsetX, e.offsetY);
+    const hit = found(e.offsetX, e.offsetY + above);
     tip.hidden = !hit;
     if (!hit) return;
     tip.textContent = describe(hit);
     tip.style.left = Math.min(e.offsetX + 14, width - tip.offsetWidth - 4) + "px";
-    tip.style.top = e.offsetY + 16 + "px";
+    tip.style.top = e.offsetY + above + 16 + "px";
   });
   canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
   canvas.addEventListener("dblclick", () => move(0, end));
@@ -166,6 +173,14 @@
   document.getElementById("out").addEventListener("click", () => zoom(2, (from + to) / 2));
   document.getElementById("all").addEventListener("click", () => move(0, end));
   for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", draw);
-  addEventListener("beforeprint", draw); addEventListener("afterprint", draw); addEventListener("resize", () => { tip.hidden = true; draw(); });
+  addEventListener("beforeprint", () => { printing = true; draw(); }); addEventListener("afterprint", () => { printing = false; draw(); });
+  addEventListener("resize", () => { tip.hidden = true; draw(); });
+  // A window that moves to a screen of finer pixels keeps its size, and is told of no other.
+  const finer = () => matchMedia(`(resolution: ${devicePixelRatio}dppx)`).addEventListener("change", () => { finer(); draw(); }, { once: true });
+  finer();
+  addEventListener("scroll", () => {
+    const seen = -box.getBoundingClientRect().top;
+    if ((seen < above && above > 0) || (seen + innerHeight > above + height && above + height < full)) draw();
+  });
   draw();
 })();
