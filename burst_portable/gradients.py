@@ -171,8 +171,8 @@ def _listed(parameters: Any) -> list[Tensor]:
     if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
         raise InputError(explain("these are not parameters", got=type(parameters).__name__, next_step=advice))
     listed = list(parameters)
-    if other := next((one for one in listed if not isinstance(one, Tensor)), None):
-        raise InputError(explain("not all of these are parameters", got=shown(other), next_step=advice))
+    if others := [one for one in listed if not isinstance(one, Tensor)]:
+        raise InputError(explain("not all of these are parameters", got=shown(others[0]), next_step=advice))
     return list(dict.fromkeys(listed))
 
 

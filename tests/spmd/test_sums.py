@@ -281,6 +281,7 @@ def test_a_parameter_that_no_rank_used_stays_without_a_gradient(monkeypatch: pyt
         (lambda model: model, "Linear"),
         (lambda model: model.weight, "Parameter"),
         (lambda model: model.named_parameters(), r"\('weight', Parameter"),
+        (lambda model: [model.weight, torch.nn.Linear(2, 2, bias=False).bias], "None"),
     ],
 )
 def test_what_is_no_list_of_parameters_is_refused(of: Callable[[torch.nn.Linear], Any], got: str):
