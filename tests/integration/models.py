@@ -26,6 +26,8 @@ from transformers import (
 )
 
 from burst_portable import Mesh, run_local, unshard
+from burst_portable.comm.local import Fabric, LocalTransport
+from burst_portable.config import Config
 from burst_portable.integrations.transformers import parallelize, sum_gradients, sum_over_ranks
 
 SIZES: dict[str, Any] = {
@@ -55,6 +57,12 @@ MODELS: dict[str, Any] = {
     "gemma2": lambda **o: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=9, **o)),
 }
 LENGTH = 47  # neither 2, 3, 4 nor 6 divide it
+
+
+def one_of_two() -> Mesh:
+    """Rank 0 of 2, with nobody on the other side: a refusal must not need one."""
+    transport = LocalTransport(Fabric(2, 1.0), 0)
+    return Mesh(0, 2, lambda device_type: transport, config=Config(deadline=0.01))
 
 
 @dataclass

@@ -32,7 +32,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_overlay
 
 from burst_portable import Mesh, run_local, unshard
-from burst_portable.comm.local import Fabric, LocalTransport, run_threads
+from burst_portable.comm.local import LocalTransport, run_threads
 from burst_portable.config import Config
 from burst_portable.errors import (
     BurstError,
@@ -47,16 +47,9 @@ from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.checks import check_positions
 from burst_portable.integrations.transformers.loss import ShardedLoss
 from burst_portable.integrations.transformers.masks import Band, Wanted, read_mask
-from burst_portable.integrations.transformers.router import with_router_loss
-from tests.integration.models import SIZES, make, tokens
+from tests.integration.models import SIZES, make, one_of_two, tokens
 
 ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-
-
-def one_of_two() -> Mesh:
-    """Rank 0 of 2, with nobody on the other side: a refusal must not need one."""
-    transport = LocalTransport(Fabric(2, 1.0), 0)
-    return Mesh(0, 2, lambda device_type: transport, config=Config(deadline=0.01))
 
 
 @pytest.mark.parametrize(
@@ -325,16 +318,6 @@ def test_temperature_by_row_number():
         handle.model(**handle.shard(tokens(1, 47)))
 
 
-def test_router_losses_that_we_cannot_compute():
-    logits = (torch.randn(6, 4),)
-    output = SimpleNamespace(aux_loss=torch.tensor(9.0), router_logits=logits, loss=None)
-    with pytest.raises(UnsupportedError, match="router loss"):
-        with_router_loss(SimpleNamespace(num_experts_per_tok=2), output, one_of_two())
-    model = make("mixtral")
-    with parallelize(model, one_of_two()) as handle, pytest.raises(UnsupportedError, match="return_dict"):
-        model(**handle.shard(tokens(1, 47)), output_router_logits=True, return_dict=False)
-
-
 def test_a_model_that_computes_with_its_mask():
     wanted = Wanted(Band(lo=0))
     assert not hasattr(wanted, "_dynamo_thing")
@@ -345,8 +328,34 @@ def test_a_model_that_computes_with_its_mask():
 def test_a_config_that_two_models_share():
     config = LlamaConfig(**SIZES)
     one, other = LlamaForCausalLM(config), LlamaForCausalLM(config)
-    with parallelize(one, Mesh.single()), pytest.raises(InputError, match="its own copy"):
-        other(input_ids=tokens(1, 8), use_cache=False)
+    with parallelize(one, Mesh.single()):
+        copied = LlamaForCausalLM(copy.deepcopy(config))
+        for model in (other, copied):
+            with pytest.raises(InputError, match=r'its own copy before, or call set_attn_implementation\("sdpa"\)'):
+                model(input_ids=tokens(1, 8), use_cache=False)
+        copied.set_attn_implementation("sdpa")
+        copied(input_ids=tokens(1, 8), use_cache=False)
+
+
+def test_a_model_with_a_part_that_is_parallelized_already():
+    model = make("llama")
+    inner = parallelize(model.model, Mesh.single())
+    with pytest.raises(
+        InputError, match=r"parallelized already; got its part model \(LlamaModel\); undo\(\) the handle"
+    ):
+        parallelize(model, Mesh.single())
+    inner.undo()
+    with parallelize(model, Mesh.single()), pytest.raises(InputError, match="already; got LlamaModel"):
+        parallelize(model.model, Mesh.single())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_rows_for_a_model_that_was_given_back():
+    """It would compute a loss of them, as if they were all."""
+    with parallelize(make("llama"), one_of_two()) as handle:
+        assert handle.shard(tokens())["input_ids"].shape == (2, 23)
+    with pytest.raises(InputError, match=r"given back by undo\(\).*parallelize it again"):
+        handle.shard(tokens())
 
 
 def test_mask_functions():

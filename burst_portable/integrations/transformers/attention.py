@@ -79,8 +79,9 @@ def attend(
     state: ModelState | None = getattr(module, ATTRIBUTE, None)
     if state is None:
         raise InputError(
-            f"{type(module).__name__} belongs to no parallelized model, but its config asks for this attention: "
-            "two models share one config object; give each its own copy"
+            f"{type(module).__name__} belongs to no parallelized model, but its config asks for this attention: it is "
+            "that of a parallelized model, or a copy; give each model its own copy before, or call "
+            'set_attn_implementation("sdpa") on this one'
         )
     state.attending = True
     try:

@@ -63,7 +63,7 @@ def parallelize(
         A handle, which is also a context manager that undoes it.
 
     Raises:
-        InputError: no transformers model, or one that is parallelized already; unknown names.
+        InputError: no transformers model, or one that is parallelized already, as a whole or in part; unknown names.
         UnsupportedError: a model that cannot be sharded, with the reason.
     """
     return Parallel(model, mesh, strategy=strategy, layout=layout, seq_len=seq_len, kernel=kernel)
@@ -91,8 +91,7 @@ class Parallel:
         kernel: str,
     ) -> None:
         check_model(model)
-        if hasattr(model, ATTRIBUTE):
-            raise InputError("the model is parallelized already; undo() its handle first")
+        _check_free(model)
         if isinstance(strategy, str):
             make_strategy(strategy)
         self._layouts = Layouts(layout, model, as_mesh(mesh), strategy, kernel)
@@ -183,7 +182,13 @@ class Parallel:
         Returns:
             input_ids, position_ids, labels and (where labels are shifted) shift_labels ``[B, S]``,
             num_items_in_batch, seq_len, documents, and padded, if there is padding.
+
+        Raises `InputError` for what does not go together, and after `undo`: the model would take its rows for all.
         """
+        if not self._hooks:
+            raise InputError(
+                "the model was given back by undo(), and would take these rows for all; parallelize it again"
+            )
         bounds = None if documents is None else tuple(cumulative_lengths("documents", documents))
         where = self._cut(input_ids, bounds)
         inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "documents": bounds}
@@ -327,3 +332,13 @@ class Parallel:
             return where
         starts = torch.tensor(sequence.documents[:-1], device=device)
         return where - starts[torch.searchsorted(starts, where, right=True) - 1]
+
+
+def _check_free(model: PreTrainedModel) -> None:
+    """Refuse a second handle for any module: it would be told of two sequences, and undone by one of two."""
+    if taken := next(((name, module) for name, module in model.named_modules() if hasattr(module, ATTRIBUTE)), None):
+        name, module = taken
+        what = f"its part {name} ({type(module).__name__})" if name else type(model).__name__
+        raise InputError(
+            explain("the model is parallelized already", got=what, next_step="undo() the handle of that first")
+        )

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burst_portable.checks import tell_the_others
 from burst_portable.errors import UnsupportedError, explain
 from burst_portable.gradients import sum_over_ranks
 from burst_portable.mesh import Mesh
+
+_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Where models keep the weight of the router loss in the loss; the second name is JetMoe's."""
 
 
 def router_loss(router_logits: Sequence[Tensor], top_k: int, mesh: Mesh) -> Tensor:
@@ -29,7 +33,8 @@ def router_loss(router_logits: Sequence[Tensor], top_k: int, mesh: Mesh) -> Tens
         A scalar in float32. Summed over ranks, it and its gradients are what one device gets for the whole sequence.
     """
     experts = router_logits[0].shape[-1]
-    counts = torch.zeros(experts + 1, device=router_logits[0].device)  # of choices, and of rows
+    # Of choices, and of rows. 16 bits, which may be the default, would count to 256.
+    counts = torch.zeros(experts + 1, dtype=torch.float32, device=router_logits[0].device)
     probability = counts.new_zeros(experts)
     for logits in router_logits:
         weights = logits.softmax(dim=-1)
@@ -53,25 +58,39 @@ def check_router(config: Any, kwargs: dict[str, Any]) -> None:
 def with_router_loss(model: Any, output: Any, mesh: Mesh) -> Any:
     """A model's output whose router loss is over all ranks, where it has one; and its loss with it.
 
-    Raises `UnsupportedError` where the model's router loss is another formula than ours.
+    Raises `UnsupportedError` where the model's router loss is another formula than ours; the other ranks are told.
     """
     found = getattr(output, "aux_loss", None)
     if not isinstance(found, Tensor) or mesh.size == 1:
         return output
-    logits, top_k = output.router_logits, model.num_experts_per_tok
-    with torch.no_grad():
-        known = router_loss(logits, top_k, Mesh.single())
-    # The sums' order differs, and nothing else may.
-    if not torch.allclose(known, found.float(), rtol=1e-4):
-        raise UnsupportedError(
-            explain(
-                f"the router loss of {type(model).__name__} is none that we can compute over ranks",
-                got=f"{found.item():.6f} where ours is {known.item():.6f}",
-                next_step="pass output_router_logits=False",
-            )
-        )
+    logits, top_k = output.router_logits, getattr(model, "num_experts_per_tok", None)
+    weight = next((getattr(model, name) for name in _WEIGHTS if hasattr(model, name)), None)
+    try:
+        _check_known(model, found, logits, top_k, weight)
+    except UnsupportedError as refusal:
+        tell_the_others(mesh, refusal, found)  # rounding may differ, and they would wait for the sum
+        raise
     part = router_loss(logits, top_k, mesh)
     if output.loss is not None:
-        output.loss = output.loss + model.router_aux_loss_coef * (part - found)
+        output.loss = output.loss + weight * (part - found)
     output.aux_loss = part
     return output
+
+
+def _check_known(model: Any, found: Tensor, logits: Sequence[Tensor], top_k: int | None, weight: float | None) -> None:
+    """Refuse a router loss that is not `router_loss` of the rows at hand, and one whose weight is not found."""
+    got = "a model that does not say its weight, or how many experts a token is sent to"
+    if top_k is not None and weight is not None:
+        with torch.no_grad():
+            ours = router_loss(logits, top_k, Mesh.single())
+        # The sums' order differs, and nothing else may. What is no number came from the model.
+        if torch.allclose(ours, found.float(), rtol=1e-4, equal_nan=True):
+            return
+        got = f"{found.item():.6f} where ours is {ours.item():.6f}"
+    raise UnsupportedError(
+        explain(
+            f"the router loss of {type(model).__name__} is none that we can compute over ranks",
+            got=got,
+            next_step="pass output_router_logits=False",
+        )
+    )
