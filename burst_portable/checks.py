@@ -22,6 +22,7 @@ from burst_portable.errors import (
     ShapeError,
     UnsupportedError,
     explain,
+    first_line,
     shown,
 )
 from burst_portable.layout import Layout
@@ -116,6 +117,17 @@ def checked_device(device: Any) -> torch.device | None:
         raise InputError(
             explain("this is not a device", got=shown(device), allowed="such as 'cpu' or 'cuda'")
         ) from error
+
+
+def device_here(device: Any) -> torch.device | None:
+    """The same, of a device that this process can use. Raises `InputError` for others."""
+    found = checked_device(device)
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:  # an assertion: torch is built for other devices
+        got = f"{found}: {first_line(error)}"
+        raise InputError(explain("this device cannot be used", got=got, next_step="name one that is here")) from error
+    return found
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) -> None:

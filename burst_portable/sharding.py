@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from burst_portable.checks import check_rows, check_tensor, checked_device, tell_the_others
+from burst_portable.checks import check_rows, check_tensor, device_here, tell_the_others
 from burst_portable.comm.agreement import Statement, agree, named, statement
 from burst_portable.compiling import outside_graphs
 from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError, explain, shown
@@ -37,10 +37,10 @@ def positions(
         mask: the mask of the attention, for layouts that read documents from it; other layouts ignore it.
         device: where the result lies; None for torch's default.
 
-    Raises `InputError` for sizes, names, masks and layouts that do not go together.
+    Raises `InputError` for sizes, names, masks and layouts that do not go together, and for a device that is not here.
     """
     mesh = as_mesh(mesh)
-    where, device = _layout(layout, size("seq_len", seq_len), mesh, mask), checked_device(device)
+    where, device = _layout(layout, size("seq_len", seq_len), mesh, mask), device_here(device)
     return torch.cat([torch.arange(s.start, s.last + 1, s.step, device=device) for s in where.shards[mesh.rank]])
 
 

@@ -112,7 +112,7 @@ class TorchDistTransport(Transport):
         """Exchange a byte with the neighbours. A group that launches kernels connects in its first batch, and there
         waits for all ranks, even those that a mask leaves without messages. More pairs would take more buffers.
         """
-        mine = torch.zeros(1, dtype=torch.uint8, device=torch.accelerator.current_accelerator())
+        mine = torch.zeros(1, dtype=torch.uint8, device=torch.accelerator.current_accelerator(check_available=True))
         there, back = Message(mine, self.others[0]), Message(torch.empty_like(mine), self.others[-1])
         leaving, arriving = self.post([there], [back], "connecting")
         for handle in (*arriving, *leaving):

@@ -134,7 +134,7 @@ def _checked(step: object, model: object, repeat: object) -> int:
 def _device_of(model: nn.Module | None) -> str:
     """Taking the host for it would time a device's launches, and leave its random numbers as they are then."""
     parameter = next(model.parameters(), None) if model is not None else None
-    found = torch.accelerator.current_accelerator() if parameter is None else None
+    found = torch.accelerator.current_accelerator(check_available=True) if parameter is None else None
     if found is not None:
         advice = f"pass device={found.type!r} or 'cpu', or the model"
         raise InputError(explain("nothing says where the step's tensors are", next_step=advice))

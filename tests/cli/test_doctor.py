@@ -39,7 +39,7 @@ def examined(capsys) -> dict:
 def test_versions_and_the_backend_of_this_machine(capsys):
     facts = examined(capsys)
     assert facts["schema"] == "burst_portable.doctor/1"
-    assert facts["packages"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(facts["packages"]["torch"])  # what is installed may not name its build
     cpu = facts["backends"]["cpu"]
     assert cpu["ok"]
     assert (cpu["device_type"], cpu["process_group"]) == ("cpu", "gloo")

@@ -200,7 +200,7 @@ def test_the_device_is_that_of_the_model_or_of_what_was_recorded(monkeypatch):
     asked = []
     monkeypatch.setattr(ablation, "_timed", lambda step, mesh, device, off: asked.append(device) or 1.0)
     monkeypatch.setattr(ablation, "_meet", lambda mesh, device: None)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     with pytest.raises(bp.BurstError, match="nothing says where"):
         ablate(lambda: None)
     ablate(lambda: None, model=Model())
@@ -208,3 +208,14 @@ def test_the_device_is_that_of_the_model_or_of_what_was_recorded(monkeypatch):
         bp.attention(*(torch.randn(1, 8, 1, 8) for _ in range(3)))
     session.ablate(lambda: None)
     assert asked == ["cpu"] * 2 * STEPS
+
+
+def test_where_torch_is_built_for_devices_and_none_is_here_the_host_is_meant(monkeypatch):
+    def current(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    asked = []
+    monkeypatch.setattr(ablation, "_timed", lambda step, mesh, device, off: asked.append(device) or 1.0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    ablate(lambda: None)
+    assert asked == ["cpu"] * STEPS

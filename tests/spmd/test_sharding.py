@@ -136,6 +136,8 @@ def test_documents_of_a_batch_may_be_a_tensor_and_positions_one_row_for_all():
         ({"layout": "document_zigzag"}, "needs a mask of documents"),
         ({"mask": 7}, "mask is not a mask"),
         ({"mesh": 7}, "not a mesh"),
+        ({"device": "cuda:99"}, "this device cannot be used; got cuda:99: .*; name one that is here"),
+        ({"device": "cube"}, "this is not a device"),
     ],
 )
 def test_positions_that_cannot_be(arguments, message):
