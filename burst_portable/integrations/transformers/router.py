@@ -63,8 +63,9 @@ def with_router_loss(model: Any, output: Any, mesh: Mesh) -> Any:
     found = getattr(output, "aux_loss", None)
     if not isinstance(found, Tensor) or mesh.size == 1:
         return output
-    logits, top_k = output.router_logits, getattr(model, "num_experts_per_tok", None)
-    weight = next((getattr(model, name) for name in _WEIGHTS if hasattr(model, name)), None)
+    logits = output.router_logits
+    top_k: Any = getattr(model, "num_experts_per_tok", None)
+    weight: Any = next((getattr(model, name) for name in _WEIGHTS if hasattr(model, name)), None)
     try:
         _check_known(model, found, logits, top_k, weight)
     except UnsupportedError as refusal:
