@@ -15,6 +15,7 @@ import burst_portable as bp
 from burst_portable.errors import LayoutError, MismatchError, UnknownNameError
 from burst_portable.gradients import sum_gradients, sum_over_ranks
 from burst_portable.nn import SelfAttention
+from tests.integration.compiled_ranks import on_threads
 from tests.integration.models import assert_same, make, on_one_device, on_ranks, tokens
 
 # torch's own: the compiler looks at .grad of what it is handed.
@@ -30,6 +31,7 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@on_threads
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_model_of_transformers(backend: str):
     model, ids = make("mistral"), tokens()
@@ -40,6 +42,7 @@ def test_a_model_of_transformers(backend: str):
     assert any("attend" in told and "torch.compiler.disable" in told for told in counters["graph_break"])
 
 
+@on_threads
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_module_of_one_s_own(backend: str):
     x = torch.randn(2, 23, 16)
@@ -75,6 +78,7 @@ def test_a_module_in_one_graph_for_all_lengths():
     torch.testing.assert_close(call(x, position_ids=where), module(x, position_ids=where), rtol=0, atol=0)
 
 
+@on_threads
 def test_a_module_in_a_graph_refuses_rows_in_the_same_words():
     def work(mesh: bp.Mesh) -> None:
         call = torch.compile(SelfAttention(16, 4, mesh=mesh), backend="aot_eager", fullgraph=True)
@@ -97,6 +101,7 @@ def test_a_module_that_cannot_be_in_a_graph_says_why(mask: bp.Mask | str):
         call(torch.randn(1, 8, 16), mask=mask)
 
 
+@on_threads
 def test_a_whole_step_in_one_function():
     """What a step calls beside the model breaks the graph, too."""
     weight, x = torch.randn(3, 3), torch.randn(2, 4, 3)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import burst_portable as bp
 from burst_portable import graphs
 from burst_portable.errors import InputError, MismatchError, ShapeError, UnknownNameError, UnsupportedError
+from tests.integration.compiled_ranks import on_threads
 
 # torch's own: the compiler looks at .grad of what it is handed.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")]
@@ -78,6 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@on_threads
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", [*CASES][:3] + [pytest.param(case, marks=pytest.mark.full) for case in [*CASES][3:]])
 def test_one_graph(case: str, ranks: int):
@@ -104,6 +106,7 @@ def test_one_graph(case: str, ranks: int):
         assert_same(found, expected)
 
 
+@on_threads
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_inductor(strategy: str):
@@ -183,6 +186,7 @@ def test_transforms_inside_a_compiled_function_are_refused(name: str):
         compiled(transformed)(*whole()[:3])
 
 
+@on_threads
 def test_two_attentions_keep_their_order_on_every_rank():
     """Inductor orders what does not depend on each other by the sizes of a rank, which may have other graphs."""
 
@@ -256,6 +260,7 @@ def test_what_is_refused_is_refused_in_the_same_words(error: type, match: str, s
         compiled(lambda q, k, v: bp.attention(q, k, v, mesh=MESH, **options))(*tensors)
 
 
+@on_threads
 def test_every_rank_hears_of_a_refusal():
     def work(mesh: bp.Mesh) -> str:
         call = compiled(lambda q, k, v: bp.attention(q, k, v, mesh=mesh))
@@ -316,6 +321,7 @@ def test_names_tell_meshes_and_arguments_apart():
     assert [graphs.given_as(name) for name in names] == [one, *others]
 
 
+@on_threads
 def test_ranks_with_other_graphs_and_none():
     """One has a graph for every length, one a graph for all, one runs uncompiled."""
 
