@@ -20,7 +20,7 @@ PACKAGE = "burst_portable"
 # From low to high. A module may import its own layer and those below. A name stands for a module and for all
 # that lies under it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "config", "values", "opaque", "units", "compiling", "autocast", "recomputing", "background"),
+    ("errors", "config", "values", "opaque", "units", "wrapping", "compiling", "autocast", "recomputing", "background"),
     ("numerics", "wide_copy", "files"),
     ("regions",),
     ("mask", "layout", "layouts"),

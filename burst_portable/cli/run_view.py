@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from burst_portable.cli.output import console, table
 from burst_portable.units import bytes_text, percent, scaled, seconds_text
+from burst_portable.wrapping import beside
 
 if TYPE_CHECKING:
     from burst_portable.cli.training.prepare import Prepared
@@ -110,15 +110,9 @@ class View:
         self._console.print(f"profile {report / 'profile.html'}", markup=False)
 
     def _tell(self, label: str, text: str, *, indent: int = 0, style: str = "", label_style: str = "") -> None:
-        """A word and what is told of it; on a terminal, further lines stand below the text.
-
-        A word that is too long for a line, as paths are, is left to the terminal, so that it can be copied.
-        """
+        """A word and what is told of it; on a terminal, further lines stand below the text."""
         begin = " " * indent + f"{label:<{_LABEL - 1}} "
-        if self._console.is_terminal:
-            width = max(1, self._console.width - len(begin))
-            lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-            text = f"\n{'':{len(begin)}}".join(lines)
+        text = beside(begin, text, self._console.width if self._console.is_terminal else None)
         self._console.print(Text.assemble((begin, label_style), text), style=style)
 
 

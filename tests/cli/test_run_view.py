@@ -7,6 +7,7 @@ from rich.console import Console
 
 from burst_portable.cli.run_view import View, summary, utilisation_text
 from burst_portable.profiling.report import Report
+from burst_portable.profiling.report.terminal import show
 from tests.profiling.made import ring
 
 
@@ -26,6 +27,13 @@ def test_on_a_narrow_terminal_lines_go_on_below_their_text(tmp_path, capsys):
     assert all(len(line) <= 40 for line in told if path not in line)
     assert " ".join(line[8:].strip() for line in told) == advice
     assert lines[-1] == f"profile {tmp_path / 'profile.html'}"
+
+
+def test_a_report_s_verdict_goes_on_below_its_text_too(capsys):
+    profile = Report.of(ring(2, 3)).data
+    profile["verdict"] |= {"kind": "idle", "text": "one two three four five six seven"}
+    show(profile, Console(force_terminal=True, width=30, color_system=None))
+    assert capsys.readouterr().out.splitlines()[:2] == ["IDLE  one two three four five", "      six seven"]
 
 
 def test_a_verdict_that_is_too_long_for_the_terminal_goes_on_below(capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Collection
 from typing import Any
 
@@ -28,6 +27,7 @@ from burst_portable.profiling.report.tables import (
 from burst_portable.profiling.sensors import told
 from burst_portable.profiling.training import training_text
 from burst_portable.units import bytes_text, percent, scaled, time_text
+from burst_portable.wrapping import beside
 
 _COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
 _SHADES = {"compute": "█", "exposed_comm": "▓", "exposed_copy": "▒", "idle": "░"}  # distinct even without colours
@@ -83,9 +83,7 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
 
 def _tell(say: Console, label: str, text: str, *, label_style: str = "", style: str = "") -> None:
     """A word and what is told of it, in one line; on a terminal, further lines stand below the text."""
-    if say.is_terminal:
-        lines = textwrap.wrap(text, max(1, say.width - len(label)), break_long_words=False, break_on_hyphens=False)
-        text = f"\n{'':{len(label)}}".join(lines)
+    text = beside(label, text, say.width if say.is_terminal else None)
     say.print(Text.assemble((label, label_style or style), (text, style)), soft_wrap=True)
 
 
