@@ -129,7 +129,8 @@ class PeerCopyTransport(Transport):
         self._coming = _Places(self.size)
         self._handed: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
 
-    # Counted by the other transport: a rank that refuses its call says so through that one, and counts a pass there.
+    # The other transport counts passes, as a rank that refuses its call says so through that one, and knows of one that
+    # is under way, as other meshes of the group look there.
 
     @property
     def passes(self) -> int:
@@ -139,9 +140,16 @@ class PeerCopyTransport(Transport):
     def passes(self, count: int) -> None:
         self._other.passes = count
 
-    def check_in_step(self) -> None:
-        super().check_in_step()
-        self._other.check_in_step()
+    @property
+    def under_way(self) -> bool:
+        return self._other.under_way
+
+    @under_way.setter
+    def under_way(self, value: bool) -> None:
+        self._other.under_way = value
+
+    def unended(self) -> str:
+        return self._other.unended()
 
     def between_passes(self) -> AbstractContextManager[None]:
         return self._other.between_passes()

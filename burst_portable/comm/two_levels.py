@@ -12,6 +12,7 @@ A process group that launches kernels launches one for all messages that are pos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import compress
 from typing import Any
@@ -38,22 +39,27 @@ class TwoLevelTransport(Transport):
         self.host, self.lasting, self.goes_first = near.host, near.lasting, near.goes_first
         self._connect = connect
 
-    def check_in_step(self) -> None:
-        super().check_in_step()
-        self.near.check_in_step()
+    # What has begun stands at `near`, where other meshes of the group look.
+
+    def unended(self) -> str:
+        return self.near.unended()
+
+    def between_passes(self) -> AbstractContextManager[None]:
+        return self.near.between_passes()
+
+    def fall_behind(self) -> None:
+        self.near.fall_behind()
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
-        super().begin(digest, inbox)
+        self.near.begin(digest, inbox)
         if self.far is None:
             self.far = self._connect()
-        self.near.begin(digest, inbox)
         self.far.begin(digest, inbox)
 
     def end(self) -> None:
-        self.near.end()
         if self.far is not None:
             self.far.end()
-        super().end()
+        self.near.end()
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""

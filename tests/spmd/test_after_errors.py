@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,9 +13,13 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.comm.base import Transport
-from burst_portable.comm.local import LocalTransport, run_threads
+from burst_portable.comm.local import Fabric, LocalTransport, run_threads
+from burst_portable.comm.peer_copy import PeerCopyTransport
+from burst_portable.comm.two_levels import TwoLevelTransport
 from burst_portable.comm.wrapped import WrappedTransport
+from burst_portable.errors import CommunicationError
 from tests.spmd.after_errors import CALLS, GLOO, RANKS, play
+from tests.spmd.thread_peers import ThreadPeers, World
 
 ROOT = Path(__file__).parents[2]
 ENDED = "CommunicationError: rank 1: the last {} has not ended; its messages would be taken for those of this call"
@@ -55,6 +60,55 @@ def test_a_call_after_an_error(before, at, after):
 def test_a_wrapped_transport_is_refused_too(before):
     """What ranks ask is not posted through the wrapper."""
     check(on_threads(before, 1, "unshard", WrappedTransport), IN_PASS if before == "attention" else BETWEEN)
+
+
+def alone() -> LocalTransport:
+    return LocalTransport(Fabric(1, 1.0), 0)
+
+
+def fail_in_a_pass(transport: Transport) -> None:
+    transport.begin()
+
+
+def fail_between(transport: Transport) -> None:
+    with contextlib.suppress(RuntimeError), transport.between_passes():
+        raise RuntimeError
+
+
+def leave_out(transport: Transport) -> None:
+    transport.fall_behind()
+
+
+AROUND = {
+    "two levels": lambda inner: TwoLevelTransport(inner, alone, 1),
+    "peer copies": lambda inner: PeerCopyTransport(ThreadPeers(World(1), 0), inner),
+    "wrapped": WrappedTransport,
+}
+
+
+@pytest.mark.parametrize("fail", [fail_in_a_pass, fail_between, leave_out])
+@pytest.mark.parametrize("around", AROUND)
+def test_what_did_not_end_stands_where_other_meshes_of_the_group_look(around, fail):
+    """At the transport of the process group, which tells those of other meshes."""
+    inner = alone()
+    outer = AROUND[around](inner)
+    outer.begin()
+    outer.end()
+    inner.check_in_step()
+    fail(outer)
+    for transport in (inner, outer):
+        with pytest.raises(CommunicationError, match="has not ended"):
+            transport.check_in_step()
+
+
+def test_a_pass_that_fails_while_nodes_connect_has_not_ended():
+    def connect() -> Transport:
+        raise RuntimeError
+
+    inner = alone()
+    with pytest.raises(RuntimeError):
+        TwoLevelTransport(inner, connect, 1).begin()
+    assert inner.unended() == "pass"
 
 
 def test_a_refusal_after_an_error_is_still_told_its_caller():
