@@ -73,7 +73,7 @@ def run(
         typer.Option("--recompute", help="Compute layers again in the backward pass: less memory, a third more work."),
     ] = False,
     checked: Annotated[
-        bool, typer.Option("--check/--no-check", help="Do the same on one device with plain SDPA, and compare.")
+        bool, typer.Option("--check/--no-check", help="Do the same on one device with plain attention, and compare.")
     ] = False,
     profiled: Annotated[
         bool, typer.Option("--profile", help="Say where the time of attention went; profile.html in the report folder.")

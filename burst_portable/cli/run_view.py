@@ -57,7 +57,7 @@ class View:
         self._tell("plan", planned, indent=2)
         if plan.reason:
             self._tell("", plan.reason, indent=2, style="dim")
-        then = "then the same on one device with plain SDPA" if checked else "nothing is checked (--check would)"
+        then = "then the same on one device with plain attention" if checked else "nothing is checked (--check would)"
         self._tell("check", then, indent=2)
 
     @contextmanager

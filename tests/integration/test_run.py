@@ -272,7 +272,7 @@ def _children(pid: int) -> list[int]:
         (["--model", "{no_heads}"], "cannot read the config"),
         (["--model", "{quantized}"], "quantized"),
         (["--model", "{mistyped}"], "cannot read the config"),
-        (["--model", "{recurrent}"], "mamba"),
+        (["--model", "{recurrent}"], "MambaForCausalLM cannot be sharded; got a state"),
         (["--model", "{composite}"], "no one size of attention in a config of llama4; got several models"),
         (["--model", "{dropout}"], "dropout"),
         (["--model", "{pickled}"], "safetensors"),

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from burst_portable import Mesh, run_local
 from burst_portable.cli import main
 from burst_portable.cli.training.loop import Course, Sharded, Where, score
-from burst_portable.cli.training.models import config_of
+from burst_portable.cli.training.models import build, config_of, outline
 from burst_portable.cli.training.outcome import gradient_differences, relative_differences
 from burst_portable.cli.training.texts import batches, tokens_of
 from burst_portable.integrations.transformers import parallelize
@@ -39,6 +39,39 @@ def test_perplexity_does_not_depend_on_the_ranks():
     for ranks in (1, 2, 3):
         for losses in run_local(ranks, work):
             assert max(relative_differences(losses, expected)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "dtype"),
+    [
+        ("gemma2", {"head_dim": 8, "sliding_window": 9}, torch.float32),
+        (
+            "gpt_oss",
+            {"head_dim": 8, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2},
+            torch.float32,
+        ),
+        ("mixtral", {"num_local_experts": 4}, torch.float64),
+    ],
+)
+def test_models_that_sdpa_or_fast_experts_cannot_run(
+    kind: str, sizes: dict[str, int], dtype: torch.dtype, tmp_path: Path
+):
+    """A softcap, sinks, and experts in float64: on one device by transformers' eager ones."""
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    fields = {"model_type": kind, **SIZES, **rope, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    name, where = str(tmp_path / "config.json"), Where(torch.device("cpu"), dtype)
+    assert outline(config_of(name, 45)).device.type == "meta"
+    data = [ids % 64 for ids in batches(tokens_of(None, None)[0], 45, 2, 3)]
+    whole, _ = build(name, config_of(name, 45), dtype, 0)
+    expected = score(whole, data, where, None, lambda course: None).losses
+
+    def work(mesh: Mesh) -> list[float]:
+        mine = copy.deepcopy(whole)
+        return score(mine, data, where, Sharded(parallelize(mine, mesh), mesh), lambda course: None).losses
+
+    for losses in run_local(2, work):
+        assert max(relative_differences(losses, expected)) < 1e-6
 
 
 @pytest.mark.full

@@ -64,7 +64,8 @@ def build(
     if checkpoint is None:
         torch.manual_seed(seed)
         with torch.device(device):
-            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype), []
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=plain_attention(config)).to(dtype)
+        return _with_experts(model, dtype), []
     try:
         model, information = AutoModelForCausalLM.from_pretrained(
             checkpoint,
@@ -72,7 +73,7 @@ def build(
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-            attn_implementation="sdpa",
+            attn_implementation=plain_attention(config),
             dtype=dtype,
             output_loading_info=True,
         )
@@ -80,7 +81,22 @@ def build(
     except Exception as error:
         raise InputError(explain(f"the checkpoint {name} cannot be loaded", got=in_a_line(error))) from error
     _check_kinds(checkpoint, model)
-    return model.to(device), _check_weights(name, information)
+    return _with_experts(model, dtype).to(device), _check_weights(name, information)
+
+
+def plain_attention(config: Any) -> str:
+    """One device's attention: torch's SDPA, or transformers' eager one, which alone has a softcap and sinks."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa and softcap is None else "eager"
+
+
+def _with_experts(model: Any, dtype: torch.dtype) -> Any:
+    """The model; with experts that take float64, where it has some: transformers' fast ones do not."""
+    if dtype is torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model
 
 
 def recompute_layers(model: Any) -> None:
@@ -142,7 +158,7 @@ def outline(config: Any) -> Any:
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            return AutoModelForCausalLM.from_config(config, attn_implementation=plain_attention(config))
     # Whatever a config's numbers break in a model that is built from them.
     except Exception as error:
         raise InputError(

@@ -83,7 +83,7 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
 
 
 def run_reference(job: Job, device: torch.device, on_step: OnStep) -> tuple[Outcome, Gradients]:
-    """The same on one device: plain SDPA, nothing of this package but the loop."""
+    """The same on one device: plain attention, nothing of this package but the loop."""
     return _run(job, device, lambda model: None, on_step)
 
 
