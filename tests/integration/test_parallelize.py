@@ -65,6 +65,7 @@ def test_counts_of_labels_add_up(ranks: int):
         handle = parallelize(mine, mesh)
         batches = [handle.shard(ids), handle.shard(ids, nothing)]
         assert mine(**batches[1]).loss.item() == 0.0
+        assert mine(**batches[1] | {"num_items_in_batch": 0}).loss.item() == 0.0
         count = torch.stack([batch["num_items_in_batch"] for batch in batches]).sum()
         loss = sum(mine(**batch | {"num_items_in_batch": count}).loss for batch in batches)
         loss.backward()

@@ -67,6 +67,8 @@ ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, at
         ({"position_ids": torch.arange(23).unsqueeze(0)}, InputError, "position_ids"),
         ({"input_ids": tokens(1, 20)}, LayoutError, "another number"),
         ({"seq_len": None, "input_ids": tokens(1, 20)}, InputError, "position_ids"),
+        ({"seq_len": 47.5}, InputError, r"seq_len is not a size; got 47\.5"),
+        ({"seq_len": "long"}, InputError, "seq_len is not a size"),
         ({"documents": (0, 12)}, InputError, "documents"),
         ({"documents": (0, 12.5, 47)}, InputError, "takes whole numbers"),
         ({"cu_seq_lens_q": torch.tensor([0, 24])}, UnsupportedError, "cu_seq_lens_q"),
@@ -348,6 +350,14 @@ def test_a_model_with_a_part_that_is_parallelized_already():
     with parallelize(model, Mesh.single()), pytest.raises(InputError, match="already; got LlamaModel"):
         parallelize(model.model, Mesh.single())
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels", "attention_mask"])
+def test_lists_in_the_place_of_tensors(name: str):
+    with parallelize(make("llama"), Mesh.single()) as handle:
+        batch = {"input_ids": tokens(), name: tokens().tolist()}
+        with pytest.raises(InputError, match=rf"{name} is not a tensor; .*torch\.as_tensor"):
+            handle.shard(**batch)
 
 
 def test_rows_for_a_model_that_was_given_back():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from burst_portable.checks import tell_the_others
+from burst_portable.checks import check_tensor, tell_the_others
 from burst_portable.compiling import never_compiled
 from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, explain
 from burst_portable.integrations.transformers.arguments import check_arguments, checked_positions, parameters_of, takes
@@ -33,6 +33,7 @@ from burst_portable.mesh import MeshLike, as_mesh
 from burst_portable.sharding import positions, shard, shard_batch
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.registry import make_strategy
+from burst_portable.values import size
 
 NAME = "burst_portable"
 """The name of our attention and mask functions in transformers' interfaces."""
@@ -189,6 +190,9 @@ class Parallel:
             raise InputError(
                 "the model was given back by undo(), and would take these rows for all; parallelize it again"
             )
+        for name, x in (("input_ids", input_ids), ("labels", labels), ("attention_mask", attention_mask)):
+            if x is not None or name == "input_ids":
+                check_tensor(name, x)
         bounds = None if documents is None else tuple(cumulative_lengths("documents", documents))
         where = self._cut(input_ids, bounds)
         inputs: dict[str, Any] = {"seq_len": input_ids.shape[1], "documents": bounds}
@@ -265,9 +269,9 @@ class Parallel:
         kwargs["attention_mask"] = None
         if takes(module, "use_cache"):
             kwargs["use_cache"] = False
-        if isinstance(count := kwargs.get("num_items_in_batch"), Tensor):
+        if (count := kwargs.get("num_items_in_batch")) is not None:
             # Here and not in `shard`, whose counts may be summed: a batch without any label has the loss 0, not 0 / 0.
-            kwargs["num_items_in_batch"] = count.clamp(min=1)
+            kwargs["num_items_in_batch"] = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
         if self.mesh.size > 1:
             if self._drops_layers:
                 check_layerdrop(module)
@@ -311,7 +315,7 @@ class Parallel:
 
     def _sequence(self, rows: int, seq_len: int | None, documents: Any, padded: bool) -> CallSequence:
         seq_len = self.seq_len if seq_len is None else seq_len
-        length = rows * self.mesh.size if seq_len is None else int(seq_len)
+        length = rows * self.mesh.size if seq_len is None else size("seq_len", seq_len)
         bounds = None if documents is None else tuple(cumulative_lengths("documents", documents))
         layout = self.layout_of(length, bounds)
         if layout.count(self.mesh.rank) != rows:
