@@ -68,6 +68,17 @@ def test_on_a_terminal_the_verdict_goes_on_below_its_text(files, capsys):
         assert (max(map(len, lines)) <= 80) == on_terminal
 
 
+def test_a_narrow_terminal_cuts_no_number(files, capsys):
+    """Numbers went to dots, beside a bar as wide as ever."""
+    data = Report.load(files / "slow.json").data
+    for width in (40, 60, 80):
+        show(data, Console(force_terminal=True, width=width, color_system=None))
+        printed = capsys.readouterr().out
+        assert "…" not in printed
+        assert ("where it went" in printed) == (width >= 80)
+        assert max(map(len, printed.splitlines())) <= width
+
+
 def test_the_slowest_rank_of_a_step_computes_longest_and_does_not_wait(files, capsys):
     """Rank 1 computes for 400 µs; rank 0 is done after 100 and waits for 450."""
     a, b = Maker(0), Maker(1)

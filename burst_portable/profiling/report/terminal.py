@@ -32,6 +32,7 @@ from burst_portable.wrapping import beside
 _COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
 _SHADES = {"compute": "█", "exposed_comm": "▓", "exposed_copy": "▒", "idle": "░"}  # distinct even without colours
 _BAR = 16  # characters: with the numbers beside it, a line has 80
+_WIDE = 80  # where a terminal is narrower, numbers need the room of the bar
 _STEPS = 8
 _RANKS = 16
 _KERNELS = 8
@@ -46,8 +47,10 @@ def show(data: dict[str, Any], console: Console | None = None) -> None:
     _tell(say, f"{loss_name(verdict['kind']).upper()}  ", verdict["text"], label_style=f"bold {colour}")
     if verdict["advice"]:
         _tell(say, "  what to do  ", verdict["advice"], label_style="bold")
-    say.print(_ranks(data))
-    say.print("  " + "  ".join(f"{_shade(part, 2)} {NAMES[part]}" for part in PARTS))
+    bars = say.width >= _WIDE
+    say.print(_ranks(data, bars=bars))
+    if bars:
+        say.print("  " + "  ".join(f"{_shade(part, 2)} {NAMES[part]}" for part in PARTS))
     if len(data["ranks"]) > _RANKS:
         say.print(f"  and {len(data['ranks']) - _RANKS} ranks more", style="dim")
     _tell(say, "  ", _totals(data))
@@ -98,8 +101,9 @@ def _totals(data: dict[str, Any]) -> str:
     return f"in kernels {rate} a rank; communication hidden {hidden}; {bytes_text(sums['sent_bytes'])} sent"
 
 
-def _ranks(data: dict[str, Any]) -> Table:
-    table = _table("rank", "span", "computing", "exposed", "copies", "blocking", "idle", "where it went", left=[7])
+def _ranks(data: dict[str, Any], *, bars: bool) -> Table:
+    names = "rank", "span", "computing", "exposed", "copies", "blocking", "idle"
+    table = _table(*names, *(["where it went"] if bars else []), left=[7])
     table.columns[0].justify = "right"
     longest = max(rank["span"] for rank in data["ranks"]) or 1
     for rank in data["ranks"][:_RANKS]:
@@ -111,16 +115,19 @@ def _ranks(data: dict[str, Any]) -> Table:
             "-" if data.get("light") else time_text(rank["exposed_copy"]),
             time_text(rank["blocking"]),
             time_text(rank["idle"]),
-            _bar(rank, longest),
+            *([_bar(rank, longest)] if bars else []),
         )
     return table
 
 
 def _table(*columns: str, left: Collection[int] = ()) -> Table:
-    """An empty table; its first column and those of `left` are words, the others numbers."""
+    """An empty table; its first column and those of `left` are words, the others numbers.
+
+    What does not fit goes on below: a number that is cut is another number.
+    """
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index == 0 or index in left else "right", no_wrap=True)
+        table.add_column(name, justify="left" if index == 0 or index in left else "right", overflow="fold")
     return table
 
 
