@@ -322,6 +322,30 @@ def test_names_tell_meshes_and_arguments_apart():
 
 
 @on_threads
+def test_checkpoints_in_graphs_of_ranks():
+    """What is computed again keeps the program's order too. It counts as a new pass, which it does not uncompiled."""
+
+    def work(mesh: bp.Mesh, wrap: Callable[..., Any]) -> list[Tensor]:
+        def layer(x: Tensor) -> Tensor:
+            out: Tensor = bp.attention(x.sin(), x.cos(), x + 1, mesh=mesh, seq_len=LENGTH, strategy="ring")
+            return x + out
+
+        def step(x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+        return results(wrap(step, mesh.rank), [bp.shard(whole()[0], mesh)])
+
+    plain = bp.run_local(2, lambda mesh: work(mesh, lambda step, _: step))
+    made = bp.run_local(2, lambda mesh: work(mesh, lambda step, rank: compiled(step, dynamic=bool(rank))))
+    for expected, found in zip(plain, made, strict=True):
+        assert_same(found, expected)
+    with pytest.raises(MismatchError, match="backward of the pass: 3 on rank 0 but 2 on rank 1"):
+        bp.run_local(2, lambda mesh: work(mesh, lambda step, rank: step if rank else compiled(step)))
+
+
+@on_threads
 def test_ranks_with_other_graphs_and_none():
     """One has a graph for every length, one a graph for all, one runs uncompiled."""
 
