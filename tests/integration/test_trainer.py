@@ -84,6 +84,8 @@ def test_what_trainer_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         mine = {"args": arguments, "data_collator": default_data_collator, "eval_dataset": EXAMPLES[:1]}
         return SequenceTrainer(handle, compute_loss_func=loss, **mine)
 
+    with pytest.raises(InputError, match=r"got LlamaForCausalLM; SequenceTrainer\(parallelize\(model, mesh\)"):
+        SequenceTrainer(make("llama"))
     with pytest.raises(InputError, match="average_tokens_across_devices"):
         trainer(average_tokens_across_devices=False)
     with pytest.raises(UnsupportedError, match="logits"):

@@ -90,12 +90,18 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         arguments: Trainer's other ones.
 
     Raises:
-        InputError: a number of processes that is not a multiple of the mesh; average_tokens_across_devices off.
+        InputError: a model in the place of its handle; a number of processes that is not a multiple of the mesh;
+            average_tokens_across_devices off.
         UnsupportedError: a dataset without a length; metrics of logits, which no rank has whole; a loss other than the
             model's own; NEFTune.
     """
 
     def __init__(self, handle: Parallel, **arguments: Any) -> None:
+        if not isinstance(handle, Parallel):
+            next_step = "SequenceTrainer(parallelize(model, mesh), args=...)"
+            raise InputError(
+                explain("the first argument is the handle of a model", got=type(handle).__name__, next_step=next_step)
+            )
         super().__init__(model=handle.model, **arguments)
         ranks, processes = handle.mesh.size, self.args.world_size
         if processes % ranks or (ranks > 1 and processes != dist.get_world_size()):
