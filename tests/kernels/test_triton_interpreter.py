@@ -19,7 +19,7 @@ import torch
 from tests.kernels.triton_cases import Case, cases
 from tests.kernels.triton_checks import CHECKS
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 Ask = Callable[[dict[str, object]], None]
 
@@ -27,6 +27,8 @@ Ask = Callable[[dict[str, object]], None]
 @pytest.fixture(scope="module")
 def ask() -> Iterator[Ask]:
     """Sends one request to the worker and fails as it failed."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        pytest.skip("the interpreter of Triton 3.6 makes numbers of arrays in a way that numpy 2.4 no longer has")
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
