@@ -82,9 +82,10 @@ def _show(records: list[Record], wrong: dict[int, list[str]], justified: dict[tu
     title = f"portable kernels, bf16, triton {_triton_version()}"
     rows = table(*columns, left=("kernel", "blocks"), title=title)
     for column in rows.columns:
-        column.no_wrap = column.header != "blocks"
         if column.header == "blocks":
-            column.min_width, column.overflow = _BLOCKS, "fold"
+            column.min_width = _BLOCKS
+        else:
+            column.no_wrap, column.overflow = True, "ellipsis"
     for index, r in enumerate(records):
         registers = f"{r.registers}+{r.accumulators}" if r.accumulators else str(r.registers)
         told = (r.blocks, registers, str(r.scratch), bytes_text(r.shared), str(r.occupancy))

@@ -45,13 +45,14 @@ def console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = Fals
 def table(*columns: str, left: Iterable[str] = (), title: str | None = None) -> Table:
     """An empty table as every command has it: a rule below the head, numbers to the right, no frame.
 
-    The first column and those of `left` hold words, and are set to the left.
+    The first column and those of `left` hold words, and are set to the left. What does not fit goes on below: a name
+    or a number that is cut is another one.
     """
     made = Table(title=title, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     made.title_justify, made.title_style = "left", "bold"
     words = {columns[0], *left}
     for name in columns:
-        made.add_column(name, justify="left" if name in words else "right")
+        made.add_column(name, justify="left" if name in words else "right", overflow="fold")
     return made
 
 

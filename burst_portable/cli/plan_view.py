@@ -133,7 +133,8 @@ def _steps_table(facts: Facts, name: str, how: str, limit: int) -> Table:
     columns = ("step", "arrives", "computes", "tiles", "pairs", "sends", "sent")
     rows = table(*columns, left=("arrives", "computes", "tiles", "sends"), title=title)
     for column in rows.columns:
-        column.no_wrap = column.header not in ("arrives", "sends")
+        if column.header not in ("arrives", "sends"):
+            column.no_wrap, column.overflow = True, "ellipsis"
     for step in steps[:limit]:
         rows.add_row(*_step_row(step))
     if len(steps) > limit:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from burst_portable.cli import app, main, output
 from burst_portable.cli.app import with_json_value
@@ -37,6 +38,18 @@ PLAN = ("plan", "--seq-len", "64", "--ranks", "2", "--heads", "2")
 )
 def test_json_may_go_without_its_value(typed, meant):
     assert with_json_value(typed.split()) == meant.split()
+
+
+def test_a_narrow_table_cuts_neither_names_nor_numbers():
+    """`launch_latency` of `measure` was launch_late… at 40 columns."""
+    made = output.table("rate", "value", "how", left=["how"])
+    made.add_row("launch_latency", "11.2 ms", "forward of cpu_flash, causal, and more that takes several lines")
+    page = Console(file=io.StringIO(), width=24)
+    page.print(made)
+    told = page.file.getvalue()
+    assert "…" not in told
+    column = "".join(line[: line.index(" ")] for line in told.splitlines()[2:])
+    assert column == "launch_latency"
 
 
 @pytest.mark.parametrize("value", [("--json",), ("--json", "-"), ("--json=-",)])
