@@ -49,7 +49,7 @@ def join(deadline: float) -> Links:
     if "RANK" not in os.environ:
         raise InputError("this measures several ranks; start it with torchrun, as --help shows")
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is not None:
         torch.accelerator.set_device_index(local)
         device = torch.device(kind.type, local)
