@@ -90,7 +90,7 @@ def with_length(arguments: Arguments, seq_len: int | None) -> Arguments:
 def as_text(arguments: Arguments) -> Arguments:
     """The same with a mask's short form in place of a `Mask` that has one."""
     mask, *rest = arguments
-    return (mask.text or mask if isinstance(mask, Mask) else mask, *rest)  # type: ignore[return-value]
+    return (mask.text or mask if isinstance(mask, Mask) else mask, *rest)  # type: ignore[return-value]  # mypy does not count `rest`
 
 
 def fits(mesh: Any, arguments: Arguments) -> bool:
@@ -109,7 +109,7 @@ def fits(mesh: Any, arguments: Arguments) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def _exporting_or_transformed() -> bool:
     """Whether other processes may run the graph, or a transform that attention refuses looks at what is in it.
 
@@ -253,17 +253,7 @@ def attend(
 
 
 @attend.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    after: Tensor | None,
-    seq_len: int | None,
-    name: str,
-    keep: bool,
-    lean: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ticket = torch.empty(1, dtype=torch.int64, device="cpu")
     if q.dim() != 4 or v.dim() != 4:  # which will be refused
         return q.new_empty(0), q.new_empty(0), ticket, _turn()
@@ -296,7 +286,8 @@ def attend_backward(
     call, forward_pass, saved = _kept[number]
     gradients = run_backward(call, forward_pass, (*(saved or kept), sinks), dout)
     empty = dout.new_empty(0)
-    return (*_apart([empty if x is None else x for x in gradients], (dout, *kept)), _turn())  # type: ignore[return-value]
+    dq, dk, dv, dsinks = _apart([empty if x is None else x for x in gradients], (dout, *kept))
+    return dq, dk, dv, dsinks, _turn()
 
 
 @attend_backward.register_fake

@@ -23,7 +23,7 @@ def positions_in_graph(rows: int, seq_len: int, mesh: Mesh, layout: str, mask: s
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def _name(mesh: Mesh, layout: str, mask: str) -> str:
     return named(Given(mesh, False, (mask, "auto", layout, None, None, None, "auto", None)))
 
