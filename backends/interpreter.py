@@ -64,8 +64,8 @@ class Interpreted:
 def kernel_of(backend: str, chip: str) -> Any:
     """The kernel with the blocks of a chip, which declines what the interpreter cannot do."""
     from burst_portable.backends.ascend.triton_launch import AscendTritonKernel
-    from burst_portable.kernels.contract import KernelProblem, Support
-    from burst_portable.kernels.triton.launch import TritonKernel
+    from burst_portable.kernels.base import KernelProblem, Support
+    from burst_portable.kernels.triton.triton_kernel import TritonKernel
     from burst_portable.kernels.triton.tuning import HALF, SINGLE
 
     kind = AscendTritonKernel if backend == "ascend" else TritonKernel
@@ -93,7 +93,7 @@ def main() -> int:
     from backends.evidence import fingerprint, finish
     from burst_portable.conformance import check_backend
     from burst_portable.conformance.cases import MASKS, MEMORY, covering
-    from burst_portable.layouts import NAMES as LAYOUTS
+    from burst_portable.layout import NAMES as LAYOUTS
 
     facts = {
         "name": f"Triton's interpreter, blocks of {chosen.chip or chosen.backend}",

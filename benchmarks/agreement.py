@@ -20,8 +20,8 @@ import torch.multiprocessing
 import burst_portable as bp
 from benchmarks.ranks import leave
 from benchmarks.script import count, end
-from burst_portable import autograd
 from burst_portable.config import listen_on_loopback
+from burst_portable.runtime import autograd
 
 ROUNDS, PASSES = 100, 10
 TOLD = "told.txt"

@@ -37,14 +37,14 @@ from benchmarks.ranks import Clock, Guard, join, leave
 from benchmarks.report import setting
 from benchmarks.script import count, end, names
 from burst_portable.backends.registry import for_device, peaks_of
-from burst_portable.cli.training.loop import Course, Sharded, Where, train_step
-from burst_portable.cli.training.models import build, outline, quiet, recompute_layers
-from burst_portable.cli.training.outcome import TOLERANCES
-from burst_portable.cli.training.utilisation import model_flops, utilisation
+from burst_portable.cli.run.models import build, outline, quiet, recompute_layers
+from burst_portable.cli.run.outcome import TOLERANCES
+from burst_portable.cli.run.setup import model_flops, utilisation
+from burst_portable.cli.run.train import Course, Sharded, Where, train_step
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.layouts import sizes_of
 from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of
-from burst_portable.strategies.registry import NAMES as STRATEGIES
+from burst_portable.strategies.base import NAMES as STRATEGIES
 
 NAME = "context_parallel"
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}

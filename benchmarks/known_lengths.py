@@ -13,10 +13,9 @@ import torch
 
 import burst_portable as bp
 from burst_portable.backends.registry import for_device
-from burst_portable.kernels.contract import Options
-from burst_portable.profiling.analyze import analyze
-from burst_portable.profiling.recorder import Recorder
-from burst_portable.profiling.recording import RecordingRuntime
+from burst_portable.kernels.base import Options
+from burst_portable.profiling.analysis.analyze import analyze
+from burst_portable.profiling.recorder import Recorder, RecordingRuntime
 
 _HELD = 20_000_000  # cycles: about 10 ms, at first
 _CHUNK = 1024  # MiB of a device's memory that are copied at a time

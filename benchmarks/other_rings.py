@@ -21,12 +21,12 @@ from benchmarks.providers import Absent
 from benchmarks.ranks import Links
 from benchmarks.rings import Calls, Contestant, Gradients, Task, through_autograd
 from burst_portable.backends.registry import choose_kernel, for_device
-from burst_portable.kernels import whole
-from burst_portable.kernels.contract import Kernel, KernelProblem, Options
-from burst_portable.kernels.pieces import TriangleKernel
+from burst_portable.kernels import base as whole
+from burst_portable.kernels.base import Kernel, KernelProblem, Options
+from burst_portable.kernels.operator_kernel import TriangleKernel
 from burst_portable.layout import Segment
 from burst_portable.numerics import accumulation_dtype, as_dtype
-from burst_portable.tiles import Tile, Tiles, find_tiles
+from burst_portable.planning.tiles import Tile, Tiles, find_tiles
 
 Seen = bool | Tiles
 """What a local call sees: all keys (False), a causal square (True), or the pairs of tiles."""

@@ -43,12 +43,11 @@ from benchmarks.ring_rows import ROWS
 from benchmarks.rings import strategy_named
 from benchmarks.script import count, current_device, end, file, names
 from burst_portable.backends.registry import for_device
-from burst_portable.profiling.analyze import analyze
-from burst_portable.profiling.matching import match
-from burst_portable.profiling.partition import Timeline
-from burst_portable.profiling.record import RankRecords
-from burst_portable.profiling.traced import Traced
-from burst_portable.runtime import installed
+from burst_portable.profiling.analysis.analyze import analyze
+from burst_portable.profiling.analysis.intervals import Timeline
+from burst_portable.profiling.analysis.matching import match
+from burst_portable.profiling.records import RankRecords, Traced
+from burst_portable.runtime.observer import installed
 
 WITHIN = 0.02  # of the span
 _SETTLING = 2  # steps before those that are timed: after the pause that the turn before ended with, clocks are higher

@@ -20,11 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import burst_portable
 from benchmarks.script import accelerator
 from burst_portable.backends.registry import choose_kernel, for_device
-from burst_portable.kernels import whole
-from burst_portable.kernels.contract import Kernel, KernelProblem, Options
+from burst_portable.kernels import base as whole
+from burst_portable.kernels.base import Kernel, KernelProblem, Options
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask, Region
-from burst_portable.tiles import Tiles, find_tiles
+from burst_portable.planning.tiles import Tiles, find_tiles
 
 
 class Absent(Exception):
@@ -137,14 +137,14 @@ def own(kernel: Kernel, task: Task, *, resumed: bool = False) -> Calls:
 
 
 def triton_kernel(task: Task, *, resumed: bool = False) -> Calls:
-    from burst_portable.kernels.triton.launch import TritonKernel
+    from burst_portable.kernels.triton.triton_kernel import TritonKernel
 
     return own(TritonKernel(), task, resumed=resumed)
 
 
 def triton_whole(task: Task) -> Calls:
     """The same kernels where one call computes all: to be compared with what others give."""
-    from burst_portable.kernels.triton.launch import TritonKernel
+    from burst_portable.kernels.triton.triton_kernel import TritonKernel
 
     kernel = TritonKernel()
     check(kernel, task)

@@ -19,7 +19,7 @@ from burst_portable.backends.registry import for_device, group_options_of
 from burst_portable.comm.base import Transport
 from burst_portable.config import Config
 from burst_portable.errors import BurstError, InputError
-from burst_portable.measuring import clock as measuring
+from burst_portable.measuring import timing as measuring
 
 
 @dataclass

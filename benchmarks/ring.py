@@ -39,10 +39,10 @@ from benchmarks.script import current_device, end, names
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import BurstError
-from burst_portable.kernels.contract import KernelProblem, Options
+from burst_portable.kernels.base import KernelProblem, Options
 from burst_portable.layout import Segment
-from burst_portable.measuring.links import Peers, lap
-from burst_portable.tiles import find_tiles
+from burst_portable.measuring.timing import Peers, lap
+from burst_portable.planning.tiles import find_tiles
 
 ERROR_LIMIT = 1.2e-2  # relative, against attention of one device; both lose 2e-3 to 4e-3 in bf16
 CALLS, AT_ONCE = 10, 0.2  # calls back to back, at most; seconds that they should take together

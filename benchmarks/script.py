@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from burst_portable.cli.streams import told
+from burst_portable.cli.process import told
 from burst_portable.errors import BackendUnavailableError, BurstError, CommunicationError
 
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from benchmarks.report import setting
 from benchmarks.script import accelerator, count, end, file, names
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.contract import Options
+from burst_portable.kernels.base import Options
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.numerics import row_delta
-from burst_portable.tiles import Tiles, find_tiles
+from burst_portable.planning.tiles import Tiles, find_tiles
 
 KERNELS = ("forward", "keys", "queries", "resumed")
 FLOPS = {"forward": 4, "resumed": 4, "keys": 8, "queries": 6}  # of a pair and head, times D
@@ -61,7 +61,7 @@ class Trial:
     def __init__(
         self, kernel: str, blocks: dict[str, object], problem: dict[str, Tensor], tiles: Tiles, *, adding: bool
     ) -> None:
-        from burst_portable.kernels.triton.launch import TritonKernel
+        from burst_portable.kernels.triton.triton_kernel import TritonKernel
         from burst_portable.kernels.triton.tuning import Blocks, Tuning
 
         self.kernel, self.blocks, self.problem, self.tiles, self.adding = kernel, blocks, problem, tiles, adding

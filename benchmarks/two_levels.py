@@ -43,12 +43,11 @@ from benchmarks.script import count, end, names
 from burst_portable.backends.registry import choose_kernel, for_device, group_options_of, rates_of
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.two_levels import TwoLevelTransport, with_two_levels
-from burst_portable.cost import plan_cost
 from burst_portable.errors import InputError
-from burst_portable.kernels.contract import KernelProblem
-from burst_portable.rates import Rates
-from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import make_strategy
+from burst_portable.kernels.base import KernelProblem
+from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.rates import Rates
+from burst_portable.strategies.base import Strategy, make_strategy
 
 PASSES = ("forward", "backward")
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -41,7 +41,7 @@ from burst_portable.backends.base import LinkCounters
 from burst_portable.backends.registry import for_device, link_counters_of
 from burst_portable.comm.base import Transport
 from burst_portable.errors import BackendUnavailableError, BurstError, DeviceError
-from burst_portable.plans import PASSES, Plan
+from burst_portable.planning.plans import PASSES, Plan
 
 QUICK_ROWS = ("32k-gqa", "128k-documents", "128k-window")
 QUICK = ("ring", "ring+fetch", "burst+fetch", "ulysses", "double_ring")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from burst_portable.cost import rank_cost
-from burst_portable.messages import head_fields
-from burst_portable.plans import PassName, Plan
-from burst_portable.rates import Rates
+from burst_portable.planning.cost import rank_cost
+from burst_portable.planning.messages import head_fields
+from burst_portable.planning.plans import PassName, Plan
+from burst_portable.planning.rates import Rates
 
 SHARE = 0.01
 """What counters may differ from a plan by."""

@@ -15,10 +15,10 @@ __version__ = "0.1.0"
 
 _HOMES = {  # public name -> module of this package
     "attention": "api",
-    "explain": "explanation",
+    "explain": "runtime.explanation",
     "partial_attention": "api",
-    "plan": "planning",
-    "plan_on": "choices",
+    "plan": "strategies.planner",
+    "plan_on": "runtime.prepare",
     "profile": "profiling.session",
     "positions": "sharding",
     "shard": "sharding",
@@ -28,13 +28,13 @@ _HOMES = {  # public name -> module of this package
     "unshard": "sharding",
     "merge": "numerics",
     "Mask": "mask",
-    "Region": "regions",
+    "Region": "mask",
     "Layout": "layout",
     "Segment": "layout",
-    "make_layout": "layouts",
+    "make_layout": "layout",
     "Mesh": "mesh",
-    "run_local": "local_ranks",
-    "make_strategy": "strategies.registry",
+    "run_local": "mesh",
+    "make_strategy": "strategies.base",
     "BurstError": "errors",
 }
 
@@ -46,26 +46,26 @@ if TYPE_CHECKING:
     from burst_portable import nn as nn
     from burst_portable.api import attention as attention
     from burst_portable.api import partial_attention as partial_attention
-    from burst_portable.choices import plan_on as plan_on
     from burst_portable.errors import BurstError as BurstError
-    from burst_portable.explanation import explain as explain
     from burst_portable.gradients import sum_gradients as sum_gradients
     from burst_portable.gradients import sum_over_ranks as sum_over_ranks
     from burst_portable.layout import Layout as Layout
     from burst_portable.layout import Segment as Segment
-    from burst_portable.layouts import make_layout as make_layout
-    from burst_portable.local_ranks import run_local as run_local
+    from burst_portable.layout import make_layout as make_layout
     from burst_portable.mask import Mask as Mask
+    from burst_portable.mask import Region as Region
     from burst_portable.mesh import Mesh as Mesh
+    from burst_portable.mesh import run_local as run_local
     from burst_portable.numerics import merge as merge
-    from burst_portable.planning import plan as plan
     from burst_portable.profiling.session import profile as profile
-    from burst_portable.regions import Region as Region
+    from burst_portable.runtime.explanation import explain as explain
+    from burst_portable.runtime.prepare import plan_on as plan_on
     from burst_portable.sharding import positions as positions
     from burst_portable.sharding import shard as shard
     from burst_portable.sharding import shard_batch as shard_batch
     from burst_portable.sharding import unshard as unshard
-    from burst_portable.strategies.registry import make_strategy as make_strategy
+    from burst_portable.strategies.base import make_strategy as make_strategy
+    from burst_portable.strategies.planner import plan as plan
 
 else:  # hidden from type checkers, for which __getattr__ would make every misspelt name valid
 

@@ -11,20 +11,19 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from burst_portable.autocast import as_autocast_would, own_precision
-from burst_portable.autograd import apply
 from burst_portable.backends.registry import choose_kernel, for_device
-from burst_portable.calls import Arguments, called
-from burst_portable.checks import check_tensors, checked_scale, checked_softcap
-from burst_portable.compiling import outside_graphs
 from burst_portable.errors import InputError
-from burst_portable.kernels.contract import KernelProblem, Options, as_kernels_take
+from burst_portable.kernels.base import KernelProblem, Options, as_kernels_take
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import MeshLike, as_mesh
 from burst_portable.numerics import State, finished
+from burst_portable.planning.tiles import Tile, checked_tiles
+from burst_portable.runtime.autograd import apply
+from burst_portable.runtime.prepare import Arguments, called
+from burst_portable.runtime.validation import check_tensors, checked_scale, checked_softcap
 from burst_portable.strategies.base import Strategy
-from burst_portable.tiles import Tile, checked_tiles
+from burst_portable.utils.torch_modes import as_autocast_would, outside_graphs, own_precision
 
 
 @overload
@@ -142,7 +141,7 @@ def attention(
     arguments = mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic
     if torch.compiler.is_compiling():
         # Importing it makes operators of torch.
-        from burst_portable.graphs import as_text, attention_in_graph, fits
+        from burst_portable.runtime.graph_ops import as_text, attention_in_graph, fits
 
         arguments = as_text(arguments)
         if fits(mesh, arguments):
@@ -190,8 +189,8 @@ def partial_attention(
     Args:
         q: ``[B, Sq, Hq, D]``, dtypes and strides as in `attention`.
         k, v: ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]``; Sk may differ from Sq.
-        tiles: which rows see which columns, in local indices (see `tiles.banded_box`); disjoint. Rows of a tile may
-            see nothing.
+        tiles: which rows see which columns, in local indices (see `planning.tiles.banded_box`); disjoint. Rows of a
+            tile may see nothing.
         scale, softcap, kernel: as in `attention`.
 
     Returns:

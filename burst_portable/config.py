@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from burst_portable.errors import InputError, explain, shown
-from burst_portable.values import as_float
+from burst_portable.utils.values import as_float
 
 _SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; process groups count milliseconds and take 0 for no deadline
 _SECONDS = "0.001 or more, below 1e9"

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from burst_portable.checks import check_tensor, tell_the_others
 from burst_portable.comm.agreement import Named, agree, named, statement
-from burst_portable.compiling import outside_graphs
 from burst_portable.errors import InputError, explain, shown
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import accumulation_dtype
+from burst_portable.runtime.validation import check_tensor, tell_the_others
+from burst_portable.utils.torch_modes import outside_graphs
 
 Groups: TypeAlias = dict[tuple[torch.dtype, torch.device], list[Tensor]]
 _VALUES = "values of the parameters"

@@ -12,24 +12,108 @@ from functools import lru_cache, partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import for_device, group_options_of
+from burst_portable.backends.registry import for_device, group_options_of, known, runnable
 from burst_portable.comm.agreement import agree, statement
 from burst_portable.comm.base import Transport
-from burst_portable.comm.local import Fabric, LocalTransport
+from burst_portable.comm.local import Fabric, LocalTransport, run_threads
 from burst_portable.comm.two_levels import with_two_levels
 from burst_portable.config import Config, from_environment
 from burst_portable.errors import InputError, UnsupportedError, explain, shown, unknown_name
-from burst_portable.mesh_checks import (
-    axis_group,
-    checked_backend,
-    checked_config,
-    checked_inner,
-    checked_rank,
-    place_in,
-)
+from burst_portable.layout import Layout
+from burst_portable.utils.values import as_int, check_divides, size
+
+
+def checked_rank(rank: object, ranks: object) -> tuple[int, int]:
+    """A rank and how many there are."""
+    number, count = as_int(rank), size("the size of a mesh", ranks)
+    if number is None or not 0 <= number < count:
+        raise InputError(explain("no such rank", got=shown(rank), allowed=f"0 to {count - 1}"))
+    return number, count
+
+
+def checked_inner(inner: object, ranks: int) -> int | None:
+    """Ranks a node, which divide all; None for a single node."""
+    if inner is None:
+        return None
+    number = size("inner", inner)
+    check_divides(number, ranks)
+    return number
+
+
+def checked_backend(name: object) -> str:
+    """The name of a backend that can run here, or "auto"."""
+    if not isinstance(name, str):
+        raise unknown_name("backend", name, ("auto", *known()))
+    if name != "auto":
+        runnable(name)
+    return name
+
+
+def checked_config(config: object) -> Config:
+    """The settings; None for those of the environment."""
+    if config is None:
+        return from_environment()
+    if not isinstance(config, Config):
+        raise InputError(explain("config is not a Config", got=shown(config), allowed="burst_portable.config.Config"))
+    return config
+
+
+def place_in(group: Any) -> tuple[int, int]:
+    """(rank, ranks) of this process in a process group."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to those that it leaves out
+        raise _no_member()
+    if not isinstance(group, dist.ProcessGroup):
+        raise InputError(explain("this is not a process group", got=shown(group), next_step="dist.new_group makes one"))
+    try:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    except ValueError as error:  # made by hand, or destroyed
+        raise InputError(
+            explain(
+                "torch.distributed does not know this process group", got=error, next_step="dist.new_group makes one"
+            )
+        ) from error
+    if rank < 0:
+        raise _no_member()
+    return rank, ranks
+
+
+def _no_member() -> InputError:
+    return InputError(
+        explain(
+            "this rank is not a member of the group",
+            got=f"global rank {dist.get_rank()}",
+            next_step="let the members alone make the call",
+        )
+    )
+
+
+def axis_group(device_mesh: Any, axis: object) -> Any:
+    """The process group of one axis of a DeviceMesh."""
+    if not hasattr(device_mesh, "get_group"):
+        raise InputError(
+            explain("this is not a DeviceMesh", got=shown(device_mesh), next_step="init_device_mesh makes one")
+        )
+    names, axes = device_mesh.mesh_dim_names or (), device_mesh.ndim
+    told = f"a DeviceMesh of {axes} axes ({', '.join(names) or 'without names'})"
+    if axis is None and axes > 1:
+        example = f"mesh[{names[-1]!r}]" if names else "Mesh.from_device_mesh(mesh, axis)"
+        raise InputError(
+            explain("the sequence lies along one axis, and none is named", got=told, next_step=f"pass one: {example}")
+        )
+    if isinstance(axis, str):
+        if axis not in names:
+            raise unknown_name("axis of the DeviceMesh", axis, names)
+        return device_mesh.get_group(axis)
+    number = 0 if axis is None else as_int(axis)
+    if number is None or not 0 <= number < axes:
+        raise InputError(explain("no such axis", got=shown(axis), allowed=f"one of {told}"))
+    return device_mesh.get_group(number)
+
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -324,3 +408,57 @@ def _destroyed(group: Any) -> bool:
         return dist.get_rank(group) < 0
     except ValueError:  # torch knows it no more
         return True
+
+
+_MOST_RANKS = 1024
+
+
+def run_local(
+    ranks: int,
+    work: Callable[[Mesh], T],
+    *,
+    deadline: float = 60.0,
+    inner: int | None = None,
+    backend: str = "auto",
+) -> list[T]:
+    """Run `work(mesh)` on this many ranks, as threads of this process; returns the results in rank order.
+
+    They share all that a process shares, torch's global random numbers too: who draws which is left to chance, and
+    `torch.manual_seed` in one sets them for all. Give each rank a generator of its own::
+
+        def work(mesh):
+            generator = torch.Generator().manual_seed(mesh.rank)
+            q, k, v = (torch.randn(1, 16, 2, 8, generator=generator) for _ in range(3))
+            return attention(q, k, v, mesh=mesh)
+
+    On one accelerator gradients need processes: torch's autograd has one worker per device.
+
+    Args:
+        ranks: how many, up to 1024.
+        work: called once per rank, with that rank's mesh.
+        deadline: seconds that a rank waits for another before that is an error.
+        inner, backend: see `Mesh`.
+
+    Raises what the first failing rank raised.
+    """
+    ranks = size("ranks", ranks)
+    if ranks > _MOST_RANKS:
+        most = f"up to {_MOST_RANKS}: each is a thread"
+        raise InputError(explain("too many ranks for one process", got=ranks, allowed=most))
+    if not callable(work):
+        raise InputError(explain("work must be a function of a mesh", got=shown(work), allowed="such as work(mesh)"))
+    seconds = Config(deadline=deadline).deadline
+    checked_inner(inner, ranks)
+    checked_backend(backend)
+    config = from_environment()
+
+    def body(transport: LocalTransport) -> T:
+        mesh = Mesh(transport.rank, ranks, lambda device_type: transport, inner=inner, backend=backend, config=config)
+        return work(mesh)
+
+    return run_threads(ranks, body, deadline=seconds)
+
+
+def position_ids(layout: Layout, rank: int, device: torch.device | None) -> Tensor:
+    """Return the global positions of a rank's tokens, in the order of the layout: int64 ``[S]``."""
+    return torch.cat([torch.arange(s.start, s.last + 1, s.step, device=device) for s in layout.shards[rank]])

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from burst_portable.api import attention
-from burst_portable.checks import check_rows, check_tensor, tell_the_others, whole_length
-from burst_portable.compiling import outside_graphs
 from burst_portable.errors import DtypeError, InputError, ShapeError, explain, shown, unknown_name
+from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout
-from burst_portable.layouts import NAMES as LAYOUTS
 from burst_portable.mask import Mask
 from burst_portable.mesh import MeshLike, as_mesh
-from burst_portable.planning import layout_of, mask_of, no_mask, strategy_of
+from burst_portable.runtime.validation import check_rows, check_tensor, tell_the_others, whole_length
 from burst_portable.sharding import positions
 from burst_portable.strategies.base import Strategy
-from burst_portable.values import as_float, size
+from burst_portable.strategies.planner import layout_of, mask_of, no_mask, strategy_of
+from burst_portable.utils.torch_modes import outside_graphs
+from burst_portable.utils.values import as_float, size
 
 _BETWEEN_GRAPHS = (
     "burst_portable runs SelfAttention between graphs where its mask lists positions, its strategy or layout is no "
@@ -172,8 +172,7 @@ class SelfAttention(nn.Module):
         wanted = self.theta is not None and position_ids is None
         if torch.compiler.is_compiling() and isinstance(x, Tensor) and self._takes(x):
             # Importing them makes operators of torch.
-            from burst_portable.graphs import as_text, fits
-            from burst_portable.placing import positions_in_graph
+            from burst_portable.runtime.graph_ops import as_text, fits, positions_in_graph
 
             named = as_text((mask, self.strategy, self.layout, seq_len, None, None, "auto", None))
             if fits(self.mesh, named):  # the operators check the rest, when all ranks run

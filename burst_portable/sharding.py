@@ -8,15 +8,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from burst_portable.checks import check_rows, check_tensor, device_here, tell_the_others
 from burst_portable.comm.agreement import Statement, agree, named, statement
-from burst_portable.compiling import outside_graphs
 from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError, explain, shown
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask, cumulative_lengths
-from burst_portable.mesh import Mesh, MeshLike, as_mesh
-from burst_portable.planning import layout_of, mask_of
-from burst_portable.values import as_int, size
+from burst_portable.mesh import Mesh, MeshLike, as_mesh, position_ids
+from burst_portable.runtime.validation import check_rows, check_tensor, device_here, tell_the_others
+from burst_portable.strategies.planner import layout_of, mask_of
+from burst_portable.utils.torch_modes import outside_graphs
+from burst_portable.utils.values import as_int, size
 
 
 @outside_graphs
@@ -41,7 +41,7 @@ def positions(
     """
     mesh = as_mesh(mesh)
     where, device = _layout(layout, size("seq_len", seq_len), mesh, mask), device_here(device)
-    return torch.cat([torch.arange(s.start, s.last + 1, s.step, device=device) for s in where.shards[mesh.rank]])
+    return position_ids(where, mesh.rank, device)
 
 
 def shard(

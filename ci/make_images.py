@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import burst_portable as bp
-from burst_portable.plans import Plan
+from burst_portable.planning.plans import Plan
 from burst_portable.profiling.report import Report
 
 ROOT = Path(__file__).resolve().parent.parent

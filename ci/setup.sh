@@ -46,5 +46,5 @@ install "$torch"
 echo "setup: the rest"
 install editables hatchling
 install --no-build-isolation --editable '.[cli,transformers,dev]'
-.venv/bin/python -c "import burst_portable.cli.training.rank, torch._dynamo"
+.venv/bin/python -c "import burst_portable.cli.run.train, torch._dynamo"
 echo "setup: done"

@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from backends.cuda import aot
 from backends.evidence import fingerprint, finish, machine_code
-from burst_portable.backends.cuda.hopper import aot
 from burst_portable.conformance.report import Report, Result
-from burst_portable.kernels.triton.compile import TARGETS, allowed_scratch, kernel_table, problems
+from burst_portable.kernels.triton.machine_code import TARGETS, allowed_scratch, kernel_table, problems
 
 CHIPS = ("sm_80", "sm_90", "sm_100")
 HEADS = (64, 128)

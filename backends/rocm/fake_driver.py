@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.backends.driver import DriverBase
 
-from burst_portable.kernels.triton.compile import TARGETS
+from burst_portable.kernels.triton.machine_code import TARGETS
 
 
 class Launched:
@@ -56,7 +56,7 @@ class Launcher:
 
 
 class FakeDriver(DriverBase):
-    """Of one chip of `kernels.triton.compile.TARGETS`; tensors are on the CPU.
+    """Of one chip of `kernels.triton.machine_code.TARGETS`; tensors are on the CPU.
 
     Attributes:
         launched: the launches so far.

@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_driver import FakeDriver, Launched
 
 from burst_portable.conformance.cases import MASKS
-from burst_portable.kernels.contract import Options
+from burst_portable.kernels.base import Options
 from burst_portable.kernels.triton.arguments import padded
-from burst_portable.kernels.triton.compile import Record, problems, read_amd
-from burst_portable.kernels.triton.launch import TritonKernel
+from burst_portable.kernels.triton.machine_code import Record, problems, read_amd
+from burst_portable.kernels.triton.triton_kernel import TritonKernel
 from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, choose
-from burst_portable.layouts import make_layout
-from burst_portable.tiles import find_tiles
+from burst_portable.layout import make_layout
+from burst_portable.planning.tiles import find_tiles
 
 
 @dataclass(frozen=True)

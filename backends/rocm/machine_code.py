@@ -21,7 +21,7 @@ from pathlib import Path
 
 from backends.evidence import fingerprint, finish, machine_code
 from burst_portable.conformance.report import Report, Result
-from burst_portable.kernels.triton.compile import TARGETS, Record, kernel_table, problems
+from burst_portable.kernels.triton.machine_code import TARGETS, Record, kernel_table, problems
 
 CHIPS = ("gfx90a", "gfx942", "gfx950")
 HEADS = (64, 128, 256)

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from burst_portable.kernels.triton.compile import TARGETS, compiled_kernel, read_amd
+from burst_portable.kernels.triton.machine_code import TARGETS, compiled_kernel, read_amd
 from burst_portable.kernels.triton.tuning import Blocks
 
 MATRIX = {"gfx90a": 256, "gfx942": 512, "gfx950": 1024}

@@ -15,11 +15,11 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
 from burst_portable.errors import BackendUnavailableError, UnsupportedError, explain, in_a_line, unknown_name
-from burst_portable.measured_rates import read_rates
+from burst_portable.planning.rates import read_rates
 
 if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
     from burst_portable.backends.base import Backend, LinkCounters, Meter, Peaks, Probe, Rates, Tracer
-    from burst_portable.kernels.contract import Kernel, KernelProblem
+    from burst_portable.kernels.base import Kernel, KernelProblem
 
 GROUP = "burst_portable.backends"
 _PARTS = ("name", "capabilities", "probe", "kernels")  # without a transport, it can still serve one rank
@@ -212,13 +212,13 @@ def rates_of(
 
     Args:
         kernel: the kernel that will compute, if known.
-        file: a file of rates that were measured here, which then count alone; see `measured_rates`.
+        file: a file of rates that were measured here, which then count alone; see `planning.rates`.
         dtype, head_dim: of the call, if known: the source of a file's rates says if they were measured with others.
         goes_first: whether messages go first: see `comm.base.Transport`.
 
     Raises `InputError` for a file that cannot be used.
     """
-    from burst_portable.kernels.contract import traits
+    from burst_portable.kernels.base import traits
 
     name, how = kernel.name if kernel else "", traits(kernel)
     if file:

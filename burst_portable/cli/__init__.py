@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from burst_portable.cli.signals import Ended, ended_by_signals
-from burst_portable.cli.streams import told
+from burst_portable.cli.process import Ended, ended_by_signals, told
 from burst_portable.errors import BurstError, CommunicationError, shown
 
 PROGRAM = "burst-portable"

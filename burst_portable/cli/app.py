@@ -16,7 +16,7 @@ from burst_portable.cli import EXIT_CODES, PROGRAM
 # A command's module is imported when that command runs, or when help lists it; what is heavy it imports inside its
 # function, so that planning does not wait for torch. A command returns its exit code, or None for 0.
 COMMANDS = {
-    "run": "burst_portable.cli.run:run",
+    "run": "burst_portable.cli.run.command:run",
     "plan": "burst_portable.cli.plan:plan",
     "profile": "burst_portable.cli.profile:profile",
     "compare": "burst_portable.cli.profile:compare",

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from burst_portable.layout import Layout, Segment
 from burst_portable.mask import Mask
-from burst_portable.tiles import find_tiles
+from burst_portable.planning.tiles import find_tiles
 
 LABELS = "0123456789abcdefghijklmnopqrstuvwxyz"
 SEVERAL = "#"

@@ -9,10 +9,10 @@ import typer
 
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr, table
 from burst_portable.errors import BackendUnavailableError, InputError, explain
-from burst_portable.units import bytes_text
+from burst_portable.utils.text import bytes_text
 
 if TYPE_CHECKING:
-    from burst_portable.kernels.triton.compile import Allowed, Record
+    from burst_portable.kernels.triton.machine_code import Allowed, Record
 
 SCHEMA = "burst_portable.kernels/1"
 _BLOCKS = 14  # characters: half of their description, which takes two lines in a narrow terminal
@@ -49,7 +49,7 @@ def kernels(
                 explain("--head-dim is not a head size of the kernels", got=size, allowed=allowed, next_step=near)
             )
     try:
-        from burst_portable.kernels.triton import compile as ahead
+        from burst_portable.kernels.triton import machine_code as ahead
     except ModuleNotFoundError as error:
         raise BackendUnavailableError("compiling kernels needs the package triton, which is not installed") from error
     chosen = target or list(ahead.TARGETS)

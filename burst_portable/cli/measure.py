@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
+from rich.text import Text
 
 from burst_portable import __version__
 from burst_portable.backends.registry import known
 from burst_portable.cli import PROGRAM
-from burst_portable.cli.launched import naming_rank, ranks_asked
-from burst_portable.cli.lengths import LENGTH, METAVAR, tokens
-from burst_portable.cli.output import JSON_HELP, JsonOption
-from burst_portable.cli.training.job import DTYPES
+from burst_portable.cli.options import LENGTH, METAVAR, naming_rank, ranks_asked, tokens
+from burst_portable.cli.output import JSON_HELP, JsonOption, console, table
+from burst_portable.cli.run.job import DTYPES
 from burst_portable.config import Launched, launched
 from burst_portable.errors import InputError, explain, unknown_name
-from burst_portable.values import size
+from burst_portable.utils.text import bytes_text, percent, scaled, seconds_text
+from burst_portable.utils.values import size
 
 if TYPE_CHECKING:
     from burst_portable.backends.base import Backend
-    from burst_portable.cli.measuring import MeasureJob
+    from burst_portable.cli.measure_worker import MeasureJob
 
 _LONGEST = 1 << 20  # tokens in one kernel call
 _SHORTEST = 8  # tokens: the shorter call has a quarter of them
@@ -69,8 +74,7 @@ def measure(
     burst-portable measure --ranks 2 --json rates.json
     torchrun --nproc-per-node 8 -m burst_portable measure --json rates.json
     """
-    from burst_portable.cli.measure_view import View
-    from burst_portable.cli.measuring import measure_joined, measure_local
+    from burst_portable.cli.measure_worker import measure_joined, measure_local
 
     place = launched()
     first = place is None or place.rank == 0
@@ -96,13 +100,13 @@ def _job(
 
     from burst_portable.backends.registry import choose_kernel
     from burst_portable.cli.backends import choose_backend
-    from burst_portable.cli.measuring import MeasureJob
-    from burst_portable.cli.training.limits import check_processes, check_room, cores
+    from burst_portable.cli.measure_worker import MeasureJob
+    from burst_portable.cli.run.job import check_processes, check_room, cores
     from burst_portable.config import from_environment
-    from burst_portable.kernels.contract import KernelProblem
-    from burst_portable.measuring.rates import HOST
-    from burst_portable.planning import check_heads
-    from burst_portable.values import check_divides
+    from burst_portable.kernels.base import KernelProblem
+    from burst_portable.measuring.measurement import HOST
+    from burst_portable.strategies.planner import check_heads
+    from burst_portable.utils.values import check_divides
 
     _check_numbers(ranks, heads, kv_heads, head_dim, seq_len, inner)
     if dtype is not None and dtype not in DTYPES:
@@ -139,7 +143,7 @@ def _job(
 def _check_numbers(
     ranks: int | None, heads: int, kv_heads: int, head_dim: int, seq_len: int | None, inner: int | None
 ) -> None:
-    from burst_portable.planning import LARGEST_HEAD
+    from burst_portable.strategies.planner import LARGEST_HEAD
 
     for name, number, most in (
         ("--ranks", ranks, _MOST), ("--heads", heads, _MOST), ("--kv-heads", kv_heads, _MOST),
@@ -158,3 +162,78 @@ def _devices(backend: Backend) -> int:
 
     capabilities = backend.capabilities
     return int(torch.get_device_module(capabilities.device_type).device_count()) if capabilities.streams else 2
+
+
+Facts = dict[str, Any]
+BUSY = 1.3
+"""Times its shortest round: a rate whose rounds differ by more was measured beside something else."""
+_BUSY = "the machine was busy; measure again"
+
+
+class View:
+    """A console; `quiet` on ranks that leave the talking to the first, `stderr` where stdout is for JSON."""
+
+    def __init__(self, *, quiet: bool, stderr: bool) -> None:
+        self._console = console(quiet=quiet, stderr=stderr, soft_wrap=True)
+        self._progress = console(stderr=True, quiet=quiet)
+
+    @contextmanager
+    def progress(self) -> Iterator[Callable[[str], None]]:
+        """What is being measured: on a terminal one line that goes, in a file or a log a line each."""
+        if not self._progress.is_terminal:
+            yield lambda what: self._progress.print(f"measuring {what}", markup=False)
+            return
+        with self._progress.status("starting") as status:
+            yield lambda what: status.update(f"measuring {escape(what)}")
+
+    def show(self, facts: Facts, file: Path | None) -> None:
+        """A row for each rate, and how to use them."""
+        say, ranks = self._console.print, facts["ranks"]
+        about = f"{ranks} rank{'' if ranks == 1 else 's'} on {facts['device']} ({facts['backend']})"
+        heads = f"{facts['heads']} query and {facts['kv_heads']} K/V heads of {facts['head_dim']}, {facts['dtype']}"
+        say(
+            Text.assemble(("measured", "bold"), f" {about}, kernel {facts['kernel']}, {heads}; the slowest rank counts")
+        )
+        rows = table("rate", "value", "how", left=("value", "how"))
+        for name, value in facts["rates"].items():
+            how = facts["how"][name]
+            style = "" if how["measured"] else "dim"
+            rows.add_row(Text(name, style), Text(_value(name, value), style), Text(how["how"], style))
+        say("", rows, "", sep="\n")
+        if busy := [f"{name} by {most:.2g} times" for name, most in facts["varied"].items() if most > BUSY]:
+            say(Text.assemble(("warning", "yellow"), f"  rounds differ, {', '.join(busy)}: {_BUSY}"), "", sep="\n")
+        told = [f"with --json FILE they are kept, for BURST_RATES=FILE and `{PROGRAM} plan --rates FILE`"]
+        if file is not None:
+            told = [
+                f"auto chooses with them where BURST_RATES={file} is set on every rank, or with "
+                f"Config(rates={str(file)!r});",
+                f"`{PROGRAM} plan --rates {file} ...` predicts with them anywhere",
+            ]
+        say("\n".join(told), markup=False)
+
+
+def _value(name: str, value: Any) -> str:
+    if name in ("link", "direct", "spread"):
+        return "\n".join(f"{bytes_text(size)}: {_rate(gbps)}" for size, gbps in value) or "none"
+    if name in ("tflops", "backward"):
+        return scaled(value * 1e12, "FLOP/s") if value else "as forward"
+    if name in ("gbps", "outer_gbps", "memory"):
+        return _rate(value) if value else "not priced"
+    if name.endswith("latency"):
+        return seconds_text(value)
+    if name in ("holds_up", "holds_up_first"):
+        return f"{percent(value[0])} forward, {percent(value[1])} backward" if value else "as holds_up"
+    if name in ("backward_together", "backward_in_turn"):
+        return percent(value)
+    if name in ("far", "long"):
+        rows, share = value
+        return f"{percent(share)} from {rows:,} rows on" if rows else "as few rows"
+    if name == "block":
+        return f"{value} x {value}" if value > 1 else "exact pairs"
+    if name == "node":
+        return f"of {value} ranks" if value else "one"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _rate(gbps: float) -> str:
+    return scaled(gbps * 1e9, "B/s")

@@ -1,7 +1,7 @@
 """Where a command's output goes: tables for people, JSON to a file or to standard output.
 
 `--json` writes JSON and nothing else to standard output; `--json FILE` writes a file beside the tables. A place
-that cannot be written to is refused before the work is done; streams that fail are the matter of `cli.streams`.
+that cannot be written to is refused before the work is done; streams that fail are the matter of `cli.process`.
 """
 
 from __future__ import annotations

@@ -8,18 +8,16 @@ from typing import Annotated
 
 import typer
 
-from burst_portable.cli.lengths import LENGTH, METAVAR, tokens
+from burst_portable.cli.options import INNER, LAYOUT, LENGTH, METAVAR, MOVES, STRATEGY, TRAVELS, asked_strategy, tokens
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, check, checked_ranks, plan_facts
-from burst_portable.cli.strategies import INNER, LAYOUT, MOVES, STRATEGY, TRAVELS, asked_strategy
 from burst_portable.config import from_environment
 from burst_portable.errors import InputError, explain, unknown_name
-from burst_portable.measured_rates import read_rates
-from burst_portable.planning import plan as make_plan
-from burst_portable.plans import Plan
-from burst_portable.rates import Rates
-from burst_portable.strategies.registry import WITH_NODES
-from burst_portable.values import check_divides
+from burst_portable.planning.plans import Plan
+from burst_portable.planning.rates import Rates, read_rates
+from burst_portable.strategies.base import WITH_NODES
+from burst_portable.strategies.planner import plan as make_plan
+from burst_portable.utils.values import check_divides
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _RANKS_A_NODE = 8  # the most devices that a server usually has

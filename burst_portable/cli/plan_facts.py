@@ -31,14 +31,13 @@ from dataclasses import replace
 from typing import Any
 
 from burst_portable import __version__
-from burst_portable.cost import PassCost, plan_cost
-from burst_portable.heads import heads_each
-from burst_portable.messages import message_size
-from burst_portable.moves import Move
-from burst_portable.plans import PassName, PassPlan, Plan, Problem
-from burst_portable.rates import Rates
-from burst_portable.steps import Step
-from burst_portable.verify import verify
+from burst_portable.planning.cost import PassCost, plan_cost
+from burst_portable.planning.messages import message_size
+from burst_portable.planning.plans import PassName, PassPlan, Plan, Problem, heads_each
+from burst_portable.planning.rates import Rates
+from burst_portable.planning.routes import Move
+from burst_portable.planning.schedule import Step
+from burst_portable.planning.verify import verify
 
 SCHEMA = "burst_portable.plan/1"
 ALL_RANKS = 64

@@ -22,8 +22,8 @@ from burst_portable.cli.drawing import (
 )
 from burst_portable.cli.output import labelled, table
 from burst_portable.cli.plan_facts import Facts
-from burst_portable.plans import PASSES, Plan
-from burst_portable.units import bytes_text, percent, scaled, seconds_text
+from burst_portable.planning.plans import PASSES, Plan
+from burst_portable.utils.text import bytes_text, percent, scaled, seconds_text
 
 # Of middling lightness: to be read on a light and on a dark ground, and with white digits on them.
 _COLOURS = ("#2f6fde", "#c8690f", "#17855c", "#b5469e", "#0d8499", "#d2453f", "#8f7500", "#7a5fd0")

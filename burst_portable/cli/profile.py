@@ -9,7 +9,7 @@ import typer
 
 from burst_portable.cli.output import PRINT_JSON_HELP, JsonOption, check_files, console, table, writing
 from burst_portable.errors import InputError, explain
-from burst_portable.files import write_text
+from burst_portable.utils.files import write_text
 
 COMPARE_SCHEMA = "burst_portable.compare/1"
 
@@ -81,7 +81,7 @@ def compare(
     from burst_portable.profiling.report.compare import CAUTIONS, differences
     from burst_portable.profiling.report.compare import compare as changes_of
     from burst_portable.profiling.report.tables import NAMES
-    from burst_portable.units import time_text
+    from burst_portable.utils.text import time_text
 
     old, new = Report.load(before).data, Report.load(after).data
     changes, other = changes_of(old, new, threshold), differences(old, new)
@@ -123,10 +123,10 @@ def trace(
     """
     from rich.markup import escape
 
-    from burst_portable.profiling.partition import FIELDS
+    from burst_portable.profiling.analysis.intervals import FIELDS
     from burst_portable.profiling.report.tables import NAMES
-    from burst_portable.profiling.traces import read_trace
-    from burst_portable.units import percent, time_text
+    from burst_portable.profiling.tracing import read_trace
+    from burst_portable.utils.text import percent, time_text
 
     found = [read_trace(file) for file in files]
     if as_json:

@@ -28,7 +28,7 @@ from burst_portable.errors import (
     PeerLostError,
     explain,
 )
-from burst_portable.units import rank_names
+from burst_portable.utils.text import rank_names
 
 T = TypeVar("T")
 _POLL = 0.05  # seconds between looks at whether a peer has failed

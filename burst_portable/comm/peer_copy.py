@@ -29,16 +29,44 @@ import torch
 from torch import Tensor
 
 from burst_portable.comm.base import Exchange, Handle, Message, Part, Parts, Strip, Strips, Transport
-from burst_portable.comm.peer_flags import (
-    EXCHANGES,
-    MESSAGES,
-    came_flag,
-    exchange_flag,
-    exchange_flags,
-    free_flag,
-    peer_of,
-)
 from burst_portable.errors import UnsupportedError, explain
+
+MESSAGES = 64
+"""The most from one rank to another in one pass."""
+EXCHANGES = 32
+"""The most in one pass."""
+
+
+def flags(size: int) -> int:
+    """How many flags each of `size` ranks has."""
+    return size * (MESSAGES + 1 + EXCHANGES)
+
+
+def came_flag(peer: int, index: int) -> int:
+    """The flag by which a peer says that its message of this index has arrived."""
+    return peer * MESSAGES + index
+
+
+def free_flag(size: int, peer: int) -> int:
+    """The flag by which a peer says that its inbox is free."""
+    return size * MESSAGES + peer
+
+
+def exchange_flag(size: int, index: int, peer: int) -> int:
+    """The flag by which a peer says that its part of this exchange has arrived."""
+    return size * (MESSAGES + 1 + index) + peer
+
+
+@lru_cache(maxsize=1024)
+def exchange_flags(size: int, index: int, peers: tuple[int, ...]) -> tuple[int, ...]:
+    """The same for several peers."""
+    return tuple(exchange_flag(size, index, peer) for peer in peers)
+
+
+def peer_of(flag: int, size: int) -> int:
+    """The peer that sets a flag."""
+    return flag // MESSAGES if flag < size * MESSAGES else flag % size
+
 
 ALIGNMENT = 256
 """Bytes: messages begin at multiples of this."""

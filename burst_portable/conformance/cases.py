@@ -16,14 +16,11 @@ from typing import Any
 import torch
 
 from burst_portable.errors import InputError, LayoutError, explain, unknown_name
-from burst_portable.heads import can_group, can_share, heads_each
-from burst_portable.layout import Layout
-from burst_portable.layouts import NAMES as LAYOUTS
-from burst_portable.layouts import make_layout
-from burst_portable.mask import Mask
-from burst_portable.regions import UNBOUNDED, Region
-from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import make_strategy
+from burst_portable.layout import NAMES as LAYOUTS
+from burst_portable.layout import Layout, make_layout
+from burst_portable.mask import UNBOUNDED, Mask, Region
+from burst_portable.planning.plans import can_group, can_share, heads_each
+from burst_portable.strategies.base import Strategy, make_strategy
 
 LENGTH = 53
 """Divided by no number of ranks that is tried: every shard is ragged."""

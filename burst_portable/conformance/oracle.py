@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from burst_portable.conformance.cases import Case
 from burst_portable.mask import Mask
+from burst_portable.numerics import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -86,3 +88,133 @@ def attention(
     assert dk is not None
     assert dv is not None
     return Answer(out.detach(), lse, dq, dk, dv, None if sinks is None else sinks.grad)
+
+
+_SHIFT = 90.0  # of scores, in "high" and "low": beyond where exp overflows, or underflows, in float32
+_SHIFT_BESIDE_SINKS = 60.0  # exp(-90) would be a weight, which devices without subnormal numbers may round to 0
+_SPREAD = {"usual": 1.0, "large": 40.0, "small": 1e-3, "high": 1.0, "low": 1.0}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Whole tensors, ``[B, S, H, D]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    sinks: Tensor | None = None
+
+
+def make_inputs(case: Case, seed: int = 0) -> Inputs:
+    """The tensors of a case; the same every time."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads, d, dv = case.sizes
+
+    def normal(count: int, dim: int) -> Tensor:
+        return torch.randn(case.batch, case.length, count, dim, generator=generator)
+
+    q, k, v, dout = normal(heads, d), normal(kv_heads, d), normal(kv_heads, dv), normal(heads, dv)
+    q = q * _SPREAD[case.values]
+    if case.values in ("high", "low"):
+        # One coordinate is the same for all queries and for all keys, so every score moves alike. The keys' is 1:
+        # dq is a sum over keys in which a large one would cancel, and magnify rounding that nobody can help.
+        q[..., 0] = (_SHIFT_BESIDE_SINKS if case.sinks else _SHIFT) * d**0.5
+        k[..., 0] = 1.0 if case.values == "high" else -1.0
+    sinks = torch.randn(heads, generator=generator).to(case.dtype) if case.sinks else None
+    q, k, v, dout = (x.to(case.dtype) for x in (q, k, v, dout))
+    return Inputs(q, k, v, dout, sinks)
+
+
+def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:
+    """The oracle's answer in float64, and plain attention's in the case's dtype."""
+    seen = dense_mask(case.make_mask(), case.length)
+    exact, plain = (
+        attention(x.q, x.k, x.v, x.dout, seen, scale=case.factor, softcap=case.softcap, sinks=x.sinks, dtype=dtype)
+        for dtype in (torch.float64, case.dtype)
+    )
+    return exact, plain
+
+
+def in_memory(x: Tensor, how: str, device: torch.device) -> Tensor:
+    """The same numbers on a device, laid out in another way; the last stride stays 1."""
+    x = x.to(device)
+    if how == "heads":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    batch, rows, heads, dim = x.shape
+    if how == "padded":  # as slices of a fused projection lie
+        wide = x.new_full((batch, rows, heads, dim + 8), float("nan"))
+        wide[..., :dim] = x
+        return wide[..., :dim]
+    if how == "sliced":
+        wide = x.new_full((batch, 2 * rows, heads, dim), float("nan"))
+        wide[:, ::2] = x
+        return wide[:, ::2]
+    if how == "odd":
+        wide = x.new_full((batch, rows, heads, dim + 1), float("nan"))
+        wide[..., 1:] = x
+        return wide[..., 1:]
+    return x.contiguous()
+
+
+MULTIPLE = {"out": 1.5, "lse": 1.5, "dq": 1.5, "dk": 1.5, "dv": 1.5, "dsinks": 1.5}
+
+# A few units of rounding: where plain attention happens to be exact, a sum in another order still rounds.
+FLOOR = {torch.float64: 1e-14, torch.float32: 6e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+_ROUNDINGS = 4
+
+
+def relative_error(x: Tensor, reference: Tensor) -> float:
+    """|x - reference| / |reference| in the 2-norm; infinite if x holds a NaN, or an infinity of its own.
+
+    Infinities that the reference has too (LSE of rows that see nothing) must be equal, and count no further.
+    """
+    x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
+    finite = reference.isfinite()
+    if x.shape != reference.shape or not torch.equal(x[~finite], reference[~finite]):
+        return float("inf")
+    difference = (x[finite] - reference[finite]).norm().item()
+    norm = reference[finite].norm().item()
+    error = difference / norm if norm else difference
+    return error if error == error else float("inf")
+
+
+def error_of_weights(exact: Answer, dtype: torch.dtype, rounding: float = 0.0) -> float:
+    """The relative error of a weight from rounding the largest LSE: gradients recompute each as exp(score - LSE).
+
+    That is what makes attention fit (FlashAttention-2, section 3.1.2), and its price where scores are large: an LSE
+    of 100 is rounded by 4e-6, and every weight of its row with it. Plain attention keeps its weights and pays nothing.
+    A kernel whose operands are rounded, by `rounding`, moves a score of 100 by up to 0.1, if they are those of TF32.
+    """
+    finite = exact.lse[exact.lse.isfinite()].abs()
+    eps = torch.finfo(accumulation_dtype(dtype)).eps
+    return float(finite.max()) * (eps + rounding) if finite.numel() else 0.0
+
+
+def errors(
+    answer: Answer, exact: Answer, plain: Answer, dtype: torch.dtype, extra: float = 0.0, rounding: float = 0.0
+) -> dict[str, tuple[float, float]]:
+    """Every quantity of an answer: name -> (error, allowed).
+
+    Args:
+        extra: is allowed to gradients besides.
+        rounding: of the kernel's operands.
+    """
+    expected, usual = exact.quantities(), plain.quantities()
+    return {
+        name: (
+            relative_error(value, expected[name]),
+            MULTIPLE[name] * relative_error(usual[name], expected[name])
+            + FLOOR[dtype]
+            + _ROUNDINGS * rounding
+            + (extra if name.startswith("d") else 0.0),
+        )
+        for name, value in answer.quantities().items()
+    }
+
+
+def judge(answer: Answer, exact: Answer, plain: Answer, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    """The quantities that are too far off: name -> (error, allowed). Empty for a good answer."""
+    every = errors(answer, exact, plain, dtype)
+    return {name: (error, allowed) for name, (error, allowed) in every.items() if not error <= allowed}

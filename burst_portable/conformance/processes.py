@@ -26,11 +26,9 @@ from burst_portable.comm.base import Transport
 from burst_portable.config import listen_on_loopback
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.exchanges import JOBS
-from burst_portable.conformance.inputs import make_inputs
-from burst_portable.conformance.poison import fresh_memory_is_nan
-from burst_portable.conformance.running import Shard, run_rank
-from burst_portable.conformance.subject import Subject, as_it_is
-from burst_portable.conformance.trial import raised
+from burst_portable.conformance.oracle import make_inputs
+from burst_portable.conformance.running import Shard, fresh_memory_is_nan, run_rank
+from burst_portable.conformance.trial import Subject, as_it_is, raised
 from burst_portable.errors import CommunicationError
 
 _START = 120.0  # seconds until all ranks have imported torch and met

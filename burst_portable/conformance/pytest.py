@@ -20,10 +20,9 @@ import pytest
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import load, probed
-from burst_portable.conformance.making import attempt, rerun, shrunk, trials_of
-from burst_portable.conformance.poison import examining
-from burst_portable.conformance.subject import Subject
-from burst_portable.conformance.trial import Trial
+from burst_portable.conformance.running import examining
+from burst_portable.conformance.suite import attempt, rerun, shrunk, trials_of
+from burst_portable.conformance.trial import Subject, Trial
 
 
 class TrialOf:

@@ -10,7 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from burst_portable.errors import InputError, explain, in_a_line
-from burst_portable.files import parse_json
+from burst_portable.utils.files import parse_json
 
 SCHEMA = "burst_portable.conformance/1"
 

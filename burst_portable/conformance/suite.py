@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import platform
+import shlex
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -14,14 +21,282 @@ from burst_portable import __version__
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel, known, load, probed
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.making import Maker, listed
-from burst_portable.conformance.poison import examining
+from burst_portable.conformance.checks import CHECKS
+from burst_portable.conformance.processes import carried, deaf_to_interrupts, unpacked
 from burst_portable.conformance.report import TIERS, Report, Result
-from burst_portable.conformance.running import kernel_problem
-from burst_portable.conformance.side_by_side import Made, side_by_side
-from burst_portable.conformance.subject import EFFORTS, Subject, Wrap, as_it_is
-from burst_portable.conformance.trial import Outcome, Trial
+from burst_portable.conformance.running import examining, kernel_problem
+from burst_portable.conformance.trial import EFFORTS, Outcome, Subject, Trial, Wrap, as_it_is, raised
 from burst_portable.errors import BackendUnavailableError, InputError, explain, unknown_name
+
+_SIMPLER: dict[str, tuple[object, ...]] = {
+    "strategy": ("ring", "burst", "ulysses"),
+    "layout": ("contiguous", "zigzag"),
+    "mask": ("full", "causal", "window", "documents"),
+    "dtype": (torch.float32,),
+    "heads": ("1x1x8x8", "2x1x8x8", "mha", "gqa"),
+    "values": ("usual",),
+    "memory": ("rows",),
+    "softcap": (None,),
+    "sinks": (False,),
+    "scale": (None,),
+    "deterministic": (True,),
+    "batch": (1,),
+}
+"""The simplest first; a value may only become one that stands before it."""
+
+
+def smallest(case: Case, fails: Callable[[Case], bool], *, attempts: int = 80, seconds: float = 30.0) -> Case:
+    """The smallest case found for which `fails` is true, which it is for the given one. Greedy, and bounded."""
+    until = time.monotonic() + seconds
+    while True:
+        for simpler in candidates(case):
+            if attempts <= 0 or time.monotonic() > until:
+                return case
+            attempts -= 1
+            if fails(simpler):
+                case = simpler
+                break
+        else:
+            return case
+
+
+def candidates(case: Case) -> Iterator[Case]:
+    """Cases that are smaller in one choice, the largest steps first."""
+    for ranks in (1, 2, 3, case.ranks // 2, case.ranks - 1):
+        if 0 < ranks < case.ranks:
+            yield from _possible(case, ranks=ranks)
+    for length in (4, 8, case.length // 2, case.length - case.length // 4, case.length - 1):
+        if 1 < length < case.length:
+            yield from _possible(case, length=length)
+    for name, values in _SIMPLER.items():
+        now = getattr(case, name)
+        before = values[: values.index(now)] if now in values else values
+        for value in before:
+            yield from _possible(case, **{name: value})
+
+
+def _possible(case: Case, **changes: Any) -> Iterator[Case]:
+    changed = replace(case, **changes)
+    if changed.possible():
+        yield changed
+
+
+_SHRUNK = 3  # failures of a group whose smallest case is searched for at length; the others are mostly alike
+_AT_LENGTH, _BRIEFLY = 80, 12  # attempts
+
+
+def listed(subject: Subject, only: Iterable[str] = (), cases: Sequence[str] = ()) -> list[Trial]:
+    """The trials that were asked for: single ones by name, or those of some groups, or all."""
+    return [trial_of(subject, text) for text in cases] or list(trials_of(subject, only))
+
+
+def trials_of(subject: Subject, only: Iterable[str] = ()) -> Iterator[Trial]:
+    """All trials, or those of some groups."""
+    names = tuple(only) or tuple(CHECKS)
+    for name in names:
+        if name not in CHECKS:
+            raise unknown_name("group of checks", name, CHECKS)
+    for name in CHECKS:
+        if name in names:
+            yield from CHECKS[name].trials(subject)
+
+
+def trial_of(subject: Subject, text: str) -> Trial:
+    """The trial that a report calls so: ``group:case``, ``kernels:kernel:case`` or ``group:name``."""
+    group, _, name = text.partition(":")
+    if group not in CHECKS:
+        raise unknown_name("group of checks", group, CHECKS)
+    check = CHECKS[group]
+    head, colon, spec = name.rpartition(":")
+    kernels = [kernel.name for kernel in subject.backend.kernels()]
+    is_case = "=" in spec or spec == "default"
+    if group == "kernels" and subject.kernel != "auto" and name.partition(":")[0] in set(kernels) - {subject.kernel}:
+        raise InputError(
+            explain(
+                "the trial is of another kernel than the one to examine",
+                got=f"{text}, and kernel {subject.kernel!r}",
+                next_step="leave one of them out",
+            )
+        )
+    if check.of_case is not None and is_case and (head in kernels if group == "kernels" else not colon):
+        return check.of_case(subject, Case.parse(spec), head)
+    every = {trial.name: trial for trial in check.trials(replace(subject, effort="usual"))}
+    if name not in every:
+        raise unknown_name(f"trial of {group!r}", name, every)
+    return every[name]
+
+
+def attempt(trial: Trial, case: Case | None = None) -> Outcome:
+    """Make it; whatever it raises is a failure that says so."""
+    try:
+        return trial.attempt(case or trial.case or Case())
+    # A backend under examination may fail in any way, and the next trial should still be made.
+    except Exception as error:  # noqa: BLE001
+        return Outcome(wrong=raised(error))
+
+
+def shrunk(trial: Trial, attempts: int = _AT_LENGTH) -> Case | None:
+    """The smallest case found that fails as this one does; None for trials that are not cases."""
+    if trial.case is None:
+        return None
+    return smallest(trial.case, lambda case: not attempt(trial, case).ok, attempts=attempts)
+
+
+@dataclass
+class Maker:
+    """Makes trials one after another. `shrink`: the smallest case that fails is looked for."""
+
+    subject: Subject
+    shrink: bool = True
+    _failures: dict[str, int] = field(default_factory=dict)
+
+    def make(self, trial: Trial) -> tuple[Outcome, Result]:
+        """One trial, timed; where it fails, its smallest case too."""
+        started = time.monotonic()
+        outcome = attempt(trial)
+        seconds, least = time.monotonic() - started, None
+        if not outcome.ok:
+            count = self._failures[trial.check] = self._failures.get(trial.check, 0) + 1
+            if self.shrink:
+                least = shrunk(trial, _AT_LENGTH if count <= _SHRUNK else _BRIEFLY)
+        return outcome, result_of(self.subject, trial, outcome, seconds, least)
+
+
+def result_of(subject: Subject, trial: Trial, outcome: Outcome, seconds: float, least: Case | None = None) -> Result:
+    """The report's result for an outcome."""
+    text = trial.text
+    if least is not None:
+        text = f"{trial.check}:{trial.kernel}:{least.spec()}" if trial.kernel else f"{trial.check}:{least.spec()}"
+    return Result(
+        check=trial.check,
+        name=trial.name,
+        ok=outcome.ok,
+        seconds=round(seconds, 4),
+        errors={name: (error, allowed) for name, (error, allowed) in outcome.errors.items()},
+        message=outcome.text(),
+        skipped=outcome.skipped,
+        smallest=text if not outcome.ok else "",
+        command="" if outcome.ok else rerun(subject, text),
+    )
+
+
+def rerun(subject: Subject, text: str) -> str:
+    """The command line that makes exactly one trial again."""
+    words = ["burst-portable", "conform", "--backend", subject.backend.name]
+    words += ["--kernel", subject.kernel] if subject.kernel != "auto" else []
+    return shlex.join([*words, "--case", text])
+
+
+_LAST_WORDS = 5.0  # seconds that a process gets to end
+_LONGEST = 900.0  # seconds for a trial, including the process's start and everything compiled for it
+
+Made = tuple[Outcome, Result]
+
+
+def side_by_side(
+    subject: Subject,
+    only: Sequence[str],
+    cases: Sequence[str],
+    trials: Sequence[Trial],
+    processes: int,
+    *,
+    shrink: bool,
+) -> Generator[Made]:
+    """The result of each trial, in order; `only` and `cases` list the same trials in the other processes."""
+    workers = [_Worker(subject, only, cases, shrink) for _ in range(min(processes, len(trials)))]
+    idle: SimpleQueue[_Worker] = SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def make(number: int) -> Made:
+        worker = idle.get()
+        try:
+            return worker.make(number, trials[number])
+        finally:
+            idle.put(worker)
+
+    threads = ThreadPoolExecutor(len(workers), thread_name_prefix="trials")
+    try:
+        yield from threads.map(make, range(len(trials)))
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.give_up()
+        threads.shutdown()
+        for worker in workers:
+            worker.end()
+
+
+class _Worker:
+    """A process, started with its first trial, and again after one that failed."""
+
+    def __init__(self, subject: Subject, only: Sequence[str], cases: Sequence[str], shrink: bool) -> None:
+        self._subject, self._arguments = subject, (carried(subject), only, cases, shrink)
+        self._process: multiprocessing.process.BaseProcess | None = None
+
+    def make(self, number: int, trial: Trial) -> Made:
+        """Ask for one trial and wait for its result."""
+        if self._process is None:
+            self._start()
+        try:
+            self._pipe.send(number)
+            made = self._pipe.recv() if self._pipe.poll(_LONGEST) else self._hangs(trial)
+        except (EOFError, OSError):
+            made = self._died(trial)
+        if not made[0].ok:
+            self.end()
+        return made
+
+    def give_up(self) -> None:
+        """Kill the process: nobody waits for it."""
+        if self._process is not None:
+            self._process.kill()
+
+    def end(self) -> None:
+        """Let the process end by itself, as it does when nobody asks any more; kill it if it does not."""
+        if self._process is not None:
+            self._pipe.close()
+            self._process.join(_LAST_WORDS)
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, *self._arguments))
+        with deaf_to_interrupts():
+            self._process.start()
+        theirs.close()
+
+    def _hangs(self, trial: Trial) -> Made:
+        self.give_up()
+        outcome = Outcome(wrong=f"it had not ended after {_LONGEST:g} s, and its process was ended")
+        return outcome, result_of(self._subject, trial, outcome, _LONGEST)
+
+    def _died(self, trial: Trial) -> Made:
+        assert self._process is not None, "it was asked"
+        self._process.join(_LAST_WORDS)
+        outcome = Outcome(wrong=f"its process ended with exit code {self._process.exitcode}")
+        return outcome, result_of(self._subject, trial, outcome, 0.0)
+
+
+def _serve(pipe: Connection, subject: Subject, only: Sequence[str], cases: Sequence[str], shrink: bool) -> None:
+    """One process: receives numbers of trials and sends their results, until nobody asks any more."""
+    subject = unpacked(subject)
+    with examining():
+        trials, maker = listed(subject, only, cases), Maker(subject, shrink)
+        while True:
+            try:
+                number = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                return
+            made = maker.make(trials[number])
+            try:
+                pipe.send(made)
+            except (BrokenPipeError, ConnectionResetError):  # the first process is gone
+                return
+
 
 Progress = Callable[[int, int, Trial, Outcome | None], None]
 """Called before a trial (with None) and after it: how many are done, how many there are."""
@@ -47,7 +322,7 @@ def check_backend(
     Args:
         backend: its name, or the backend itself.
         ranks: the most ranks that a case may have; they are threads, and processes in the group "group".
-        only: groups of checks (see `checks.CHECKS`); all unless given.
+        only: groups of checks (see `runtime.validation.CHECKS`); all unless given.
         cases: single trials, as a report names them (``attention:mask=full,ranks=3``), instead of whole groups.
         effort: "quick" (seconds on a CPU, minutes where kernels are compiled first), "usual" (every pair of choices),
             "full" (products: an hour).

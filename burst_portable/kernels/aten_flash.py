@@ -1,4 +1,4 @@
-"""torch's flash attention operator, the same on NVIDIA and AMD, on boxes and causal squares (`kernels.pieces`).
+"""torch's flash attention operator, the same on NVIDIA and AMD, on boxes and causal squares (`operator_kernel`).
 
 A vendor's folder says on which devices it can be relied on.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.contract import Gradients, KernelProblem
-from burst_portable.kernels.merged_once import MergedOnceKernel
+from burst_portable.kernels.base import Gradients, KernelProblem
+from burst_portable.kernels.operator_kernel import MergedOnceKernel
 from burst_portable.numerics import State
 
 
@@ -31,7 +31,7 @@ def declined(problem: KernelProblem, largest_head: int) -> str:
 
 
 class AtenFlashKernel(MergedOnceKernel):
-    """See `kernels.contract.Kernel`; `supports` is the vendor's."""
+    """See `kernels.base.Kernel`; `supports` is the vendor's."""
 
     name = "flash"
 

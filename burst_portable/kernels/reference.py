@@ -12,15 +12,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
+from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support
 from burst_portable.numerics import State, anchored, empty_state, merge_into, row_delta, running_dtype
-from burst_portable.tiles import Tile, Tiles
+from burst_portable.planning.tiles import Tile, Tiles
 
 SCORES = 1 << 22
 
 
 class ReferenceKernel:
-    """See `kernels.contract.Kernel`."""
+    """See `kernels.base.Kernel`."""
 
     name = "reference"
 

@@ -1,4 +1,4 @@
-"""What this machine's kernels and links do, measured for `auto`: see `rates.measure`.
+"""What this machine's kernels and links do, measured for `auto`: see `planning.rates.measure`.
 
 ::
 

@@ -23,19 +23,18 @@ import torch
 from torch import Tensor, nn
 
 from burst_portable.backends.registry import for_device
-from burst_portable.checks import tell_the_others
 from burst_portable.comm.agreement import agree_on_call
-from burst_portable.comm.base import Exchange, Handle, Message, Parts, Strips, Transport
-from burst_portable.comm.wrapped import WrappedTransport
+from burst_portable.comm.base import Exchange, Handle, Message, Parts, Strips, Transport, WrappedTransport
 from burst_portable.errors import InputError, explain, shown
-from burst_portable.kernels.contract import Gradients, Options
+from burst_portable.kernels.base import Gradients, Options
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
-from burst_portable.moves import Move
 from burst_portable.numerics import State, empty_state
-from burst_portable.plans import Plan
-from burst_portable.runtime import Queries, Runtime, WrappedRuntime, installed
-from burst_portable.steps import Compute
-from burst_portable.values import as_int
+from burst_portable.planning.plans import Plan
+from burst_portable.planning.routes import Move
+from burst_portable.planning.schedule import Compute
+from burst_portable.runtime.observer import Queries, Runtime, WrappedRuntime, installed
+from burst_portable.runtime.validation import tell_the_others
+from burst_portable.utils.values import as_int
 
 REPEAT = 3
 _KINDS = ((), ("communication",), ("computing",), ("communication", "computing"))
@@ -231,7 +230,7 @@ class _Silent(WrappedTransport):
 
 
 class _Ablated(WrappedRuntime):
-    """See `runtime.Runtime`. With computing off, kernels return at once; with communication off, nothing is sent."""
+    """See `observer.Runtime`. With computing off, kernels return at once; with communication off, nothing is sent."""
 
     def __init__(self, inner: Runtime, off: Sequence[str]) -> None:
         super().__init__(inner)

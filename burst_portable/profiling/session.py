@@ -29,17 +29,16 @@ from torch import nn
 
 from burst_portable.errors import InputError, explain, shown
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
-from burst_portable.plans import Plan
-from burst_portable.profiling.record import RankRecords, pack, unpack
-from burst_portable.profiling.recorder import Recorder
-from burst_portable.profiling.recording import RecordingRuntime
-from burst_portable.runtime import Runtime, installed
-from burst_portable.units import rank_names
+from burst_portable.planning.plans import Plan
+from burst_portable.profiling.recorder import Recorder, RecordingRuntime
+from burst_portable.profiling.records import RankRecords, pack, unpack
+from burst_portable.runtime.observer import Runtime, installed
+from burst_portable.utils.text import rank_names
 
 if TYPE_CHECKING:
     from burst_portable.profiling.ablation import Ablation
-    from burst_portable.profiling.deep import Tracer
     from burst_portable.profiling.report import Report
+    from burst_portable.profiling.tracing import Tracer
 
 LEVELS = ("session", "light", "deep")
 Wrap = Callable[[Runtime, Plan, Mesh], Runtime]
@@ -280,7 +279,7 @@ def profile(level: Literal["session", "light", "deep"] = "session", *, mesh: Mes
 
 
 def _tracer() -> Tracer:
-    from burst_portable.profiling.deep import Tracer  # torch.profiler is not light
+    from burst_portable.profiling.tracing import Tracer
 
     return Tracer()
 

@@ -11,20 +11,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_portable.cost import plan_cost, plan_seconds
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
 from burst_portable.layout import Segment
-from burst_portable.plans import Plan, Problem
-from burst_portable.rates import Rates
+from burst_portable.planning.cost import plan_cost, plan_seconds
+from burst_portable.planning.plans import Plan, Problem
+from burst_portable.planning.rates import Rates
+from burst_portable.planning.tiles import BlockPairs
 from burst_portable.strategies.base import Strategy, check_inner
 from burst_portable.strategies.burst import BurstStrategy
 from burst_portable.strategies.double_ring import DoubleRingStrategy
 from burst_portable.strategies.ring import RingStrategy
 from burst_portable.strategies.ulysses import UlyssesStrategy, possible_groups, shares_out
 from burst_portable.strategies.usp import UspStrategy
-from burst_portable.tiles import BlockPairs
-from burst_portable.units import by_time
-from burst_portable.values import divisors
+from burst_portable.utils.text import by_time
+from burst_portable.utils.values import divisors
 
 DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
 """A present-day accelerator, used where no backend knows better."""
@@ -52,7 +52,7 @@ class AutoStrategy:
         check_inner(self.inner)
         if not isinstance(self.rates, Rates):
             raise InputError(
-                explain("rates are not Rates", got=shown(self.rates), allowed="burst_portable.rates.Rates")
+                explain("rates are not Rates", got=shown(self.rates), allowed="burst_portable.planning.rates.Rates")
             )
 
     def seconds(self, plan: Plan) -> float:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib import import_module
 from typing import Literal, Protocol
 
 from burst_portable.errors import InputError, explain, shown, unknown_name
-from burst_portable.messages import row_size
-from burst_portable.moves import Fetch, Own, Ring, Route, Side
-from burst_portable.plans import Plan, Problem, make_pass_plan
-from burst_portable.values import divisors
+from burst_portable.planning.messages import row_size
+from burst_portable.planning.plans import Plan, Problem, make_pass_plan
+from burst_portable.planning.routes import Fetch, Own, Ring, Route, Side
+from burst_portable.utils.values import divisors
 
 Moves = Literal["neighbour", "fetch"]
 """How blocks travel: from neighbour to neighbour, or straight from their owners."""
@@ -98,7 +99,7 @@ def share_before(problem: Problem, own: Own, side: Side) -> float:
 
 
 def route(ranks: int, moves: Moves, ahead: int = 1, together: int = 1, before: float = 1.0) -> Route:
-    """The route for a way of moving. `ahead`, `together` and `before` are for fetched blocks: see `moves.Fetch`."""
+    """The route for a way of moving. `ahead`, `together` and `before` are for fetched blocks: see `routes.Fetch`."""
     if moves == "fetch":
         others = max(1, ranks - 1)
         together = min(together, others)
@@ -126,3 +127,47 @@ def ring_plan(
         backward=make_pass_plan(problem, side, back, results=back, stride=stride),
         reason=note,
     )
+
+
+_CLASSES = {
+    "ring": "RingStrategy",
+    "burst": "BurstStrategy",
+    "double_ring": "DoubleRingStrategy",
+    "ulysses": "UlyssesStrategy",
+    "usp": "UspStrategy",
+    "auto": "AutoStrategy",
+}
+
+NAMES = tuple(_CLASSES)
+WITH_NODES = ("double_ring", "usp", "auto")
+"""Those that have an option `inner`: ranks per node."""
+
+
+def make_strategy(name: str, **options: object) -> Strategy:
+    """The strategy of that name, with its options; options that are None are left at their defaults.
+
+    Raises `UnknownNameError`, or `InputError` for an option that the strategy does not have.
+    """
+    if not isinstance(name, str) or name not in _CLASSES:
+        base = name.partition("+")[0] if isinstance(name, str) else ""
+        if base in _CLASSES:  # as plans are called where their options differ
+            raise InputError(
+                explain(
+                    "a strategy's options are not part of its name",
+                    got=shown(name),
+                    next_step=f'make_strategy("{base}", moves="fetch", ...), or --strategy {base} --moves fetch',
+                )
+            )
+        raise unknown_name("strategy", name, _CLASSES)
+    cls = getattr(import_module(f"burst_portable.strategies.{name}"), _CLASSES[name])
+    given = {key: value for key, value in options.items() if value is not None}
+    allowed = {field.name for field in fields(cls)} - {"name"}
+    if extra := sorted(set(given) - allowed):
+        raise InputError(
+            explain(
+                f"the strategy {name!r} has no option {extra[0]!r}",
+                allowed=", ".join(sorted(allowed)) or "none",
+            )
+        )
+    strategy: Strategy = cls(**given)
+    return strategy

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_portable.plans import Plan, Problem
+from burst_portable.planning.plans import Plan, Problem
 from burst_portable.strategies.base import (
     GradientWidth,
     Moves,

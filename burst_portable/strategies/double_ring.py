@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from burst_portable.messages import row_size
-from burst_portable.moves import DoubleRing, Side
-from burst_portable.plans import Plan, Problem
+from burst_portable.planning.messages import row_size
+from burst_portable.planning.plans import Plan, Problem
+from burst_portable.planning.routes import DoubleRing, Side
 from burst_portable.strategies.base import (
     GradientWidth,
     check_gradients,
@@ -35,7 +35,7 @@ from burst_portable.strategies.base import (
     ring_plan,
     with_gradients,
 )
-from burst_portable.values import check_divides
+from burst_portable.utils.values import check_divides
 
 
 @dataclass(frozen=True)

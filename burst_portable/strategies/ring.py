@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_portable.moves import Own
-from burst_portable.plans import Plan, Problem
+from burst_portable.planning.plans import Plan, Problem
+from burst_portable.planning.routes import Own
 from burst_portable.strategies.base import (
     GradientWidth,
     Moves,

@@ -16,11 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
-from burst_portable.heads import can_group, can_share, heads_each
-from burst_portable.layouts import contiguous
-from burst_portable.memory_traffic import comes_in_order
-from burst_portable.moves import Ring
-from burst_portable.plans import Plan, Problem, make_pass_plan
+from burst_portable.layout import contiguous
+from burst_portable.planning.cost import comes_in_order
+from burst_portable.planning.plans import Plan, Problem, can_group, can_share, heads_each, make_pass_plan
+from burst_portable.planning.routes import Ring
 
 MOST_GROUPS = 8
 
@@ -92,7 +91,7 @@ def shares_out(problem: Problem, ranks: int) -> bool:
 def in_rank_order(plan: Plan, *, faster_squares: bool = False) -> Plan:
     """The plan with rows of head shards left as they arrive, rank after rank, unless that makes too many tiles.
 
-    faster_squares: nor where the natural order makes one: see `kernels.contract.Kernel`.
+    faster_squares: nor where the natural order makes one: see `kernels.base.Kernel`.
     """
     if not comes_in_order(plan, faster_squares=faster_squares):
         return plan

@@ -20,9 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from burst_portable.errors import UnsupportedError, explain
-from burst_portable.heads import heads_each
-from burst_portable.moves import Side
-from burst_portable.plans import Plan, Problem
+from burst_portable.planning.plans import Plan, Problem, heads_each
+from burst_portable.planning.routes import Side
 from burst_portable.strategies.base import (
     GradientWidth,
     Moves,
@@ -36,7 +35,7 @@ from burst_portable.strategies.base import (
     with_gradients,
 )
 from burst_portable.strategies.ulysses import UlyssesStrategy, shares_out
-from burst_portable.values import check_divides, divisors
+from burst_portable.utils.values import check_divides, divisors
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burst_portable.backends.cuda import vendors
+from burst_portable.backends.cuda import library_kernels as vendors
 
 Window = tuple[int | None, int | None]
 """How many keys before and after its own a row sees; None is no bound."""

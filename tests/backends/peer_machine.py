@@ -19,7 +19,7 @@ from burst_portable.backends.cuda.peers import watch as peer_watch
 from burst_portable.comm.local import run_threads
 from burst_portable.config import Config
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.tolerances import judge
+from burst_portable.conformance.oracle import judge
 from tests.spmd.attention import expected, make_inputs, on_one_rank
 
 DEVICE = torch.device("cpu", 0)

@@ -15,11 +15,9 @@ from burst_portable.backends.ascend.tracer import NpuTracer, kineto
 from burst_portable.backends.registry import as_kineto, tracer_of
 from burst_portable.cli import main
 from burst_portable.errors import UnsupportedError
-from burst_portable.profiling import deep
-from burst_portable.profiling.deep import Tracer, join, tracer_here
-from burst_portable.profiling.place import Place
-from burst_portable.profiling.traced_facts import traced_facts
-from burst_portable.profiling.traces import load_trace
+from burst_portable.profiling import tracing as deep
+from burst_portable.profiling.records import Place
+from burst_portable.profiling.tracing import Tracer, join, load_trace, traced_facts, tracer_here
 
 HOST, DEVICE, HCCL, OVERLAP = 4711, 1001, 1002, 1003
 BASE = 1_763_700_000_000_000  # microseconds since 1970, as its times are

@@ -8,11 +8,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from backends.cuda import machine_code
+from backends.cuda import aot, machine_code
 from backends.evidence import fingerprint
-from burst_portable.backends.cuda.hopper import aot
 from burst_portable.conformance.report import Report
-from burst_portable.kernels.triton.compile import KERNELS, named, tuned
+from burst_portable.kernels.triton.machine_code import KERNELS, named, tuned
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "backends" / "cuda" / "evidence"
 

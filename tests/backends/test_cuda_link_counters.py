@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from burst_portable.backends import registry
-from burst_portable.backends.cuda.link_counters import NvlinkCounters
+from burst_portable.backends.cuda.nvml import NvlinkCounters
 from burst_portable.errors import BackendUnavailableError
 
 TX, RX = 138, 139

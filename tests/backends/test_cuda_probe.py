@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from burst_portable.backends import registry
-from burst_portable.backends.cuda import probe
+from burst_portable.backends.cuda import nvml as probe
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from burst_portable.backends.cuda import driver as driver_module
-from burst_portable.backends.cuda.kernel_driver import packing
+from burst_portable.backends.cuda.driver import packing
 from burst_portable.backends.cuda.peers import memory as peer_memory
 from burst_portable.backends.cuda.peers import push
 from burst_portable.comm.base import Part, Parts, Strip

@@ -13,12 +13,18 @@ import pytest
 import torch
 
 from burst_portable.backends.cpu.backend import CpuBackend
-from burst_portable.backends.cuda import vendors
+from burst_portable.backends.cuda import library_kernels as vendors
 from burst_portable.conformance import check_backend
-from burst_portable.kernels.contract import KernelProblem, Options, faster_on_squares, takes_windows, writes_gradients
-from burst_portable.kernels.lazy import LazyKernel
+from burst_portable.kernels.base import (
+    KernelProblem,
+    LazyKernel,
+    Options,
+    faster_on_squares,
+    takes_windows,
+    writes_gradients,
+)
 from burst_portable.kernels.reference import ReferenceKernel
-from burst_portable.tiles import Tile, Tiles
+from burst_portable.planning.tiles import Tile, Tiles
 from tests.backends import emulated
 from tests.kernels.flash4_cases import OPTIONS, compare_whole, inputs
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from burst_portable.backends import registry
-from burst_portable.backends.rocm import probe
+from burst_portable.backends.rocm import device as probe
 from burst_portable.backends.rocm.backend import RocmBackend
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels import lazy
-from burst_portable.kernels.contract import KernelProblem
+from burst_portable.kernels import base as lazy
+from burst_portable.kernels.base import KernelProblem
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from backends.evidence import fingerprint
 from burst_portable.config import environment_of_children
 from burst_portable.conformance.report import Report
-from burst_portable.kernels.triton.compile import KERNELS, named, tuned
+from burst_portable.kernels.triton.machine_code import KERNELS, named, tuned
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "backends" / "rocm"

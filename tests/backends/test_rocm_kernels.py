@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from burst_portable.backends.cpu.backend import CpuBackend
-from burst_portable.backends.rocm import flash
+from burst_portable.backends.rocm import flash_kernels as flash
 from burst_portable.conformance import check_backend
 from burst_portable.conformance.cases import MASKS
-from burst_portable.kernels.contract import KernelProblem
+from burst_portable.kernels.base import KernelProblem
 from burst_portable.kernels.reference import ReferenceKernel
 from tests.backends import emulated
 
@@ -95,7 +95,7 @@ def aiter(monkeypatch):
         if forward is not None:
             modules["aiter.ops.mha"]._flash_attn_forward = forward
         modules["aiter.ops.mha"]._flash_attn_backward = backward
-        from burst_portable.backends.rocm.aiter import AiterKernel
+        from burst_portable.backends.rocm.flash_kernels import AiterKernel
 
         return AiterKernel()
 

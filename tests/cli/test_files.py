@@ -14,9 +14,9 @@ import pytest
 from burst_portable.cli import main
 from burst_portable.conformance.report import Report as Conformance
 from burst_portable.errors import InputError
-from burst_portable.files import read_json
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.compare import compare
+from burst_portable.utils.files import read_json
 
 SAMPLE = Path(__file__).parents[2] / "profiling" / "sample" / "slow_link.json"
 EVENT = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2}

@@ -9,7 +9,7 @@ import pytest
 from burst_portable.cli import main
 from burst_portable.cli.kernels import kernels
 from burst_portable.errors import UnknownNameError
-from burst_portable.kernels.triton.compile import KERNELS
+from burst_portable.kernels.triton.machine_code import KERNELS
 
 
 def test_json_of_one_chip(capsys):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from burst_portable.cli import doctor_view, main, measure_view, run_view
+from burst_portable.cli import doctor as doctor_view
+from burst_portable.cli import main
+from burst_portable.cli import measure as measure_view
+from burst_portable.cli.run import view as run_view
 from burst_portable.profiling.report import Report
 from tests.profiling.made import ring
 

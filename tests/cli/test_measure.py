@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from burst_portable.cli import main, measure_view
-from burst_portable.measured_rates import read_rates
+from burst_portable.cli import main
+from burst_portable.cli import measure as measure_view
+from burst_portable.planning.rates import read_rates
 
 SMALL = ("measure", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seq-len", "64")
 ROOT = Path(__file__).parents[2]
@@ -74,13 +75,13 @@ def test_under_torchrun(tmp_path):
     ],
 )
 def test_what_is_refused_before_a_process_starts(capsys, monkeypatch, arguments, told):
-    monkeypatch.setattr("burst_portable.cli.measuring.run_processes", lambda *_: pytest.fail("a process started"))
+    monkeypatch.setattr("burst_portable.cli.measure_worker.run_processes", lambda *_: pytest.fail("a process started"))
     assert main([*SMALL, *arguments]) == 2
     assert told in capsys.readouterr().err
 
 
 def test_the_usual_length_counts_too(capsys, monkeypatch):
-    monkeypatch.setattr("burst_portable.cli.measuring.run_processes", lambda *_: pytest.fail("a process started"))
+    monkeypatch.setattr("burst_portable.cli.measure_worker.run_processes", lambda *_: pytest.fail("a process started"))
     assert main(["measure", "--ranks", "1", "--heads", "16384", "--kv-heads", "16384", "--head-dim", "1024"]) == 2
     assert "got 128 GiB of q, k, v and gradients per rank, 1 rank;" in capsys.readouterr().err
 

@@ -11,9 +11,9 @@ import pytest
 from burst_portable.cli import main
 from burst_portable.cli.drawing import Cell, ranks_text, score_matrix
 from burst_portable.cli.plan_facts import checked_ranks
-from burst_portable.layouts import make_layout
+from burst_portable.layout import make_layout
 from burst_portable.mask import Mask
-from burst_portable.verify import verify
+from burst_portable.planning.verify import verify
 
 # 8 tokens, causal, contiguous, 2 ranks: rank 0 sees 1+2+3+4 = 10 pairs, rank 1 sees 16 + 10 = 26.
 TINY = (

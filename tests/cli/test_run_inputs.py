@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from burst_portable.cli import main
-from burst_portable.cli.training import limits
-from burst_portable.cli.training.models import build, config_of
-from burst_portable.cli.training.worker import device_of
+from burst_portable.cli.run import job as limits
+from burst_portable.cli.run.models import build, config_of
+from burst_portable.cli.run.worker import device_of
 from burst_portable.config import Launched, launched
 from burst_portable.errors import InputError
 from tests.integration.models import make
@@ -52,7 +52,7 @@ def test_variables_of_no_launcher(changes, said):
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr("burst_portable.cli.run.find_spec", lambda name: None)
+    monkeypatch.setattr("burst_portable.cli.run.command.find_spec", lambda name: None)
     assert main(["run"]) == 2
     expected = "run needs the package transformers; in the clone, run: pip install '.[cli,transformers]'"
     assert capsys.readouterr().err == f"burst-portable: {expected}\n"
@@ -162,7 +162,7 @@ def test_more_ranks_than_devices(monkeypatch):
 
 def test_a_rank_that_fails_says_why_last(tmp_path):
     """Its thread that watches the parent's pipe must not abort it on the way out."""
-    command = [sys.executable, "-m", "burst_portable.cli.training.worker", str(tmp_path / "no job"), "0"]
+    command = [sys.executable, "-m", "burst_portable.cli.run.worker", str(tmp_path / "no job"), "0"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
         assert rank.wait(60) == 1
         said = rank.stderr.read().decode().splitlines()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from burst_portable.cli.run_view import View, summary, utilisation_text
+from burst_portable.cli.run.view import View, summary, utilisation_text
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.terminal import show
 from tests.profiling.made import ring

@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from burst_portable.cli import app, main, signals
+from burst_portable.cli import app, main
+from burst_portable.cli import process as signals
 
 ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 

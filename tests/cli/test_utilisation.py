@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 
-from burst_portable.cli.training.models import build, outline, recompute_layers
-from burst_portable.cli.training.rank import fingerprint
-from burst_portable.cli.training.utilisation import model_flops, utilisation
+from burst_portable.cli.run.models import build, outline, recompute_layers
+from burst_portable.cli.run.setup import model_flops, utilisation
+from burst_portable.cli.run.train import fingerprint
 from tests.integration.models import SIZES, make, tokens
 
 QKVO = 32 * 32 + 2 * 32 * 16 + 32 * 32

@@ -15,10 +15,10 @@ from burst_portable.backends.base import Capabilities, Probe
 from burst_portable.backends.registry import load
 from burst_portable.comm.base import Transport
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels import whole
-from burst_portable.kernels.contract import Kernel
+from burst_portable.kernels import base as whole
+from burst_portable.kernels.base import Kernel
 from burst_portable.numerics import Compensated, State
-from burst_portable.tiles import Tile, Tiles, banded_box
+from burst_portable.planning.tiles import Tile, Tiles, banded_box
 from tests.conformance.planted_transports import Through
 
 

@@ -20,13 +20,13 @@ from burst_portable.backends.base import Probe
 from burst_portable.backends.registry import load
 from burst_portable.conformance import check_backend
 from burst_portable.conformance.checks import CHECKS
-from burst_portable.conformance.making import trials_of
 from burst_portable.conformance.report import Report
-from burst_portable.conformance.subject import Subject
+from burst_portable.conformance.suite import trials_of
+from burst_portable.conformance.trial import Subject
 from burst_portable.errors import InputError
-from burst_portable.profiling import events
-from burst_portable.profiling.partition import Timeline
-from burst_portable.profiling.recording import RecordingRuntime
+from burst_portable.profiling import clocks as events
+from burst_portable.profiling.analysis.intervals import Timeline
+from burst_portable.profiling.recorder import RecordingRuntime
 from tests.conformance import planted, planted_transports
 from tests.conformance.planted import Planted
 from tests.conformance.planted_transports import DoesNotWait, DropsLastHop, SentTooEarly

@@ -16,8 +16,7 @@ from burst_portable.cli import doctor
 from burst_portable.cli.backends import choose_backend
 from burst_portable.conformance import check_backend
 from burst_portable.errors import BackendUnavailableError
-from burst_portable.kernels.contract import KernelProblem
-from burst_portable.kernels.lazy import LazyKernel
+from burst_portable.kernels.base import KernelProblem, LazyKernel
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from burst_portable.conformance import check_backend, side_by_side
+from burst_portable.conformance import check_backend
+from burst_portable.conformance import suite as side_by_side
 from burst_portable.errors import InputError
 from tests.conformance import planted
 from tests.conformance.planted import Around, Planted

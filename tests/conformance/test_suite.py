@@ -18,12 +18,11 @@ from burst_portable.conformance import Case, Report, check_backend
 from burst_portable.conformance.cases import HEADS, MASKS, STRATEGIES, covering, mask_of, product
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.checks.attention import axes
-from burst_portable.conformance.making import trial_of, trials_of
 from burst_portable.conformance.pytest import backend_checks
-from burst_portable.conformance.shrink import candidates, smallest
-from burst_portable.conformance.subject import Subject
+from burst_portable.conformance.suite import candidates, smallest, trial_of, trials_of
+from burst_portable.conformance.trial import Subject
 from burst_portable.errors import BackendUnavailableError, InputError
-from burst_portable.layouts import NAMES as LAYOUTS
+from burst_portable.layout import NAMES as LAYOUTS
 from tests.conformance import planted
 from tests.conformance.planted import Planted
 

@@ -13,9 +13,8 @@ import burst_portable as bp
 from burst_portable.backends.registry import for_device
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES, Case
-from burst_portable.conformance.oracle import Answer
-from burst_portable.conformance.tolerances import judge
-from burst_portable.strategies.registry import make_strategy
+from burst_portable.conformance.oracle import Answer, judge
+from burst_portable.strategies.base import make_strategy
 
 HEADS, KV_HEADS, DIM = 8, 4, 64
 

@@ -16,7 +16,7 @@ import torch
 import burst_portable as bp
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import MASKS
-from burst_portable.conformance.tolerances import judge
+from burst_portable.conformance.oracle import judge
 
 pytestmark = pytest.mark.device
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from benchmarks.wire_bytes import Wire, prepared
 from benchmarks.wire_report import Measured, planned
 from burst_portable.backends.registry import for_device, link_counters_of
 from burst_portable.comm.base import Transport
-from burst_portable.plans import PASSES
+from burst_portable.planning.plans import PASSES
 from tests.device.trouble import join
 
 DEADLINE, CALLS = 30.0, 10

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.end_to_end import config_of_shape
-from burst_portable.cli.training.models import build
+from burst_portable.cli.run.models import build
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,8 +17,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 import burst_portable as bp
-from burst_portable import graphs
 from burst_portable.errors import InputError, MismatchError, ShapeError, UnknownNameError, UnsupportedError
+from burst_portable.runtime import graph_ops as graphs
 from tests.integration.compiled_ranks import on_threads
 
 # torch's own: the compiler looks at .grad of what it is handed.

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from burst_portable.cli.training import launch
+from burst_portable.cli.run import spawn as launch
 from burst_portable.errors import InputError, PeerLostError
 
 # What a rank does instead of its work, as the first thing in its process.

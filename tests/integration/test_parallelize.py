@@ -17,8 +17,8 @@ from burst_portable import gradients as summing
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers import loss as losses
 from burst_portable.integrations.transformers import parallelize, sum_gradients, sum_over_ranks
-from burst_portable.layouts import OF_DOCUMENTS
-from burst_portable.rates import Rates
+from burst_portable.layout import OF_DOCUMENTS
+from burst_portable.planning.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy
 from tests.integration.models import MODELS, assert_same, gradients_of, make, on_one_device, on_ranks, tokens
 

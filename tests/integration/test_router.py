@@ -12,7 +12,7 @@ from transformers import JetMoeConfig, JetMoeForCausalLM
 from burst_portable import Mesh, run_local
 from burst_portable.errors import MismatchError, UnsupportedError
 from burst_portable.integrations.transformers import parallelize, sum_over_ranks
-from burst_portable.integrations.transformers.router import router_loss, with_router_loss
+from burst_portable.integrations.transformers.loss import router_loss, with_router_loss
 from tests.integration.models import SIZES, assert_same, make, on_one_device, on_ranks, one_of_two, tokens
 
 

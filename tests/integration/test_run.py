@@ -13,8 +13,8 @@ from time import monotonic, sleep
 import pytest
 
 from burst_portable.cli import main
-from burst_portable.cli.report import write_html
-from burst_portable.planning import plan
+from burst_portable.cli.run.page import write_html
+from burst_portable.strategies.planner import plan
 from tests.integration.models import SIZES
 
 FIELDS = {

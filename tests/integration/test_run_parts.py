@@ -13,10 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from burst_portable import Mesh, run_local
 from burst_portable.cli import main
-from burst_portable.cli.training.loop import Course, Sharded, Where, score
-from burst_portable.cli.training.models import build, config_of, outline
-from burst_portable.cli.training.outcome import gradient_differences, relative_differences
-from burst_portable.cli.training.texts import batches, tokens_of
+from burst_portable.cli.run.models import batches, build, config_of, outline, tokens_of
+from burst_portable.cli.run.outcome import gradient_differences, relative_differences
+from burst_portable.cli.run.train import Course, Sharded, Where, score
 from burst_portable.integrations.transformers import parallelize
 from tests.integration.models import SIZES, make
 

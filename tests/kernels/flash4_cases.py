@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from burst_portable.kernels.contract import Options
-from burst_portable.kernels.whole import attend_whole, gradients
+from burst_portable.kernels.base import Options, attend_whole, gradients
 from burst_portable.numerics import row_delta
-from burst_portable.tiles import Tile, Tiles
+from burst_portable.planning.tiles import Tile, Tiles
 from tests.kernels.hopper_cases import ORACLE, TOLERANCE, gap, randn, wide
 
 OPTIONS = Options(scale=0.1, deterministic=False)

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import torch
 
-from burst_portable.backends.cuda.hopper import configs, tables
+from burst_portable.backends.cuda.hopper import block_tables as tables
+from burst_portable.backends.cuda.hopper import configs
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
-from burst_portable.backends.cuda.hopper.launch_tables import LaunchTables
-from burst_portable.kernels.contract import Options, writes_gradients
+from burst_portable.backends.cuda.hopper.launch import LaunchTables
+from burst_portable.kernels.base import Options, attend_first, writes_gradients
 from burst_portable.kernels.reference import ReferenceKernel
-from burst_portable.kernels.whole import attend_first
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.numerics import empty_state, finished, row_delta
-from burst_portable.tiles import Tiles, banded_box, find_tiles
+from burst_portable.planning.tiles import Tiles, banded_box, find_tiles
 
 KERNEL, ORACLE = HopperKernel(), ReferenceKernel()
 # (out, LSE, gradients): relative Frobenius error, of which bf16 attention itself has about 2e-3 to 4e-3.

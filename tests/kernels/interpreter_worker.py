@@ -60,7 +60,7 @@ def skip_sums_that_nobody_asserts() -> None:
 
 def main() -> None:
     from burst_portable.backends.ascend.triton_launch import AscendTritonKernel, Cut
-    from burst_portable.kernels.triton.launch import TritonKernel
+    from burst_portable.kernels.triton.triton_kernel import TritonKernel
     from burst_portable.kernels.triton.tuning import HALF, Blocks, Tuning
 
     patch_once_a_launch()

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from backends.ascend.standin import fusion
-from burst_portable.backends.ascend import masks
+from burst_portable.backends.ascend import attention as masks
 from burst_portable.backends.ascend.attention import FusionKernel
-from burst_portable.conformance.blocks import run_kernel
 from burst_portable.conformance.cases import MASKS, Case
 from burst_portable.conformance.checks.attending import judged
-from burst_portable.conformance.inputs import make_inputs
-from burst_portable.kernels.contract import KernelProblem, Options
+from burst_portable.conformance.oracle import make_inputs
+from burst_portable.conformance.running import run_kernel
+from burst_portable.kernels.base import KernelProblem, Options
 from burst_portable.mask import Mask
-from burst_portable.tiles import Tile, Tiles, banded_box, find_tiles
+from burst_portable.planning.tiles import Tile, Tiles, banded_box, find_tiles
 
 CPU = torch.device("cpu")
 COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)

@@ -49,7 +49,7 @@ def test_cuts_fit_the_buffer() -> None:
 
 def test_declines_with_the_reason() -> None:
     from burst_portable.backends.ascend.triton_launch import AscendTritonKernel
-    from burst_portable.kernels.contract import KernelProblem
+    from burst_portable.kernels.base import KernelProblem
 
     kernel, problem = AscendTritonKernel(), KernelProblem(torch.bfloat16, "npu", 8, 2, 128, 128)
     assert "no code for NPUs" in kernel.supports(problem).reason

@@ -50,7 +50,7 @@ def hopper(error: Exception) -> None:
 
 def ascend(error: Exception) -> None:
     from burst_portable.backends.ascend.triton_launch import AscendTritonKernel, Cut
-    from burst_portable.kernels.contract import Options
+    from burst_portable.kernels.base import Options
 
     q = torch.zeros(1, 8, 1, 16, dtype=torch.bfloat16)
     AscendTritonKernel()._run(Refusing(error), (), 1, 1, q, q, q, Cut(96, 64), Options(1.0))

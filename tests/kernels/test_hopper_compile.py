@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 if _triton_reason():
     pytest.skip(_triton_reason(), allow_module_level=True)
 
-from burst_portable.backends.cuda.hopper import aot
+from backends.cuda import aot
 from burst_portable.backends.cuda.hopper.configs import FORWARD, TALL
 
 # Scratch of the backward lies in its masked branch and in what runs once an item; its full blocks reload a few
@@ -96,7 +96,7 @@ def test_a_slot_released_before_all_warps_have_read_it():
 def test_reasons_without_a_device():
     import torch
 
-    from burst_portable.kernels.contract import KernelProblem
+    from burst_portable.kernels.base import KernelProblem
 
     kernel = HopperKernel()
     good = {"dtype": torch.bfloat16, "device": "cpu", "heads": 2, "kv_heads": 1, "head_dim": 128, "value_dim": 128}

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from burst_portable.backends.cuda.driver import Ready
 from burst_portable.backends.cuda.hopper import configs
 from burst_portable.backends.cuda.hopper.launch import compiled_kernels
-from burst_portable.backends.cuda.kernel_driver import Ready
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.contract import KernelProblem, Options
+from burst_portable.kernels.base import KernelProblem, Options
 from burst_portable.numerics import empty_state
-from burst_portable.tiles import Tile, Tiles
+from burst_portable.planning.tiles import Tile, Tiles
 from tests.kernels import hopper_cases
 from tests.kernels.hopper_cases import (
     KERNEL,

@@ -14,12 +14,13 @@ import torch
 
 pytest.importorskip("triton")
 from burst_portable.backends.cuda.hopper import backward as hopper_backward
-from burst_portable.backends.cuda.hopper import configs, launch_tables
+from burst_portable.backends.cuda.hopper import configs
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
+from burst_portable.backends.cuda.hopper import launch as launch_tables
 from burst_portable.backends.cuda.hopper.kernel import _triton_reason
-from burst_portable.kernels.contract import LEAST_SCALE, Options
-from burst_portable.tiles import Tile, Tiles
+from burst_portable.kernels.base import LEAST_SCALE, Options
+from burst_portable.planning.tiles import Tile, Tiles
 from tests.kernels import hopper_cases
 from tests.kernels.hopper_cases import (
     KERNEL,

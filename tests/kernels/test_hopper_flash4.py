@@ -12,7 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from burst_portable.backends.cuda import vendors
+from burst_portable.backends.cuda import library_kernels as vendors
 from burst_portable.backends.cuda.backend import CudaBackend
 from burst_portable.backends.cuda.hopper import flash4
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
@@ -20,13 +20,11 @@ from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.registry import choose_kernel
-from burst_portable.choices import plan_for_kernel
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.contract import KernelProblem, Options
-from burst_portable.kernels.lazy import LazyKernel
-from burst_portable.kernels.whole import attend_whole, gradients
-from burst_portable.planning import plan
-from burst_portable.tiles import Tile, Tiles
+from burst_portable.kernels.base import KernelProblem, LazyKernel, Options, attend_whole, gradients
+from burst_portable.planning.tiles import Tile, Tiles
+from burst_portable.runtime.prepare import plan_for_kernel
+from burst_portable.strategies.planner import plan
 from tests.backends.emulated import flash_4_package
 from tests.kernels.emulator.hopper import EmulatedKernels, emulate
 from tests.kernels.emulator.machine import Machine

@@ -8,8 +8,7 @@ import torch
 from burst_portable.backends.cuda.backend import CudaBackend
 from burst_portable.backends.cuda.hopper import flash4
 from burst_portable.backends.registry import choose_kernel
-from burst_portable.kernels.contract import KernelProblem, takes_windows
-from burst_portable.kernels.whole import attend_whole, gradients
+from burst_portable.kernels.base import KernelProblem, attend_whole, gradients, takes_windows
 from tests.kernels.flash4_cases import OPTIONS, box, causal, compare_whole, inputs
 from tests.kernels.hopper_cases import gap, tiles_of
 

@@ -5,11 +5,11 @@ from itertools import chain, pairwise
 import numpy as np
 import pytest
 
+from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table, forward_table
 from burst_portable.backends.cuda.hopper.configs import Pass, forward_cut, turns, writing_cuts
-from burst_portable.backends.cuda.hopper.tables import LaunchTable, backward_table, forward_table
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
-from burst_portable.tiles import Tile, Tiles, find_tiles
+from burst_portable.planning.tiles import Tile, Tiles, find_tiles
 
 SEQ = 700
 CASES = {

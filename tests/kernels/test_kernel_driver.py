@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from burst_portable.backends.cuda.driver import Described, KernelDriver, pack_described, packing, ready
 from burst_portable.backends.cuda.hopper.kernel import _triton_reason
-from burst_portable.backends.cuda.kernel_driver import Described, KernelDriver, pack_described, packing, ready
 from burst_portable.errors import DeviceError, UnsupportedError
 
 if _triton_reason():
     pytest.skip(_triton_reason(), allow_module_level=True)
 
-from burst_portable.backends.cuda.hopper import aot
+from backends.cuda import aot
 from burst_portable.backends.cuda.hopper.launch import Descriptors
 
 SIZES = {"u32": 4, "f32": 4, "u64": 8}

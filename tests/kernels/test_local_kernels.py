@@ -14,13 +14,13 @@ from burst_portable import numerics
 from burst_portable.backends.cpu.attention import CpuFlashKernel, lower
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import LENGTH, MASKS
-from burst_portable.conformance.tolerances import judge
+from burst_portable.conformance.oracle import judge
 from burst_portable.errors import DtypeError, InputError, ShapeError, UnsupportedError
-from burst_portable.kernels.contract import KernelProblem, Options
-from burst_portable.kernels.pieces import causal_window, triangles
+from burst_portable.kernels.base import KernelProblem, Options
+from burst_portable.kernels.operator_kernel import causal_window, triangles
 from burst_portable.kernels.reference import ReferenceKernel
-from burst_portable.layouts import make_layout
-from burst_portable.tiles import Tile, Tiles, banded_box, find_tiles
+from burst_portable.layout import make_layout
+from burst_portable.planning.tiles import Tile, Tiles, banded_box, find_tiles
 
 KERNELS = [ReferenceKernel(), CpuFlashKernel()]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

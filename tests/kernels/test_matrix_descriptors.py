@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from burst_portable.kernels.triton import matrix_descriptors
-from burst_portable.kernels.triton.compile import compiled_kernel
-from burst_portable.kernels.triton.matrix_descriptors import check, faults, suspicious
+from burst_portable.kernels.triton import descriptors as matrix_descriptors
+from burst_portable.kernels.triton.descriptors import check, faults, suspicious
+from burst_portable.kernels.triton.machine_code import compiled_kernel
 from burst_portable.kernels.triton.prepared import Launch
 from burst_portable.kernels.triton.tuning import Blocks
 

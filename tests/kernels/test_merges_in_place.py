@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 from triton.compiler import ASTSource
 
-from burst_portable.kernels.triton.compile import TARGETS, compiled_kernel, tuned
+from burst_portable.kernels.triton.machine_code import TARGETS, compiled_kernel, tuned
 from burst_portable.kernels.triton.merging import merge_kernel
 
 _MEANS = {"ld.global": "read", "st.global": "written", "bar.sync": "barrier"}

@@ -12,13 +12,13 @@ pytest.importorskip("triton")
 from triton.compiler import compile as triton_compile
 
 from burst_portable.backends.cuda.backend import CudaBackend
-from burst_portable.kernels.contract import KernelProblem, Options
-from burst_portable.kernels.triton import compile, launch
-from burst_portable.kernels.triton.compile import TARGETS
-from burst_portable.kernels.triton.launch import TritonKernel
-from burst_portable.kernels.triton.tf32 import Tf32Kernel
+from burst_portable.kernels.base import KernelProblem, Options
+from burst_portable.kernels.triton import machine_code as compile
+from burst_portable.kernels.triton import triton_kernel as launch
+from burst_portable.kernels.triton.machine_code import TARGETS
+from burst_portable.kernels.triton.triton_kernel import Tf32Kernel, TritonKernel
 from burst_portable.kernels.triton.tuning import SINGLE, choose
-from burst_portable.tiles import Tile, Tiles
+from burst_portable.planning.tiles import Tile, Tiles
 
 
 @pytest.mark.parametrize(("asked", "precision"), [({}, "ieee"), ({"float32_precision": "tf32"}, "tf32")])

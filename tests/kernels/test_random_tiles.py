@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("triton")
-from burst_portable.backends.cuda.hopper.tables import backward_table, forward_table
+from burst_portable.backends.cuda.hopper.block_tables import backward_table, forward_table
 from burst_portable.kernels.triton.blocks import BLOCK_FIELDS, ENTRY_FIELDS, BlockTable, block_table, transposed
 from burst_portable.kernels.triton.tuning import HALF, SINGLE
-from burst_portable.tiles import Tile, Tiles, banded_box
+from burst_portable.planning.tiles import Tile, Tiles, banded_box
 from tests.kernels.test_hopper_tables import painted
 
 LENGTH = 600

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 from burst_portable.errors import UnknownNameError
-from burst_portable.kernels.triton.compile import HEADS, KERNELS, TARGETS, Record, kernel_table, problems
+from burst_portable.kernels.triton.machine_code import HEADS, KERNELS, TARGETS, Record, kernel_table, problems
 
 # Every target at every head size but those that take longest to compile and need fewest registers.
 ALL = [
@@ -76,7 +76,7 @@ def test_unknown_names() -> None:
 
 def test_a_failure_is_a_record() -> None:
     """A kernel that no chip could hold names target and configuration, and the table goes on."""
-    from burst_portable.kernels.triton.compile import compile_one
+    from burst_portable.kernels.triton.machine_code import compile_one
     from burst_portable.kernels.triton.tuning import Blocks
 
     record = compile_one("sm_90", "forward", 64, Blocks(96, 64, 4, 1))  # not a power of two

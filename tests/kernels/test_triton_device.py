@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from burst_portable.kernels.contract import KernelProblem, Options
+from burst_portable.kernels.base import KernelProblem, Options
 from burst_portable.layout import Segment
-from burst_portable.tiles import find_tiles
+from burst_portable.planning.tiles import find_tiles
 from tests.kernels.triton_cases import SHAPES, Case, cases, check, inputs, layouts, masks
 from tests.kernels.triton_checks import CHECKS
 
@@ -33,7 +33,7 @@ def device() -> str:
 
 @pytest.fixture(scope="module")
 def kernel():
-    from burst_portable.kernels.triton.launch import TritonKernel
+    from burst_portable.kernels.triton.triton_kernel import TritonKernel
 
     return TritonKernel()
 

@@ -13,13 +13,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.contract import Kernel, Options, writes_gradients
-from burst_portable.kernels.whole import attend_whole, gradients
-from burst_portable.layout import Layout, Segment
-from burst_portable.layouts import make_layout
+from burst_portable.kernels.base import Kernel, Options, attend_whole, gradients, writes_gradients
+from burst_portable.layout import Layout, Segment, make_layout
 from burst_portable.mask import Mask
 from burst_portable.numerics import finished, per_row, row_delta
-from burst_portable.tiles import find_tiles
+from burst_portable.planning.tiles import find_tiles
 
 # Relative error (Frobenius) against float64 on the same inputs. Plain attention with products in that dtype loses
 # about 2e-7, 4e-4 and 3e-3 in `out`, and twice as much in the gradients.

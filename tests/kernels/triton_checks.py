@@ -10,12 +10,10 @@ import mmap
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.contract import Kernel, Options
-from burst_portable.kernels.whole import attend_whole, gradients
-from burst_portable.layout import Segment
-from burst_portable.layouts import make_layout
+from burst_portable.kernels.base import Kernel, Options, attend_whole, gradients
+from burst_portable.layout import Segment, make_layout
 from burst_portable.numerics import State, finished, merge_into, per_row, row_delta
-from burst_portable.tiles import Tile, Tiles, find_tiles
+from burst_portable.planning.tiles import Tile, Tiles, find_tiles
 from tests.kernels.triton_cases import Case, dense, inputs
 from tests.poison import fresh_memory_is_nan
 

@@ -23,7 +23,7 @@ from benchmarks.script import accelerator, count, current_device, end, file, nam
 from burst_portable.backends.registry import for_device
 from burst_portable.errors import BackendUnavailableError, DeadlineError, UnknownNameError
 from burst_portable.layout import Segment
-from burst_portable.tiles import find_tiles
+from burst_portable.planning.tiles import find_tiles
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = [file.name for file in sorted(FOLDER.glob("*.py")) if "__main__" in file.read_text(encoding="utf-8")]
@@ -254,7 +254,7 @@ def test_a_kernel_that_is_wrong_in_one_of_the_checked_heads_is_found(head, monke
 def test_the_portable_kernels_too_are_measured_with_all_that_others_give(monkeypatch):
     """Zeroing and rounding of gradients within the call: the same numbers each time, in 16 bits."""
     kernel = next(one for one in for_device("cpu").kernels() if one.name == "cpu_flash")
-    monkeypatch.setattr("burst_portable.kernels.triton.launch.TritonKernel", lambda: kernel)
+    monkeypatch.setattr("burst_portable.kernels.triton.triton_kernel.TritonKernel", lambda: kernel)
     forward, backward = providers.PROVIDERS["triton-whole"](task_on_cpu(bp.Mask.causal()))
     first, second = backward(), backward()
     assert {x.dtype for x in (forward()[0], *first)} == {torch.bfloat16}

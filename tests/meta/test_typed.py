@@ -57,10 +57,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 import burst_portable as bp
 import burst_portable.conformance as conformance
-from burst_portable.explanation import Explanation
+from burst_portable.runtime.explanation import Explanation
 from burst_portable.integrations.transformers import Parallel, parallelize
 from burst_portable.layout import Layout
-from burst_portable.plans import Plan
+from burst_portable.planning.plans import Plan
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.session import Session
 

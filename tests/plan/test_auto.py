@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 import burst_portable as bp
-from burst_portable.cost import plan_cost
-from burst_portable.layouts import make_layout
+from burst_portable.layout import make_layout
 from burst_portable.mask import Mask
-from burst_portable.plans import Problem
-from burst_portable.rates import Rates
+from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.plans import Problem
+from burst_portable.planning.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy, _sample
-from burst_portable.strategies.registry import make_strategy
+from burst_portable.strategies.base import make_strategy
 
 COPIES = Rates(tflops=400.0, gbps=100.0, direct=((1, 100.0),))
 ALWAYS = {"ring", "burst", "ring+fetch", "ring+fetch, own last", "burst+fetch", "ulysses"}

@@ -12,9 +12,9 @@ import pytest
 import burst_portable as bp
 from benchmarks.ring_rows import ROWS
 from burst_portable.backends.cuda.machines import rates_of_machine
-from burst_portable.cost import plan_cost
+from burst_portable.planning.cost import plan_cost
 from burst_portable.strategies.auto import AutoStrategy
-from burst_portable.strategies.registry import make_strategy
+from burst_portable.strategies.base import make_strategy
 from tests.plan.test_rates import plan
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -9,12 +9,12 @@ import pytest
 import burst_portable as bp
 from benchmarks.ring_rows import ROWS
 from burst_portable.backends.cuda.machines import rates_of_machine
-from burst_portable.cost import plan_cost
 from burst_portable.errors import InputError
 from burst_portable.mask import Mask
-from burst_portable.rates import Rates
+from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.rates import Rates
+from burst_portable.planning.verify import verify
 from burst_portable.strategies.auto import AutoStrategy, _sample
-from burst_portable.verify import verify
 
 H200 = rates_of_machine("NVIDIA H200", 4)
 DOCUMENTS = (0, 9000, 9100, 12000, 12345, 16000, 20001, 22000, 32768)

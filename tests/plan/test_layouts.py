@@ -11,15 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burst_portable.cost import plan_cost
 from burst_portable.errors import LayoutError
-from burst_portable.layout import Layout, Segment
-from burst_portable.layouts import OF_DOCUMENTS, make_layout
+from burst_portable.layout import OF_DOCUMENTS, Layout, Segment, make_layout
 from burst_portable.mask import Mask
-from burst_portable.plans import Problem
-from burst_portable.rates import Rates
+from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.plans import Problem
+from burst_portable.planning.rates import Rates
+from burst_portable.planning.tiles import find_tiles
 from burst_portable.strategies.ring import RingStrategy
-from burst_portable.tiles import find_tiles
 
 
 @given(st.integers(1, 200), st.integers(1, 16), st.sampled_from(["contiguous", "zigzag", "striped"]))

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import MaskError, UnknownNameError
-from burst_portable.mask import Mask
-from burst_portable.regions import UNBOUNDED, Region, band_area
+from burst_portable.mask import UNBOUNDED, Mask, Region, band_area
 
 sizes = st.integers(1, 9)
 bounds = st.integers(-12, 14)

@@ -11,10 +11,9 @@ import pytest
 
 from burst_portable.config import Config, from_environment
 from burst_portable.errors import InputError
-from burst_portable.measured_rates import SCHEMA, as_json, read_rates
-from burst_portable.planning import plan
-from burst_portable.rates import OUTER_GBPS, Rates
+from burst_portable.planning.rates import OUTER_GBPS, SCHEMA, Rates, as_json, read_rates
 from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.strategies.planner import plan
 
 MIB = 1 << 20
 ALL = Rates(

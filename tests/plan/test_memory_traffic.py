@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 import burst_portable as bp
-from burst_portable.cost import rank_cost
 from burst_portable.layout import Layout, Segment
-from burst_portable.memory_traffic import comes_in_order, resharded
-from burst_portable.rates import Rates
-from burst_portable.strategies.registry import make_strategy
+from burst_portable.planning.cost import comes_in_order, rank_cost, resharded_bytes
+from burst_portable.planning.rates import Rates
+from burst_portable.strategies.base import make_strategy
 
 PIECES = Rates(1.0, 1.0, in_pieces=True)
 USUAL = {"heads": 6, "kv_heads": 6, "head_dim": 64, "mask": "full", "layout": "contiguous"}
@@ -49,15 +48,15 @@ def test_what_uneven_ranks_reshard():
     for rank, rows in enumerate((18, 18, 17)):
         # Q, K and V leave, and out comes: each is read and written. What came lies in order, and may stay.
         home = 2 * 3 * rows * row
-        (told,) = resharded(plan, "forward", rank, PIECES, picks=False)
+        (told,) = resharded_bytes(plan, "forward", rank, PIECES, picks=False)
         assert told == (2 * 3 * rows * 3 * row, 0, 0, home)
-        (told,) = resharded(plan, "forward", rank, PIECES, picks=True)
+        (told,) = resharded_bytes(plan, "forward", rank, PIECES, picks=True)
         assert told == (0, 0, 2 * 53 * 3 * row, home)
-        (told,) = resharded(plan, "backward", rank, PIECES, picks=False)
+        (told,) = resharded_bytes(plan, "backward", rank, PIECES, picks=False)
         assert told == (2 * 3 * rows * row, 0, 0, 3 * home)
         # Put into natural order, and out back into that of ranks; it is a copy, which may stay.
         mixed = bp.plan(seq_len=53, ranks=3, **USUAL | {"layout": "zigzag"}, strategy="ulysses")
-        (told,) = resharded(mixed, "forward", rank, PIECES, picks=True)
+        (told,) = resharded_bytes(mixed, "forward", rank, PIECES, picks=True)
         assert told == (0, 2 * 53 * 4 * row, 0, 2 * 3 * mixed.layout.count(rank) * row)
 
 

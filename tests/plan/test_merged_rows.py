@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import burst_portable as bp
-from burst_portable import steps
-from burst_portable.tiles import Tile, Tiles
+from burst_portable.planning import schedule as steps
+from burst_portable.planning.tiles import Tile, Tiles
 
 
 def merged(rank, mask, layout, ranks=4, **options):

@@ -8,18 +8,17 @@ import itertools
 import pytest
 
 from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES
-from burst_portable.cost import pass_flops, plan_cost, rank_cost
 from burst_portable.errors import LayoutError
-from burst_portable.layouts import NAMES, OF_DOCUMENTS, make_layout
-from burst_portable.mask import Mask
-from burst_portable.messages import ALIGNMENT, inboxes, message_size
-from burst_portable.moves import Ring
-from burst_portable.plans import Plan, Problem, make_pass_plan
-from burst_portable.rates import Rates
-from burst_portable.regions import Region
-from burst_portable.steps import Step
-from burst_portable.strategies.registry import make_strategy
-from burst_portable.verify import verify
+from burst_portable.layout import NAMES, OF_DOCUMENTS, make_layout
+from burst_portable.mask import Mask, Region
+from burst_portable.planning.cost import pass_flops, plan_cost, rank_cost
+from burst_portable.planning.messages import ALIGNMENT, inboxes, message_size
+from burst_portable.planning.plans import Plan, Problem, make_pass_plan
+from burst_portable.planning.rates import Rates
+from burst_portable.planning.routes import Ring
+from burst_portable.planning.schedule import Step
+from burst_portable.planning.verify import verify
+from burst_portable.strategies.base import make_strategy
 
 
 def make_plan(mask=None, layout="zigzag", strategy="ring", ranks=4, length=64, heads=8, kv_heads=8, **options) -> Plan:

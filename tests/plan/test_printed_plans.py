@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from burst_portable.planning import plan
+from burst_portable.strategies.planner import plan
 
 
 def test_a_plan_is_printed_in_a_few_lines():

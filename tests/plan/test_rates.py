@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 import burst_portable as bp
-from burst_portable.cost import plan_cost, rank_cost
-from burst_portable.memory_traffic import PICKED_BATCHES
-from burst_portable.rates import Rates
+from burst_portable.planning.cost import PICKED_BATCHES, plan_cost, rank_cost
+from burst_portable.planning.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy
-from burst_portable.strategies.registry import make_strategy
+from burst_portable.strategies.base import make_strategy
 
 MIB = 1 << 20
 

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from burst_portable.errors import InputError, LayoutError, UnknownNameError, UnsupportedError
-from burst_portable.layouts import make_layout
+from burst_portable.layout import make_layout
 from burst_portable.mask import Mask
-from burst_portable.planning import plan
-from burst_portable.strategies.registry import NAMES, make_strategy
+from burst_portable.strategies.base import NAMES, make_strategy
+from burst_portable.strategies.planner import plan
 from tests.plan.test_plans import make_plan
 
 

@@ -9,15 +9,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import burst_portable as bp
-from burst_portable import boxes, tiles
 from burst_portable.backends.cuda.machines import rates_of_machine
-from burst_portable.boxes import make_box
-from burst_portable.cost import plan_cost
-from burst_portable.layouts import NAMES, OF_DOCUMENTS, make_layout
+from burst_portable.layout import NAMES, OF_DOCUMENTS, make_layout
 from burst_portable.mask import Mask
-from burst_portable.plans import PASSES, Problem
+from burst_portable.planning import tiles
+from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.plans import PASSES, Problem
+from burst_portable.planning.tiles import Tiles, make_box
 from burst_portable.strategies.auto import AutoStrategy
-from burst_portable.tiles import Tiles
 
 RATES = rates_of_machine("NVIDIA H200", 4)
 ENDS = (0, 1300, 1301, 2500, 2720, 3100, 3101, 3950, 4000, 4777)
@@ -52,7 +51,8 @@ def test_what_is_told_of_a_launch_is_what_its_tiles_say(mask):
 def test_a_pair_of_blocks_is_looked_at_once_for_all_strategies_and_layouts_of_a_mask(monkeypatch):
     """A mask that is new with every batch is planned before its step can begin."""
     made = []
-    monkeypatch.setattr(tiles, "fused", lambda found: made.append(len(found)) or boxes.fused(found))
+    fused = tiles.fused
+    monkeypatch.setattr(tiles, "fused", lambda found: made.append(len(found)) or fused(found))
     mask = Mask.documents((0, *range(100, 3000, 70), 3001))
     plan = bp.plan(seq_len=3001, ranks=4, heads=12, mask=mask, layout="auto", strategy=AutoStrategy(rates=RATES))
     assert "document_zigzag" in plan.reason
@@ -79,11 +79,11 @@ def test_ranks_as_threads_may_clear_what_one_of_them_has_just_made():
 @given(st.lists(st.tuples(*[st.integers(0, 12)] * 2, *[st.integers(1, 5)] * 2, *[st.integers(-6, 6)] * 2), max_size=30))
 def test_two_that_are_told_apart_at_once_have_no_union(drawn):
     made = [make_box(q, q + rows, k, k + columns, min(a, b), max(a, b)) for q, k, rows, columns, a, b in drawn]
-    pieces = sorted(((box, boxes.box_area(box)) for box in made if box), key=boxes._corner)
+    pieces = sorted(((box, tiles.box_area(box)) for box in made if box), key=tiles._corner)
     for index, piece in enumerate(pieces):
         for later in pieces[index + 1 :]:
             if not set(cells(piece[0])) & set(cells(later[0])):
-                assert boxes._union_of_two(piece, later) == boxes._union((piece[0], later[0]), piece[1] + later[1])
+                assert tiles._union_of_two(piece, later) == tiles._union((piece[0], later[0]), piece[1] + later[1])
 
 
 def cells(box):

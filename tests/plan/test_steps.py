@@ -6,8 +6,8 @@ import pytest
 
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
-from burst_portable.steps import BlockTiles, Compute, divided
-from burst_portable.tiles import find_tiles
+from burst_portable.planning.schedule import BlockTiles, Compute, divided
+from burst_portable.planning.tiles import find_tiles
 
 
 @pytest.mark.parametrize(

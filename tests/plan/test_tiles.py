@@ -13,16 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burst_portable import tiles
-from burst_portable.boxes import fused, make_box
 from burst_portable.conformance.cases import LENGTH, MASKS
 from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import LayoutError
-from burst_portable.layout import Segment
-from burst_portable.layouts import NAMES, OF_DOCUMENTS, make_layout
-from burst_portable.mask import Mask
-from burst_portable.regions import UNBOUNDED
-from burst_portable.tiles import BlockPairs, Tile, banded_box, find_tiles
+from burst_portable.layout import NAMES, OF_DOCUMENTS, Segment, make_layout
+from burst_portable.mask import UNBOUNDED, Mask
+from burst_portable.planning import tiles
+from burst_portable.planning.tiles import BlockPairs, Tile, banded_box, find_tiles, fused, make_box
 
 sizes = st.integers(1, 9)
 bounds = st.integers(-12, 14)

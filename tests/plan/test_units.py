@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from burst_portable.units import bytes_text, percent, scaled, seconds_text, time_text
+from burst_portable.utils.text import bytes_text, percent, scaled, seconds_text, time_text
 
 
 @pytest.mark.parametrize(

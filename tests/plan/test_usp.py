@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 import burst_portable as bp
-from burst_portable.cost import rank_cost
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.layout import Layout, Segment
-from burst_portable.messages import inboxes
-from burst_portable.plans import Plan
-from burst_portable.rates import Rates
-from burst_portable.steps import Step
+from burst_portable.planning.cost import rank_cost
+from burst_portable.planning.messages import inboxes
+from burst_portable.planning.plans import Plan
+from burst_portable.planning.rates import Rates
+from burst_portable.planning.schedule import Step
+from burst_portable.planning.verify import verify
 from burst_portable.strategies.auto import AutoStrategy
-from burst_portable.strategies.registry import make_strategy
+from burst_portable.strategies.base import make_strategy
 from burst_portable.strategies.ulysses import in_rank_order
-from burst_portable.verify import verify
 
 
 def make(ranks=12, inner=3, length=96, heads=12, kv_heads=6, mask="causal", layout="zigzag", **options) -> Plan:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import burst_portable as bp
-from burst_portable.plans import Plan
+from burst_portable.planning.plans import Plan
 from burst_portable.profiling.ablation import Ablation
-from burst_portable.profiling.record import COLUMNS, NEVER, RankRecords, Table
 from burst_portable.profiling.recorder import PlanFacts
-from burst_portable.profiling.traced import Traced
+from burst_portable.profiling.records import COLUMNS, NEVER, RankRecords, Table, Traced
 
 
 class Maker:

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import burst_portable as bp
-from burst_portable import by_heads
 from burst_portable.backends.cpu.attention import CpuFlashKernel
 from burst_portable.comm.base import Exchange
 from burst_portable.comm.local import LocalTransport
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.profiling import ablation
 from burst_portable.profiling.ablation import STEPS, ablate
-from burst_portable.reshard import Reshard
+from burst_portable.runtime import head_parallel as by_heads
+from burst_portable.runtime.head_parallel import Reshard
 from tests.spmd.thread_peers import World, run_peers
 
 pytestmark = pytest.mark.alone

@@ -14,14 +14,13 @@ import burst_portable as bp
 from burst_portable.backends.base import Peaks
 from burst_portable.backends.registry import known, load, peaks_of
 from burst_portable.config import Config
-from burst_portable.cost import pass_memory
-from burst_portable.measured_rates import SCHEMA
-from burst_portable.profiling.analyze import analyze
-from burst_portable.profiling.evidence import EVIDENCE, KINDS, evidence_of
+from burst_portable.planning.cost import pass_memory
+from burst_portable.planning.rates import SCHEMA
+from burst_portable.planning.schedule import BlockTiles, Compute
+from burst_portable.planning.tiles import Tile, Tiles
+from burst_portable.profiling.analysis.analyze import EVIDENCE, KINDS, analyze, evidence_of
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.tables import peaks_text, rates_text, roofline_text
-from burst_portable.steps import BlockTiles, Compute
-from burst_portable.tiles import Tile, Tiles
 from tests.profiling.made import Maker, ring
 
 PLAN = {
@@ -169,6 +168,10 @@ def test_the_page_the_terminal_and_markdown_say_unknown(capsys):
 # --------------------------------------------------------------------------------------------------------- vendors
 
 
+HOLDERS = {"cuda": "cuda.machines", "rocm": "rocm.device"}
+"""The modules that hold the data sheets."""
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "tflops", "gbps"),
     [
@@ -188,7 +191,7 @@ def test_the_page_the_terminal_and_markdown_say_unknown(capsys):
 def test_data_sheets_by_the_device_s_name(name, arguments, tflops, gbps):
     from importlib import import_module
 
-    found = import_module(f"burst_portable.backends.{name}.peaks").peaks(*arguments)
+    found = import_module(f"burst_portable.backends.{HOLDERS[name]}").peaks(*arguments)
     assert found.flops == (None if tflops is None else tflops * 1e12)
     assert found.bandwidth == (None if gbps is None else gbps * 1e9)
     assert found.flops is None or found.source.startswith(("NVIDIA ", "AMD Instinct ")), "the sheet is named"

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.profiling.deep import join
-from burst_portable.profiling.place import Place
-from burst_portable.profiling.record import RankRecords, pack, unpack
-from burst_portable.profiling.traced_facts import traced_facts
+from burst_portable.profiling.records import Place, RankRecords, pack, unpack
+from burst_portable.profiling.tracing import join, traced_facts
 from tests.profiling.made import Maker
 
 RANKS = 2

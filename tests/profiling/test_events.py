@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from burst_portable.profiling import events
-from burst_portable.profiling.events import DeviceClock, HostClock, make_clock
+from burst_portable.profiling import clocks as events
+from burst_portable.profiling.clocks import DeviceClock, HostClock, make_clock
 
 
 class FakeEvent:

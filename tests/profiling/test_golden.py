@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from burst_portable.conformance.checks.profiler import counted
-from burst_portable.profiling.analyze import SCHEMA, analyze
-from burst_portable.profiling.matching import align, match
-from burst_portable.profiling.record import COLUMNS, RankRecords, Table
-from burst_portable.profiling.timeline import KINDS
+from burst_portable.profiling.analysis.analyze import LANE_KINDS, SCHEMA, analyze
+from burst_portable.profiling.analysis.matching import align, match
+from burst_portable.profiling.records import COLUMNS, RankRecords, Table
 from tests.profiling.made import Maker, ring
 
 GOLDEN = Path(__file__).parents[2] / "profiling" / "golden"
@@ -159,7 +158,7 @@ def test_a_stream_that_stands_idle_for_its_host_does_not_wait_for_a_message():
     assert rank["exposed_comm"] == 20_000 + 30_000, "posting, and waiting"
     assert sender["blocking"] == 0
     events = report["events"]["ranks"][1]
-    drawn = [d for kind, d in zip(events["kind"], events["duration"], strict=True) if KINDS[kind] == "wait"]
+    drawn = [d for kind, d in zip(events["kind"], events["duration"], strict=True) if LANE_KINDS[kind] == "wait"]
     assert drawn == [30_000]
     assert counted(report) == "", "the picture shows what is counted"
     assert {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]} == {("link", 0, 1): {"1": 30_000}}

@@ -10,7 +10,7 @@ import pytest
 
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.html import _whole, page
-from burst_portable.units import bytes_text, percent, scaled, time_text
+from burst_portable.utils.text import bytes_text, percent, scaled, time_text
 from tests.profiling import chromium
 from tests.profiling.made import Maker, ablated, ring
 

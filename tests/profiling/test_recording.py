@@ -13,12 +13,11 @@ import torch
 
 import burst_portable as bp
 from burst_portable.comm.local import LocalTransport
-from burst_portable.cost import rank_cost
+from burst_portable.planning.cost import rank_cost
+from burst_portable.planning.rates import Rates
 from burst_portable.profiling import recorder as module
-from burst_portable.profiling.record import NEVER, pack, unpack
-from burst_portable.profiling.recorder import Recorder
-from burst_portable.profiling.recording import RecordingRuntime
-from burst_portable.rates import Rates
+from burst_portable.profiling.recorder import Recorder, RecordingRuntime
+from burst_portable.profiling.records import NEVER, pack, unpack
 
 RANKS = 3
 LENGTH = 96

@@ -13,7 +13,7 @@ import burst_portable as bp
 from burst_portable.cli import main
 from burst_portable.profiling.ablation import Ablation
 from burst_portable.profiling.report import Report
-from burst_portable.profiling.report.shape import what_is_wrong
+from burst_portable.profiling.report.schema import what_is_wrong
 from burst_portable.profiling.report.tables import ablation_text, step_rows
 from burst_portable.profiling.report.terminal import show
 from tests.profiling.made import Maker, ablated, ring

@@ -10,15 +10,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import burst_portable as bp
-from burst_portable.backends.cuda.meter import NvmlMeter
+from burst_portable.backends.cuda.nvml import NvmlMeter
 from burst_portable.backends.registry import load, meter_of
-from burst_portable.backends.rocm.meter import AmdsmiMeter
+from burst_portable.backends.rocm.device import AmdsmiMeter
 from burst_portable.errors import BackendUnavailableError
-from burst_portable.profiling.analyze import analyze
+from burst_portable.profiling.analysis.analyze import analyze
+from burst_portable.profiling.clocks import Sensors, told
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.html import page
-from burst_portable.profiling.report.shape import what_is_wrong
-from burst_portable.profiling.sensors import Sensors, told
+from burst_portable.profiling.report.schema import what_is_wrong
 from tests.profiling.made import Maker
 
 

@@ -11,11 +11,10 @@ import torch
 
 import burst_portable as bp
 from burst_portable.cli import main
-from burst_portable.profiling.analyze import analyze
-from burst_portable.profiling.record import RankRecords, pack, unpack
+from burst_portable.profiling.analysis.analyze import analyze, training_text
+from burst_portable.profiling.records import RankRecords, pack, unpack
 from burst_portable.profiling.report import Report
-from burst_portable.profiling.report.shape import what_is_wrong
-from burst_portable.profiling.training import training_text
+from burst_portable.profiling.report.schema import what_is_wrong
 from tests.profiling.made import Maker
 from tests.profiling.test_recording import one_step
 

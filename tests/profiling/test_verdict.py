@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import burst_portable as bp
-from burst_portable.profiling.alternatives import layouts
-from burst_portable.profiling.analyze import analyze
-from burst_portable.profiling.record import RankRecords
+from burst_portable.profiling.analysis.analyze import analyze
+from burst_portable.profiling.analysis.verdict import _speeds, losses_of
+from burst_portable.profiling.recorder import layouts
+from burst_portable.profiling.records import RankRecords
 from burst_portable.profiling.report.tables import loss_name
-from burst_portable.profiling.verdict import _speeds, losses_of
 from burst_portable.strategies.ring import RingStrategy
 from tests.profiling.made import Maker
 

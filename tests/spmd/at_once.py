@@ -23,7 +23,7 @@ from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.config import Config
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.tolerances import judge
+from burst_portable.conformance.oracle import judge
 from tests.forked import run_forked
 from tests.spmd.attention import expected, make_inputs, on_one_rank
 

@@ -12,9 +12,9 @@ from burst_portable.comm.local import LocalTransport, run_threads
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import Answer
-from burst_portable.cost import plan_cost
-from burst_portable.plans import PASSES
-from burst_portable.rates import Rates
+from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.plans import PASSES
+from burst_portable.planning.rates import Rates
 
 
 @dataclass(frozen=True)

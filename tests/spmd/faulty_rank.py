@@ -21,7 +21,7 @@ import burst_portable as bp
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.config import Config
 from burst_portable.errors import CommunicationError
-from burst_portable.runtime import installed
+from burst_portable.runtime.observer import installed
 
 RANKS = 3
 GAVE_UP = 3

@@ -24,11 +24,11 @@ from burst_portable.comm.base import Message
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.config import Config
 from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES, Case
-from burst_portable.conformance.tolerances import judge
-from burst_portable.cost import rank_cost
+from burst_portable.conformance.oracle import judge
 from burst_portable.errors import BurstError, CommunicationError
 from burst_portable.nn import SelfAttention
-from burst_portable.rates import Rates
+from burst_portable.planning.cost import rank_cost
+from burst_portable.planning.rates import Rates
 from tests.forked import run_forked
 from tests.spmd.attention import expected, make_inputs, on_one_rank
 

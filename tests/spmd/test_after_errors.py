@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 import burst_portable as bp
-from burst_portable.comm.base import Transport
+from burst_portable.comm.base import Transport, WrappedTransport
 from burst_portable.comm.local import Fabric, LocalTransport, run_threads
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.comm.two_levels import TwoLevelTransport
-from burst_portable.comm.wrapped import WrappedTransport
 from burst_portable.errors import CommunicationError
 from tests.spmd.after_errors import CALLS, GLOO, RANKS, play
 from tests.spmd.thread_peers import ThreadPeers, World

@@ -24,11 +24,11 @@ from burst_portable.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from burst_portable.kernels import pieces
-from burst_portable.kernels.contract import KernelProblem
+from burst_portable.kernels import operator_kernel as pieces
+from burst_portable.kernels.base import KernelProblem
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.mesh import as_mesh
-from burst_portable.tiles import Tile
+from burst_portable.planning.tiles import Tile
 
 
 def qkv(q=(1, 16, 4, 8), k=(1, 16, 2, 8), v=(1, 16, 2, 8), dtype=torch.float32):

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import burst_portable as bp
 from burst_portable.backends.cpu.attention import CpuFlashKernel
 from burst_portable.conformance.cases import AXES, Case, covering, product
-from burst_portable.conformance.tolerances import judge, relative_error
+from burst_portable.conformance.oracle import judge, relative_error
 from burst_portable.errors import UnsupportedError
-from burst_portable.runtime import PlainRuntime
-from burst_portable.tiles import Tile
+from burst_portable.planning.tiles import Tile
+from burst_portable.runtime.observer import PlainRuntime
 from tests.one_core import one_core
 from tests.spmd.attention import expected, make_inputs, on_one_rank
 from tests.spmd.thread_peers import World, run_peers

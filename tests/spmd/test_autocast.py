@@ -7,7 +7,7 @@ import torch
 
 import burst_portable as bp
 from burst_portable import numerics
-from burst_portable.tiles import Tile
+from burst_portable.planning.tiles import Tile
 
 
 def qkv(dtype=torch.float32):

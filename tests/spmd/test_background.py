@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 
-from burst_portable.background import Background
+from burst_portable.utils.threads import Background
 
 TIMES = 15
 
@@ -50,7 +50,7 @@ def peer_watch():
 
 
 def hop_watch():
-    from burst_portable.comm import hop_watch as module
+    from burst_portable.comm import faults as module
 
     module._EVERY = 0.001
     watch = module.HopWatch(600.0, print)
@@ -60,14 +60,14 @@ def hop_watch():
 
 
 def sensors():
-    from burst_portable.profiling import sensors as module
+    from burst_portable.profiling import clocks as module
 
     module._EVERY = 0.001
     return module.Sensors(SimpleNamespace(read=look, close=lambda: None))
 
 
 def accounts():
-    from burst_portable.comm import accounts as module
+    from burst_portable.comm import faults as module
 
     module.dist.get_rank = lambda: 0
     module.dist.group = SimpleNamespace(WORLD=SimpleNamespace(get_group_store=lambda: store))
@@ -88,8 +88,8 @@ def planted():
 
 names = sys.argv[1:]
 from burst_portable.backends.cuda.peers import watch as _
-from burst_portable.comm import accounts as _, hop_watch as _
-from burst_portable.profiling import sensors as _
+from burst_portable.comm import faults as _
+from burst_portable.profiling import clocks as _
 
 gc.freeze()  # an end goes through what was made since
 for _ in range({TIMES}):

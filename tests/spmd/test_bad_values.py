@@ -13,7 +13,7 @@ import burst_portable as bp
 from burst_portable.config import Config
 from burst_portable.errors import BurstError
 from burst_portable.nn import SelfAttention, rotate
-from burst_portable.tiles import Tile
+from burst_portable.planning.tiles import Tile
 
 
 class Unhashable:

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 
 import burst_portable as bp
-from burst_portable import autograd
 from burst_portable.comm import torch_dist
 from burst_portable.comm.agreement import statement
 from burst_portable.comm.local import run_threads
-from burst_portable.comm.store import Board
-from burst_portable.comm.torch_dist import TorchDistTransport
+from burst_portable.comm.torch_dist import Board, TorchDistTransport
 from burst_portable.config import Config
 from burst_portable.errors import CommunicationError, LayoutError
+from burst_portable.runtime import autograd
 
 RANKS = 3
 

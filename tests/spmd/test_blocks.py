@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import burst_portable as bp
-from burst_portable.runtime import PlainRuntime, installed
+from burst_portable.runtime.observer import PlainRuntime, installed
 
 
 class Noting(PlainRuntime):

@@ -7,7 +7,7 @@ import torch
 
 import burst_portable as bp
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.tolerances import judge
+from burst_portable.conformance.oracle import judge
 from tests.spmd.attention import expected, make_inputs, on_one_rank
 from tests.spmd.thread_peers import World, run_peers
 

@@ -12,7 +12,7 @@ from burst_portable.backends.registry import for_device
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.config import Config
 from burst_portable.errors import InputError, UnknownNameError, UnsupportedError
-from burst_portable.rates import Rates
+from burst_portable.planning.rates import Rates
 
 
 def local_transport(device_type):

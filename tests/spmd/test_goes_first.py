@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 import burst_portable as bp
-from burst_portable.backends.cuda import nccl
+from burst_portable.backends.cuda.backend import goes_first, high_priority
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.registry import group_options_of, load
-from burst_portable.choices import strategy_on
-from burst_portable.cli.training.predicted import rates_of_run
-from burst_portable.cli.training.worker import join
+from burst_portable.cli.run.job import rates_of_run
+from burst_portable.cli.run.worker import join
 from burst_portable.errors import BackendUnavailableError
+from burst_portable.planning.rates import Rates
 from burst_portable.profiling.recorder import PlanFacts
-from burst_portable.rates import Rates
-from burst_portable.runtime import PlainRuntime, installed
+from burst_portable.runtime.observer import PlainRuntime, installed
+from burst_portable.runtime.prepare import strategy_on
 from burst_portable.strategies.auto import AutoStrategy
 from tests.spmd.test_explanation import qkv
 
@@ -180,7 +180,7 @@ def test_a_group_of_nccl_is_asked(first):
     group = SimpleNamespace(
         _get_backend=lambda device: SimpleNamespace(options=options) if device.type == "cuda" else None
     )
-    assert nccl.goes_first(group) is first
+    assert goes_first(group) is first
 
 
 def test_other_groups_go_last():
@@ -188,12 +188,12 @@ def test_other_groups_go_last():
         raise RuntimeError(f"No backend type associated with device type {device.type}")
 
     for get in (lambda device: SimpleNamespace(), nothing):
-        assert nccl.goes_first(SimpleNamespace(_get_backend=get)) is False
+        assert goes_first(SimpleNamespace(_get_backend=get)) is False
 
 
 @pytest.mark.skipif(dist.is_available() and dist.is_nccl_available(), reason="for a torch without NCCL")
 def test_a_torch_without_nccl():
-    assert nccl.high_priority(timedelta(seconds=5)) is None
+    assert high_priority(timedelta(seconds=5)) is None
 
 
 @pytest.mark.parametrize("given", ["options", None])

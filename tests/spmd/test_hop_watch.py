@@ -9,9 +9,9 @@ import weakref
 import pytest
 import torch
 
-from burst_portable.background import Background
-from burst_portable.comm.hop_watch import HopWatch
+from burst_portable.comm.faults import HopWatch
 from burst_portable.errors import DeadlineError
+from burst_portable.utils.threads import Background
 
 
 class Switch:

@@ -14,7 +14,7 @@ from burst_portable.backends.cuda.peers.connection import _told
 from burst_portable.backends.registry import for_device
 from burst_portable.config import Config
 from burst_portable.errors import InputError, MismatchError, UnsupportedError
-from burst_portable.measured_rates import SCHEMA
+from burst_portable.planning.rates import SCHEMA
 
 SIZES = {"heads": 8, "kv_heads": 2, "head_dim": 16}
 # A launch costs much, and links nothing: Ulysses has the fewest launches. Slow links: K and V of two heads are less

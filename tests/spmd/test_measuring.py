@@ -13,16 +13,24 @@ import burst_portable as bp
 from burst_portable.backends.registry import load, rates_of
 from burst_portable.config import Config
 from burst_portable.errors import DeviceError
-from burst_portable.kernels.contract import KernelProblem
-from burst_portable.measured_rates import as_json, read_rates
-from burst_portable.measuring import clock as clocks
-from burst_portable.measuring import links, rates
-from burst_portable.measuring.arithmetic import share_held_up, speed
-from burst_portable.measuring.clock import Clock, TransportClock
-from burst_portable.measuring.kernels import Block, memory_rate
-from burst_portable.measuring.links import Peers, curve, hop, lap
-from burst_portable.measuring.rates import Shape, held_up, measure
-from burst_portable.rates import Rates
+from burst_portable.kernels.base import KernelProblem
+from burst_portable.measuring import measurement as rates
+from burst_portable.measuring import timing as clocks
+from burst_portable.measuring import timing as links
+from burst_portable.measuring.measurement import Shape, held_up, measure
+from burst_portable.measuring.timing import (
+    Block,
+    Clock,
+    Peers,
+    TransportClock,
+    curve,
+    hop,
+    lap,
+    memory_rate,
+    share_held_up,
+    speed,
+)
+from burst_portable.planning.rates import Rates, as_json, read_rates
 
 CPU = torch.device("cpu")
 

@@ -17,10 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import burst_portable as bp
 from burst_portable.backends.registry import for_device
-from burst_portable.calls import _prepare
-from burst_portable.choices import requested
-from burst_portable.comm.accounts import compare_accounts
 from burst_portable.comm.base import Message
+from burst_portable.comm.faults import compare_accounts
 from burst_portable.comm.local import Fabric, LocalTransport, run_threads
 from burst_portable.config import Config
 from burst_portable.errors import (
@@ -32,6 +30,7 @@ from burst_portable.errors import (
     UnsupportedError,
 )
 from burst_portable.mesh import as_mesh
+from burst_portable.runtime.prepare import _prepare, requested
 
 
 @pytest.fixture

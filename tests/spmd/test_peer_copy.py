@@ -11,17 +11,25 @@ import burst_portable as bp
 from burst_portable.comm import peer_copy
 from burst_portable.comm.base import Message, Part, Parts, Strips
 from burst_portable.comm.local import run_threads
-from burst_portable.comm.peer_copy import PeerCopyTransport
-from burst_portable.comm.peer_flags import EXCHANGES, MESSAGES, came_flag, exchange_flags, flags, free_flag, peer_of
+from burst_portable.comm.peer_copy import (
+    EXCHANGES,
+    MESSAGES,
+    PeerCopyTransport,
+    came_flag,
+    exchange_flags,
+    flags,
+    free_flag,
+    peer_of,
+)
 from burst_portable.config import Config
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.exchanges import JOBS
-from burst_portable.conformance.tolerances import judge
-from burst_portable.cost import plan_cost
+from burst_portable.conformance.oracle import judge
 from burst_portable.errors import CommunicationError, DeadlineError, InputError, MismatchError, UnsupportedError
-from burst_portable.messages import inboxes
-from burst_portable.rates import Rates
-from burst_portable.reshard import _can_be_picked
+from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.messages import inboxes
+from burst_portable.planning.rates import Rates
+from burst_portable.runtime.head_parallel import _can_be_picked
 from tests.spmd.attention import expected, make_inputs, on_one_rank
 from tests.spmd.thread_peers import ThreadPeers, World, run_peers
 

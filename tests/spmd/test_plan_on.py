@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable import choices
 from burst_portable.conformance import oracle
 from burst_portable.errors import InputError, UnknownNameError
+from burst_portable.runtime import prepare as choices
 
 LENGTH = 53
 SIZES = {"seq_len": LENGTH, "heads": 4, "kv_heads": 2, "head_dim": 16}

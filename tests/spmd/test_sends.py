@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.runtime import PlainRuntime, installed
+from burst_portable.runtime.observer import PlainRuntime, installed
 
 RANKS = 3
 

@@ -6,14 +6,7 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.errors import (
-    DtypeError,
-    InputError,
-    MaskError,
-    MismatchError,
-    ShapeError,
-    UnknownNameError,
-)
+from burst_portable.errors import DtypeError, InputError, MaskError, MismatchError, ShapeError, UnknownNameError
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from burst_portable.comm.accounts import _Asking
 from burst_portable.comm.agreement import agree, statement
 from burst_portable.comm.base import Transport
+from burst_portable.comm.faults import _Asking
 from burst_portable.comm.local import run_threads
-from burst_portable.comm.store import Board
+from burst_portable.comm.torch_dist import Board
 from burst_portable.errors import DeadlineError, MismatchError
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.two_levels import simulated, speeds, strategy_named
-from burst_portable.rates import Rates
+from burst_portable.planning.rates import Rates
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 64 * 2 * 4 * 16 * 2  # bytes of K and V of a rank

@@ -8,28 +8,27 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable import executor
 from burst_portable.backends.registry import for_device
-from burst_portable.choices import choose, requested
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.tolerances import judge
-from burst_portable.cost import plan_cost, reshard_bytes
+from burst_portable.conformance.oracle import judge
 from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.heads import can_group, head_groups
-from burst_portable.kernels.contract import Options
+from burst_portable.kernels.base import Options
 from burst_portable.kernels.reference import ReferenceKernel
-from burst_portable.layout import Layout, Segment
-from burst_portable.layouts import make_layout
+from burst_portable.layout import Layout, Segment, make_layout
 from burst_portable.mask import Mask
-from burst_portable.rates import Rates
-from burst_portable.reshard import _orders
-from burst_portable.runtime import PlainRuntime
+from burst_portable.planning.cost import plan_cost, reshard_bytes
+from burst_portable.planning.plans import can_group, head_groups
+from burst_portable.planning.rates import Rates
+from burst_portable.planning.tiles import find_tiles
+from burst_portable.planning.verify import verify
+from burst_portable.runtime import executor
+from burst_portable.runtime.head_parallel import _orders
+from burst_portable.runtime.observer import PlainRuntime
+from burst_portable.runtime.prepare import choose, requested
 from burst_portable.strategies.auto import AutoStrategy
-from burst_portable.strategies.registry import make_strategy
+from burst_portable.strategies.base import make_strategy
 from burst_portable.strategies.ulysses import in_rank_order
-from burst_portable.tiles import find_tiles
-from burst_portable.verify import verify
 from tests.spmd.attention import expected, make_inputs, on_one_rank, sent_and_planned
 from tests.spmd.thread_peers import World, run_peers
 

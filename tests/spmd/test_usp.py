@@ -13,13 +13,13 @@ import burst_portable as bp
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import LocalTransport, run_threads
 from burst_portable.conformance.cases import Case
+from burst_portable.conformance.oracle import judge
 from burst_portable.conformance.running import plan_of
-from burst_portable.conformance.tolerances import judge
-from burst_portable.cost import plan_cost
 from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError
-from burst_portable.profiling.causes import _add_collectives
+from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.rates import Rates
+from burst_portable.profiling.analysis.causes import _add_collectives
 from burst_portable.profiling.session import profile
-from burst_portable.rates import Rates
 from tests.spmd.attention import expected, make_inputs, on_one_rank, sent_and_planned
 from tests.spmd.test_memory import KV_BYTES, RESULT_BYTES, measured
 from tests.spmd.thread_peers import World, run_peers

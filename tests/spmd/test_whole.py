@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable import steps
 from burst_portable.conformance.oracle import dense_mask
-from burst_portable.kernels import whole
+from burst_portable.kernels import base as whole
 from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.planning import schedule as steps
 
 
 def qkv():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable import executor, wide_copy
+from burst_portable import numerics as wide_copy
+from burst_portable.runtime import executor
 from tests.spmd.thread_peers import World, run_peers
 
 

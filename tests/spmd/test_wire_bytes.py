@@ -20,7 +20,7 @@ from benchmarks.wire_bytes import Wire, prepared
 from benchmarks.wire_report import Measured, Planned, planned, summary, table, unexplained
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.errors import DeviceError
-from burst_portable.plans import PASSES
+from burst_portable.planning.plans import PASSES
 from tests.spmd.thread_peers import ThreadPeers, World, run_peers
 
 ROOT = Path(__file__).parents[2]

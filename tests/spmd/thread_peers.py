@@ -18,8 +18,7 @@ from torch import Tensor
 import burst_portable as bp
 from burst_portable.comm.base import Part, Parts, Strip, Strips
 from burst_portable.comm.local import run_threads
-from burst_portable.comm.peer_copy import PeerCopyTransport
-from burst_portable.comm.peer_flags import flags
+from burst_portable.comm.peer_copy import PeerCopyTransport, flags
 from burst_portable.config import Config
 from burst_portable.errors import DeadlineError
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from benchmarks.ranks import leave
 from benchmarks.wire_bytes import Run, options
-from burst_portable.comm.wrapped import WrappedTransport
+from burst_portable.comm.base import WrappedTransport
 
 
 class Counted(WrappedTransport):

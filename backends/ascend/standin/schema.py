@@ -16,9 +16,9 @@ from torch import Tensor
 from backends.ascend.standin import fusion
 from burst_portable.backends.ascend.attention import FusionKernel
 from burst_portable.conformance.cases import MASKS
-from burst_portable.kernels.contract import Options
-from burst_portable.layouts import make_layout
-from burst_portable.tiles import Tiles, find_tiles
+from burst_portable.kernels.base import Options
+from burst_portable.layout import make_layout
+from burst_portable.planning.tiles import Tiles, find_tiles
 
 NAMES = ("npu_fusion_attention", "npu_fusion_attention_grad")
 LENGTH = 53

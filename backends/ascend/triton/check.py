@@ -29,9 +29,9 @@ from backends.ascend.triton.execute import Memory, Program, rounded
 from backends.ascend.triton.lower import GATHER, lower
 from burst_portable.backends.ascend import triton_kernels
 from burst_portable.kernels.triton.blocks import block_table, transposed
-from burst_portable.layouts import make_layout
+from burst_portable.layout import make_layout
 from burst_portable.mask import Mask
-from burst_portable.tiles import find_tiles
+from burst_portable.planning.tiles import find_tiles
 
 OPTIMIZER = Path(triton.__file__).parent / "backends" / "ascend" / "triton-adapter-opt"
 KERNELS = {name: getattr(triton_kernels, name) for name in ("attend_kernel", "keys_kernel", "queries_kernel")}

@@ -3,18 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from burst_portable.backends.accelerator import AcceleratorBackend, Facts
 from burst_portable.backends.ascend.attention import FusionKernel
-from burst_portable.backends.ascend.probe import libraries, missing
 from burst_portable.backends.ascend.tracer import Event, NpuTracer, kineto
-from burst_portable.backends.base import Capabilities, Peaks, Rates, Tracer
-from burst_portable.kernels.contract import Kernel
-from burst_portable.kernels.lazy import LazyKernel
+from burst_portable.backends.base import AcceleratorBackend, Capabilities, Facts, Peaks, Rates, Tracer, require
+from burst_portable.errors import BackendUnavailableError, explain, in_a_line
+from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
+
+AT_LEAST = "2.11"
+_INSTALL = "install CANN, then the torch_npu of this torch's version: pip install '.[ascend]' in the clone"
+
+
+def missing() -> str:
+    """Why NPUs cannot be used; "" if they can. Imports torch_npu if it is installed."""
+    try:
+        require("torch_npu", AT_LEAST, _INSTALL)
+    except BackendUnavailableError as refusal:
+        return str(refusal)
+    if other := _other_torch(version("torch_npu"), torch.__version__):
+        return other
+    try:
+        npu = import_module("torch_npu").npu
+    # Whatever goes wrong in there (a library of CANN that is missing, mostly), the user must hear it.
+    except Exception as error:  # noqa: BLE001
+        step = "source CANN's set_env.sh, and look whether its version fits torch_npu's"
+        return explain("torch_npu is installed and fails to import", got=in_a_line(error), next_step=step)
+    return "" if npu.is_available() else "torch_npu sees no NPU; look at npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
+
+
+def _other_torch(npu: str, torch_version: str) -> str:
+    """torch_npu is built for one torch; with another it crashes in ways that say nothing."""
+    wanted, found = (".".join(text.partition("+")[0].split(".")[:2]) for text in (npu, torch_version))
+    if wanted == found:
+        return ""
+    step = f"pip install 'torch=={wanted}.*' or the torch_npu of torch {found}"
+    return explain(
+        "torch_npu is built for another torch", got=f"torch_npu {npu}, torch {torch_version}", next_step=step
+    )
+
+
+def libraries() -> Facts:
+    """Versions, as torch_npu tells them."""
+    cann = str(import_module("torch_npu").npu.utils.get_cann_version("CANN"))
+    facts: Facts = {"torch_npu": version("torch_npu"), "cann": cann}
+    # The imitation that `make conform-ascend` builds calls itself so: no report of it may pass for a device's.
+    return {**facts, "tier": "stand-in"} if "stand-in" in cann else facts
 
 
 class AscendBackend(AcceleratorBackend):

@@ -19,12 +19,12 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from burst_portable.backends.ascend import triton_kernels
 from burst_portable.errors import UnsupportedError, explain
-from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
+from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.triton.arguments import padded, score_numbers, strides
 from burst_portable.kernels.triton.blocks import block_table, transposed
-from burst_portable.kernels.triton.failures import told_where
+from burst_portable.kernels.triton.prepared import told_where
 from burst_portable.numerics import Compensated, State, row_delta
-from burst_portable.tiles import Tile, Tiles
+from burst_portable.planning.tiles import Tile, Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
@@ -76,7 +76,7 @@ def interpreted() -> bool:
 
 
 class AscendTritonKernel:
-    """See `kernels.contract.Kernel`.
+    """See `kernels.base.Kernel`.
 
     Args:
         half, single: cuts for 16-bit and for float32 tensors.

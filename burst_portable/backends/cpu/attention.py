@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.contract import Gradients, KernelProblem, Support
-from burst_portable.kernels.pieces import PiecewiseKernel
+from burst_portable.kernels.base import Gradients, KernelProblem, Support
+from burst_portable.kernels.operator_kernel import PiecewiseKernel
 from burst_portable.numerics import State, accumulation_dtype
-from burst_portable.tiles import Tile
+from burst_portable.planning.tiles import Tile
 
 STRIP = 256
 """Rows of a strip: its mask holds STRIP x (STRIP + window) numbers."""
@@ -69,7 +69,7 @@ def lower(tile: Tile) -> Iterator[Piece]:
 
 
 class CpuFlashKernel(PiecewiseKernel[Piece]):
-    """See `kernels.contract.Kernel`."""
+    """See `kernels.base.Kernel`."""
 
     name = "cpu_flash"
 

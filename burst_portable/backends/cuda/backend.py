@@ -7,24 +7,38 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from burst_portable.backends.accelerator import AcceleratorBackend, Facts
-from burst_portable.backends.base import Capabilities, LinkCounters, Meter, Peaks, Rates
+from burst_portable.backends.base import AcceleratorBackend, Capabilities, Facts, LinkCounters, Meter, Peaks, Rates
 from burst_portable.backends.cuda.driver import leave_captures_alone
 from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
-from burst_portable.backends.cuda.link_counters import NvlinkCounters
-from burst_portable.backends.cuda.machines import rates_of_machine
-from burst_portable.backends.cuda.meter import NvmlMeter
-from burst_portable.backends.cuda.nccl import goes_first, high_priority
-from burst_portable.backends.cuda.peaks import peaks
-from burst_portable.backends.cuda.probe import libraries
-from burst_portable.backends.cuda.vendors import CudaFlashKernel, CudnnKernel
+from burst_portable.backends.cuda.library_kernels import CudaFlashKernel, CudnnKernel
+from burst_portable.backends.cuda.machines import peaks, rates_of_machine
+from burst_portable.backends.cuda.nvml import NvlinkCounters, NvmlMeter, libraries
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
-from burst_portable.kernels.contract import Kernel
-from burst_portable.kernels.lazy import LazyKernel
+from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
+
+
+def high_priority(timeout: timedelta) -> Any:
+    """Options of a process group whose stream has it; None where this torch has no NCCL."""
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns where it is not that of the group
+    return options
+
+
+def goes_first(group: Any) -> bool:
+    """Whether the stream of a group (None: the default one) has it; only NCCL's can be asked, others count as no."""
+    found: Any = dist.group.WORLD if group is None else group
+    try:
+        options = getattr(found._get_backend(torch.device("cuda")), "options", None)
+    except RuntimeError:  # the group has nothing for this device; its first message says so
+        return False
+    return bool(getattr(options, "is_high_priority_stream", False))
 
 
 class CudaBackend(AcceleratorBackend):
@@ -56,7 +70,7 @@ class CudaBackend(AcceleratorBackend):
         # against triton, so foreign kernels must be named.
         flash_4 = LazyKernel(
             "flash-attn-4",
-            "burst_portable.backends.cuda.vendors",
+            "burst_portable.backends.cuda.library_kernels",
             "Flash4Kernel",
             needs="flash_attn",
             install="pip install flash-attn-4",
@@ -65,7 +79,7 @@ class CudaBackend(AcceleratorBackend):
         yield HopperKernel()
         yield LazyKernel(
             "triton",
-            "burst_portable.kernels.triton.launch",
+            "burst_portable.kernels.triton.triton_kernel",
             "TritonKernel",
             needs="triton",
             at_least=(3, 6),
@@ -73,7 +87,7 @@ class CudaBackend(AcceleratorBackend):
         )
         yield LazyKernel(
             "triton-tf32",
-            "burst_portable.kernels.triton.tf32",
+            "burst_portable.kernels.triton.triton_kernel",
             "Tf32Kernel",
             needs="triton",
             at_least=(3, 6),

@@ -9,13 +9,15 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from burst_portable.comm.base import Strip
-from burst_portable.errors import CommunicationError, UnsupportedError, explain
+from burst_portable.errors import CommunicationError, DeviceError, UnsupportedError, explain
 
 _WAIT_EQUAL = 0x1
 _WAIT_FLUSH = 1 << 30
@@ -122,3 +124,228 @@ def current_stream(device: torch.device) -> int:
 def leave_captures_alone() -> None:
     """See `Driver.leave_captures_alone`; for threads that only look at events."""
     driver(0).leave_captures_alone()
+
+
+MAP = 128
+"""Bytes of a tensor map."""
+
+_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, by bytes
+_L2_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+_BUFFER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+# Up to this version the driver encodes tensors below so many bytes with a bit that must not be set.
+_WRONG_UNTIL, _WRONG_BELOW, _WRONG_BIT = 13010, 128 << 10, 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tensor as a kernel with TMA takes it."""
+
+    triton: Any
+    """Triton's descriptor, from which a kernel is compiled."""
+    box: tuple[int, ...]
+    swizzle: int
+    packed: bytes
+    """The tensor map, extents and strides; empty if the driver cannot be asked."""
+
+
+class _Extra(ctypes.Structure):
+    """What cuLaunchKernel takes instead of a pointer for each parameter."""
+
+    _fields_ = (
+        ("buffer", ctypes.c_void_p),
+        ("packed", ctypes.c_char_p),
+        ("size", ctypes.c_void_p),
+        ("count", ctypes.c_void_p),
+        ("end", ctypes.c_void_p),
+    )
+
+
+class KernelDriver:
+    """libcuda's calls that a launch needs.
+
+    Raises OSError or AttributeError where the library or one of the functions is missing.
+    """
+
+    def __init__(self) -> None:
+        self._library = library = ctypes.CDLL("libcuda.so.1")
+        number, pointer = ctypes.c_uint, ctypes.c_void_p
+        self._info = library.cuFuncGetParamInfo
+        self._info.argtypes = (pointer, ctypes.c_size_t, pointer, pointer)
+        self._launch = library.cuLaunchKernel
+        self._launch.argtypes = (pointer, *[number] * 7, pointer, pointer, pointer)
+        self._encode = library.cuTensorMapEncodeTiled
+        self._encode.argtypes = (pointer, number, number, *[pointer] * 5, *[number] * 4)
+        version = ctypes.c_int()
+        self._checked(library.cuDriverGetVersion(ctypes.byref(version)))
+        self._version = version.value
+
+    def parameters(self, function: int) -> list[tuple[int, int]]:
+        """Offset and size of each, in bytes."""
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        found: list[tuple[int, int]] = []
+        while not self._info(function, len(found), ctypes.byref(offset), ctypes.byref(size)):
+            found.append((offset.value, size.value))
+        return found
+
+    def launch(
+        self, function: int, grid: tuple[int, int, int], threads: int, shared: int, stream: int, packed: bytes
+    ) -> None:
+        """On torch's current device, with its parameters as they lie in memory."""
+        Bound(self, function, grid, threads, shared, packed)(stream)
+
+    def start(self, what: tuple[Any, ...], stream: int, extra: Any) -> None:
+        """A kernel, whose function, grid, threads and shared memory `what` says."""
+        code = self._launch(*what, stream, None, extra)
+        if code == _NO_CONTEXT:  # a thread that has asked nothing of the device yet
+            self._enter(torch.cuda.current_device())
+            code = self._launch(*what, stream, None, extra)
+        if code:
+            self._checked(code)
+
+    def _enter(self, device: int) -> None:
+        """This thread uses the device's context, which torch uses too."""
+        number, context = ctypes.c_int(), ctypes.c_void_p()
+        self._checked(self._library.cuDeviceGet(ctypes.byref(number), device))
+        self._checked(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number))
+        self._checked(self._library.cuCtxSetCurrent(context))
+
+    def tensor_map(
+        self, address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], box: Sequence[int],
+        swizzle: int,
+    ) -> bytes:  # fmt: skip
+        """As cuTensorMapEncodeTiled makes it; strides in elements, the last one 1; the swizzle in bytes."""
+        rank, size = len(shape), dtype.itemsize
+        steps = [size * s for s in strides[:-1]]
+        room = (ctypes.c_uint64 * (2 * MAP // 8))()
+        at = -(-ctypes.addressof(room) // MAP) * MAP  # the driver wants multiples of 64
+        extents = (ctypes.c_uint64 * rank)(*reversed(shape))
+        jumps = (ctypes.c_uint64 * rank)(*reversed(steps), 0)
+        sides, ones = (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank)
+        self._checked(
+            self._encode(
+                at, _DTYPES[dtype], rank, address, extents, jumps, sides, ones, 0, _SWIZZLES[swizzle], _L2_128, 0
+            )
+        )
+        last = sum((n - 1) * s for n, s in zip(shape, [*steps, size], strict=True))
+        if self._version <= _WRONG_UNTIL and last + 1 < _WRONG_BELOW:
+            word = ctypes.c_uint64.from_address(at + 8)
+            word.value &= ~_WRONG_BIT
+        return ctypes.string_at(at, MAP)
+
+    def _checked(self, code: int) -> None:
+        if code:
+            raise DeviceError(
+                explain(
+                    "the CUDA driver refused a kernel or a tensor map",
+                    got=error_text(self._library, code),
+                    next_step="an earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1 to see which",
+                )
+            )
+
+
+@cache
+def kernel_driver() -> KernelDriver | None:
+    """One for all devices; None where there is none."""
+    try:
+        return KernelDriver()
+    except (OSError, AttributeError):
+        return None
+
+
+class Bound:
+    """A launch whose parameters stay as they are."""
+
+    __slots__ = ("_count", "_driver", "_extra", "_packed", "_pointer", "_what")
+
+    def __init__(
+        self, driver: KernelDriver, function: int, grid: tuple[int, int, int], threads: int, shared: int, packed: bytes
+    ) -> None:
+        self._driver, self._packed, self._count = driver, packed, ctypes.c_size_t(len(packed))
+        self._extra = _Extra(_BUFFER, packed, _SIZE, ctypes.addressof(self._count), None)
+        self._pointer = ctypes.byref(self._extra)
+        self._what = (function, *grid, threads, 1, 1, shared)
+
+    def __call__(self, stream: int) -> None:
+        self._driver.start(self._what, stream, self._pointer)
+
+
+class Ready:
+    """A compiled kernel whose parameters are packed here."""
+
+    def __init__(self, driver: KernelDriver, kernel: Any, form: struct.Struct, args: Sequence[Any]) -> None:
+        self._driver = driver
+        self._form = form
+        self._function: int = kernel.function
+        self._threads: int = 32 * kernel.metadata.num_warps
+        self._shared: int = kernel.metadata.shared
+        self._described = [i for i, a in enumerate(args) if isinstance(a, Described)]
+        self._tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+
+    def bound(self, grid: tuple[int, int, int], args: Sequence[int]) -> Bound:
+        """A launch of it with these numbers and addresses."""
+        packed = self._form.pack(*args, 0, 0)
+        return Bound(self._driver, self._function, grid, self._threads, self._shared, packed)
+
+    def __call__(self, grid: tuple[int, int, int], args: Sequence[Any], stream: int) -> None:
+        """Its parameters but the constants, of the types that it was compiled for."""
+        values = list(args)
+        for i in self._described:
+            values[i] = values[i].packed
+        for i in self._tensors:
+            values[i] = values[i].data_ptr()
+        packed = self._form.pack(*values, 0, 0)
+        self._driver.launch(self._function, grid, self._threads, self._shared, stream, packed)
+
+
+def ready(driver: KernelDriver | None, kernel: Any, args: Sequence[Any]) -> Ready | None:
+    """The kernel that Triton compiled for these arguments; None if its parameters are not the ones packed here."""
+    about = kernel.metadata
+    if driver is None or about.num_ctas != 1 or about.launch_pdl or about.launch_cooperative_grid:
+        return None
+    if about.global_scratch_size or about.profile_scratch_size:
+        return None
+    described = [a for a in args if isinstance(a, Described)]
+    maps = getattr(about, "tensordesc_meta", None) or []
+    if [(tuple(m["block_size"]), m["swizzle"]) for m in maps] != [(d.box, _SWIZZLES[d.swizzle]) for d in described]:
+        return None
+    form = packing(args, driver.parameters(kernel.function))
+    return None if form is None else Ready(driver, kernel, form, args)
+
+
+def packing(args: Sequence[Any], parameters: Sequence[tuple[int, int]]) -> struct.Struct | None:
+    """How the arguments lie in a launch's buffer, with the two pointers that Triton appends; None if they cannot."""
+    form, at, rest = "=", 0, list(parameters)
+    for arg in (*args, None, None):
+        if not rest:
+            return None
+        start, size = rest[0]
+        letter, parts = _parts(arg, size)
+        if start < at or rest[: len(parts)] != [(start + offset, each) for offset, each in parts]:
+            return None
+        form += f"{start - at}x{letter}"
+        at = start + struct.calcsize("=" + letter)
+        del rest[: len(parts)]
+    return None if rest else struct.Struct(form)
+
+
+def _parts(arg: Any, size: int) -> tuple[str, list[tuple[int, int]]]:
+    """Its letter for `struct`, and the parameters that it becomes: offset from the first one, and size."""
+    if isinstance(arg, Described):
+        rank = len(arg.box)
+        strides = len(arg.packed) - 8 * rank
+        extents = [(MAP + 4 * i, 4) for i in range(rank)]
+        return f"{len(arg.packed)}s", [(0, MAP), *extents, *((strides + 8 * i, 8) for i in range(rank))]
+    if isinstance(arg, float):
+        return "f", [(0, 4)]
+    if isinstance(arg, int):
+        return ("i" if size == 4 else "q"), [(0, 4 if size == 4 else 8)]
+    return "Q", [(0, 8)]
+
+
+def pack_described(tensor_map: bytes, shape: Sequence[int], strides: Sequence[int]) -> bytes:
+    """A tensor map and what follows it among a kernel's parameters."""
+    rank = len(shape)
+    gap = -(MAP + 4 * rank) % 8
+    return tensor_map + struct.pack(f"={rank}i{gap}x{rank}q", *shape, *strides)

@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 
-from burst_portable.backends.accelerator import AcceleratorBackend, Facts
-from burst_portable.backends.base import Capabilities, Meter, Peaks, Rates
-from burst_portable.backends.rocm.flash import RocmFlashKernel
-from burst_portable.backends.rocm.meter import AmdsmiMeter
-from burst_portable.backends.rocm.peaks import peaks
-from burst_portable.backends.rocm.probe import architecture, libraries
+from burst_portable.backends.base import AcceleratorBackend, Capabilities, Facts, Meter, Peaks, Rates
+from burst_portable.backends.rocm.device import AmdsmiMeter, architecture, libraries, peaks
+from burst_portable.backends.rocm.flash_kernels import RocmFlashKernel
 from burst_portable.errors import BackendUnavailableError
-from burst_portable.kernels.contract import Kernel
-from burst_portable.kernels.lazy import LazyKernel
+from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
 
 
@@ -50,7 +46,7 @@ class RocmBackend(AcceleratorBackend):
         # epilogue and is deterministic; the others take a call for every box and triangle.
         yield LazyKernel(
             "triton",
-            "burst_portable.kernels.triton.launch",
+            "burst_portable.kernels.triton.triton_kernel",
             "TritonKernel",
             needs="triton",
             at_least=(3, 6),
@@ -58,7 +54,7 @@ class RocmBackend(AcceleratorBackend):
         )
         yield LazyKernel(
             "aiter",
-            "burst_portable.backends.rocm.aiter",
+            "burst_portable.backends.rocm.flash_kernels",
             "AiterKernel",
             needs="aiter",
             install="AMD's images have it, and its repository says how to build it",

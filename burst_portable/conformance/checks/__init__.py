@@ -8,13 +8,13 @@ from burst_portable.conformance.checks import (
     claims,
     extremes,
     group,
-    kernels,
-    memory,
     profiler,
     sizes,
     steady,
     transport,
 )
+from burst_portable.conformance.checks import buffers as memory
+from burst_portable.conformance.checks import kernel_contract as kernels
 from burst_portable.conformance.trial import Check
 
 CHECKS: dict[str, Check] = {

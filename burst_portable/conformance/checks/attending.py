@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.inputs import Inputs, expected, make_inputs
-from burst_portable.conformance.oracle import Answer
+from burst_portable.conformance.oracle import Answer, Inputs, error_of_weights, errors, expected, make_inputs
 from burst_portable.conformance.running import run_case
-from burst_portable.conformance.subject import Subject
-from burst_portable.conformance.tolerances import error_of_weights, errors
-from burst_portable.conformance.trial import Outcome, Trial
+from burst_portable.conformance.trial import Outcome, Subject, Trial
 from burst_portable.errors import UnsupportedError
 
 Attempt = Callable[[Subject, Case], Outcome]
@@ -27,7 +24,7 @@ def attempt(subject: Subject, case: Case) -> Outcome:
 
 
 def judged(case: Case, x: Inputs, answer: Answer, rounding: float = 0.0) -> Outcome:
-    """An answer against the oracle's. `rounding`: see `kernels.contract.Kernel`."""
+    """An answer against the oracle's. `rounding`: see `kernels.base.Kernel`."""
     exact, plain = expected(case, x)
     extra = 0.0 if case.values == "usual" else error_of_weights(exact, case.dtype, rounding)
     return Outcome(errors(answer, exact, plain, case.dtype, extra, rounding), blind_rows(answer, exact))

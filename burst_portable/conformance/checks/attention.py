@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from burst_portable.conformance.cases import AXES, Case, covering, product
 from burst_portable.conformance.checks.attending import case_trial, case_trials
-from burst_portable.conformance.subject import Subject
-from burst_portable.conformance.trial import Check, Trial
+from burst_portable.conformance.trial import Check, Subject, Trial
 
 NAME = "attention"
 

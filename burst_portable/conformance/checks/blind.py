@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from burst_portable.conformance.cases import DTYPES, LENGTH, STRATEGIES, Case
 from burst_portable.conformance.checks.attending import case_trial, case_trials
-from burst_portable.conformance.subject import Subject
-from burst_portable.conformance.trial import Check, Trial
+from burst_portable.conformance.trial import Check, Subject, Trial
 
 NAME = "blind"
 

@@ -10,16 +10,14 @@ import torch
 import torch.distributed as dist
 
 from burst_portable.backends.registry import choose_kernel
-from burst_portable.conformance.blocks import run_kernel
 from burst_portable.conformance.cases import DTYPES, Case
 from burst_portable.conformance.checks.attending import judged
 from burst_portable.conformance.checks.sizes import HEAD_SIZES
-from burst_portable.conformance.inputs import make_inputs
-from burst_portable.conformance.running import kernel_problem, serves
-from burst_portable.conformance.subject import Subject
-from burst_portable.conformance.trial import Check, Outcome, Trial, plain
+from burst_portable.conformance.oracle import make_inputs
+from burst_portable.conformance.running import kernel_problem, run_kernel, serves
+from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
 from burst_portable.errors import UnknownNameError, UnsupportedError, first_line
-from burst_portable.kernels.contract import Kernel, rounding_of
+from burst_portable.kernels.base import Kernel, rounding_of
 
 NAME = "claims"
 

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from burst_portable.conformance.cases import DTYPES, VALUES, Case
 from burst_portable.conformance.checks.attending import case_trial, case_trials
-from burst_portable.conformance.inputs import make_inputs
-from burst_portable.conformance.oracle import Answer
+from burst_portable.conformance.oracle import Answer, make_inputs
 from burst_portable.conformance.running import run_case
-from burst_portable.conformance.subject import Subject
-from burst_portable.conformance.trial import Check, Outcome, Trial, plain
+from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
 from burst_portable.errors import UnsupportedError
 
 NAME = "extremes"

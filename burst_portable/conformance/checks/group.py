@@ -8,11 +8,10 @@ import torch
 
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.checks.attending import case_trial, case_trials, judged
-from burst_portable.conformance.inputs import make_inputs
+from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.processes import devices, exchange, shards
 from burst_portable.conformance.running import together
-from burst_portable.conformance.subject import Subject
-from burst_portable.conformance.trial import Check, Outcome, Trial, plain
+from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
 
 NAME = "group"
 _CASES = (

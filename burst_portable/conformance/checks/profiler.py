@@ -12,18 +12,17 @@ from torch import Tensor
 
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.inputs import make_inputs
+from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.running import plan_of, run_case
-from burst_portable.conformance.subject import Subject
-from burst_portable.conformance.trial import Check, Outcome, Trial, plain
+from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.contract import Options
+from burst_portable.kernels.base import Options
 from burst_portable.numerics import State
-from burst_portable.plans import PASSES, PassName, Plan
-from burst_portable.profiling.partition import PARTS
+from burst_portable.planning.plans import PASSES, PassName, Plan
+from burst_portable.planning.schedule import Compute
+from burst_portable.profiling.analysis.intervals import PARTS
 from burst_portable.profiling.session import Session, profile
-from burst_portable.runtime import WrappedRuntime, installed
-from burst_portable.steps import Compute
+from burst_portable.runtime.observer import WrappedRuntime, installed
 
 NAME = "profiler"
 _PART = {"compute": "compute", "copy": "exposed_copy"}  # of events that are not communication

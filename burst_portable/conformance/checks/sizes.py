@@ -8,8 +8,7 @@ import torch
 
 from burst_portable.conformance.cases import DTYPES, LENGTH, MEMORY, Case
 from burst_portable.conformance.checks.attending import case_trial, case_trials
-from burst_portable.conformance.subject import Subject
-from burst_portable.conformance.trial import Check, Trial
+from burst_portable.conformance.trial import Check, Subject, Trial
 
 NAME = "sizes"
 HEAD_SIZES = (16, 24, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256)

@@ -8,12 +8,9 @@ from dataclasses import replace
 import torch
 
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.inputs import Inputs, expected, make_inputs
-from burst_portable.conformance.oracle import Answer
+from burst_portable.conformance.oracle import FLOOR, Answer, Inputs, expected, make_inputs, relative_error
 from burst_portable.conformance.running import run_case
-from burst_portable.conformance.subject import Subject
-from burst_portable.conformance.tolerances import FLOOR, relative_error
-from burst_portable.conformance.trial import Check, Outcome, Trial, plain
+from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
 from burst_portable.errors import UnsupportedError
 
 NAME = "steady"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from burst_portable.conformance.exchanges import JOBS
-from burst_portable.conformance.subject import Subject
-from burst_portable.conformance.trial import Check, Outcome, Trial, plain
+from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
 
 NAME = "transport"
 

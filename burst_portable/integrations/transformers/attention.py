@@ -8,12 +8,12 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from burst_portable.api import attention
-from burst_portable.checks import tell_the_others
-from burst_portable.compiling import never_compiled
 from burst_portable.errors import InputError, UnsupportedError, explain
 from burst_portable.integrations.transformers.masks import Band, Wanted, mask_of
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
+from burst_portable.runtime.validation import tell_the_others
+from burst_portable.utils.torch_modes import never_compiled
 
 ATTRIBUTE = "_burst_portable"
 """Where a module of a parallelized model keeps its `ModelState`: so two models with two meshes live in one process."""

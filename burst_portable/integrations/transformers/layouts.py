@@ -8,14 +8,13 @@ from typing import Any, TypedDict
 import torch
 from transformers import PreTrainedModel
 
-from burst_portable.choices import strategy_on
 from burst_portable.errors import InputError, UnsupportedError, explain, unknown_name
-from burst_portable.layout import Layout
-from burst_portable.layouts import NAMES, OF_DOCUMENTS, make_layout
+from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh
-from burst_portable.planning import plan
+from burst_portable.runtime.prepare import strategy_on
 from burst_portable.strategies.base import Strategy
+from burst_portable.strategies.planner import plan
 
 _KEPT = 64
 _SIZES = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"})

@@ -3,37 +3,71 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from burst_portable.checks import check_tensor, tell_the_others
-from burst_portable.compiling import never_compiled
 from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, explain
-from burst_portable.integrations.transformers.arguments import check_arguments, checked_positions, parameters_of, takes
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, CallSequence, attend
 from burst_portable.integrations.transformers.checks import (
+    check_arguments,
     check_layerdrop,
     check_model,
     check_positions,
+    checked_positions,
     drops_layers,
+    parameters_of,
+    takes,
 )
 from burst_portable.integrations.transformers.layouts import Layouts
-from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of, sharded_loss, shifts_labels
-from burst_portable.integrations.transformers.masks import wanted_mask
-from burst_portable.integrations.transformers.padding import check_padded_model, has_padding
-from burst_portable.integrations.transformers.router import check_router, with_router_loss
-from burst_portable.integrations.transformers.running import RunningCall
+from burst_portable.integrations.transformers.loss import (
+    ShardedLoss,
+    check_router,
+    loss_of,
+    sharded_loss,
+    shifts_labels,
+    with_router_loss,
+)
+from burst_portable.integrations.transformers.masks import check_padded_model, has_padding, wanted_mask
 from burst_portable.layout import Layout
 from burst_portable.mask import cumulative_lengths
 from burst_portable.mesh import MeshLike, as_mesh
+from burst_portable.runtime.validation import check_tensor, tell_the_others
 from burst_portable.sharding import positions, shard, shard_batch
-from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.registry import make_strategy
-from burst_portable.values import size
+from burst_portable.strategies.base import Strategy, make_strategy
+from burst_portable.utils.torch_modes import never_compiled
+from burst_portable.utils.values import size
+
+_BETWEEN = ("burst_portable.integrations.", "torch._dynamo.")
+"""Modules whose frames stand between torch's call of a module and a hook's own, and end with the hook."""
+
+
+class RunningCall:
+    """A module's call, made in the hook before its forward."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+            frame = frame.f_back
+        self._frame = frame
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # frames cannot be pickled, and in a copy elsewhere nothing runs
+
+    def has(self, module: Any) -> bool:
+        """Whether a call of `module` that begins now is a part of this one, which still runs."""
+        return module is not self.module and any(module is part for part in self.module.modules()) and self._runs()
+
+    def _runs(self) -> bool:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
 
 NAME = "burst_portable"
 """The name of our attention and mask functions in transformers' interfaces."""

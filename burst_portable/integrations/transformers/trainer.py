@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
-from burst_portable.integrations.transformers.arguments import check_arguments
+from burst_portable.integrations.transformers.checks import check_arguments
 from burst_portable.integrations.transformers.parallel import Parallel
 
 

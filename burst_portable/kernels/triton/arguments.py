@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.contract import Options
+from burst_portable.kernels.base import Options
 
 # a·b + c in one instruction: Triton's default, of which 3.9 warns that it will be another from 3.10 on.
 ALWAYS = {"enable_fp_fusion": True}

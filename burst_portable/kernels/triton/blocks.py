@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from burst_portable.tiles import Tile
+from burst_portable.planning.tiles import Tile
 
 BLOCK_FIELDS = 4
 """first own row, offset of its first entry, offset past its last, 0."""

@@ -1,4 +1,4 @@
-"""`numerics.merge_into` in one pass over memory, for kernels that are called on pieces (`kernels.pieces`).
+"""`numerics.merge_into` in one pass over memory, for kernels that are called on pieces (`kernels.operator_kernel`).
 
 torch's operators make several passes of it: 26 bytes for a number of 16 bits that is merged, where 10 do.
 """

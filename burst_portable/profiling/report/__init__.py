@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from burst_portable.profiling.report.report import Report
+from burst_portable.profiling.report.profile_report import Report
 
 __all__ = ["Report"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from burst_portable.plans import PASSES
+from burst_portable.planning.plans import PASSES
 
 _TRACKS = {"compute": 0, "copy": 0, "wait": 1, "collective": 1, "post": 1, "transfer": 2}
 _NAMES = ("compute and copies", "communication: waiting", "communication: transfers")

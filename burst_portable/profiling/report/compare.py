@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from burst_portable.errors import InputError, explain
-from burst_portable.units import scaled
+from burst_portable.utils.text import scaled
 
 WATCHED = ("span", "compute", "exposed_comm", "exposed_copy", "blocking", "idle")
 _STEPS = ("shortest", "median", "longest")  # training steps, from mark to mark

@@ -10,10 +10,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from burst_portable.plans import PASSES
-from burst_portable.profiling.contention import contended
-from burst_portable.profiling.evidence import evidence_of
-from burst_portable.profiling.partition import PARTS
+from burst_portable.planning.plans import PASSES
+from burst_portable.profiling.analysis.analyze import evidence_of, training_text
+from burst_portable.profiling.analysis.intervals import PARTS, contended
 from burst_portable.profiling.report.tables import (
     ABLATED,
     LIGHT,
@@ -28,8 +27,7 @@ from burst_portable.profiling.report.tables import (
     step_rows,
     traced_rows,
 )
-from burst_portable.profiling.training import training_text
-from burst_portable.units import bytes_text, percent, scaled, time_text
+from burst_portable.utils.text import bytes_text, percent, scaled, time_text
 
 _UNIT = 100  # nanoseconds: the resolution of the timeline
 _MOST_EVENTS = 45_000  # that are drawn: about 15 bytes each

@@ -11,8 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from burst_portable.profiling.contention import contended
-from burst_portable.profiling.partition import PARTS
+from burst_portable.profiling.analysis.analyze import training_text
+from burst_portable.profiling.analysis.intervals import PARTS, contended
+from burst_portable.profiling.clocks import told
 from burst_portable.profiling.report.tables import (
     ABLATED,
     LIGHT,
@@ -24,10 +25,7 @@ from burst_portable.profiling.report.tables import (
     step_rows,
     traced_rows,
 )
-from burst_portable.profiling.sensors import told
-from burst_portable.profiling.training import training_text
-from burst_portable.units import bytes_text, percent, scaled, time_text
-from burst_portable.wrapping import beside
+from burst_portable.utils.text import beside, bytes_text, percent, scaled, time_text
 
 _COLOURS = {"compute": "blue", "exposed_comm": "yellow", "exposed_copy": "magenta", "idle": "bright_black"}
 _SHADES = {"compute": "█", "exposed_comm": "▓", "exposed_copy": "▒", "idle": "░"}  # distinct even without colours

@@ -10,7 +10,7 @@ import torch
 from burst_portable.backends.base import Capabilities, Probe, Rates, require
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
-from burst_portable.kernels.contract import Kernel
+from burst_portable.kernels.base import Kernel
 from burst_portable.kernels.reference import ReferenceKernel
 from their_attention.kernel import TheirKernel
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from burst_portable import numerics
-from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
+from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support
 from burst_portable.numerics import State
-from burst_portable.tiles import Tile, Tiles
+from burst_portable.planning.tiles import Tile, Tiles
 
 
 class TheirKernel:
-    """See `burst_portable.kernels.contract.Kernel`."""
+    """See `burst_portable.kernels.base.Kernel`."""
 
     name = "their_boxes"
 

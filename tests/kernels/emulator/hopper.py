@@ -13,9 +13,9 @@ from torch import Tensor
 from burst_portable.backends.cuda.hopper import backward as hopper_backward
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
-from burst_portable.backends.cuda.hopper import launch_tables
+from burst_portable.backends.cuda.hopper import launch as launch_tables
 from burst_portable.backends.cuda.hopper.launch import tma_strides
-from burst_portable.kernels.steps import in_steps
+from burst_portable.kernels.operator_kernel import in_steps
 from tests.kernels.emulator.machine import Machine
 from tests.kernels.emulator.memory import Descriptor
 

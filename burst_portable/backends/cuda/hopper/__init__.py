@@ -1,7 +1,7 @@
 """Attention for Hopper (sm_90), in Gluon.
 
 =======================  ======================================================================================
-`kernel`                 `HopperKernel`: both passes behind the contract of `kernels.contract`
+`kernel`                 `HopperKernel`: both passes behind the contract of `kernels.base`
 `flash4`                 the same, with flash-attn-4 where that was measured to be faster
 `forward`, `backward`    what runs on the device
 `shared`                 shared memory and TMA by names that all versions of Gluon understand
@@ -10,7 +10,7 @@
 `tables`                 which blocks each block visits, from a list of tiles
 `configs`                the sizes of blocks, by head size; which cut, or cuts, a pass gets
 `launch_tables`          those tables on their device, kept
-`launch`                 launches that cost the host little, by `backends.cuda.kernel_driver`
+`launch`                 launches that cost the host little, by `backends.cuda.driver`
 `aot`                    compiling ahead of time, on any machine, and what the compiler says of it
 =======================  ======================================================================================
 

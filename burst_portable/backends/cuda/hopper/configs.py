@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_portable.backends.cuda.hopper.tables import LaunchTable, Span, backward_table, forward_table
-from burst_portable.tiles import Tiles
+from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, Span, backward_table, forward_table
+from burst_portable.planning.tiles import Tiles
 
 
 @dataclass(frozen=True, slots=True)

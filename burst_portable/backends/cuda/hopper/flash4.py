@@ -6,11 +6,11 @@ from torch import Tensor
 
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.errors import BackendUnavailableError
-from burst_portable.kernels import whole
-from burst_portable.kernels.contract import Gradients, Kernel, KernelProblem, Options, Support, takes_windows
-from burst_portable.kernels.pieces import Triangle, causal_window, only_piece, triangles
+from burst_portable.kernels import base as whole
+from burst_portable.kernels.base import Gradients, Kernel, KernelProblem, Options, Support, takes_windows
+from burst_portable.kernels.operator_kernel import Triangle, causal_window, only_piece, triangles
 from burst_portable.numerics import State
-from burst_portable.tiles import Tiles
+from burst_portable.planning.tiles import Tiles
 
 FORWARD, BACKWARD = (64,), (64, 128)
 """Head sizes at which flash-attn-4 was faster on one H100: benchmarks/results/history-kernels.md."""
@@ -39,7 +39,7 @@ class HopperFlash4Kernel(HopperKernel):
     """`HopperKernel`, but an attention that is one box or one causal square goes to flash-attn-4.
 
     So do gradients of a causal window, from a version on that is known to obey. That package knows no other masks, and
-    what it gives in 16 bits would have to be merged. So this is for calls that compute all (`kernels.whole`); steps of
+    what it gives in 16 bits would have to be merged. So this is for calls that compute all (`kernels.base`); steps of
     a ring stay with our own kernel.
     """
 
@@ -61,7 +61,7 @@ class HopperFlash4Kernel(HopperKernel):
             return Support(False, str(error))
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
-        """See `kernels.whole`: out in the dtype of q."""
+        """See `kernels.base`: out in the dtype of q."""
         if _allowed(q, tiles, options) and _faster_forward(q, k, tiles):
             return whole.attend_whole(self._flash, q, k, v, tiles, options)
         return super().attend_whole(q, k, v, tiles, options)
@@ -77,7 +77,7 @@ class HopperFlash4Kernel(HopperKernel):
         tiles: Tiles,
         options: Options,
     ) -> Gradients:
-        """See `kernels.whole`: all in 16 bits where flash-attn-4 makes them."""
+        """See `kernels.base`: all in 16 bits where flash-attn-4 makes them."""
         if _allowed(q, tiles, options) and self._faster_backward(q, k, tiles):
             return whole.gradients(self._flash, dout, q, k, v, out, lse, tiles, options)
         return super().gradients(dout, q, k, v, out, lse, tiles, options)

@@ -1,4 +1,4 @@
-"""The Hopper kernel: `forward` and `backward` behind the contract of `kernels.contract`.
+"""The Hopper kernel: `forward` and `backward` behind the contract of `kernels.base`.
 
 Triton is imported when a kernel is first launched, never before.
 """
@@ -14,23 +14,17 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.cuda.driver import current_stream, on
-from burst_portable.backends.cuda.hopper.configs import (
-    FORWARD,
-    BackwardConfig,
-    BackwardCut,
-)
-from burst_portable.backends.cuda.hopper.launch import compiled_kernels
-from burst_portable.backends.cuda.hopper.launch_tables import LaunchTables, OnDevice
+from burst_portable.backends.cuda.hopper.configs import FORWARD, BackwardConfig, BackwardCut
+from burst_portable.backends.cuda.hopper.launch import LaunchTables, OnDevice, compiled_kernels
 from burst_portable.errors import UnsupportedError, explain
-from burst_portable.kernels.contract import Gradients, KernelProblem, Options, Support
-from burst_portable.kernels.steps import in_steps
+from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support, added_up
+from burst_portable.kernels.operator_kernel import in_steps
 from burst_portable.kernels.triton.arguments import LOG2_E
-from burst_portable.kernels.whole import added_up
 from burst_portable.numerics import State, empty_state, finished, row_delta
-from burst_portable.tiles import Tiles
+from burst_portable.planning.tiles import Tiles
 
 if TYPE_CHECKING:
-    from burst_portable.kernels.triton.launch import TritonKernel
+    from burst_portable.kernels.triton.triton_kernel import TritonKernel
 
 TRITON_FROM, TRITON_BELOW = (3, 6), (3, 10)
 """Versions whose Gluon compiles these kernels; tests/kernels/test_hopper_compile.py is the evidence."""
@@ -39,7 +33,7 @@ _PLAIN = torch.contiguous_format
 
 
 class HopperKernel:
-    """See `kernels.contract.Kernel`. Merges into a state and adds into gradients in its own epilogues.
+    """See `kernels.base.Kernel`. Merges into a state and adds into gradients in its own epilogues.
 
     Inputs whose strides or address TMA does not accept are copied first; outputs must be as TMA accepts them.
 
@@ -113,13 +107,13 @@ class HopperKernel:
             )  # fmt: skip
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
-        """See `kernels.whole`: out in the dtype of q."""
+        """See `kernels.base`: out in the dtype of q."""
         return self.attend(q, k, v, tiles, options, out_dtype=q.dtype)
 
     def attend_into(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, out: Tensor, lse: Tensor
     ) -> None:
-        """See `kernels.contract.Kernel`."""
+        """See `kernels.base.Kernel`."""
         _check_options(options)
         if tiles and q.numel():
             self._launch_forward(q, k, v, tiles, options, out, lse, fresh=True)
@@ -167,7 +161,7 @@ class HopperKernel:
         tiles: Tiles,
         options: Options,
     ) -> Gradients:
-        """See `kernels.whole`: dK and dV in the dtype of k, unless adding up parts is faster for most keys."""
+        """See `kernels.base`: dK and dV in the dtype of k, unless adding up parts is faster for most keys."""
         if options.deterministic or not tiles or q.numel() == 0 or k.numel() == 0:
             return added_up(self, dout, q, k, v, out, lse, tiles, options)
         _check_options(options)
@@ -342,6 +336,6 @@ def _device_reason(device: str) -> str:
 
 @cache
 def _portable() -> TritonKernel:
-    from burst_portable.kernels.triton.launch import TritonKernel
+    from burst_portable.kernels.triton.triton_kernel import TritonKernel
 
     return TritonKernel()

@@ -20,8 +20,7 @@ from burst_portable.backends.cuda.driver import current_stream, driver, on
 from burst_portable.backends.cuda.peers.push import Pusher, pusher
 from burst_portable.backends.cuda.peers.watch import Watch
 from burst_portable.comm.base import Part, Parts, Strip, Strips
-from burst_portable.comm.peer_copy import Watched
-from burst_portable.comm.peer_flags import flags
+from burst_portable.comm.peer_copy import Watched, flags
 from burst_portable.errors import SAME_CALLS, CommunicationError, MismatchError, UnsupportedError, explain, first_line
 
 _PAGE = 4096

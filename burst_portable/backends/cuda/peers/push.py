@@ -14,7 +14,7 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import islice
 
-from burst_portable.backends.cuda.kernel_driver import Bound, Ready, kernel_driver, ready
+from burst_portable.backends.cuda.driver import Bound, Ready, kernel_driver, ready
 from burst_portable.comm.base import Part, Parts, Strip, Strips
 
 _AT_ONCE = 24  # messages in a launch

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 
 from burst_portable.backends.cuda.driver import leave_captures_alone
-from burst_portable.background import Background
 from burst_portable.comm.peer_copy import MARKS, Watched
 from burst_portable.errors import LATE, SAME_CALLS, CommunicationError, DeadlineError, MismatchError, explain
+from burst_portable.utils.threads import Background
 
 _EVERY = 0.2  # seconds between looks
 _QUIET = 1.0  # seconds that a pass may take before its flags are looked at

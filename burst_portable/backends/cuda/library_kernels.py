@@ -1,0 +1,201 @@
+"""Foreign attention kernels for NVIDIA GPUs: torch's flash and cuDNN operators, and flash-attn-4 if it is installed.
+
+All three know boxes and causal masks. They are asked only for boxes and causal squares (`operator_kernel`), so it does
+not matter that flash aligns a causal rectangle bottom-right and cuDNN top-left, nor that flash returns +inf for a row
+that sees nothing. Their 16-bit results, out and gradients, are summed in float32. One exception: versions of
+flash-attn-4 that are known to obey its window argument are asked for a causal window if one call computes everything.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_portable.kernels import aten_flash
+from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support
+from burst_portable.kernels.operator_kernel import MergedOnceKernel, causal_window
+from burst_portable.numerics import State, accumulation_dtype
+from burst_portable.planning.tiles import Tiles
+
+_CUDNN_FROM = 90000
+_FLASH_4 = ((9, 0), (10, 0), (10, 3), (11, 0))
+"""Devices for which flash-attn-4 has a forward and a backward with heads of 128."""
+_OBEYS_FROM = "4.0.0b36"
+"""The first version of flash-attn-4 whose windows were compared with float32 on a device, an H100."""
+_STAGES = ("a", "b", "rc", "")
+
+
+def declined(problem: KernelProblem, largest_head: int) -> str:
+    """Why none of these kernels can serve a problem; "" if one may."""
+    if reason := aten_flash.declined(problem, largest_head):
+        return reason
+    if problem.deterministic:
+        return "its backward adds dq in any order; it serves deterministic=False only"
+    if torch.version.hip is not None or problem.device != "cuda":
+        return f"it runs on NVIDIA GPUs, not on {problem.device}"
+    return ""
+
+
+@lru_cache(maxsize=1)
+def capabilities() -> tuple[tuple[int, int], ...]:
+    """Those of all visible GPUs."""
+    return tuple(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+
+
+def _older_than(first: tuple[int, int]) -> str:
+    old = [f"sm_{major}{minor}" for major, minor in capabilities() if (major, minor) < first]
+    return f"it needs sm_{first[0]}{first[1]} or later, not {old[0]}" if old else ""
+
+
+class CudaFlashKernel(aten_flash.AtenFlashKernel):
+    """torch's flash attention (FlashAttention-2)."""
+
+    def supports(self, problem: KernelProblem) -> Support:
+        reason = declined(problem, 256) or _older_than((8, 0))
+        if not reason and not torch.backends.cuda.is_flash_attention_available():
+            reason = "this torch is built without flash attention"
+        return Support(not reason, reason)
+
+
+class CudnnKernel(CudaFlashKernel):
+    """cuDNN's attention, as torch calls it. It cannot take sequences of one row: those pieces go to flash attention."""
+
+    name = "cudnn"
+
+    def supports(self, problem: KernelProblem) -> Support:
+        version = torch.backends.cudnn.version() or 0
+        if version < _CUDNN_FROM:
+            return Support(False, f"it needs cuDNN 9 or later, not {version}")
+        if reason := declined(problem, 128):
+            return Support(False, reason)
+        return super().supports(problem)
+
+    def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
+        if _one_row(q, k):
+            return super().operate(q, k, v, causal, scale)
+        operator = torch.ops.aten._scaled_dot_product_cudnn_attention
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = operator(*heads_first, None, True, 0.0, causal, False, scale=scale)
+        return out.transpose(1, 2), lse.view(lse.shape[:3])  # [B, H, S, 1]
+
+    def operate_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        if _one_row(q, k):
+            return super().operate_backward(dout, q, k, v, out, lse, causal, scale)
+        operator = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which there is not
+        # torch keys cuDNN's plans by the sizes and strides of q, k and v only: other strides of dout and out would be
+        # read as those of the call that made the plan.
+        dout, out = dout.contiguous(), out.contiguous()
+        heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        sizes = (None, None, q.shape[1], k.shape[1])  # no bias, and lengths of one sequence
+        dq, dk, dv = operator(
+            *heads_first, lse.unsqueeze(-1), seed, seed, None, *sizes, 0.0, causal, scale=scale
+        )  # fmt: skip
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _one_row(q: Tensor, k: Tensor) -> bool:
+    return q.shape[1] == 1 or k.shape[1] == 1
+
+
+class Flash4Kernel(MergedOnceKernel):
+    """flash-attn-4 (CuTe). Made through `kernels.base`: the package is imported on first use."""
+
+    name = "flash-attn-4"
+
+    def __init__(self) -> None:
+        # FlashAttention-2 has a package of the same name, without this module.
+        found = find_spec("flash_attn.cute") is not None
+        self._interface: Any = import_module("flash_attn.cute.interface") if found else None
+        self.obeys_windows = _obeys_windows()
+
+    def supports(self, problem: KernelProblem) -> Support:
+        if self._interface is None:
+            return Support(False, "the package flash_attn that is installed is not flash-attn-4")
+        reason = declined(problem, 128)
+        if not reason and (others := sorted(set(capabilities()).difference(_FLASH_4))):
+            reason = f"it has no backward for sm_{others[0][0]}{others[0][1]}"
+        return Support(not reason, reason)
+
+    def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, **window: int) -> State:
+        forward = self._interface._flash_attn_fwd
+        out, lse, *_ = forward(q, k, v, softmax_scale=scale, causal=causal, return_lse=True, **window)
+        return out, lse
+
+    def operate_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        **window: int,
+    ) -> Gradients:
+        backward = self._interface._flash_attn_bwd
+        dq, dk, dv = backward(q, k, v, out, dout, lse, scale, causal, **window)
+        return dq, dk, dv
+
+    def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
+        """See `kernels.base`: a causal window in one call."""
+        window = self._window(q, k, tiles)
+        if not window:
+            return self.attend(q, k, v, tiles, options)
+        q, k, v = (self.ready(x, q.dtype) for x in (q, k, v))
+        out, lse = self.operate(q, k, v, True, options.scale, **window)
+        return out, lse.contiguous()
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        options: Options,
+    ) -> Gradients:
+        """See `kernels.base`: also for a causal window, in one call."""
+        window = self._window(q, k, tiles)
+        if not window:
+            return super().gradients(dout, q, k, v, out, lse, tiles, options)
+        dout, q, k, v, out = (self.ready(x, q.dtype) for x in (dout, q, k, v, out))
+        lse = lse.to(accumulation_dtype(q.dtype)).contiguous()
+        return self.operate_backward(dout, q, k, v, out, lse, True, options.scale, **window)
+
+    def _window(self, q: Tensor, k: Tensor, tiles: Tiles) -> dict[str, int]:
+        """The window arguments, if the tiles are a causal window and the package is known to obey them; else none."""
+        left = causal_window(tiles, q.shape[1], k.shape[1]) if self.obeys_windows else None
+        return {} if left is None else {"window_size_left": left, "window_size_right": 0}
+
+
+def _obeys_windows() -> bool:
+    """Whether the flash-attn-4 that is installed is known to obey its window argument."""
+    try:
+        return _rank(version("flash-attn-4")) >= _rank(_OBEYS_FROM)
+    except PackageNotFoundError:  # on the path, but not installed: the version is unknown
+        return False
+
+
+def _rank(text: str) -> tuple[int, ...]:
+    """A key that orders versions: 4.0.0b9 < 4.0.0b36 < 4.0.0rc1 < 4.0.0. Unknown forms come first.
+
+    So do development builds, which are numbered by the release after them.
+    """
+    found = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?(?:(a|b|rc)(\d+))?(?:\.post\d+)?(?:\+.*)?", text)
+    if found is None:
+        return ()
+    *release, stage, number = found.groups("")
+    return (*(int(n or 0) for n in release), _STAGES.index(stage), int(number or 0))

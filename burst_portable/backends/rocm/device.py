@@ -1,0 +1,143 @@
+"""What is there: architecture, versions, driver, links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from burst_portable.backends.base import Peaks, wrong_with
+from burst_portable.errors import BackendUnavailableError, in_a_line
+
+
+def architecture(properties: Any) -> str:
+    """gfx942:sramecc+:xnack- -> gfx942."""
+    return str(properties.gcnArchName).partition(":")[0]
+
+
+NO_PEER_COPIES = "no: HIP documents stream waits for its own signal memory alone, not for what a peer writes"
+"""As of ROCm 7.0 (hipStreamWaitValue32). A flag would cost a kernel, which peer copies are there to spare."""
+
+
+def libraries() -> dict[str, Any]:
+    """Libraries as torch sees them; driver and links where amdsmi can be asked."""
+    return {
+        "hip": torch.version.hip,
+        "miopen": torch.backends.cudnn.version(),
+        "rccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "absent",
+        "flash": str(torch.backends.cuda.preferred_rocm_fa_library()).rpartition(".")[2],
+        "peer_copy": NO_PEER_COPIES,
+        **amdsmi_facts(),
+    }
+
+
+def amdsmi_facts() -> dict[str, Any]:
+    """Driver and xGMI links from amdsmi; the reason where it cannot be asked: absent, too old or broken.
+
+    Broken is mostly bindings without ROCm's libamd_smi.so: they raise KeyError, OSError or AttributeError.
+    """
+    install = "pip install the amdsmi of the installed ROCm: /opt/rocm/share/amd_smi has it"
+    if reason := wrong_with("amdsmi", "6.3", module="amdsmi", install=install):
+        return {"amdsmi": reason}
+    smi = import_module("amdsmi")
+    try:
+        smi.amdsmi_init()
+    except smi.AmdSmiException as error:
+        return {"amdsmi": f"not available: {' '.join(str(error).split())}"}
+    try:
+        devices = smi.amdsmi_get_processor_handles()
+        return {
+            "driver": smi.amdsmi_get_gpu_driver_info(devices[0])["driver_version"],
+            "xgmi_peers": [sum(_linked(smi, one, other) for other in devices if other is not one) for one in devices],
+        }
+    except (smi.AmdSmiException, IndexError) as error:  # a virtual machine may hide the topology
+        return {"amdsmi": f"tells nothing: {' '.join(str(error).split())}"}
+    finally:
+        smi.amdsmi_shut_down()
+
+
+def _linked(smi: Any, one: Any, other: Any) -> bool:
+    """Whether two devices talk over xGMI, not PCIe."""
+    return bool(smi.amdsmi_topo_get_link_type(one, other)["type"] == smi.AmdSmiLinkType.AMDSMI_LINK_TYPE_XGMI)
+
+
+class AmdsmiMeter:
+    """See `backends.base.Meter`. `address` is the device's on the PCI bus: "0000:c1:00.0"."""
+
+    def __init__(self, address: str) -> None:
+        if find_spec("amdsmi") is None:
+            raise BackendUnavailableError(
+                "amdsmi is not installed: pip install amdsmi, of the installed ROCm's version"
+            )
+        try:
+            self._smi = smi = import_module("amdsmi")
+        # The bindings are there and libamd_smi.so is not: they raise KeyError, OSError, AttributeError.
+        except Exception as error:
+            raise BackendUnavailableError(f"amdsmi is broken: {in_a_line(error)}") from error
+        try:
+            smi.amdsmi_init()
+            device = smi.amdsmi_get_processor_handle_from_bdf(address)
+        except smi.AmdSmiException as error:
+            raise BackendUnavailableError(f"amdsmi is not available: {' '.join(str(error).split())}") from error
+        hottest = smi.AmdSmiTemperatureType.HOTSPOT, smi.AmdSmiTemperatureMetric.CURRENT
+        self._sensors: dict[str, Callable[[], float]] = {
+            "watts": lambda: _watts(smi.amdsmi_get_power_info(device)),
+            "megahertz": lambda: smi.amdsmi_get_clock_info(device, smi.AmdSmiClkType.GFX)["clk"],
+            "celsius": lambda: smi.amdsmi_get_temp_metric(device, *hottest),
+            "joules": lambda: _joules(smi.amdsmi_get_energy_count(device)),
+        }
+
+    def read(self) -> dict[str, float]:
+        found = {}
+        for name, sensor in self._sensors.items():
+            try:
+                found[name] = float(sensor())
+            except (self._smi.AmdSmiException, KeyError, TypeError, ValueError):
+                continue  # no such sensor here ("N/A"), or another name in this release
+        return found
+
+    def close(self) -> None:
+        self._smi.amdsmi_shut_down()
+
+
+def _watts(power: dict[str, Any]) -> float:
+    """MI300 tell the current power, older chips the average; the other one is "N/A"."""
+    current = power.get("current_socket_power")
+    return float(current if isinstance(current, int | float) else power["average_socket_power"])
+
+
+def _joules(count: dict[str, Any]) -> float:
+    """Joules from a counter whose unit is in microjoules; releases use two names for it."""
+    counted = count["energy_accumulator"] if "energy_accumulator" in count else count["power"]
+    return float(counted * count["counter_resolution"]) / 1e6
+
+
+# (chip, compute units, in the name): (TFLOP/s, GB/s, who says so). Compared, in November 2026, with public copies of
+# these sheets, and with units x clock x FLOPs per clock: 1024 a unit for MI200, 2048 for MI300, 4096 for MI355X. Copies
+# differ on MI350X, which is not here.
+_MI200 = "AMD Instinct MI200 series data sheet"
+_BY_DEVICE = {
+    ("gfx90a", 110, "MI250X"): (191.5, 1638.4, _MI200),
+    ("gfx90a", 104, "MI250"): (181.05, 1638.4, _MI200),
+    ("gfx90a", 104, "MI210"): (181.0, 1638.4, _MI200),
+    ("gfx942", 304, "MI300X"): (1307.4, 5300.0, "AMD Instinct MI300X data sheet"),
+    ("gfx942", 304, "MI325X"): (1307.4, 6000.0, "AMD Instinct MI325X data sheet"),
+    ("gfx950", 256, "MI355X"): (2516.6, 8000.0, "AMD Instinct MI355X data sheet"),
+}
+_DTYPES = ("bfloat16", "float16")
+
+
+def peaks(name: str, chip: str, units: int, dtype: str) -> Peaks:
+    """Of a device by what torch tells of it; unknown where the table has none."""
+    found = [
+        rates for (one, count, part), rates in _BY_DEVICE.items() if (one, count) == (chip, units) and part in name
+    ]
+    if not found:
+        return Peaks(name, dtype, None, None, "this device is not in the table of data sheets")
+    tflops, gbps, sheet = found[0]
+    if dtype not in _DTYPES:
+        return Peaks(name, dtype, None, gbps * 1e9, f"{sheet}; no peak is told for {dtype}")
+    return Peaks(name, dtype, tflops * 1e12, gbps * 1e9, f"{sheet}, dense")

@@ -1,0 +1,116 @@
+"""AITER, AMD's own attention kernels, where they are installed. Imported only through `kernels.base`.
+
+Boxes and causal squares alone (`operator_kernel`): its causal mask is aligned bottom-right, and its gradients come in
+16 bits. What is called is what its own autograd function calls; its parameters have changed from release to release,
+so they are passed by name, and a release that lacks one is declined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_portable.backends.rocm.device import architecture
+from burst_portable.kernels import aten_flash
+from burst_portable.kernels.base import Gradients, KernelProblem, Support
+from burst_portable.kernels.operator_kernel import MergedOnceKernel
+from burst_portable.numerics import State
+
+ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
+LARGEST_HEAD = 256
+
+
+def declined(problem: KernelProblem) -> str:
+    """Why a flash attention of AMD's, be it torch's or AITER's, cannot serve a problem; "" if it can."""
+    if reason := aten_flash.declined(problem, LARGEST_HEAD):
+        return reason
+    if problem.deterministic:
+        return "nobody promises that its backward adds in the same order every time; it serves deterministic=False only"
+    return _device_reason(problem.device)
+
+
+@lru_cache(maxsize=8)
+def _device_reason(device: str) -> str:
+    """Why a device is not served: each must be a chip for which AMD's libraries have code."""
+    if torch.version.hip is None or device != "cuda":
+        return f"it runs on AMD GPUs with torch for ROCm, not on {device}"
+    chips = [architecture(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
+    others = sorted(set(chips).difference(ARCHITECTURES))
+    return f"it is known to be built for {', '.join(ARCHITECTURES)}, not for {', '.join(others)}" if others else ""
+
+
+class RocmFlashKernel(aten_flash.AtenFlashKernel):
+    """See `kernels.base.Kernel`."""
+
+    def supports(self, problem: KernelProblem) -> Support:
+        if reason := declined(problem):
+            return Support(False, reason)
+        if not torch.backends.cuda.is_flash_attention_available():
+            return Support(False, "this torch is built without flash attention")
+        return Support(True)
+
+
+_NOTHING: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "alibi_slopes": None,
+    "bias": None,
+}
+"""Of forward and backward; older releases have no bias."""
+_FORWARD = {**_NOTHING, "return_lse": True, "return_softmax": False}
+_BACKWARD = {**_NOTHING, "dbias": None, "deterministic": False, "rng_state": None}
+_NEEDED = {
+    "_flash_attn_forward": {"q", "k", "v", "softmax_scale", "causal", *_FORWARD} - {"bias"},
+    "_flash_attn_backward": {"dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "softmax_scale", "causal"}
+    | (_BACKWARD.keys() - {"bias", "dbias"}),
+}
+
+
+class AiterKernel(MergedOnceKernel):
+    """See `kernels.base.Kernel`."""
+
+    name = "aiter"
+
+    def __init__(self) -> None:
+        self._module = import_module("aiter.ops.mha")
+        self._lacking = self._what_is_lacking()
+
+    def supports(self, problem: KernelProblem) -> Support:
+        reason = declined(problem) or self._lacking
+        return Support(not reason, reason)
+
+    def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
+        call = self._module._flash_attn_forward
+        out, lse, *_ = call(q=q, k=k, v=v, softmax_scale=scale, causal=causal, **_known(call, _FORWARD))
+        return out, lse
+
+    def operate_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        call = self._module._flash_attn_backward
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        call(
+            dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv,
+            softmax_scale=scale, causal=causal, **_known(call, _BACKWARD),
+        )  # fmt: skip
+        return dq, dk, dv
+
+    def _what_is_lacking(self) -> str:
+        for name, needed in _NEEDED.items():
+            call = getattr(self._module, name, None)
+            lacking = sorted(needed.difference(signature(call).parameters)) if callable(call) else ["the function"]
+            if lacking:
+                return f"this release of AITER is not known: aiter.ops.mha.{name} lacks {', '.join(lacking)}"
+        return ""
+
+
+def _known(call: Callable[..., object], values: dict[str, Any]) -> dict[str, Any]:
+    """Those that this release has a parameter for."""
+    return {name: value for name, value in values.items() if name in signature(call).parameters}

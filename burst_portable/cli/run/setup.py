@@ -1,0 +1,241 @@
+"""All that can be refused is refused here, before a process starts: from what was typed to a job and its plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Embedding
+
+from burst_portable.backends.base import Backend
+from burst_portable.cli.backends import choose_backend
+from burst_portable.cli.options import asked_strategy
+from burst_portable.cli.run.job import DTYPES, Job, check_memory, check_numbers, check_processes, cores, rates_of_run
+from burst_portable.cli.run.models import (
+    check_tokens,
+    checkpoint_of,
+    config_of,
+    outline,
+    quiet,
+    recompute_layers,
+    tokens_of,
+)
+from burst_portable.config import from_environment
+from burst_portable.errors import InputError, explain, unknown_name
+from burst_portable.integrations.transformers.checks import check_model, check_positions
+from burst_portable.integrations.transformers.layouts import masks_of, masks_of_layers, sizes_of
+from burst_portable.planning.plans import Plan
+from burst_portable.strategies.base import Strategy
+from burst_portable.strategies.planner import plan as make_plan
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def model_flops(config: Any, model: Any, *, seq_len: int, batch: int, scoring: bool) -> int | None:
+    """FLOPs of a step over all ranks; None for mixtures of experts, where a token uses only some of the parameters.
+
+    Args:
+        model: with any weights, or none in memory.
+    """
+    if any(getattr(config, name, None) for name in _EXPERTS):
+        return None
+    sizes = sizes_of(config)
+    area = sum(mask.area(seq_len) for mask in masks_of_layers(config))
+    forward = 2 * seq_len * _multiplied(model) + 4 * area * sizes["heads"] * sizes["head_dim"]
+    return batch * forward * (1 if scoring else 3)
+
+
+def _multiplied(model: Any) -> int:
+    """Parameters without tables that are looked up in (of tokens, positions), unless logits are made with them too."""
+    tables = {module.weight for module in model.modules() if isinstance(module, Embedding)}
+    head = model.get_output_embeddings()
+    looked_up = tables - {head.weight} if head is not None else tables
+    return sum(p.numel() for p in model.parameters() if p not in looked_up)
+
+
+def utilisation(flops: int | None, seconds: float, ranks: int, peak: float | None) -> float | None:
+    """The share of the ranks' peak FLOP/s that a step of `seconds` reached; None if a part is unknown."""
+    return flops / (seconds * ranks * peak) if flops and peak else None
+
+
+STEPS = 10
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that can run, and what is known about it beforehand.
+
+    Attributes:
+        plan: of the layers whose attention is the most work.
+        text: what the tokens are.
+        model: facts about the model, for reports.
+        model_flops: that a step needs, see `utilisation`.
+        backend_reason: why this backend, where it was chosen; empty where it was named.
+    """
+
+    job: Job
+    plan: Plan
+    text: str
+    model: dict[str, Any]
+    model_flops: int | None
+    backend_reason: str
+
+
+def prepare(
+    *,
+    model: str,
+    text: str | None,
+    seq_len: int,
+    ranks: int,
+    steps: int | None,
+    batch: int,
+    learning_rate: float,
+    seed: int,
+    scoring: bool,
+    backend: str,
+    strategy: str,
+    inner: int | None,
+    travels: str | None,
+    moves: str | None,
+    layout: str,
+    dtype: str,
+    recompute: bool,
+    profiled: str,
+    ablated: bool,
+    local: bool,
+) -> Prepared:
+    """A job from what was typed. `local`: all ranks run on this machine. Raises `BurstError`."""
+    quiet()
+    settings = from_environment()
+    check_numbers(seq_len, ranks, steps, batch, learning_rate, seed)
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
+    chosen, reason = choose_backend(backend, ranks if local else 1)
+    on_cpu = local and not chosen.capabilities.streams  # all ranks share this machine's cores and memory
+    if on_cpu:
+        check_processes(ranks)
+    _check_kernel(settings.kernel, chosen)
+    config = config_of(model, seq_len)
+    checkpoint = checkpoint_of(model)
+    sketch = _checked_outline(config, seq_len, scoring, recompute)
+    tokens, name = tokens_of(text, checkpoint)
+    check_tokens(tokens, seq_len, config.vocab_size)
+    rates = rates_of_run(chosen, ranks, settings.rates, dtype, sizes_of(config)["head_dim"])
+    planner = asked_strategy(strategy, inner, travels, moves, rates)
+    plan = _plan(config, seq_len, ranks, batch, planner, layout, dtype)
+    about = _about(model, config, sketch)
+    flops = model_flops(config, sketch, seq_len=seq_len, batch=batch, scoring=scoring)
+    if steps is None:
+        steps = math.ceil(tokens.numel() // seq_len / batch) if scoring else STEPS
+    job = Job(
+        model=model if checkpoint is None and not Path(model).is_file() else str(Path(model).resolve()),
+        text=None if text is None else str(Path(text).resolve()),
+        seq_len=seq_len,
+        ranks=ranks,
+        steps=steps,
+        batch=batch,
+        learning_rate=learning_rate,
+        seed=seed,
+        scoring=scoring,
+        backend=chosen.name,
+        device_type=chosen.capabilities.device_type,
+        strategy=strategy,
+        inner=inner,
+        travels=travels,
+        moves=moves,
+        layout=plan.layout.name,
+        dtype=dtype,
+        threads=max(1, cores() // ranks) if local else torch.get_num_threads(),
+        recompute=recompute,
+        profile=profiled,
+        ablate=ablated,
+    )
+    if on_cpu:
+        _check_memory(job, about)
+    return Prepared(job, plan, name, about, flops, reason)
+
+
+def _check_kernel(name: str, backend: Backend) -> None:
+    kernels = ("auto", *(kernel.name for kernel in backend.kernels()))
+    if name not in kernels:
+        raise unknown_name("kernel in BURST_KERNEL", name, kernels)
+
+
+def _checked_outline(config: Any, seq_len: int, scoring: bool, recompute: bool) -> Any:
+    """The model without its weights, once all that it cannot do is refused."""
+    sketch = outline(config)
+    check_model(sketch)
+    check_positions(config, seq_len)
+    _check_dropout(config, scoring)
+    if recompute:
+        _check_recompute(sketch, scoring)
+    return sketch
+
+
+def _check_dropout(config: Any, scoring: bool) -> None:
+    """Attention refuses dropout while training; other dropout would differ from the reference, draw by draw."""
+    heads_of_other_tasks = ("classifier", "summary")
+    found = {
+        name: value
+        for name, value in config.to_dict().items()
+        if ("dropout" in name or name.endswith("pdrop")) and value and not name.startswith(heads_of_other_tasks)
+    }
+    if found and not scoring:
+        raise InputError(
+            explain("dropout cannot be compared with one device", got=found, next_step="set it to 0 in the config")
+        )
+
+
+def _check_recompute(sketch: Any, scoring: bool) -> None:
+    if scoring:
+        raise InputError(
+            explain(
+                "--recompute has no meaning without a backward pass", got="--eval", next_step="leave one of them out"
+            )
+        )
+    recompute_layers(sketch)
+
+
+def _plan(config: Any, seq_len: int, ranks: int, batch: int, strategy: Strategy, layout: str, dtype: str) -> Plan:
+    """The plan of the layers with the most work; plans of the others are made too, so that they can refuse."""
+    plans = [
+        make_plan(
+            seq_len=seq_len,
+            ranks=ranks,
+            **sizes_of(config),
+            mask=mask,
+            strategy=strategy,
+            layout=layout,
+            batch=batch,
+            itemsize=getattr(torch, dtype).itemsize,
+        )
+        for mask in masks_of(config)
+    ]
+    return max(plans, key=lambda plan: plan.problem.area)
+
+
+def _check_memory(job: Job, about: dict[str, Any]) -> None:
+    check_memory(
+        about["parameters"],
+        about["vocabulary"],
+        tokens=job.seq_len * job.batch,
+        copies=job.ranks,
+        itemsize=torch.promote_types(getattr(torch, job.dtype), torch.float32).itemsize,
+        training=not job.scoring,
+    )
+
+
+def _about(name: str, config: Any, sketch: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "type": config.model_type,
+        "parameters": sum(p.numel() for p in sketch.parameters()),
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "hidden_size": config.hidden_size,
+        "vocabulary": config.vocab_size,
+    }

@@ -1,0 +1,45 @@
+"""Joining ranks that a launcher such as torchrun has started."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from burst_portable.cli.run.job import Job
+from burst_portable.cli.run.train import Gradients, OnStep, Outcome, run_rank
+from burst_portable.cli.run.worker import device_of, join_launched
+from burst_portable.config import Launched
+from burst_portable.mesh import Mesh
+
+
+@record  # torchrun's last lines are then this rank's error
+def run_joined(job: Job, place: Launched, on_step: OnStep) -> tuple[list[Outcome], Gradients]:
+    """This rank's part of a job, among the ranks that the launcher started.
+
+    Returns:
+        Every rank's outcome, in rank order, on every rank; and the gradients.
+    """
+    device = device_of(job.device_type, place.local_rank)
+    join_launched(job.backend, place)
+    try:
+        mesh = Mesh.from_group(inner=job.inner)
+        outcome, gradients = run_rank(job, mesh, device, on_step)
+        return [Outcome(**one) for one in _gathered(asdict(outcome), mesh, device)], gradients
+    finally:
+        dist.destroy_process_group()
+
+
+def _gathered(mine: dict[str, Any], mesh: Mesh, device: torch.device) -> list[dict[str, Any]]:
+    """Everybody's data, in rank order, as JSON over the mesh's own transport."""
+    transport = mesh.transport(device.type)
+    data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.empty(8, dtype=torch.uint8, device=device) for _ in range(mesh.size)]
+    transport.all_gather(torch.tensor([data.numel()], device=device).view(torch.uint8), sizes, "outcome sizes")
+    parts = [torch.empty(int(size.view(torch.int64)), dtype=torch.uint8, device=device) for size in sizes]
+    transport.all_gather(data, parts, "outcomes")
+    return [json.loads(part.cpu().numpy().tobytes()) for part in parts]

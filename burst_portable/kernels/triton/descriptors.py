@@ -1,0 +1,282 @@
+"""A guard on machine code: where an sm_90 matrix product may take its operands' addresses from the wrong path.
+
+A wgmma product (HGMMA in machine code) reads where its operands lie in shared memory, their matrix descriptors, from
+uniform registers: `gdesc[UR4]` is UR4 to UR7. ptxas 12.8 was seen to write the descriptor that two loops share ahead
+of the first loop only::
+
+    UR4 = the base of shared memory
+      |
+      +-- no turns for loop 1? ---+
+      |                           |
+    UR4 = Q's descriptor          |
+    loop 1: HGMMA gdesc[UR4]      |
+      |                           |
+      +---------------------------+
+      |
+    loop 2: HGMMA gdesc[UR4]      <- the base of shared memory, where loop 1 was jumped around
+
+The PTX was right; results were wrong without a warning, or an address lay outside memory. So it was with the portable
+forward kernel where values are smaller than heads and come by pointers. `suspicious` follows each
+descriptor back through moves, additions and masks, and tells of every register on the way that may have been written
+last in several places, or in none.
+
+A value that waited in an ordinary register or in local memory and came back is the same value. What a loop's counter
+decides comes through other instructions (ULEA, UIMAD), and the search ends before them, at the shift that makes an
+address a descriptor: it sees no fault further up, nor one in a carry (UP0). Two places that make the same value on two
+good paths are told of too, and a person has to look.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+START = -1
+"""Stands among indices for the start of the program, where no register has a value."""
+
+_LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+_LABEL = re.compile(r"(\.L_\w+):")
+_REGISTER = re.compile(r"(U?R|M)(\d+)")
+_SPILL = re.compile(r"\[R1(?:\+0x([0-9a-f]+))?\]")
+_COPIES = ("MOV", "UMOV", "R2UR", "STL", "LDL", "IMAD")  # IMAD as 0 * 0 + x
+
+
+@dataclass(slots=True)
+class Instruction:
+    """A line of machine code.
+
+    Registers are ordinary ones (R4), uniform ones (UR4) and, where those are spilled to, words of local memory: M20 is
+    the one at [R1+0x50]. `before` has the indices of the instructions that may have run just before.
+    """
+
+    address: str
+    guard: str | None
+    name: str
+    operands: list[str]
+    writes: list[str]
+    before: list[int] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.name} {', '.join(self.operands)})"
+
+    @property
+    def kind(self) -> str:
+        """The name without what qualifies it."""
+        return self.name.partition(".")[0]
+
+    def copied(self, register: str) -> str | None:
+        """The register of which the value that this writes to `register` is a plain copy."""
+        if self.kind not in _COPIES or (self.kind == "IMAD" and self.operands[1:-1] != ["RZ", "RZ"]):
+            return None
+        sources = self.sources(register)
+        return sources[-1] if sources and _REGISTER.fullmatch(self.operands[-1]) else None
+
+    def sources(self, register: str) -> list[str]:
+        """The registers that are read for what this writes to `register`, where each word is made of its like."""
+        word = self.writes.index(register)
+        terms = [term.removeprefix("-") for term in self.operands[1:]]
+        return [shifted(term, word) for term in terms if _REGISTER.fullmatch(term)]
+
+
+def parse(sass: str) -> list[Instruction]:
+    """The instructions of one kernel."""
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif found := _LINE.match(line):
+            address, guard, name, text = found.groups()
+            operands = [_operand(part.strip()) for part in text.split(",")]
+            code.append(Instruction(address, guard, name, operands, list(_written(name, operands))))
+    for i, instruction in enumerate(code):
+        for follower in _followers(i, instruction, labels):
+            if follower < len(code):
+                code[follower].before.append(i)
+    for i, instruction in enumerate(code):
+        if i == 0 or not instruction.before:
+            instruction.before.append(START)
+    return code
+
+
+def last_writes(code: list[Instruction], at: int, register: str) -> set[int]:
+    """The indices of what may have written a register last before an instruction; one under a guard may not have."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    todo = list(code[at].before)
+    while todo:
+        i = todo.pop()
+        if i in seen:
+            continue
+        seen.add(i)
+        writes = i == START or register in code[i].writes
+        if writes:
+            found.add(i)
+        if i != START and (not writes or code[i].guard):
+            todo += code[i].before
+    return found
+
+
+def shifted(register: str, by: int) -> str:
+    """The register `by` places after another."""
+    found = _REGISTER.fullmatch(register)
+    assert found is not None, register
+    return f"{found[1]}{int(found[2]) + by}"
+
+
+def _operand(text: str) -> str:
+    """An operand without its hints, spilled memory by its name."""
+    spill = _SPILL.fullmatch(text)
+    return f"M{int(spill[1] or '0', 16) // 4}" if spill else text.removesuffix(".reuse")
+
+
+def _followers(i: int, x: Instruction, labels: dict[str, int]) -> Iterator[int]:
+    """The indices of what may run right after it. BSYNC, where threads join again, stands before its label."""
+    if x.kind in ("BRA", "BRX"):
+        yield from (labels[label] for label in re.findall(r"\.L_\w+", " ".join(x.operands)))
+    # BRA with a predicate before its label, and BRA.DIV, may not jump.
+    leaves = x.kind == "BRX" or (x.kind in ("BRA", "EXIT") and len(x.operands) == 1)
+    if x.guard or not leaves:
+        yield i + 1
+
+
+def _written(name: str, operands: list[str]) -> Iterator[str]:
+    """The registers that an instruction writes: its first operand, where predicates do not count."""
+    target = next((o for o in operands[:2] if not re.fullmatch(r"U?P[T\d]", o)), "")
+    if _REGISTER.fullmatch(target) and not name.startswith(("BAR", "WARPSYNC")):
+        yield from (shifted(target, word) for word in range(_words(name)))
+
+
+def _words(name: str) -> int:
+    """How many registers an instruction writes."""
+    if product := re.match(r"HGMMA\.64x(\d+)x", name):
+        return int(product[1]) // (2 if ".F32" in name else 4)
+    if re.search(r"\.128|\.M88\.4", name):
+        return 4
+    return 2 if re.search(r"\.64\b|\.WIDE|^CS2R(?!\.32)", name) else 1
+
+
+_PASSED_ON = ("UIADD3", "ULOP3", "USGXT")  # instructions that make a descriptor from another uniform register
+_RULES = b"1"  # to be changed with `suspicious`: findings in the cache were made by these rules
+_KEPT = "matrix_descriptors.json"
+_NOT_FOLLOWED = ("CALL", "RET", "JMP", "JMX")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Origin:
+    """An instruction, by its index, and the register that it left a value in."""
+
+    index: int
+    register: str
+
+
+def faults(compiled: Any) -> tuple[str, ...]:
+    """`check` of a kernel that Triton compiled and that is about to run; nothing but for sm_90.
+
+    The answer lies in Triton's cache from then on. Where there is no nvdisasm, that is warned of.
+    """
+    from triton.runtime.cache import get_cache_manager
+
+    cubin, ptx = compiled.asm.get("cubin"), compiled.asm.get("ptx", "wgmma")
+    if cubin is None or compiled.metadata.target.arch != 90 or "wgmma" not in ptx:
+        return ()
+    if not (tool := _disassembler()).exists():
+        warnings.warn(_unchecked(tool), RuntimeWarning, stacklevel=2)
+        return ()
+    cache = get_cache_manager(hashlib.sha256(_RULES + cubin).hexdigest())
+    if kept := cache.get_file(_KEPT):
+        return tuple(json.loads(Path(kept).read_text(encoding="utf-8")))
+    found = check(cubin)
+    cache.put(json.dumps(found), _KEPT, binary=False)
+    return found
+
+
+def _disassembler() -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+
+
+def _unchecked(tool: Path) -> str:
+    return f"matrix descriptors were not checked: there is no {tool}"
+
+
+def check(cubin: bytes) -> tuple[str, ...]:
+    """`suspicious` of a compiled kernel; nvdisasm comes with Triton, and where it does not, that is told."""
+    if not (tool := _disassembler()).exists():
+        return (_unchecked(tool),)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        done = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True)
+    return tuple(suspicious(done.stdout))
+
+
+def suspicious(sass: str) -> list[str]:
+    """A line for each register on a descriptor's way that may come from several places; `sass` is nvdisasm's text."""
+    code = parse(sass)
+    todo = [(i, register) for i, x in enumerate(code) for register in _descriptors(x)]
+    if not todo:
+        return ["matrix descriptors were not checked: no HGMMA instruction was read"]
+    blind = [f"matrix descriptors were not checked beyond {x}" for x in code if x.kind in _NOT_FOLLOWED]
+    found: dict[frozenset[Origin], str] = {}
+    seen = set(todo)
+    for at, register in todo:  # grows
+        origins = _origins(code, at, register)
+        values = {_value(code, origin) for origin in origins}
+        if len(values) > 1 or START in values:
+            found.setdefault(origins, f"{register} of {code[at]} comes from {_told(code, origins)}")
+        new = {step for origin in origins for step in _made_of(code, origin)} - seen
+        todo += sorted(new)
+        seen |= new
+    return blind + list(found.values())
+
+
+def _descriptors(product: Instruction) -> list[str]:
+    """The uniform registers with a product's descriptors: of A and B, or of B where A is in ordinary registers."""
+    if product.kind != "HGMMA":
+        return []
+    first = next(found[1] for text in product.operands if (found := re.match(r"gdesc\[(UR\d+)\]", text)))
+    in_registers = re.match(r"R\d", product.operands[1]) is not None
+    return [shifted(first, word) for word in range(2 if in_registers else 0, 4)]
+
+
+def _origins(code: list[Instruction], at: int, register: str) -> frozenset[Origin]:
+    """Where the value of a register may have been made that an instruction reads, seen through copies."""
+    found: set[Origin] = set()
+    todo = [(at, register)]
+    for place, name in todo:  # grows
+        for i in last_writes(code, place, name):
+            source = None if i == START else code[i].copied(name)
+            if source is None:
+                found.add(Origin(i, name))
+            elif (i, source) not in todo:
+                todo.append((i, source))
+    return frozenset(found)
+
+
+def _made_of(code: list[Instruction], origin: Origin) -> list[tuple[int, str]]:
+    """The uniform registers, as an instruction reads them, that a value was passed on from."""
+    if origin.index == START or code[origin.index].kind not in _PASSED_ON:
+        return []
+    return [(origin.index, source) for source in code[origin.index].sources(origin.register)]
+
+
+def _value(code: list[Instruction], origin: Origin) -> object:
+    """Equal for origins of equal values: one instruction, or several that write the same constant."""
+    if origin.index == START:
+        return START
+    made = (code[origin.index].name, *code[origin.index].operands[1:])
+    return origin if any(re.search(r"R\d|^M\d", part) for part in made) else made
+
+
+def _told(code: list[Instruction], origins: frozenset[Origin]) -> str:
+    return " or ".join("nowhere" if o.index == START else str(code[o.index]) for o in sorted(origins))

@@ -1,0 +1,328 @@
+"""Real machine code for targets that are not here: the Triton kernels compiled ahead of time, and what came of it.
+
+One Triton wheel holds the compilers of several vendors, so any machine, with no accelerator, can tell for each
+target whether the matrix instructions are there, what spills, and whether the shared memory fits the chip.
+`kernel_table` makes the records, `problems` holds one to the limits.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as triton_compile
+from triton.compiler.compiler import make_backend
+
+from burst_portable.errors import explain, unknown_name
+from burst_portable.kernels.triton import backward, forward
+from burst_portable.kernels.triton import descriptors as matrix_descriptors
+from burst_portable.kernels.triton.arguments import ALWAYS, padded
+from burst_portable.kernels.triton.tuning import HALF, Blocks, choose
+
+
+def assembled(source: Any, target: GPUTarget, options: dict[str, Any], *, anew: bool = False) -> tuple[Any, str]:
+    """(the compiled kernel, ptxas's log, which is empty for chips that have none). Raises what Triton raises.
+
+    A kernel of Triton's cache is assembled once more for the log, as Triton would: the flags that it passes change from
+    release to release.
+
+    Args:
+        source: of a kernel of Triton or Gluon, with the types of its parameters.
+        anew: not from the cache, which would say nothing of how long it takes.
+    """
+    log = io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(log):
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = anew
+        kernel = triton_compile(source, target=target, options=options)
+        if "ptx" in kernel.asm and not log.getvalue():
+            backend = make_backend(target)
+            backend.make_cubin(kernel.asm["ptx"], {}, backend.parse_options(options), target.arch)
+    return kernel, log.getvalue()
+
+
+KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What a target is to Triton, and what its kernels are held to."""
+
+    target: GPUTarget
+    matrix: str  # a pattern of the instructions that make it fast
+    shared: int  # bytes of shared memory that a program may have
+    shared_of_unit: int  # and that a multiprocessor has
+
+
+TARGETS = {
+    "sm_80": Chip(GPUTarget("cuda", 80, 32), r"mma\.sync[.\w]*", 163 * KIB, 164 * KIB),
+    "sm_90": Chip(GPUTarget("cuda", 90, 32), r"wgmma\.mma_async[.\w]*", 227 * KIB, 228 * KIB),
+    "sm_100": Chip(GPUTarget("cuda", 100, 32), r"tcgen05\.mma[.\w]*", 227 * KIB, 228 * KIB),
+    "gfx90a": Chip(GPUTarget("hip", "gfx90a", 64), r"v_mfma\w*", 64 * KIB, 64 * KIB),
+    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), r"v_mfma\w*", 64 * KIB, 64 * KIB),
+    "gfx950": Chip(GPUTarget("hip", "gfx950", 64), r"v_mfma\w*", 160 * KIB, 160 * KIB),
+}
+HEADS = (64, 128)
+KERNELS = {
+    "forward": forward.attend_kernel,
+    "resumed": forward.attend_kernel,
+    "keys": backward.keys_kernel,
+    "queries": backward.queries_kernel,
+    "whole forward": forward.attend_kernel,
+    "whole keys": backward.keys_kernel,
+    "whole queries": backward.queries_kernel,
+}
+# Where one launch makes all, results are written in the dtype of the inputs; else in float32, or added to it.
+_WHOLE = "whole "
+_OWN_ROWS = {"forward": ("q",), "resumed": ("q",), "keys": ("k", "v"), "queries": ("q", "dout")}
+_REGISTERS = 65536  # in an NVIDIA multiprocessor
+_SIMDS = 4  # in an AMD compute unit
+# ptxas: a wgmma pipeline that was serialised, or registers that could not be moved between warps.
+_SERIALISED = re.compile(r"C751[0-7][^\n]*")
+
+
+class Allowed(NamedTuple):
+    """Scratch memory that a kernel may have: bytes per thread, and why."""
+
+    scratch: int
+    why: str
+
+
+JUSTIFIED = {
+    ("sm_90", "keys", 128): Allowed(128, "outside the unmasked loop; measured faster than every configuration without"),
+    ("sm_90", "queries", 64): Allowed(24, "under triton 3.6, none under 3.7.1; 4 % faster than the next without"),
+    ("sm_90", "whole queries", 64): Allowed(48, "the same, and what the addresses of its results are made of"),
+    ("sm_90", "whole keys", 128): Allowed(28, "as where gradients are added, which is 100; outside the unmasked loop"),
+}
+"""Of backward kernels, by target, kernel and head size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One kernel compiled for one target.
+
+    `occupancy` is programs per multiprocessor on NVIDIA's chips, waves a SIMD on AMD's. `registers` are a thread's,
+    on AMD's chips vector registers with `accumulators` apart. `scratch` is bytes per thread of spilled memory.
+    `descriptors` are wgmma's that may be wrong, see `matrix_descriptors`.
+    """
+
+    target: str
+    kernel: str
+    head_dim: int
+    blocks: str
+    seconds: float = 0.0
+    registers: int = 0
+    accumulators: int = 0
+    scratch: int = 0
+    shared: int = 0
+    occupancy: int = 0
+    instruction: str = ""
+    warnings: tuple[str, ...] = ()
+    descriptors: tuple[str, ...] = ()
+    error: str = ""
+
+
+def allowed_scratch(record: Record) -> int:
+    """Bytes a thread."""
+    allowed = JUSTIFIED.get((record.target, record.kernel, record.head_dim))
+    return allowed.scratch if allowed else 0
+
+
+def problems(record: Record) -> list[str]:
+    """Why a record may not pass; nothing if it may."""
+    if record.error:
+        return [f"does not compile: {record.error}"]
+    chip, found = TARGETS[record.target], []
+    if not record.instruction:
+        found.append(f"no matrix instruction {chip.matrix}")
+    if record.shared > chip.shared:
+        found.append(f"{record.shared} bytes of shared memory, and the chip has {chip.shared}")
+    if record.scratch > (allowed := allowed_scratch(record)):
+        found.append(f"{record.scratch} bytes of scratch memory, {allowed} allowed")
+    found += [f"ptxas: {warning}" for warning in record.warnings]
+    return found + list(record.descriptors)
+
+
+def kernel_table(
+    targets: Iterable[str] = tuple(TARGETS), heads: Iterable[int] = HEADS, kernels: Iterable[str] = tuple(KERNELS)
+) -> Iterator[Record]:
+    """A record for each target, head size and kernel, bf16, with the blocks of the tuning tables.
+
+    Raises `UnknownNameError` for a target or kernel that is none. A failure to compile is a record too.
+    """
+    for target in targets:
+        if target not in TARGETS:
+            raise unknown_name("target", target, TARGETS)
+        for head in heads:
+            for kernel in kernels:
+                if kernel not in KERNELS:
+                    raise unknown_name("kernel", kernel, KERNELS)
+                yield compile_one(target, kernel, head)
+
+
+def compile_one(target: str, kernel: str, head: int, blocks: Blocks | None = None) -> Record:
+    """Compile one kernel; `blocks` defaults to the tuned ones."""
+    blocks = blocks or tuned(target, kernel, head)
+    way, started = named(blocks), time.perf_counter()
+    try:
+        compiled, said = _assembled(target, kernel, head, blocks)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler throws is the finding
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        message = explain(f"{kernel} for {target}, head size {head}", got=f"{way}: {str(first)[-300:]}")
+        return Record(target, kernel, head, way, error=message)
+    seconds = round(time.perf_counter() - started, 2)
+    listing = compiled.asm.get("amdgcn")
+    facts = read_amd(listing, compiled.metadata, target) if listing else _read_nvidia(compiled, said, target)
+    return Record(target, kernel, head, way, seconds, shared=compiled.metadata.shared, **facts)
+
+
+def tuned(target: str, kernel: str, head: int) -> Blocks:
+    """What the tables of 16-bit tensors say first."""
+    tuning = choose(HALF, target, padded(head))
+    return (getattr(tuning, kernel.removeprefix(_WHOLE)) or tuning.forward)[0]
+
+
+def named(blocks: Blocks) -> str:
+    """Short, for tables."""
+    way = f"{blocks.rows}x{blocks.columns} warps {blocks.warps} stages {blocks.stages}" + " tma" * blocks.tma
+    return way + "".join(f" {name} {value}" for name, value in blocks.extra)
+
+
+def compiled_kernel(target: str, kernel: str, head: int, blocks: Blocks, value: int | None = None) -> Any:
+    """Triton's compiled kernel, made anew: a hit in the cache would say nothing of the time.
+
+    `value`: the size of values, where it is not that of heads.
+    """
+    return _assembled(target, kernel, head, blocks, value)[0]
+
+
+def _assembled(target: str, kernel: str, head: int, blocks: Blocks, value: int | None = None) -> tuple[Any, str]:
+    options = {"num_warps": blocks.warps, "num_stages": blocks.stages, **dict(blocks.extra), **ALWAYS}
+    return assembled(_source(kernel, head, value or head, blocks), TARGETS[target].target, options, anew=True)
+
+
+# --------------------------------------------------------------------------------------------- sources
+
+
+def _source(kernel: str, head: int, value: int, blocks: Blocks) -> ASTSource:
+    """The kernel with the types that a launch on contiguous bf16 tensors gives it."""
+    function = KERNELS[kernel]
+    every = {
+        "R": blocks.rows,
+        "C": blocks.columns,
+        "D": head,
+        "DV": value,
+        "PADDED_D": padded(head),
+        "PADDED_DV": padded(value),
+        "TOGETHER": blocks.together,
+        "CAP": False,
+        "PRESCALE": False,
+        "PRECISION": "ieee",
+        "TMA": blocks.tma,
+        "TMA_NUMBERS": blocks.tma,
+        "WIDE": False,
+        "MERGE": kernel == "resumed",
+        "DOUBLE": False,
+        "ADD": not kernel.startswith(_WHOLE),
+    }
+    names = [parameter.name for parameter in function.params]
+    constants = {name: every[name] for name in names if name in every}
+    types = {n: "constexpr" if n in constants else _type_of(n, kernel, head, value, blocks) for n in names}
+    divisible, attributes = [["tt.divisibility", 16]], {}
+
+    def even(stride: str) -> bool:
+        """Whether it is a multiple of 16 whatever the number of heads and rows."""
+        return (value if stride.startswith(("v_", "dv_", "out_", "dout_")) else head) % 16 == 0
+
+    for i, name in enumerate(names):
+        if name in ("lse_row", "delta_row"):  # contiguous: Triton makes a stride of 1 a constant
+            types[name], constants[name] = "constexpr", 1
+        elif types[name].startswith("*") or (name.endswith(("_batch", "_head", "_row")) and even(name)):
+            attributes[i,] = divisible
+    return ASTSource(fn=function, signature=types, constexprs=constants, attrs=attributes)
+
+
+def _type_of(name: str, kernel: str, head: int, value: int, blocks: Blocks) -> str:
+    """Triton's name of a parameter's type."""
+    part = kernel.removeprefix(_WHOLE)
+    streamed = blocks.tma and name not in _OWN_ROWS[part]
+    if name in ("q", "k", "v", "dout"):
+        size = padded(head if name in ("q", "k") else value)
+        return f"tensordesc<bf16[1, {blocks.columns}, 1, {size}]>" if streamed else "*bf16"
+    if name in ("lse", "delta") and part == "keys":
+        return f"tensordesc<fp32[1, 1, {blocks.columns}]>" if streamed else "*fp32"
+    if name in ("lse", "delta"):
+        return "*fp32"
+    if name in ("out", "dq", "dk", "dv"):
+        return "*fp32" if part == kernel else "*bf16"
+    if name == "table":
+        return "*i32"
+    return "fp32" if name in ("scale", "inner", "outer", "gradient_scale") else "i32"
+
+
+# ------------------------------------------------------------------------------------- reading the code
+
+
+def _first(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else 0
+
+
+def _instruction(target: str, text: str) -> str:
+    found = re.search(rf"\b{TARGETS[target].matrix}", text)
+    return found.group(0) if found else ""
+
+
+def read_amd(text: str, metadata: Any, target: str) -> dict[str, Any]:
+    """What an amdgcn listing says, for a `Record`; `metadata` is Triton's, of the same kernel."""
+    # The compiler does not know the shared memory, which is asked for at the launch.
+    by_shared = TARGETS[target].shared_of_unit // max(1, metadata.shared) * metadata.num_warps // _SIMDS
+    return {
+        "registers": _first(r"\.vgpr_count:\s*(\d+)", text),
+        "accumulators": _first(r"\.agpr_count:\s*(\d+)", text),
+        "scratch": _first(r"\.private_segment_fixed_size:\s*(\d+)", text),
+        "occupancy": min(_first(r"Occupancy:\s*(\d+)", text), by_shared),
+        "instruction": _instruction(target, text),
+    }
+
+
+def _read_nvidia(compiled: Any, said: str, target: str) -> dict[str, Any]:
+    """What a cubin holds, and what ptxas said when it made it, for a `Record`."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _run(tools / "cuobjdump", "-res-usage", str(cubin))
+    registers = _first(r"REG:(\d+)", usage)
+    chip, metadata = TARGETS[target], compiled.metadata
+    threads = metadata.num_warps * 32
+    by_registers = _REGISTERS // max(1, -(-registers // 8) * 8 * threads)
+    by_shared = chip.shared_of_unit // (metadata.shared + KIB)
+    instruction = _instruction(target, compiled.asm["ptx"])
+    return {
+        "registers": registers,
+        "scratch": max(_first(r"STACK:(\d+)", usage), _first(r"(\d+) bytes spill stores", said)),
+        "occupancy": min(by_registers, by_shared, 2048 // threads),
+        "instruction": instruction,
+        "warnings": tuple(sorted(set(_SERIALISED.findall(said)))),
+        "descriptors": matrix_descriptors.check(compiled.asm["cubin"]) if instruction.startswith("wgmma") else (),
+    }
+
+
+def _run(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr

@@ -1,0 +1,331 @@
+"""All that is measured of the ranks of a mesh, as what a file of rates holds: see `planning.rates`."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
+from math import ceil
+from typing import Any
+
+import torch
+
+from burst_portable.backends.base import Backend, Rates
+from burst_portable.backends.registry import choose_kernel, rates_of
+from burst_portable.comm.base import Transport
+from burst_portable.errors import DeviceError, explain
+from burst_portable.kernels.base import Kernel, KernelProblem, traits
+from burst_portable.measuring.timing import (
+    CALLS,
+    Block,
+    Clock,
+    Peers,
+    Speed,
+    TransportClock,
+    curve,
+    hop,
+    lap,
+    memory_rate,
+    share_held_up,
+    speed,
+    under_way,
+)
+from burst_portable.mesh import Mesh
+from burst_portable.planning.plans import PASSES
+from burst_portable.planning.rates import SCHEMA, Curve, as_json
+from burst_portable.utils.text import bytes_text, seconds_text
+from burst_portable.utils.torch_modes import own_precision
+
+_KIB, _MIB = 1 << 10, 1 << 20
+_NAME = 200  # bytes of a device's name
+_SHORTER = 4  # the shorter of the two lengths is 1/_SHORTER of the longer
+# Messages beside a kernel: their share of its time; how many of each at most.
+_FILLED, _MESSAGES, _REPEATS = 0.7, 32, 16
+
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured with.
+
+    Attributes:
+        length: tokens of the longer call.
+        messages: bytes, ascending.
+        beside: bytes of a message that runs beside a kernel.
+        memory: bytes of a tensor that is added.
+    """
+
+    length: int
+    messages: tuple[int, ...]
+    beside: int
+    memory: int
+
+
+ACCELERATOR = Sizes(16384, (1 * _MIB, 8 * _MIB, 64 * _MIB, 256 * _MIB), 64 * _MIB, 256 * _MIB)
+HOST = Sizes(512, (64 * _KIB, 1 * _MIB, 8 * _MIB), 8 * _MIB, 32 * _MIB)  # so that two cores are done in seconds
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The attention that is measured; None as `dtype` or `length` takes the backend's usual one."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: torch.dtype | None = None
+    length: int | None = None
+
+
+def measure(
+    mesh: Mesh, device: torch.device, shape: Shape, kernel: str, told: Told = lambda what: None
+) -> dict[str, Any]:
+    """What a file of rates holds; the same on every rank. All ranks of the mesh must call it.
+
+    Args:
+        device: this rank's.
+        kernel: the local kernel by name, or "auto".
+        told: hears what is measured next.
+
+    Raises `UnsupportedError` where no kernel serves the shape, `DeviceError` where the device's memory does not hold
+    it, and what transports raise.
+    """
+    backend = mesh.backend_for(device.type)
+    dtype = shape.dtype or (torch.bfloat16 if backend.capabilities.streams else torch.float32)
+    problem = KernelProblem(
+        dtype, device.type, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, deterministic=False
+    )
+    named = mesh.config.kernel if kernel == "auto" else kernel
+    chosen, _ = choose_kernel(backend, problem, named)
+    try:
+        with torch.no_grad(), own_precision(device):
+            return _Measurement(mesh, device, backend, chosen, problem, shape.length, told).facts()
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            explain(
+                "what is measured does not fit the device's memory",
+                got=str(error).split(".")[0],
+                next_step="take fewer heads or tokens",
+            )
+        ) from error
+
+
+class _Measurement:
+    """One after the other; what was found, and how, by the names of `Rates`."""
+
+    def __init__(
+        self, mesh: Mesh, device: torch.device, backend: Backend, kernel: Kernel, problem: KernelProblem,
+        length: int | None, told: Told,
+    ) -> None:  # fmt: skip
+        self.mesh, self.device, self.backend, self.kernel, self.problem = mesh, device, backend, kernel, problem
+        streams = backend.capabilities.streams
+        self.sizes = ACCELERATOR if streams else HOST
+        self.length = length or self.sizes.length
+        self.transport = mesh.transport(device.type)
+        self.clock: Clock = TransportClock(self.transport, device, streams=streams)
+        self.told, self.found, self.how, self.why_not = told, dict[str, Any](), dict[str, str](), dict[str, str]()
+        self.varied: dict[str, float] = {}
+        self.node = mesh.inner if mesh.inner and 1 < mesh.inner < mesh.size else 0
+        self.direct = ""
+
+    def facts(self) -> dict[str, Any]:
+        """All of it."""
+        block = self._kernel()
+        self._memory()
+        if self.mesh.size > 1:
+            self._links()
+            self._held_up(block)
+        del block
+        before = rates_of(self.backend, self.mesh.size, self.kernel)
+        p = self.problem
+        return {
+            "schema": SCHEMA,
+            "date": date.today().isoformat(),
+            "device": self._device(),
+            "backend": self.backend.name,
+            "ranks": self.mesh.size,
+            "kernel": self.kernel.name,
+            "transport": self.transport.name,
+            "direct_transport": self.direct,
+            "heads": p.heads,
+            "kv_heads": p.kv_heads,
+            "head_dim": p.head_dim,
+            "dtype": str(p.dtype).removeprefix("torch."),
+            "lengths": list(self._lengths()),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "rates": as_json(replace(before, **traits(self.kernel), **self.found)),
+            "how": {name: self._told_how(name, before) for name in as_json(before)},
+            "varied": {name: round(most, 3) for name, most in self.varied.items()},
+        }
+
+    def _told_how(self, name: str, before: Rates) -> dict[str, Any]:
+        if name in self.how:
+            rounds = f"; rounds within {self.varied[name]:.2f} times the shortest" if name in self.varied else ""
+            return {"measured": True, "how": self.how[name] + rounds}
+        if name in traits(None):
+            return {"measured": False, "how": f"what the kernel {self.kernel.name} says of itself"}
+        if name == "holds_up" and name in self.found and self.transport.goes_first:
+            return {"measured": False, "how": "not measured, messages went first; taken from holds_up_first"}
+        alone = self.mesh.size == 1 and name in _OF_LINKS
+        why = self.why_not.get(name, "one rank has no links" if alone else "not measured")
+        source = f"known {before.source}" if before.source else f"the guess of the backend {self.backend.name}"
+        return {"measured": False, "how": f"{why}; kept as it was: {source}"}
+
+    def _device(self) -> str:
+        """The devices of all ranks by name."""
+        module = torch.get_device_module(self.device)
+        name = module.get_device_name() if hasattr(module, "get_device_name") else platform.processor()
+        mine = (name or platform.machine()).encode()[:_NAME].ljust(_NAME)
+        names = [one.decode(errors="replace").strip() for one in self.transport.share(mine, "names of devices")]
+        return ", ".join(dict.fromkeys(names))[:_NAME]
+
+    # ------------------------------------------------------------------------------------------------- kernel, memory
+
+    def _lengths(self) -> tuple[int, int]:
+        return max(1, self.length // _SHORTER), self.length
+
+    def _kernel(self) -> Block:
+        """The longer of the two blocks, whose calls then run beside messages."""
+        lengths, seconds, varied = self._lengths(), [], []
+        for length in lengths:
+            self.told(f"{self.kernel.name}, {length:,} tokens")
+            block = Block(self.kernel, self.problem, length, self.device, makes_way=self.transport.goes_first)
+            seconds.append((block.flops, block.seconds(self.clock)))
+            varied.append(block.varied)
+        names = {"forward": ("tflops", "launch_latency"), "backward": ("backward", "backward_launch_latency")}
+        for one in PASSES:
+            points = [(float(flops[one]), took[one]) for flops, took in seconds]
+            made: Speed = speed(*points)
+            rate, latency = names[one]
+            self.found[rate], self.found[latency] = made.tflops, made.latency
+            self.varied[rate] = max(of_length[one] for of_length in varied)
+            took = ", ".join(
+                f"{length:,} tokens {seconds_text(time)}" for length, (_, time) in zip(lengths, points, strict=True)
+            )
+            told = f"{one} of {self.kernel.name}, causal: {took}"
+            self.how[rate] = f"{told}; by exact area"
+            self.how[latency] = told if made.apart else f"{told}; too near to tell a latency, taken for none"
+        return block
+
+    def _memory(self) -> None:
+        self.told("memory")
+        self.clock.varied()
+        self.found["memory"] = memory_rate(self.clock, self.sizes.memory)
+        self.varied["memory"] = self.clock.varied()
+        self.how["memory"] = (
+            f"an elementwise add of tensors of {bytes_text(self.sizes.memory)}, read twice, written once"
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- links
+
+    def _links(self) -> None:
+        rank, ranks, name = self.mesh.rank, self.mesh.size, self.transport.name
+        sizes, several = self.sizes.messages, f"up to {CALLS} messages back to back"
+        near = Peers.next(rank, ranks, self.node)
+        self.told(f"{name} to the next rank")
+        found = self.found
+        found["link"] = self._curve("link", self.transport, near, sizes)
+        found["gbps"] = max(gbps for _, gbps in found["link"])
+        found["hop_latency"] = hop(self.clock, self.transport, near)
+        self.how["link"] = f"{name} to the next rank and from the last, {several}"
+        self.how["gbps"] = "the most of `link`"
+        self.how["hop_latency"] = f"{name}: a message of a few bytes, of many back to back"
+        self._spread(several)
+        self._direct(near, several)
+        if self.node:
+            self.told(f"{name} to the next node")
+            there = Peers.next_node(rank, ranks, self.node)
+            beyond = self._curve("outer_gbps", self.transport, there, sizes[-1:])
+            found["outer_gbps"], found["node"] = beyond[-1][1], self.node
+            self.how["outer_gbps"] = f"{name}: all ranks to the same place of the next node, {bytes_text(sizes[-1])}"
+            self.how["node"] = "named by --inner"
+
+    def _curve(self, name: str, transport: Transport, peers: Peers, sizes: Sequence[int]) -> Curve:
+        self.clock.varied()
+        points = curve(self.clock, transport, peers, sizes)
+        self.varied[name] = self.clock.varied()
+        return points
+
+    def _spread(self, several: str) -> None:
+        everybody = Peers.others(self.mesh.rank, self.mesh.size, self.node)
+        if len(everybody.there) < 2:
+            self.found["spread"] = ()
+            self.how["spread"] = "two ranks: the other one is the next, see `link`"
+            return
+        self.told(f"{self.transport.name} to all others")
+        self.found["spread"] = self._curve("spread", self.transport, everybody, self.sizes.messages)
+        self.how["spread"] = (
+            f"{self.transport.name} to all others and from all at once, {several}; bytes of all together"
+        )
+
+    def _direct(self, near: Peers, several: str) -> None:
+        """Over the backend's own transport, if it has one and these ranks can have it; else nothing is direct."""
+        direct, why = self.mesh.transport_for(self.device.type, direct=True)
+        self.found["direct"] = ()
+        self.how["direct"] = f"no transport of its own for it: {why}" if direct is self.transport else ""
+        if direct is self.transport:
+            return
+        self.told(f"{direct.name} to the next rank")
+        self.direct = direct.name
+        self.found["direct"] = self._curve("direct", direct, near, self.sizes.messages)
+        self.how["direct"] = f"{direct.name} to the next rank and from the last, {several}"
+
+    def _held_up(self, block: Block) -> None:
+        """Kernels alone, messages alone, both: of either pass."""
+        near = Peers.next(self.mesh.rank, self.mesh.size, self.node)
+        data = torch.ones(self.sizes.beside, dtype=torch.uint8, device=self.device)
+        name = "holds_up_first" if self.transport.goes_first else "holds_up"
+        known = rates_of(self.backend, self.mesh.size, self.kernel)
+        before = getattr(known, name) or known.holds_up
+        shares, tellings = [], []
+        for one in PASSES:
+            self.told(f"{one} of {self.kernel.name} beside messages")
+            calls = block.passes[one], block.beside[one]
+            share, tale = held_up(self.clock, self.transport, *calls, data, near)
+            shares.append(share)
+            tellings.append(f"{one}: {tale}")
+        forward, backward = (old if share is None else share for old, share in zip(before, shares, strict=True))
+        self.found[name] = (forward, backward)
+        if self.transport.goes_first and not any(known.holds_up):  # else 0 would be said of messages that wait
+            self.found["holds_up"] = (forward, backward)
+        told = self.why_not if shares == [None, None] else self.how
+        told[name] = "; ".join(tellings)
+
+
+_OF_LINKS = ("gbps", "hop_latency", "link", "direct", "spread", "holds_up", "holds_up_first")
+
+
+def held_up(
+    clock: Clock,
+    transport: Transport,
+    call: Callable[[], object],
+    beside: Callable[[], object],
+    data: torch.Tensor,
+    peers: Peers,
+) -> tuple[float | None, str]:
+    """The share of their time that messages keep a kernel waiting (None where it cannot be told), and how it was found.
+
+    As many messages as take most of the kernel's time; or as many kernels as take longer than one message.
+
+    call, beside: the kernel as it is called alone, and beside messages.
+    """
+    one = clock.median(lap(transport, data, peers, 1))
+    kernel = clock.median(call)
+    count = max(1, min(_MESSAGES, int(_FILLED * kernel / one)))
+    repeats = max(1, min(_REPEATS, ceil(one / (_FILLED * kernel))))
+
+    def compute(call: Callable[[], object]) -> None:
+        for _ in range(repeats):
+            call()
+
+    def together() -> None:
+        with under_way(transport, data, peers, count):
+            compute(beside)
+
+    together()
+    alone, messages, both = clock.medians([partial(compute, call), lap(transport, data, peers, count), together])
+    share = share_held_up(alone, messages, both)
+    took = f"kernels {seconds_text(alone)}, messages {seconds_text(messages)}, both {seconds_text(both)}"
+    return share, took if share is not None else f"{took}: the kernels end too soon to tell"

@@ -1,0 +1,1 @@
+"""The plan of a distributed attention as pure data, made before any communication. Imports no torch."""

@@ -1,0 +1,400 @@
+"""Plans: everything that a distributed attention will do, as data, before a byte moves.
+
+A `Plan` has a `PassPlan` for each pass, and that has a tuple of `Step`s for each rank; a step is what arrives, what
+leaves, and what is computed::
+
+    step 0   compute q1 x kv1 (own)     send kv1 -> 2     receive kv0 <- 0
+    step 1   compute q1 x kv0           send kv0 -> 2     receive kv3 <- 0
+    ...
+
+It needs no device and no torch: it can be made, printed, priced and verified for any number of ranks on any machine.
+A rank's steps are made when they are asked for, so planning one rank of a thousand costs one rank's time.
+
+A block is one rank's shard of one side, and that rank is its owner: see `moves`. Where heads are resharded inside nodes
+and blocks travel between nodes, ranks with the same place in their nodes form a ring, and all these rings do the same;
+a block is then what a rank has after the reshard.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from burst_portable.layout import Layout
+from burst_portable.mask import Mask
+from burst_portable.planning.routes import Move, Needs, Route, Side
+from burst_portable.planning.schedule import BlockTiles, Compute, Steps, divided, merged_rows, renamed, scheduled
+from burst_portable.planning.tiles import BlockPairs, Tiles
+
+Span = tuple[int, int]
+"""[first, past) among the heads that a rank holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """What a rank computes in one launch.
+
+    Attributes:
+        queries, keys: its query heads, and the K/V heads that they read.
+        first, last: whether this is the first, or the last, group that reads these K/V heads: K and V arrive with the
+            first, dK and dV leave after the last.
+    """
+
+    queries: Span
+    keys: Span
+    first: bool
+    last: bool
+
+
+def heads_of(rank: int, ranks: int, heads: int) -> slice:
+    """The heads that a rank holds; if there are fewer heads than ranks, ranks share a head."""
+    if heads >= ranks:
+        return slice(rank * heads // ranks, (rank + 1) * heads // ranks)
+    owned = rank * heads // ranks
+    return slice(owned, owned + 1)
+
+
+def can_share(heads: int, kv_heads: int, ranks: int) -> bool:
+    """Whether this many ranks can have equally many heads each, with whole K/V heads."""
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def heads_each(heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
+    """(query heads, K/V heads) that each rank has."""
+    assert can_share(heads, kv_heads, ranks), "the strategy has checked"
+    return heads // ranks, max(1, kv_heads // ranks)
+
+
+def can_group(heads: int, kv_heads: int, groups: int) -> bool:
+    """Whether a rank's heads form this many equal groups, each of whole K/V heads or within one."""
+    if groups < 1 or heads % groups:
+        return False
+    size, readers = heads // groups, heads // kv_heads
+    return size % readers == 0 or readers % size == 0
+
+
+def head_groups(heads: int, kv_heads: int, groups: int) -> tuple[HeadGroup, ...]:
+    """The groups of one rank's heads, in the order in which they are computed."""
+    assert can_group(heads, kv_heads, groups), "the strategy has checked"
+    size, readers = heads // groups, heads // kv_heads
+    return tuple(
+        HeadGroup(
+            (start, start + size),
+            (start // readers, (start + size - 1) // readers + 1),
+            start % readers == 0,
+            (start + size) % readers == 0,
+        )
+        for start in range(0, heads, size)
+    )
+
+
+PassName = Literal["forward", "backward"]
+PASSES: tuple[PassName, ...] = ("forward", "backward")
+TRAVELS: dict[tuple[str, str], str] = {
+    ("forward", "kv"): "K and V travel",
+    ("backward", "kv"): "K and V travel, dK and dV after them",
+    ("backward", "q"): "Q, dO, LSE and delta travel, dQ after them",
+    ("forward", "heads"): "all rows of some heads come before, out goes back after",
+    ("backward", "heads"): "all rows of some heads of dO come before, gradients go back after",
+    ("forward", "heads+kv"): "all rows of the node of some heads come before, out goes back after; between nodes K and "
+    "V travel",
+    ("backward", "heads+kv"): "all rows of the node of some heads of dO come before, gradients go back after; between "
+    "nodes K and V travel, dK and dV after them",
+    ("backward", "heads+q"): "all rows of the node of some heads of dO come before, gradients go back after; between "
+    "nodes Q, dO, LSE and delta travel, dQ after them",
+}
+"""What travels, in words, by pass and by `Plan.travels`."""
+_RANKS_KEPT = 64  # ranks whose steps a pass caches
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is planned: the mask, who holds which positions, and the sizes that bytes and FLOPs follow from.
+
+    Attributes:
+        heads, kv_heads: query heads, and K/V heads, in what a rank computes.
+        head_dim, value_dim: the size of a head of Q and K, and of V.
+        batch: sequences side by side.
+        itemsize: bytes of an element of Q, K and V.
+        narrow: gradients travel in the dtype of the inputs, not in the one in which they are summed.
+    """
+
+    mask: Mask
+    q_layout: Layout
+    k_layout: Layout
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    batch: int = 1
+    itemsize: int = 2
+    narrow: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the sequence."""
+        return self.q_layout.ranks
+
+    @property
+    def area(self) -> int:
+        """(q, k) pairs that the mask lets through, of one head, over the whole sequence."""
+        return self.mask.area(self.q_layout.length, self.k_layout.length)
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """One pass: which side travels, along which route, and what each rank does.
+
+    Attributes:
+        side: which side's blocks travel; the other side's stay where they are.
+        route: how they travel.
+        results: how their gradients get home; None forward, where results stay where they are made.
+        stride: distance in ranks from one member of a ring to the next. The problem and the routes count members, steps
+            name ranks. With 4, ranks 1, 5, 9 ... are the members 0, 1, 2 ... of one of four rings.
+    """
+
+    problem: Problem
+    side: Side
+    route: Route
+    results: Route | None = None
+    stride: int = 1
+    _pairs: BlockPairs = field(init=False, repr=False, compare=False)
+    _needs: Needs = field(init=False, repr=False, compare=False)
+    _ranks: dict[int, Steps] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _merged: dict[int, tuple[int, int] | None] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        p = self.problem
+        object.__setattr__(self, "_pairs", block_pairs(p.mask, p.q_layout, p.k_layout))
+        object.__setattr__(self, "_needs", Needs(self._pairs, self.side))
+
+    def steps_of(self, rank: int) -> Steps:
+        """The steps of one rank; recent ones are kept."""
+        found = self._ranks.get(rank)
+        if found is None:  # read once: another thread, planning for another rank, may clear the dict
+            if len(self._ranks) >= _RANKS_KEPT:
+                self._ranks.clear()
+            member, place = divmod(rank, self.stride)
+            steps = self._make(member)
+            if self.stride > 1:
+                steps = tuple(renamed(step, self.stride, place) for step in steps)
+            self._ranks[rank] = found = steps
+        return found
+
+    def alone(self, rank: int) -> Compute | None:
+        """The one computation of a rank that sends and receives nothing in this pass; None for any other rank."""
+        steps = self.steps_of(rank)
+        return steps[0].compute if len(steps) == 1 and not steps[0].has_moves else None
+
+    def merged_rows(self, rank: int) -> tuple[int, int] | None:
+        """See `planning.schedule.merged_rows`; of a pass in which K and V travel."""
+        steps = self.steps_of(rank)
+        if rank not in self._merged:
+            self._merged[rank] = merged_rows(steps, self.problem.q_layout.count(rank // self.stride))
+        return self._merged[rank]
+
+    def _make(self, rank: int) -> Steps:
+        """The steps of one member. From here down, `rank` is a member's number."""
+        inputs = list(self._inputs(rank))
+        owners: dict[int, list[int]] = defaultdict(list)  # by step, of the blocks that it computes with
+        for owner in range(self.problem.ranks):
+            if self._needs(owner, rank):
+                owners[self.route.step(owner, rank)].append(owner)
+        computes = {step: self._compute(tuple(ranks), rank) for step, ranks in owners.items()}
+        last = self.route.step(rank, rank)
+        if last in computes and len(computes) > 1 and (parts := divided(computes[last], self.route.before)):
+            computes[0], computes[last] = parts
+        return scheduled(rank, inputs, computes, list(self._results(rank)))
+
+    def _compute(self, owners: tuple[int, ...], rank: int) -> Compute:
+        """A rank's launch at one step, with blocks that lie one after the other."""
+        blocks: list[BlockTiles] = []
+        before = 0
+        for owner in owners:
+            first, past = self._rows(owner, rank)
+            shift = (0, before - first) if self.side == "kv" else (before - first, 0)
+            blocks.append(BlockTiles(self._tiles(owner, rank), *shift))
+            before += past - first
+        q_owners, k_owners = ((rank,), owners) if self.side == "kv" else (owners, (rank,))
+        return Compute(q_owners, k_owners, tuple(blocks))
+
+    def _tiles(self, owner: int, rank: int) -> Tiles:
+        return self._pairs.tiles(rank, owner) if self.side == "kv" else self._pairs.tiles(owner, rank)
+
+    def _rows(self, owner: int, rank: int) -> tuple[int, int]:
+        """[start, stop) of the owner's rows that this rank gets: the ones it needs, or all if it hands them on."""
+        if owner == rank or not self.trims:
+            layout = self.problem.k_layout if self.side == "kv" else self.problem.q_layout
+            return 0, layout.count(owner)
+        box = self._tiles(owner, rank).box
+        return box[2:] if self.side == "kv" else box[:2]
+
+    @property
+    def trims(self) -> bool:
+        """Whether a rank is sent only the rows that it needs, and sends back only their gradients."""
+        return self.route.trims and (self.results is None or self.results.trims)
+
+    def _inputs(self, rank: int) -> Iterator[Move]:
+        """Blocks that a rank receives, and blocks that it sends: its own, and those that it hands on."""
+        for owner in range(self.problem.ranks):
+            if owner != rank and (move := self._input(owner, rank)):
+                yield move
+            for target in self.route.targets(owner, rank):
+                move = self._input(owner, target)
+                if move and move.source == rank:
+                    yield move
+
+    def _input(self, owner: int, target: int) -> Move | None:
+        """The move that brings a block to a rank; None if it need not come."""
+        arrival = self.route.arrival(self._needs, owner, target)
+        if arrival is None:
+            return None
+        source, issue = arrival
+        step = self.route.step(owner, target)
+        return Move(self.side, owner, source, target, issue, step, self._rows(owner, target))
+
+    def _results(self, rank: int) -> Iterator[Move]:
+        """Gradients of foreign blocks that a rank sends, and gradients that come to it."""
+        if self.results is None:
+            return
+        for other in range(self.problem.ranks):
+            if other == rank:
+                continue
+            if move := self._result(other, rank):
+                yield move
+            # What comes here: gradients of our own block, which the other made; and of the other's block, from the
+            # neighbour whose sum gets ours added before it goes on.
+            feeder = self.results.feeder(other, rank)
+            for owner, source in ((rank, other), (other, feeder)):
+                move = self._result(owner, source) if source is not None else None
+                if move and move.target == rank:
+                    yield move
+
+    def _result(self, owner: int, source: int) -> Move | None:
+        """The move of the gradients of a block away from a rank; None if it makes none."""
+        if self.results is None or not self._needs(owner, source):
+            return None
+        target = self.results.departure(self._needs, owner, source)
+        issue = self.route.step(owner, source)
+        needed = issue + self.results.patience(source, target)
+        return Move(self.side, owner, source, target, issue, needed, self._rows(owner, source), result=True)
+
+
+@lru_cache(maxsize=8)
+def block_pairs(mask: Mask, q_layout: Layout, k_layout: Layout) -> BlockPairs:
+    """The pairs of blocks of all ranks; made once and shared by both passes and every strategy that `auto` tries."""
+    return BlockPairs(mask, q_layout.shards, k_layout.shards)
+
+
+@lru_cache(maxsize=64)
+def make_pass_plan(
+    problem: Problem, side: Side, route: Route, results: Route | None = None, stride: int = 1
+) -> PassPlan:
+    """A `PassPlan`; made once, because strategies that `auto` compares have passes in common."""
+    return PassPlan(problem, side, route, results, stride)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole attention: both passes, which strategy made it, and why.
+
+    Attributes:
+        strategy: the name of the strategy that made it.
+        reshard: "heads" where tensors go from sequence shards to head shards before, and back after: among `inner`
+            ranks, all of them (Ulysses) or those of a node (USP). `forward` and `backward` then plan one group of a
+            rank's heads over the rows of all these ranks; the layout of their problem has a member per node and says
+            in which order its rows lie.
+        groups: the number of groups in which a rank computes its heads.
+        reason: why `auto` chose it, or what the strategy chose by itself, in words.
+    """
+
+    problem: Problem
+    strategy: str
+    forward: PassPlan
+    backward: PassPlan
+    reshard: Literal["heads"] | None = None
+    groups: int = 1
+    reason: str = ""
+
+    def __str__(self) -> str:
+        """What is planned, in a few lines; `burst-portable plan` prints steps and costs besides."""
+        p = self.problem
+        values = f" (values {p.value_dim})" if p.value_dim != p.head_dim else ""
+        lines = [
+            f"{self.strategy} over {p.ranks:,} rank{'' if p.ranks == 1 else 's'}, layout {p.q_layout.name}, "
+            f"{p.q_layout.length:,} tokens, batch {p.batch}, {p.heads} query and {p.kv_heads} K/V heads of "
+            f"{p.head_dim}{values}, {p.itemsize} bytes a number",
+            f"mask      {p.mask}: {p.area:,} pairs per head",
+        ]
+        for name in PASSES:
+            lines.append(f"{name:<10}{self.how(name)}")
+        return "\n".join([*lines, *([f"why       {self.reason}"] if self.reason else [])])
+
+    @property
+    def layout(self) -> Layout:
+        """Which rows each rank holds: what `shard` and `attention` take."""
+        return self.problem.q_layout
+
+    @property
+    def direct(self) -> bool:
+        """Whether every message goes straight from the rank that made it to the one that uses it."""
+        if self.nodes == 1 and self.reshard:
+            return True
+        return self.forward.trims and self.backward.trims
+
+    @property
+    def moves_beside_kernels(self) -> bool:
+        """Whether messages are under way while kernels compute."""
+        whole_exchanges = self.reshard is not None and self.nodes == 1 and self.groups == 1
+        return self.problem.ranks > 1 and not whole_exchanges
+
+    @property
+    def inner(self) -> int:
+        """How many ranks divide heads among themselves; 1 where heads are not resharded."""
+        return self.forward.stride
+
+    @property
+    def nodes(self) -> int:
+        """How many such sets of `inner` ranks there are."""
+        return self.forward.problem.ranks
+
+    def travels(self, pass_name: PassName) -> str:
+        """What travels in a pass, a key of `TRAVELS`: a side, "heads" where they are resharded, or "heads+" a side."""
+        side = self.pass_plan(pass_name).side
+        if not self.reshard:
+            return side
+        return f"heads+{side}" if self.nodes > 1 else "heads"
+
+    def moves(self, pass_name: PassName) -> str:
+        """How blocks travel, by the name that the command line and printed plans use."""
+        name = self.pass_plan(pass_name).route.name
+        if not self.reshard:
+            return name
+        return f"all_to_all, {name}" if self.nodes > 1 else "all_to_all"
+
+    def how(self, pass_name: PassName) -> str:
+        """What travels in a pass and how, for people."""
+        if self.problem.ranks == 1:
+            return "nothing travels, one rank holds all"
+        return f"{TRAVELS[pass_name, self.travels(pass_name)]} ({self.moves(pass_name)})"
+
+    @property
+    def head_groups(self) -> tuple[HeadGroup, ...]:
+        """The groups of one rank's heads, where heads are resharded."""
+        p = self.problem
+        return head_groups(*heads_each(p.heads, p.kv_heads, self.inner), self.groups)
+
+    def steps(self, pass_name: PassName, rank: int) -> Steps:
+        """What a rank does in a pass; where heads are resharded, what it does between the exchanges for each group."""
+        return self.pass_plan(pass_name).steps_of(rank)
+
+    def pass_plan(self, pass_name: PassName) -> PassPlan:
+        """The plan of one pass, by its name."""
+        return self.forward if pass_name == "forward" else self.backward
+
+    def passes(self) -> tuple[tuple[PassName, PassPlan], ...]:
+        """(name, plan) of both passes."""
+        return ("forward", self.forward), ("backward", self.backward)

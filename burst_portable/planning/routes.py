@@ -1,0 +1,275 @@
+"""Moves: which rows of which tensors go from whom to whom, when they may leave, when they are needed.
+
+A block is one rank's shard of one side: its keys and values (``kv``) or its queries (``q``, in the backward pass
+with dO, LSE and delta). At step s, a rank computes with one foreign block, or several. A `Route` says how each
+block gets to each rank that needs it, and how the gradients that were made of it get home::
+
+    ring          0 -> 1 -> 2 -> 3           a block goes from neighbour to neighbour, its gradients follow it
+    double_ring   0 -> 1    4 -> 5           rings inside nodes; the block for the next node leaves at the first
+                  |         ^                inner step, so that a whole inner round hides it
+                  +---------+                (BurstAttention, arXiv 2403.09347, section 3.2)
+    fetch         0 -> 1, 0 -> 2, 0 -> 3     each block straight from its owner, its gradients straight home; several
+                                             may come together, for one launch
+
+A block is sent only to ranks that need it under the mask; where that breaks a chain, the owner sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from burst_portable.planning.tiles import BlockPairs
+
+Side = Literal["kv", "q"]
+"""Which side of the attention travels."""
+Own = Literal["first", "last", "divided"]
+"""When a rank computes with its own block: before all others, after them, or a part before and the rest after."""
+
+
+class Move(NamedTuple):
+    """Rows of one block from one rank to another. Both post it at step `issue`; step `needed` waits for it.
+
+    An input (``result`` false) is posted before the computation of its step, once that step's own arrivals are
+    there. A result, the gradients of the block, is posted after it, and added after the computation of `needed`.
+    """
+
+    side: Side
+    owner: int
+    source: int
+    target: int
+    issue: int
+    needed: int
+    rows: tuple[int, int]
+    result: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name of its content, as traces and printed plans show it."""
+        return f"{'d' if self.result else ''}{self.side}{self.owner}"
+
+
+def holder(rows: tuple[int, int], among: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
+    """The first [start, stop) of `among` that holds all of these rows."""
+    return next((one for one in among if one[0] <= rows[0] and rows[1] <= one[1]), None)
+
+
+def to_pack(sends: Iterable[Move], packed: Iterable[tuple[int, int]]) -> list[Move]:
+    """Of the moves of one block that leave together, those whose rows must be packed: the others lie within them.
+
+    packed: rows that were packed before.
+    """
+    fresh, held = [], list(packed)
+    for move in sorted(sends, key=lambda m: m.rows[0] - m.rows[1]):  # most rows first
+        if holder(move.rows, held) is None:
+            fresh.append(move)
+            held.append(move.rows)
+    return fresh
+
+
+class Needs:
+    """Which rank needs whose block: whether the mask connects a travelling block with what stays on a rank."""
+
+    def __init__(self, pairs: BlockPairs, side: Side) -> None:
+        self._pairs, self._side = pairs, side
+
+    def __call__(self, owner: int, rank: int) -> bool:
+        """Whether `rank` computes with the block of `owner`."""
+        return self._pairs.sees(rank, owner) if self._side == "kv" else self._pairs.sees(owner, rank)
+
+    def any(self, owner: int, ranks: Sequence[int]) -> bool:
+        """Whether one of these ranks does."""
+        return any(self(owner, rank) for rank in ranks)
+
+
+class Route(Protocol):
+    """How blocks travel among ranks."""
+
+    @property
+    def name(self) -> str:
+        """Its name on the command line and in printed plans."""
+
+    @property
+    def trims(self) -> bool:
+        """Whether only the rows that the target needs are sent, because nobody hands them on."""
+
+    @property
+    def before(self) -> float:
+        """The share of its own block's pairs that a rank computes at step 0; the rest at the step of that block."""
+
+    def __hash__(self) -> int:
+        """Passes are looked up by their route."""
+
+    def step(self, owner: int, rank: int) -> int:
+        """The step at which `rank` computes with the block of `owner`."""
+
+    def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
+        """(source, issue) of the hop that brings the block of `owner` to `rank`; None if it need not come."""
+
+    def targets(self, owner: int, rank: int) -> Iterator[int]:
+        """The ranks that `rank` may have to hand the block of `owner` to."""
+
+    def departure(self, needs: Needs, owner: int, rank: int) -> int:
+        """Where `rank` sends its gradients of the block of `owner`: the next that adds to them, or home."""
+
+    def feeder(self, owner: int, rank: int) -> int | None:
+        """The neighbour that may send `rank` gradients of the block of `owner` to add to."""
+
+    def patience(self, source: int, target: int) -> int:
+        """How many steps after leaving `source` gradients are added at `target`."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One ring over all ranks: RingAttention (arXiv 2310.01889), and the burst backward of BurstAttention."""
+
+    ranks: int
+    name: str = "ring"
+    trims: bool = False
+    before: float = 1.0
+
+    def step(self, owner: int, rank: int) -> int:
+        return (rank - owner) % self.ranks
+
+    def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
+        if not needs(owner, rank):
+            return None
+        neighbour = (rank - 1) % self.ranks
+        unbroken = neighbour == owner or needs(owner, neighbour)
+        return neighbour if unbroken else owner, self.step(owner, rank) - 1
+
+    def targets(self, owner: int, rank: int) -> Iterator[int]:
+        if owner == rank:
+            yield from ((rank + distance) % self.ranks for distance in range(1, self.ranks))
+        elif (rank + 1) % self.ranks != owner:
+            yield (rank + 1) % self.ranks
+
+    def departure(self, needs: Needs, owner: int, rank: int) -> int:
+        neighbour = (rank + 1) % self.ranks
+        return neighbour if neighbour != owner and needs(owner, neighbour) else owner
+
+    def feeder(self, owner: int, rank: int) -> int | None:
+        neighbour = (rank - 1) % self.ranks
+        return neighbour if neighbour != owner else None
+
+    def patience(self, source: int, target: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class DoubleRing:
+    """Rings of `inner` ranks (a node), and an outer ring over the nodes that hides behind whole inner rounds.
+
+    A node takes part if one of its ranks needs the block; gradients are added up along a node's ring and go home once
+    from each node. The round of the owner's node is divided: its `first` steps come before the blocks of other nodes,
+    and the rest after them, while the last of their gradients go home. The rest is a ring of its own that begins at
+    the owner again, so that no block is held in between.
+    """
+
+    ranks: int
+    inner: int
+    first: int
+    name: str = "double_ring"
+    trims: bool = False
+    before: float = 1.0
+
+    def step(self, owner: int, rank: int) -> int:
+        nodes, turn = self._distance(owner, rank)
+        if nodes:
+            return self.first + (nodes - 1) * self.inner + turn
+        return turn if turn < self.first else self.ranks - self.inner + turn
+
+    def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
+        nodes, turn = self._distance(owner, rank)
+        node = rank // self.inner
+        if not needs.any(owner, self._members(node)):
+            return None
+        step = self.step(owner, rank)
+        if turn:
+            return owner if self._begins(nodes, turn) else self._along(rank, -1), step - 1
+        before = (node - 1) % self._nodes
+        unbroken = nodes == 1 or needs.any(owner, self._members(before))
+        return before * self.inner + rank % self.inner if unbroken else owner, max(0, step - self.inner)
+
+    def targets(self, owner: int, rank: int) -> Iterator[int]:
+        nodes, turn = self._distance(owner, rank)
+        if not self._begins(nodes, turn + 1):
+            yield self._along(rank, 1)
+        if owner == rank:
+            if self.first < self.inner:
+                yield self._along(rank, self.first)
+            yield from ((rank + step * self.inner) % self.ranks for step in range(1, self._nodes))
+        elif turn == 0 and nodes < self._nodes - 1:
+            yield (rank + self.inner) % self.ranks
+
+    def departure(self, needs: Needs, owner: int, rank: int) -> int:
+        nodes, turn = self._distance(owner, rank)
+        neighbour = self._along(rank, 1)
+        return neighbour if not self._begins(nodes, turn + 1) and needs(owner, neighbour) else owner
+
+    def feeder(self, owner: int, rank: int) -> int | None:
+        neighbour = self._along(rank, -1)
+        return neighbour if neighbour != owner and not self._begins(*self._distance(owner, rank)) else None
+
+    def patience(self, source: int, target: int) -> int:
+        """Between nodes a whole inner round: such gradients only go home, and home can add them at any later step."""
+        return 1 if source // self.inner == target // self.inner else self.inner
+
+    @property
+    def _nodes(self) -> int:
+        return self.ranks // self.inner
+
+    def _members(self, node: int) -> range:
+        return range(node * self.inner, (node + 1) * self.inner)
+
+    def _along(self, rank: int, turns: int) -> int:
+        """The rank `turns` places further along the node's ring."""
+        return rank // self.inner * self.inner + (rank + turns) % self.inner
+
+    def _distance(self, owner: int, rank: int) -> tuple[int, int]:
+        """How far the block is from its owner: in nodes, and in ranks within the node's ring."""
+        return (rank // self.inner - owner // self.inner) % self._nodes, (rank - owner) % self.inner
+
+    def _begins(self, nodes: int, turn: int) -> bool:
+        """Whether a ring inside a node begins at this turn: a whole round, or the rest of the owner's node's."""
+        return turn % self.inner == 0 or (nodes == 0 and turn == self.first)
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Straight from the owner, straight home; at each step every rank asks one other, and is asked by one other.
+
+    A block is requested `ahead` steps before it is needed: a larger number holds more blocks and waits less. A step
+    computes `together` blocks in one launch: for short blocks, launches and merges cost more than waiting. A rank
+    computes the share `before` of its own block first, while the first foreign block comes, and the rest last, while
+    the gradients of the last foreign block leave.
+    """
+
+    ranks: int
+    ahead: int
+    together: int
+    before: float
+    name: str = "fetch"
+    trims: bool = True
+
+    def step(self, owner: int, rank: int) -> int:
+        if owner == rank and self.before < 1:
+            return -(-(self.ranks - 1) // self.together) + 1
+        return -(-((rank - owner) % self.ranks) // self.together)
+
+    def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
+        return (owner, max(0, self.step(owner, rank) - self.ahead)) if needs(owner, rank) else None
+
+    def targets(self, owner: int, rank: int) -> Iterator[int]:
+        if owner == rank:
+            yield from ((rank + distance) % self.ranks for distance in range(1, self.ranks))
+
+    def departure(self, needs: Needs, owner: int, rank: int) -> int:
+        return owner
+
+    def feeder(self, owner: int, rank: int) -> int | None:
+        return None
+
+    def patience(self, source: int, target: int) -> int:
+        return 1

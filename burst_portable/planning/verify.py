@@ -1,0 +1,160 @@
+"""Checks a plan without running it: every pair exactly once, every send met by its receive, every gradient home."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from burst_portable.planning.plans import PassPlan, Plan, heads_of
+from burst_portable.planning.routes import Move
+from burst_portable.planning.schedule import BlockTiles, Compute
+from burst_portable.planning.tiles import Tiles, find_tiles
+
+
+def verify(
+    plan: Plan, progress: Callable[[int], None] = lambda _: None, ranks: Sequence[int] | None = None
+) -> list[str]:
+    """What is wrong with a plan, as a list; empty for a correct plan. Walks every rank, so it costs ranks² tiles.
+
+    Args:
+        plan: any plan.
+        progress: called with the number of ranks done, over both passes.
+        ranks: a sample to walk instead. That shows whether each of them computes every pair of its rows exactly once,
+            and whether moves between them meet, but not whether gradients get home.
+    """
+    wrong = _resharded(plan) if plan.reshard else []
+    done = 0
+    for name, pass_plan in plan.passes():
+        rings = defaultdict(list)  # ranks with the same place in their nodes, if heads are resharded; else all
+        for rank in range(plan.problem.ranks) if ranks is None else ranks:
+            rings[rank % pass_plan.stride].append(rank)
+        for walked in rings.values():
+            checker = _Checker(pass_plan, walked)
+            for rank in walked:
+                checker.walk(rank)
+                done += 1
+                progress(done)
+            wrong += [f"{name}: {problem}" for problem in checker.finish()]
+    return wrong
+
+
+def _resharded(plan: Plan) -> list[str]:
+    """What is wrong with the reshard: members must have the rows of their ranks, and the ranks of a node all heads.
+
+    A layout holds every position once, so if there is only one member, it has all rows.
+    """
+    p, inner = plan.problem, plan.inner
+    wrong = []
+    if inner * plan.nodes != p.ranks:
+        wrong.append(f"{plan.nodes} nodes of {inner} ranks are not {p.ranks} ranks")
+    for name, pass_plan in plan.passes():
+        part = pass_plan.problem
+        for before, after in ((p.q_layout, part.q_layout), (p.k_layout, part.k_layout)):
+            nodes = before.joined(inner).sorted().shards
+            if len(nodes) != after.ranks or (after.ranks > 1 and nodes != after.sorted().shards):
+                wrong.append(f"{name}: nodes compute with other rows than their ranks have")
+        heads, readers = plan.groups * part.heads, p.heads // p.kv_heads
+        if pass_plan.stride != inner or heads * inner != p.heads:
+            wrong.append(f"{name}: {pass_plan.stride} ranks with {heads} query heads each are not {p.heads} heads")
+            continue
+        for group in plan.head_groups:
+            if group.keys[1] - group.keys[0] != part.kv_heads:
+                wrong.append(f"{name}: query heads {group.queries} read K/V heads {group.keys}, not {part.kv_heads}")
+        for place in range(inner):
+            kept = heads_of(place, inner, p.kv_heads)
+            if (place * heads // readers, ((place + 1) * heads - 1) // readers + 1) != (kept.start, kept.stop):
+                wrong.append(f"{name}: place {place} of a node has other K/V heads than its query heads read")
+    return wrong
+
+
+def _overlap(one: Tiles, other: Tiles) -> bool:
+    """Whether two lists of tiles of the same pair of blocks have rows in common."""
+    (first, past, *_), (other_first, other_past, *_) = one.box, other.box
+    return first < other_past and other_first < past
+
+
+class _Checker:
+    """Walks the ranks of a ring, each once, in one pass, and keeps only moves that one end alone has posted so far."""
+
+    def __init__(self, pass_plan: PassPlan, ranks: Sequence[int]) -> None:
+        self.pass_plan = pass_plan
+        self.ranks = frozenset(ranks)
+        self.wrong: list[str] = []
+        self.computed: Counter[tuple[int, int]] = Counter()  # (query block, key block)
+        self.area = 0
+        self.open: dict[Move, int] = {}  # +1: sent and not yet received; -1: the opposite
+        self.onwards: dict[tuple[int, int], int] = {}  # (owner, rank) -> where that rank sends its gradients
+
+    def walk(self, rank: int) -> None:
+        """Walk one rank's steps, in order; a block may be used only while it is there."""
+        held = {rank}
+        parts: dict[tuple[int, int], list[BlockTiles]] = defaultdict(list)  # pairs that are computed in parts
+        for step in self.pass_plan.steps_of(rank):
+            held |= {m.owner for m in step.arrivals}
+            for move in step.sends:
+                if move.owner not in held:
+                    self.wrong.append(f"rank {rank} sends {move.label} at step {step.index} without holding it")
+            self._count((*step.sends, *step.result_sends), +1)
+            self._count((*step.receives, *step.result_receives), -1)
+            if step.compute:
+                self._compute(rank, step.compute, held, parts)
+            self.onwards.update({(m.owner, rank): m.target for m in step.result_sends})
+            held -= set(step.released)
+        if held != {rank}:
+            self.wrong.append(f"rank {rank} still holds the blocks of {sorted(held - {rank})} at the end")
+
+    def _compute(
+        self, rank: int, compute: Compute, held: set[int], parts: dict[tuple[int, int], list[BlockTiles]]
+    ) -> None:
+        for other in compute.k_owners if self.pass_plan.side == "kv" else compute.q_owners:
+            if other not in held:
+                self.wrong.append(f"rank {rank} computes with the block of {other} without holding it")
+        for pair, block in zip(compute.pairs, compute.blocks, strict=True):
+            if not parts[pair] or any(_overlap(block.tiles, other.tiles) for other in parts[pair]):
+                self.computed[pair] += 1
+            parts[pair].append(block)
+        self.area += compute.area
+
+    def _count(self, moves: Iterable[Move], sign: int) -> None:
+        for move in moves:
+            if move.source not in self.ranks or move.target not in self.ranks:
+                continue  # its other end is not walked
+            balance = self.open.pop(move, 0) + sign
+            if balance:
+                self.open[move] = balance
+
+    def finish(self) -> list[str]:
+        """Check what only all ranks together show; returns everything that is wrong."""
+        if twice := [pair for pair, count in self.computed.items() if count > 1]:
+            self.wrong.append(f"block pairs computed more than once: {twice[:4]}")
+        if self.area != (expected := self._expected()):
+            self.wrong.append(f"{self.area} pairs computed, but the mask has {expected}")
+        if self.open:
+            self.wrong.append(f"{len(self.open)} moves posted by one end alone, such as {next(iter(self.open))}")
+        if self.pass_plan.results is not None and len(self.ranks) == self.pass_plan.problem.ranks:
+            self.wrong += self._gradients_home()
+        return self.wrong
+
+    def _expected(self) -> int:
+        """How many pairs the walked ranks must compute: their blocks of the side that stays, against all others."""
+        p = self.pass_plan.problem
+        if len(self.ranks) == p.ranks:
+            return p.area
+        stays, travels = (p.q_layout, p.k_layout) if self.pass_plan.side == "kv" else (p.k_layout, p.q_layout)
+        whole = sorted((s for shard in travels.shards for s in shard), key=lambda s: s.start)
+        sides = ((stays.shards[rank // self.pass_plan.stride], whole) for rank in self.ranks)
+        return sum(find_tiles(p.mask, *(s if self.pass_plan.side == "kv" else s[::-1])).area for s in sides)
+
+    def _gradients_home(self) -> list[str]:
+        """Follow each contribution from where it is made to its owner."""
+        wrong = []
+        for q_owner, k_owner in self.computed:
+            owner, made_at = (k_owner, q_owner) if self.pass_plan.side == "kv" else (q_owner, k_owner)
+            seen: set[int] = set()
+            at = made_at
+            while at != owner and at not in seen:
+                seen.add(at)
+                at = self.onwards.get((owner, at), at)
+            if at != owner:
+                wrong.append(f"the gradient of block {owner} made on rank {made_at} gets no further than rank {at}")
+        return wrong

@@ -1,0 +1,1 @@
+"""Compute the numbers of a profile from recorded tables."""

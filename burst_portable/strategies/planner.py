@@ -1,0 +1,162 @@
+"""`plan`: a plan from a few numbers and names, without tensors, ranks or a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from burst_portable.errors import InputError, LayoutError, ShapeError, explain, shown, unknown_name
+from burst_portable.layout import NAMES as LAYOUTS
+from burst_portable.layout import OF_DOCUMENTS, Layout, make_layout, suited
+from burst_portable.mask import Mask
+from burst_portable.planning.plans import Plan, Problem
+from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.strategies.base import NAMES as STRATEGIES
+from burst_portable.strategies.base import WITH_NODES, Strategy, make_strategy
+from burst_portable.utils.text import by_time
+from burst_portable.utils.values import size
+
+LARGEST_HEAD = 1024  # no device's kernels take heads nearly that large
+
+
+def plan(
+    *,
+    seq_len: int,
+    ranks: int,
+    heads: int,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    value_dim: int | None = None,
+    mask: Mask | str = "causal",
+    strategy: Strategy | str = "auto",
+    layout: Layout | str = "zigzag",
+    batch: int = 1,
+    itemsize: int = 2,
+) -> Plan:
+    """The plan that `attention` would run, made without a device, for any number of ranks.
+
+    `planning.cost.plan_cost` prices it, `planning.verify.verify` checks it.
+
+    Args:
+        seq_len: tokens of the whole sequence.
+        ranks: how many share it.
+        heads, kv_heads: query heads, and K/V heads (None: as many).
+        head_dim, value_dim: the size of a head of Q and K, and of V (None: the same); at most 1024.
+        mask, strategy: as `attention` takes them.
+        layout: as `attention` takes it; or "auto", the layout whose plan is predicted to be fastest. Then pass
+            `plan(...).layout` to `shard` and `attention`.
+        batch: sequences side by side.
+        itemsize: bytes of an element of Q, K and V.
+
+    Predictions use the rates of `strategy` if that is an `AutoStrategy`.
+
+    Raises:
+        InputError: sizes, names, a mask or a layout that do not fit together (a ValueError).
+        UnsupportedError: the named strategy cannot serve this problem.
+    """
+    seq_len, ranks, heads = size("seq_len", seq_len), size("ranks", ranks), size("heads", heads)
+    kv_heads = heads if kv_heads is None else size("kv_heads", kv_heads)
+    head_dim = size("head_dim", head_dim)
+    value_dim = head_dim if value_dim is None else size("value_dim", value_dim)
+    batch, itemsize = size("batch", batch), size("itemsize", itemsize)
+    for name, given in (("head_dim", head_dim), ("value_dim", value_dim)):
+        if given > LARGEST_HEAD:
+            raise InputError(explain(f"{name} is too large", got=given, allowed=f"at most {LARGEST_HEAD}"))
+    check_heads(heads, kv_heads)
+    mask = mask_of(mask, seq_len)
+    any_layout = isinstance(layout, str) and layout == "auto"
+    where = layout_of("zigzag" if any_layout else layout, seq_len, ranks, mask)
+    problem = Problem(mask, where, where, heads, kv_heads, head_dim, value_dim, batch=batch, itemsize=itemsize)
+    make = planned_with_best_layout if any_layout else planned
+    return make(strategy_of(strategy), problem)
+
+
+@lru_cache(maxsize=256)
+def planned(strategy: Strategy, problem: Problem) -> Plan:
+    """The strategy's plan for a problem; made once."""
+    return strategy.plan(problem)
+
+
+@lru_cache(maxsize=256)
+def planned_with_best_layout(strategy: Strategy, problem: Problem) -> Plan:
+    """The same, with the layout whose plan is predicted to be fastest instead of the problem's own."""
+    pricing = strategy if isinstance(strategy, AutoStrategy) else AutoStrategy()
+    plans: dict[str, Plan] = {}
+    for layout in suited(problem.mask, problem.q_layout.length, problem.ranks):
+        plans[layout.name] = planned(strategy, replace(problem, q_layout=layout, k_layout=layout))
+    seconds = {name: pricing.seconds(made) for name, made in plans.items()}
+    best = min(seconds, key=lambda name: round(seconds[name], 7))
+    made = plans[best]
+    if len(plans) == 1:  # as on one rank
+        return made
+    reasons = f"layout {best} by predicted time ({by_time(seconds)})", made.reason
+    return replace(made, reason="; ".join(filter(None, reasons)))
+
+
+def mask_of(mask: Mask | str, length: int) -> Mask:
+    """The mask that a user passed, for a sequence of that length."""
+    made = Mask.parse(mask, length) if isinstance(mask, str) else mask
+    if not isinstance(made, Mask):
+        raise no_mask(mask)
+    made.check_lengths(length, length)
+    return made
+
+
+def no_mask(mask: object) -> InputError:
+    """The error for what is neither a mask nor a short form, such as ``cu_seqlens`` or a matrix."""
+    allowed = "a Mask, or its short form, such as 'causal'"
+    advice = "cumulative lengths go into Mask.documents(cu_seqlens); a matrix is expressed by Mask and Region"
+    return InputError(explain("mask is not a mask", got=shown(mask), allowed=allowed, next_step=advice))
+
+
+def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) -> Layout:
+    """The layout that a user passed, for this many tokens and ranks. Only layouts of documents read the mask."""
+    if isinstance(layout, str) and layout == "auto":
+        raise InputError(
+            explain(
+                "shard and attention need the same layout, so it is chosen beforehand",
+                got="the layout 'auto'",
+                next_step="plan_on(mesh, seq_len=..., heads=...).layout is the fastest: pass it to shard and attention",
+            )
+        )
+    if isinstance(layout, str):
+        return make_layout(layout, length, ranks, mask if layout in OF_DOCUMENTS else None)
+    if not isinstance(layout, Layout):
+        raise unknown_name("layout", layout, LAYOUTS)
+    if layout.ranks != ranks or layout.length != length:
+        raise LayoutError(
+            explain(
+                "the layout is for another mesh or sequence",
+                got=f"{layout.ranks} ranks and {layout.length} tokens",
+                allowed=f"{ranks} ranks and {length} tokens",
+            )
+        )
+    return layout
+
+
+def strategy_of(strategy: Strategy | str, inner: int | None = None) -> Strategy:
+    """The strategy that a user passed. It is part of the key of plans, so it must be hashable.
+
+    inner: ranks per node, for a strategy with nodes that is passed by name; its own default unless given.
+    """
+    if isinstance(strategy, str):
+        return make_strategy(strategy, inner=inner if strategy in WITH_NODES else None)
+    if isinstance(strategy, type) or not callable(getattr(strategy, "plan", None)):
+        raise unknown_name("strategy", strategy, STRATEGIES)
+    try:
+        hash(strategy)
+    except TypeError:
+        name = type(strategy).__name__
+        raise InputError(
+            explain(f"the strategy {name} cannot be hashed", next_step="make it frozen, with options that can be")
+        ) from None
+    return strategy
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Refuse query heads that cannot be divided evenly among the K/V heads."""
+    if heads % kv_heads:
+        next_step = "each K/V head serves the same number of query heads (GQA): take a divisor of the query heads"
+        raise ShapeError(
+            explain("query heads are not a multiple of K/V heads", got=f"{heads} and {kv_heads}", next_step=next_step)
+        )
