@@ -37,7 +37,7 @@ def planned(plan: Plan, pass_name: PassName, rank: int) -> Planned:
     messages = sum(len((*s.sends, *s.receives, *s.result_sends, *s.result_receives)) for s in steps)
     if plan.reshard:  # one message there, one a tensor back, to and from every other rank that shares heads
         messages += sum(2 * (plan.inner - 1) * (1 + len(back)) for _, back in head_fields(plan, pass_name))
-    return Planned(cost.sent, cost.received, messages + 2 * (plan.problem.ranks - 1))
+    return Planned(cost.sent, cost.received, messages + 2 * (plan.call.ranks - 1))
 
 
 def unexplained(counted: int, plan: int, messages: int, calls: int) -> int:

@@ -49,10 +49,10 @@ def steps_of(plan: Plan) -> dict[tuple[int, int], int]:
 
 def owners_of(plan: Plan) -> list[int]:
     """The rank that holds each chunk of the sequence."""
-    first_rows = {segment.start: rank for rank, held in enumerate(plan.problem.q_layout.shards) for segment in held}
+    first_rows = {segment.start: rank for rank, held in enumerate(plan.call.layout.shards) for segment in held}
     owner, owners = 0, []
     for chunk in range(CHUNKS):
-        owner = first_rows.get(chunk * plan.problem.q_layout.length // CHUNKS, owner)
+        owner = first_rows.get(chunk * plan.call.layout.length // CHUNKS, owner)
         owners.append(owner)
     return owners
 

@@ -163,8 +163,8 @@ def _waiting(label: str) -> AbstractContextManager[object]:
 
 
 def _check(plan: Plan, everyone: bool) -> Facts:
-    ranks = checked_ranks(plan.problem.ranks, everyone, plan.inner)
-    if plan.problem.ranks <= _PROGRESS_ABOVE:
+    ranks = checked_ranks(plan.call.ranks, everyone, plan.inner)
+    if plan.call.ranks <= _PROGRESS_ABOVE:
         return check(plan, ranks, lambda done: None)
     with _bar("checking every pair", 2 * len(ranks)) as progress:
         return check(plan, ranks, progress)

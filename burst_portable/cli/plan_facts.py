@@ -31,9 +31,10 @@ from dataclasses import replace
 from typing import Any
 
 from burst_portable import __version__
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import PassCost, plan_cost
 from burst_portable.planning.messages import message_size
-from burst_portable.planning.plans import PassName, PassPlan, Plan, Problem, heads_each
+from burst_portable.planning.plans import PassName, PassPlan, Plan, heads_each
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Step
@@ -52,12 +53,12 @@ Facts = dict[str, Any]
 
 def plan_facts(plan: Plan, rates: Rates, rank: int) -> Facts:
     """All but the check, with the steps of one rank."""
-    costed = costed_ranks(plan.problem.ranks, rank)
+    costed = costed_ranks(plan.call.ranks, rank)
     cost = plan_cost(plan, rates, costed)
     return {
         "schema": SCHEMA,
         "version": __version__,
-        "problem": _problem(plan.problem),
+        "problem": _problem(plan.call),
         "strategy": plan.strategy,
         "reason": plan.reason,
         "reshard": plan.reshard,
@@ -89,7 +90,7 @@ def plan_facts(plan: Plan, rates: Rates, rank: int) -> Facts:
 
 def check(plan: Plan, ranks: Sequence[int], progress: Callable[[int], None]) -> Facts:
     """The check's outcome over these ranks; `progress` hears how many of both passes are done."""
-    wrong = verify(plan, progress, ranks if len(ranks) < plan.problem.ranks else None)
+    wrong = verify(plan, progress, ranks if len(ranks) < plan.call.ranks else None)
     return {"done": True, "ok": not wrong, "wrong": wrong, "ranks": len(ranks)}
 
 
@@ -116,9 +117,9 @@ def costed_ranks(ranks: int, shown: int) -> tuple[int, ...]:
     return tuple(sorted({i * (ranks - 1) // 7 for i in range(8)} | {shown}))
 
 
-def _problem(problem: Problem) -> Facts:
+def _problem(problem: AttentionCall) -> Facts:
     return {
-        "seq_len": problem.q_layout.length,
+        "seq_len": problem.layout.length,
         "ranks": problem.ranks,
         "heads": problem.heads,
         "kv_heads": problem.kv_heads,
@@ -127,9 +128,9 @@ def _problem(problem: Problem) -> Facts:
         "batch": problem.batch,
         "itemsize": problem.itemsize,
         "mask": str(problem.mask),
-        "layout": problem.q_layout.name,
+        "layout": problem.layout.name,
         "area": problem.area,
-        "blind_rows": problem.mask.blind_rows(problem.q_layout.length),
+        "blind_rows": problem.mask.blind_rows(problem.layout.length),
     }
 
 
@@ -165,16 +166,16 @@ def _pass(
 
 def _shard(plan: Plan, name: PassName, pass_plan: PassPlan, ranks: Sequence[int]) -> int:
     """Of the rank that holds most: of its rows, or of all rows, or those of its node, of its heads."""
-    p, inner = plan.problem, plan.inner
+    p, inner = plan.call, plan.inner
     heads, kv_heads = heads_each(p.heads, p.kv_heads, inner)
-    every = replace(pass_plan.problem, heads=heads, kv_heads=kv_heads)  # not of a group
+    every = replace(pass_plan.call, heads=heads, kv_heads=kv_heads)  # not of a group
     return max(shard_bytes(every, name, member) for member in {rank // inner for rank in ranks})
 
 
-def shard_bytes(problem: Problem, pass_name: PassName, rank: int) -> int:
+def shard_bytes(problem: AttentionCall, pass_name: PassName, rank: int) -> int:
     """A rank's own tensors: Q, K, V, out, LSE; backward also dO, delta and the gradients, in wide accumulators."""
     data, wide = problem.itemsize, max(problem.itemsize, 4)
-    queries = problem.batch * problem.q_layout.count(rank) * problem.heads
+    queries = problem.batch * problem.layout.count(rank) * problem.heads
     keys = problem.batch * problem.k_layout.count(rank) * problem.kv_heads
     d, dv = problem.head_dim, problem.value_dim
     inputs = data * (queries * d + keys * (d + dv))
@@ -187,7 +188,7 @@ def shard_bytes(problem: Problem, pass_name: PassName, rank: int) -> int:
 def _largest_hop(pass_plan: PassPlan, ranks: Sequence[int]) -> int:
     """Bytes of the largest message that one of these ranks gets."""
     moves = (m for r in ranks for s in pass_plan.steps_of(r) for m in (*s.receives, *s.result_receives))
-    return max((message_size(pass_plan.problem, move) for move in moves), default=0)
+    return max((message_size(pass_plan.call, move, narrow=pass_plan.narrow) for move in moves), default=0)
 
 
 def _steps(plan: Plan, name: PassName, pass_plan: PassPlan, rank: int) -> list[Facts]:
@@ -201,7 +202,7 @@ def _step(pass_plan: PassPlan, step: Step) -> Facts:
                 "what": m.label,
                 "rank": getattr(m, other),
                 "rows": list(m.rows),
-                "bytes": message_size(pass_plan.problem, m),
+                "bytes": message_size(pass_plan.call, m, narrow=pass_plan.narrow),
             }
             for m in moves
         ]

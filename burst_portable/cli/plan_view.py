@@ -81,12 +81,12 @@ def _header(console: Console, facts: Facts) -> None:
 
 
 def _drawing(console: Console, plan: Plan) -> None:
-    problem = plan.problem
-    matrix = score_matrix(problem.mask, problem.q_layout)
+    problem = plan.call
+    matrix = score_matrix(problem.mask, problem.layout)
     console.print()
     console.print("score matrix", style="bold")
     if crowded(matrix):
-        for row, ranks in zip(matrix, holders(problem.q_layout), strict=True):
+        for row, ranks in zip(matrix, holders(problem.layout), strict=True):
             console.print(Text.assemble("       ", *(_shade_text(cell) for cell in row), f"  {ranks_text(ranks)}"))
         console.print("       queries down, keys to the right; behind a row, the ranks of its queries")
         shades = ", ".join(f"{shade * 2}: {part}" for shade, part in zip(SHADES[::-1], _SHARES, strict=True))

@@ -26,7 +26,8 @@ from burst_portable.kernels.base import Kernel, KernelProblem, Options
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.numerics import State
-from burst_portable.planning.plans import Plan, Problem
+from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import Tiles, find_tiles
 from burst_portable.runtime.autograd import Attention, Call
 from burst_portable.runtime.observer import PlainRuntime, Runtime, installed
@@ -66,10 +67,9 @@ def plan_of(case: Case) -> Plan:
     """The plan of a case."""
     heads, kv_heads, head_dim, value_dim = case.sizes
     where = case.make_layout()
-    problem = Problem(
+    problem = AttentionCall(
         mask=case.make_mask(),
-        q_layout=where,
-        k_layout=where,
+        layout=where,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -84,7 +84,7 @@ def kernel_problem(case: Case, device: str, plan: Plan | None = None) -> KernelP
     """The problem that a kernel is asked about: with the heads of one rank if the plan divides heads."""
     heads, kv_heads, head_dim, value_dim = case.sizes
     if plan is not None:
-        heads, kv_heads = plan.forward.problem.heads, plan.forward.problem.kv_heads
+        heads, kv_heads = plan.forward.call.heads, plan.forward.call.kv_heads
     options = options_of(case)
     return KernelProblem(
         case.dtype,
@@ -123,7 +123,7 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
     if (wrap := installed.get()) is not None:  # as in a call: a profiling session records it
         runtime = wrap(runtime, plan, Mesh(transport.rank, transport.size, lambda _: transport))
     call = Call(plan, runtime, options_of(case), said.of_pass("forward"), said.of_pass("backward"))
-    rows = torch.tensor(plan.problem.q_layout.positions(transport.rank))
+    rows = torch.tensor(plan.call.layout.positions(transport.rank))
     q, k, v = (in_memory(t[:, rows], case.memory, device) for t in (x.q, x.k, x.v))
     dout = in_memory(x.dout[:, rows], case.memory, device)
     sinks = None if x.sinks is None else x.sinks.to(device)

@@ -15,8 +15,9 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from burst_portable.layout import Layout
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import head_fields, row_size
-from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan, Problem
+from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.routes import Move, to_pack
 from burst_portable.planning.schedule import Compute, Step
@@ -80,27 +81,27 @@ class Traits(Protocol):
 
 def merged_bytes(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Traits, *, first: bool) -> int:
     """For merging the results of a launch into those of earlier launches; `first`: there were none."""
-    problem = pass_plan.problem
+    call = pass_plan.call
     rows, tallest = compute.heights
-    d, dv, batch = problem.head_dim, problem.value_dim, problem.batch
+    d, dv, batch = call.head_dim, call.value_dim, call.batch
     if pass_name == "forward":
         if how.in_pieces:  # each piece is merged; the first, where it has all rows, is kept as it is
             bytes_each = _PIECE_MERGED_ONCE if how.merged_once else _PIECE_MERGED
-            return bytes_each * (rows - first * tallest) * problem.heads * dv * batch
-        return 0 if first else _RUNNING * tallest * problem.heads * dv * batch
+            return bytes_each * (rows - first * tallest) * call.heads * dv * batch
+        return 0 if first else _RUNNING * tallest * call.heads * dv * batch
     if not how.in_pieces:
         return 0
     started = _PIECE_STARTED * tallest if pass_plan.side == "q" else 0  # else out is at hand
     queries = started * dv + _PIECE_ADDED * rows * d
-    return batch * (queries * problem.heads + _PIECE_ADDED * compute.columns * problem.kv_heads * (d + dv))
+    return batch * (queries * call.heads + _PIECE_ADDED * compute.columns * call.kv_heads * (d + dv))
 
 
 def summed_bytes(pass_plan: PassPlan, pass_name: PassName, rank: int, how: Traits) -> int:
     """For the gradients of a rank's own rows, of one group of heads; the forward pass has none."""
     if pass_name == "forward":
         return 0
-    p, member = pass_plan.problem, rank // pass_plan.stride
-    queries = p.q_layout.count(member) * p.heads * p.head_dim
+    p, member = pass_plan.call, rank // pass_plan.stride
+    queries = p.layout.count(member) * p.heads * p.head_dim
     keys = p.k_layout.count(member) * p.kv_heads * (p.head_dim + p.value_dim)
     if pass_plan.alone(rank):  # see `kernels.base`
         if how.in_pieces:
@@ -121,7 +122,7 @@ def comes_in_order(plan: Plan, *, in_pieces: bool = False, faster_squares: bool 
     """
     trims = any(part.trims for _, part in plan.passes())
     square = faster_squares and _is_square(plan)
-    return _in_order(plan.problem.q_layout, plan.inner, in_pieces or trims or square)
+    return _in_order(plan.call.layout, plan.inner, in_pieces or trims or square)
 
 
 def _is_square(plan: Plan) -> bool:
@@ -166,9 +167,9 @@ def resharded_bytes(plan: Plan, pass_name: PassName, rank: int, how: Traits, *, 
     `picks`: the transport sends rows from where they lie, unless the batch is large, into inboxes that the next
     pass overwrites.
     """
-    p = plan.problem
+    p = plan.call
     packs = not picks or p.batch > PICKED_BATCHES
-    mine, everyone = p.q_layout.count(rank) * plan.inner, plan.forward.problem.q_layout.count(rank // plan.inner)
+    mine, everyone = p.layout.count(rank) * plan.inner, plan.forward.call.layout.count(rank // plan.inner)
     as_it_comes = comes_in_order(plan, in_pieces=how.in_pieces, faster_squares=how.faster_squares)
     groups = []
     for there, back in head_fields(plan, pass_name):
@@ -211,25 +212,25 @@ class PassCost:
     link_seconds: float
 
 
-def pass_flops(problem: Problem, pass_name: PassName, area: int) -> int:
+def pass_flops(call: AttentionCall, pass_name: PassName, area: int) -> int:
     """FLOPs of a pass over `area` (q, k) pairs of every head."""
-    d, dv = problem.head_dim, problem.value_dim
-    return 2 * area * problem.heads * problem.batch * ((d + dv) if pass_name == "forward" else (3 * d + 2 * dv))
+    d, dv = call.head_dim, call.value_dim
+    return 2 * area * call.heads * call.batch * ((d + dv) if pass_name == "forward" else (3 * d + 2 * dv))
 
 
-def pass_memory(problem: Problem, pass_name: PassName, compute: Compute) -> int:
+def pass_memory(call: AttentionCall, pass_name: PassName, compute: Compute) -> int:
     """The least bytes that one kernel call moves: each row that it needs is read once, each result written once.
 
     Rows that a kernel reads again, and sums that it reads in order to add to them, are not counted.
     """
     queries, keys = compute.covered
-    lse = queries * problem.heads
-    q, out = lse * problem.head_dim, lse * problem.value_dim
-    k, v = (keys * problem.kv_heads * d for d in (problem.head_dim, problem.value_dim))
-    data, wide = problem.itemsize, max(problem.itemsize, 4)
+    lse = queries * call.heads
+    q, out = lse * call.head_dim, lse * call.value_dim
+    k, v = (keys * call.kv_heads * d for d in (call.head_dim, call.value_dim))
+    data, wide = call.itemsize, max(call.itemsize, 4)
     if pass_name == "forward":
-        return problem.batch * (data * (q + k + v) + wide * (out + lse))
-    return problem.batch * (data * (q + k + v + out) + wide * (2 * lse + q + k + v))  # LSE and delta; dQ, dK, dV
+        return call.batch * (data * (q + k + v) + wide * (out + lse))
+    return call.batch * (data * (q + k + v + out) + wide * (2 * lse + q + k + v))  # LSE and delta; dQ, dK, dV
 
 
 def reshard_bytes(plan: Plan, pass_name: PassName, rank: int, *, received: bool = False) -> list[tuple[int, int]]:
@@ -237,8 +238,8 @@ def reshard_bytes(plan: Plan, pass_name: PassName, rank: int, *, received: bool 
 
     LSE is not included: it comes home only if it is asked for.
     """
-    p = plan.problem
-    rows, everyone = p.q_layout.count(rank), plan.forward.problem.q_layout.count(rank // plan.inner)
+    p = plan.call
+    rows, everyone = p.layout.count(rank), plan.forward.call.layout.count(rank // plan.inner)
     # To head shards it sends its own rows to every other rank; back, the rows of the others. Receiving is the reverse.
     mine, theirs = rows * (plan.inner - 1), everyone - rows
     rows_there, rows_back = (theirs, mine) if received else (mine, theirs)
@@ -266,8 +267,8 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         received += sum(map(sum, reshard_bytes(plan, pass_name, rank, received=True)))
         link += sum(map(sum, _exchanges(groups, plan, rank, rates)))
     return PassCost(
-        flops=plan.groups * pass_flops(pass_plan.problem, pass_name, sum(c.area for c in computes)),
-        memory=plan.groups * sum(pass_memory(pass_plan.problem, pass_name, c) for c in computes),
+        flops=plan.groups * pass_flops(pass_plan.call, pass_name, sum(c.area for c in computes)),
+        memory=plan.groups * sum(pass_memory(pass_plan.call, pass_name, c) for c in computes),
         sent=sent,
         received=received,
         hops=len(coming) + (2 * len(groups) if plan.inner > 1 else 0),
@@ -276,8 +277,8 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         blocks_held=_most_held(steps, size),
         seconds=rank_seconds(plan, pass_name, rank, rates),
         compute_seconds=plan.groups
-        * sum(_work(pass_plan.problem, pass_name, c, rates) for c in computes)
-        / _in_turn(pass_plan.problem, steps, pass_name, rates),
+        * sum(_work(pass_plan.call, pass_name, c, rates) for c in computes)
+        / _in_turn(pass_plan.call, steps, pass_name, rates),
         link_seconds=link,
     )
 
@@ -290,12 +291,12 @@ def rank_seconds(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> fl
     return _by_blocks(pass_plan, pass_name, rank, rates, plan.direct)
 
 
-def _work(problem: Problem, pass_name: PassName, compute: Compute, rates: Rates) -> float:
+def _work(call: AttentionCall, pass_name: PassName, compute: Compute, rates: Rates) -> float:
     """Seconds of one launch; a kernel that calls an operator on pieces makes at least one call for each tile."""
     calls = compute.count if rates.in_pieces else 1
-    flops = pass_flops(problem, pass_name, compute.visited(rates.block))
+    flops = pass_flops(call, pass_name, compute.visited(rates.block))
     rows, share = rates.long
-    slow = pass_name == "forward" and problem.k_layout.length >= rows * problem.ranks
+    slow = pass_name == "forward" and call.k_layout.length >= rows * call.ranks
     return rates.compute(flops, pass_name, len(compute.blocks), calls) / (share if slow else 1.0)
 
 
@@ -305,7 +306,10 @@ def _transfer(move: Move, size: int, direct: bool, rates: Rates) -> float:
 
 def _sizes(pass_plan: PassPlan) -> Callable[[Move], int]:
     """A function: the bytes of a move of this pass."""
-    rows = {result: row_size(pass_plan.problem, pass_plan.side, result=result) for result in (False, True)}
+    rows = {
+        result: row_size(pass_plan.call, pass_plan.side, result=result, narrow=pass_plan.narrow)
+        for result in (False, True)
+    }
     return lambda move: (move.rows[1] - move.rows[0]) * rows[move.result]
 
 
@@ -317,7 +321,7 @@ def _exchanges(groups: Iterable[tuple[int, int]], plan: Plan, rank: int, rates: 
 def _exchanged(size: int, plan: Plan, rank: int, rates: Rates) -> float:
     """Seconds in which a rank sends `size` bytes, in equal parts, to all ranks with which it divides heads, over its
     links inside and between nodes."""
-    node, first = rates.node or plan.problem.ranks, rank - rank % plan.inner
+    node, first = rates.node or plan.call.ranks, rank - rank % plan.inner
     others = plan.inner - 1
     inside = min(first + plan.inner, rank - rank % node + node) - max(first, rank - rank % node) - 1
     far = others - inside
@@ -380,12 +384,12 @@ class _Timeline:
         self._kernels = max(self._kernels, at)
 
 
-def _in_turn(problem: Problem, steps: Sequence[Step], pass_name: PassName, rates: Rates) -> float:
+def _in_turn(call: AttentionCall, steps: Sequence[Step], pass_name: PassName, rates: Rates) -> float:
     """The share of the kernel's rate that remains if a pass has several launches."""
     if sum(step.compute is not None for step in steps) <= 1:
         return 1.0
     rows, share = rates.far
-    kept = share if problem.k_layout.length >= rows * problem.ranks else 1.0
+    kept = share if call.k_layout.length >= rows * call.ranks else 1.0
     return kept * (rates.backward_in_turn if pass_name == "backward" else 1.0)
 
 
@@ -400,15 +404,15 @@ def _by_blocks(pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates
 def _walk(line: _Timeline, pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates) -> None:
     """The steps of one rank, on its timeline."""
     size, packed, launched = _sizes(pass_plan), set[tuple[int, int]](), False
-    steps, narrow = pass_plan.steps_of(rank), pass_plan.problem.narrow
-    kept = _in_turn(pass_plan.problem, steps, pass_name, rates)
+    steps, narrow = pass_plan.steps_of(rank), pass_plan.narrow
+    kept = _in_turn(pass_plan.call, steps, pass_name, rates)
     for step in steps:
         line.wait(step.arrivals)
         line.read_and_write(packed_bytes(step.sends, size, rank, packed))
         line.receive(step.receives, size)
         line.read_and_write(made_bytes(step.result_sends, size, narrow=narrow))
         if step.compute:
-            line.launch(_work(pass_plan.problem, pass_name, step.compute, rates) / kept)
+            line.launch(_work(pass_plan.call, pass_name, step.compute, rates) / kept)
             line.read_and_write(merged_bytes(pass_plan, pass_name, step.compute, rates, first=not launched))
             launched = True
         line.wait(step.result_arrivals)
@@ -419,7 +423,7 @@ def _walk(line: _Timeline, pass_plan: PassPlan, pass_name: PassName, rank: int, 
 
 def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates) -> float:
     """Seconds of one rank whose heads are resharded, group after group: see `runtime.head_parallel`."""
-    work = sum(_work(pass_plan.problem, pass_name, s.compute, rates) for s in pass_plan.steps_of(rank) if s.compute)
+    work = sum(_work(pass_plan.call, pass_name, s.compute, rates) for s in pass_plan.steps_of(rank) if s.compute)
     moving = _exchanges(reshard_bytes(plan, pass_name, rank), plan, rank, rates)
     line = _Timeline(plan.direct, pass_name, rates)
     picks = plan.direct and bool(rates.direct)
@@ -488,5 +492,5 @@ def plan_seconds(plan: Plan, rates: Rates, ranks: Iterable[int]) -> float:
 
 def plan_cost(plan: Plan, rates: Rates, ranks: Sequence[int] | None = None) -> PlanCost:
     """The cost of a plan, over all ranks or those given."""
-    chosen = tuple(range(plan.problem.ranks) if ranks is None else ranks)
+    chosen = tuple(range(plan.call.ranks) if ranks is None else ranks)
     return PlanCost(chosen, {name: tuple(rank_cost(plan, name, r, rates) for r in chosen) for name in PASSES})

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, groupby
 
-from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan, Problem
+from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
 from burst_portable.planning.routes import Move, Side
 
 ALIGNMENT = 16
@@ -50,11 +51,11 @@ class Field:
         return -(-self.bytes(batch) // ALIGNMENT) * ALIGNMENT
 
 
-def fields(problem: Problem, side: Side, *, result: bool) -> tuple[Field, ...]:
-    """The fields of a block, in the order of the table above."""
-    data, wide = problem.itemsize, max(problem.itemsize, 4)
-    q, kv, d, dv = problem.heads, problem.kv_heads, problem.head_dim, problem.value_dim
-    gradient = data if problem.narrow else wide
+def fields(call: AttentionCall, side: Side, *, result: bool, narrow: bool = False) -> tuple[Field, ...]:
+    """Return the fields of a block, in the order of the table above. `narrow`: see `PassPlan`."""
+    data, wide = call.itemsize, max(call.itemsize, 4)
+    q, kv, d, dv = call.heads, call.kv_heads, call.head_dim, call.value_dim
+    gradient = data if narrow else wide
     if side == "kv":
         itemsize = gradient if result else data
         return Field(kv, d, itemsize), Field(kv, dv, itemsize)
@@ -63,15 +64,15 @@ def fields(problem: Problem, side: Side, *, result: bool) -> tuple[Field, ...]:
     return Field(q, d, data), Field(q, dv, data), Field(q, None, wide), Field(q, None, wide)
 
 
-def message_size(problem: Problem, move: Move) -> int:
-    """Bytes of a move on the wire."""
-    return (move.rows[1] - move.rows[0]) * row_size(problem, move.side, result=move.result)
+def message_size(call: AttentionCall, move: Move, *, narrow: bool) -> int:
+    """Return the bytes of a move on the wire. `narrow`: see `PassPlan`."""
+    return (move.rows[1] - move.rows[0]) * row_size(call, move.side, result=move.result, narrow=narrow)
 
 
 @lru_cache(maxsize=256)
-def row_size(problem: Problem, side: Side, *, result: bool) -> int:
-    """Bytes of a row of a block on the wire."""
-    return sum(field.size(problem.batch) for field in fields(problem, side, result=result))
+def row_size(call: AttentionCall, side: Side, *, result: bool, narrow: bool = False) -> int:
+    """Return the bytes of a row of a block on the wire."""
+    return sum(field.size(call.batch) for field in fields(call, side, result=result, narrow=narrow))
 
 
 def needed_together(moves: Iterable[Move]) -> Iterator[list[Move]]:
@@ -84,7 +85,7 @@ def head_fields(plan: Plan, pass_name: PassName) -> list[tuple[tuple[Field, ...]
 
     Ranks are those among which heads are divided: see `Plan.inner`.
     """
-    p, part = plan.problem, plan.forward.problem
+    p, part = plan.call, plan.forward.call
     data, d, dv = p.itemsize, p.head_dim, p.value_dim
     gradients = (
         max(data, 4) if p.kv_heads < plan.inner else data
@@ -106,7 +107,7 @@ def head_room(plan: Plan, row: int, *, back: bool) -> int:
 
     The same on all ranks, although nodes may hold more or fewer rows.
     """
-    shards, nodes = plan.problem.q_layout, plan.forward.problem.q_layout
+    shards, nodes = plan.call.layout, plan.forward.call.layout
     if back:
         return _aligned(plan.inner * max(map(shards.count, range(shards.ranks))) * row)
     return _aligned(max(map(nodes.count, range(nodes.ranks))) * row)
@@ -135,13 +136,13 @@ def inboxes(plan: Plan, rank: int) -> Inboxes:
     places: dict[Move, int] = {}
     sizes = []
     for (_, pass_plan), most in zip(plan.passes(), resharded, strict=True):
-        for target in range(plan.problem.ranks if plan.nodes > 1 else 0):
+        for target in range(plan.call.ranks if plan.nodes > 1 else 0):
             found, end = _places(pass_plan, target, max(resharded))
             most = max(most, end)
             for move, place in found.items():
                 if rank in (target, move.source):
                     assert places.setdefault(move, place) == place, "one place, forward and backward"
-        sizes.append(-(-most // plan.problem.ranks))
+        sizes.append(-(-most // plan.call.ranks))
     return Inboxes(sizes[0], sizes[1], places)
 
 
@@ -158,15 +159,15 @@ def _places(pass_plan: PassPlan, target: int, start: int) -> tuple[dict[Move, in
         end = _aligned(end)
         for move in moves:
             places[move] = end
-            end += message_size(pass_plan.problem, move)
+            end += message_size(pass_plan.call, move, narrow=pass_plan.narrow)
     return places, end
 
 
 def _reshard_inbox(plan: Plan, pass_name: PassName) -> int:
     """Bytes of an inbox that exchanges take where heads are resharded, including LSE, which may be asked for."""
-    p, size = plan.problem, 0
+    p, size = plan.call, 0
     for there, back in head_fields(plan, pass_name):
-        lse = Field(plan.forward.problem.heads, None, max(p.itemsize, 4))
+        lse = Field(plan.forward.call.heads, None, max(p.itemsize, 4))
         size += head_room(plan, sum(field.size(p.batch) for field in there), back=False)
         size += sum(head_room(plan, field.bytes(p.batch), back=True) for field in (*back, lse))
     return size

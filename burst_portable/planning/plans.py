@@ -25,6 +25,7 @@ from typing import Literal
 
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.routes import Move, Needs, Route, Side
 from burst_portable.planning.schedule import BlockTiles, Compute, Steps, divided, merged_rows, renamed, scheduled
 from burst_portable.planning.tiles import BlockPairs, Tiles
@@ -111,40 +112,6 @@ _RANKS_KEPT = 64  # ranks whose steps a pass caches
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What is planned: the mask, who holds which positions, and the sizes that bytes and FLOPs follow from.
-
-    Attributes:
-        heads, kv_heads: query heads, and K/V heads, in what a rank computes.
-        head_dim, value_dim: the size of a head of Q and K, and of V.
-        batch: sequences side by side.
-        itemsize: bytes of an element of Q, K and V.
-        narrow: gradients travel in the dtype of the inputs, not in the one in which they are summed.
-    """
-
-    mask: Mask
-    q_layout: Layout
-    k_layout: Layout
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    batch: int = 1
-    itemsize: int = 2
-    narrow: bool = False
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks share the sequence."""
-        return self.q_layout.ranks
-
-    @property
-    def area(self) -> int:
-        """(q, k) pairs that the mask lets through, of one head, over the whole sequence."""
-        return self.mask.area(self.q_layout.length, self.k_layout.length)
-
-
-@dataclass(frozen=True)
 class PassPlan:
     """One pass: which side travels, along which route, and what each rank does.
 
@@ -152,23 +119,25 @@ class PassPlan:
         side: which side's blocks travel; the other side's stay where they are.
         route: how they travel.
         results: how their gradients get home; None forward, where results stay where they are made.
-        stride: distance in ranks from one member of a ring to the next. The problem and the routes count members, steps
+        narrow: whether gradients travel in the dtype of the inputs, not in the one in which they are summed.
+        stride: distance in ranks from one member of a ring to the next. The call and the routes count members, steps
             name ranks. With 4, ranks 1, 5, 9 ... are the members 0, 1, 2 ... of one of four rings.
     """
 
-    problem: Problem
+    call: AttentionCall
     side: Side
     route: Route
     results: Route | None = None
     stride: int = 1
+    narrow: bool = False
     _pairs: BlockPairs = field(init=False, repr=False, compare=False)
     _needs: Needs = field(init=False, repr=False, compare=False)
     _ranks: dict[int, Steps] = field(init=False, repr=False, compare=False, default_factory=dict)
     _merged: dict[int, tuple[int, int] | None] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        p = self.problem
-        object.__setattr__(self, "_pairs", block_pairs(p.mask, p.q_layout, p.k_layout))
+        p = self.call
+        object.__setattr__(self, "_pairs", block_pairs(p.mask, p.layout, p.k_layout))
         object.__setattr__(self, "_needs", Needs(self._pairs, self.side))
 
     def steps_of(self, rank: int) -> Steps:
@@ -193,14 +162,14 @@ class PassPlan:
         """See `planning.schedule.merged_rows`; of a pass in which K and V travel."""
         steps = self.steps_of(rank)
         if rank not in self._merged:
-            self._merged[rank] = merged_rows(steps, self.problem.q_layout.count(rank // self.stride))
+            self._merged[rank] = merged_rows(steps, self.call.layout.count(rank // self.stride))
         return self._merged[rank]
 
     def _make(self, rank: int) -> Steps:
         """The steps of one member. From here down, `rank` is a member's number."""
         inputs = list(self._inputs(rank))
         owners: dict[int, list[int]] = defaultdict(list)  # by step, of the blocks that it computes with
-        for owner in range(self.problem.ranks):
+        for owner in range(self.call.ranks):
             if self._needs(owner, rank):
                 owners[self.route.step(owner, rank)].append(owner)
         computes = {step: self._compute(tuple(ranks), rank) for step, ranks in owners.items()}
@@ -227,7 +196,7 @@ class PassPlan:
     def _rows(self, owner: int, rank: int) -> tuple[int, int]:
         """[start, stop) of the owner's rows that this rank gets: the ones it needs, or all if it hands them on."""
         if owner == rank or not self.trims:
-            layout = self.problem.k_layout if self.side == "kv" else self.problem.q_layout
+            layout = self.call.k_layout if self.side == "kv" else self.call.layout
             return 0, layout.count(owner)
         box = self._tiles(owner, rank).box
         return box[2:] if self.side == "kv" else box[:2]
@@ -239,7 +208,7 @@ class PassPlan:
 
     def _inputs(self, rank: int) -> Iterator[Move]:
         """Blocks that a rank receives, and blocks that it sends: its own, and those that it hands on."""
-        for owner in range(self.problem.ranks):
+        for owner in range(self.call.ranks):
             if owner != rank and (move := self._input(owner, rank)):
                 yield move
             for target in self.route.targets(owner, rank):
@@ -260,7 +229,7 @@ class PassPlan:
         """Gradients of foreign blocks that a rank sends, and gradients that come to it."""
         if self.results is None:
             return
-        for other in range(self.problem.ranks):
+        for other in range(self.call.ranks):
             if other == rank:
                 continue
             if move := self._result(other, rank):
@@ -291,10 +260,10 @@ def block_pairs(mask: Mask, q_layout: Layout, k_layout: Layout) -> BlockPairs:
 
 @lru_cache(maxsize=64)
 def make_pass_plan(
-    problem: Problem, side: Side, route: Route, results: Route | None = None, stride: int = 1
+    call: AttentionCall, side: Side, route: Route, results: Route | None = None, stride: int = 1, narrow: bool = False
 ) -> PassPlan:
     """A `PassPlan`; made once, because strategies that `auto` compares have passes in common."""
-    return PassPlan(problem, side, route, results, stride)
+    return PassPlan(call, side, route, results, stride, narrow)
 
 
 @dataclass(frozen=True)
@@ -305,13 +274,13 @@ class Plan:
         strategy: the name of the strategy that made it.
         reshard: "heads" where tensors go from sequence shards to head shards before, and back after: among `inner`
             ranks, all of them (Ulysses) or those of a node (USP). `forward` and `backward` then plan one group of a
-            rank's heads over the rows of all these ranks; the layout of their problem has a member per node and says
+            rank's heads over the rows of all these ranks; the layout of their call has a member per node and says
             in which order its rows lie.
         groups: the number of groups in which a rank computes its heads.
         reason: why `auto` chose it, or what the strategy chose by itself, in words.
     """
 
-    problem: Problem
+    call: AttentionCall
     strategy: str
     forward: PassPlan
     backward: PassPlan
@@ -321,11 +290,11 @@ class Plan:
 
     def __str__(self) -> str:
         """What is planned, in a few lines; `burst-portable plan` prints steps and costs besides."""
-        p = self.problem
+        p = self.call
         values = f" (values {p.value_dim})" if p.value_dim != p.head_dim else ""
         lines = [
-            f"{self.strategy} over {p.ranks:,} rank{'' if p.ranks == 1 else 's'}, layout {p.q_layout.name}, "
-            f"{p.q_layout.length:,} tokens, batch {p.batch}, {p.heads} query and {p.kv_heads} K/V heads of "
+            f"{self.strategy} over {p.ranks:,} rank{'' if p.ranks == 1 else 's'}, layout {p.layout.name}, "
+            f"{p.layout.length:,} tokens, batch {p.batch}, {p.heads} query and {p.kv_heads} K/V heads of "
             f"{p.head_dim}{values}, {p.itemsize} bytes a number",
             f"mask      {p.mask}: {p.area:,} pairs per head",
         ]
@@ -336,7 +305,7 @@ class Plan:
     @property
     def layout(self) -> Layout:
         """Which rows each rank holds: what `shard` and `attention` take."""
-        return self.problem.q_layout
+        return self.call.layout
 
     @property
     def direct(self) -> bool:
@@ -349,7 +318,7 @@ class Plan:
     def moves_beside_kernels(self) -> bool:
         """Whether messages are under way while kernels compute."""
         whole_exchanges = self.reshard is not None and self.nodes == 1 and self.groups == 1
-        return self.problem.ranks > 1 and not whole_exchanges
+        return self.call.ranks > 1 and not whole_exchanges
 
     @property
     def inner(self) -> int:
@@ -359,7 +328,7 @@ class Plan:
     @property
     def nodes(self) -> int:
         """How many such sets of `inner` ranks there are."""
-        return self.forward.problem.ranks
+        return self.forward.call.ranks
 
     def travels(self, pass_name: PassName) -> str:
         """What travels in a pass, a key of `TRAVELS`: a side, "heads" where they are resharded, or "heads+" a side."""
@@ -377,14 +346,14 @@ class Plan:
 
     def how(self, pass_name: PassName) -> str:
         """What travels in a pass and how, for people."""
-        if self.problem.ranks == 1:
+        if self.call.ranks == 1:
             return "nothing travels, one rank holds all"
         return f"{TRAVELS[pass_name, self.travels(pass_name)]} ({self.moves(pass_name)})"
 
     @property
     def head_groups(self) -> tuple[HeadGroup, ...]:
         """The groups of one rank's heads, where heads are resharded."""
-        p = self.problem
+        p = self.call
         return head_groups(*heads_each(p.heads, p.kv_heads, self.inner), self.groups)
 
     def steps(self, pass_name: PassName, rank: int) -> Steps:

@@ -26,7 +26,7 @@ def verify(
     done = 0
     for name, pass_plan in plan.passes():
         rings = defaultdict(list)  # ranks with the same place in their nodes, if heads are resharded; else all
-        for rank in range(plan.problem.ranks) if ranks is None else ranks:
+        for rank in range(plan.call.ranks) if ranks is None else ranks:
             rings[rank % pass_plan.stride].append(rank)
         for walked in rings.values():
             checker = _Checker(pass_plan, walked)
@@ -34,7 +34,7 @@ def verify(
                 checker.walk(rank)
                 done += 1
                 progress(done)
-            wrong += [f"{name}: {problem}" for problem in checker.finish()]
+            wrong += [f"{name}: {call}" for call in checker.finish()]
     return wrong
 
 
@@ -43,13 +43,13 @@ def _resharded(plan: Plan) -> list[str]:
 
     A layout holds every position once, so if there is only one member, it has all rows.
     """
-    p, inner = plan.problem, plan.inner
+    p, inner = plan.call, plan.inner
     wrong = []
     if inner * plan.nodes != p.ranks:
         wrong.append(f"{plan.nodes} nodes of {inner} ranks are not {p.ranks} ranks")
     for name, pass_plan in plan.passes():
-        part = pass_plan.problem
-        for before, after in ((p.q_layout, part.q_layout), (p.k_layout, part.k_layout)):
+        part = pass_plan.call
+        for before, after in ((p.layout, part.layout), (p.k_layout, part.k_layout)):
             nodes = before.joined(inner).sorted().shards
             if len(nodes) != after.ranks or (after.ranks > 1 and nodes != after.sorted().shards):
                 wrong.append(f"{name}: nodes compute with other rows than their ranks have")
@@ -131,16 +131,16 @@ class _Checker:
             self.wrong.append(f"{self.area} pairs computed, but the mask has {expected}")
         if self.open:
             self.wrong.append(f"{len(self.open)} moves posted by one end alone, such as {next(iter(self.open))}")
-        if self.pass_plan.results is not None and len(self.ranks) == self.pass_plan.problem.ranks:
+        if self.pass_plan.results is not None and len(self.ranks) == self.pass_plan.call.ranks:
             self.wrong += self._gradients_home()
         return self.wrong
 
     def _expected(self) -> int:
         """How many pairs the walked ranks must compute: their blocks of the side that stays, against all others."""
-        p = self.pass_plan.problem
+        p = self.pass_plan.call
         if len(self.ranks) == p.ranks:
             return p.area
-        stays, travels = (p.q_layout, p.k_layout) if self.pass_plan.side == "kv" else (p.k_layout, p.q_layout)
+        stays, travels = (p.layout, p.k_layout) if self.pass_plan.side == "kv" else (p.k_layout, p.layout)
         whole = sorted((s for shard in travels.shards for s in shard), key=lambda s: s.start)
         sides = ((stays.shards[rank // self.pass_plan.stride], whole) for rank in self.ranks)
         return sum(find_tiles(p.mask, *(s if self.pass_plan.side == "kv" else s[::-1])).area for s in sides)

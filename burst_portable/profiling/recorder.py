@@ -18,8 +18,9 @@ from burst_portable.errors import InputError, LayoutError, UnsupportedError
 from burst_portable.kernels.base import Gradients, Options
 from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
 from burst_portable.numerics import State
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import pass_flops, rank_cost
-from burst_portable.planning.plans import PASSES, Plan, Problem
+from burst_portable.planning.plans import PASSES, Plan
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Compute
@@ -47,7 +48,7 @@ def strategies(plan: Plan, rank: int, rates: Rates) -> dict[str, dict[str, Any]]
     found = {}
     for label, (name, options) in _STRATEGIES.items():
         try:
-            other = planned(make_strategy(name, **options), plan.problem)
+            other = planned(make_strategy(name, **options), plan.call)
         except (InputError, UnsupportedError):
             continue  # it does not go with this problem
         costs = [rank_cost(other, one, rank, rates) for one in PASSES]
@@ -59,9 +60,9 @@ def strategies(plan: Plan, rank: int, rates: Rates) -> dict[str, dict[str, Any]]
     return found
 
 
-def layouts(problem: Problem) -> dict[str, float]:
+def layouts(problem: AttentionCall) -> dict[str, float]:
     """Layouts by name: the pairs of the busiest rank over the mean; without those that would take long to try."""
-    length, ranks, mask = problem.q_layout.length, problem.ranks, problem.mask
+    length, ranks, mask = problem.layout.length, problem.ranks, problem.mask
     if ranks * len(mask.regions) > _MOST or length != problem.k_layout.length:
         return {}
     found = {}
@@ -201,12 +202,12 @@ class PlanFacts:
             for step in plan.steps(name, rank):
                 if c := step.compute:
                     area = c.tiles.area
-                    work = pass_flops(pass_plan.problem, name, area)
+                    work = pass_flops(pass_plan.call, name, area)
                     self.computes[bool(backward), c] = step.index, area, len(c.tiles), work
 
     def described(self, device_type: str, file: str = "", *, goes_first: bool = False) -> dict[str, Any]:
         """The plan's facts for a report; predictions use the rates of a file, else the backend's."""
-        plan, p = self.plan, self.plan.problem
+        plan, p = self.plan, self.plan.call
         rates, source = self._rates_and_source(device_type, file, goes_first)
         costs = {name: rank_cost(plan, name, self.rank, rates) for name in PASSES}
         return {
@@ -215,8 +216,8 @@ class PlanFacts:
             "ranks": p.ranks,
             "inner": plan.inner,
             "mask": str(p.mask),
-            "layout": _layout_name(p.q_layout),
-            "seq_len": p.q_layout.length,
+            "layout": _layout_name(p.layout),
+            "seq_len": p.layout.length,
             "heads": p.heads,
             "kv_heads": p.kv_heads,
             "head_dim": p.head_dim,
@@ -236,7 +237,7 @@ class PlanFacts:
 
     def _rates_and_source(self, device_type: str, file: str, goes_first: bool) -> tuple[Rates, str]:
         """The rates for predictions and where they come from. An unusable file does not prevent a report."""
-        backend, p = for_device(device_type), self.plan.problem
+        backend, p = for_device(device_type), self.plan.call
         unusable = ""
         try:
             rates = rates_of(backend, p.ranks, file=file, dtype=self.dtype, head_dim=p.head_dim, goes_first=goes_first)

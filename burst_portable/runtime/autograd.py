@@ -165,8 +165,8 @@ def _backward_by_heads(call: Call, saved: tuple[Any, ...], dout: Tensor | None) 
     *tensors, sinks = saved
     groups = [tuple(tensors[i : i + _SAVED]) for i in range(0, len(tensors), _SAVED)]
     if dout is None:
-        problem, q = call.plan.problem, tensors[0]
-        rows = problem.q_layout.count(call.runtime.transport.rank)
+        problem, q = call.plan.call, tensors[0]
+        rows = problem.layout.count(call.runtime.transport.rank)
         dout = q.new_zeros((q.shape[0], rows, problem.heads, problem.value_dim))
     row_delta = None if call.by_out else call.row_delta
     return by_heads.run_backward(call.plan, call.runtime, call.options, arrived(dout), groups, sinks, row_delta)

@@ -23,7 +23,7 @@ from burst_portable.comm.base import Handle
 from burst_portable.kernels.base import Gradients, Options
 from burst_portable.numerics import State, accumulation_dtype, as_dtype, empty_state
 from burst_portable.planning.messages import Field, fields, message_size, needed_together
-from burst_portable.planning.plans import PassPlan, Problem
+from burst_portable.planning.plans import PassPlan
 from burst_portable.planning.routes import Move, holder, to_pack
 from burst_portable.planning.schedule import Step
 from burst_portable.runtime.observer import Queries, Runtime
@@ -254,7 +254,7 @@ class _Blocks:
 
     def size(self, move: Move) -> int:
         """Bytes of a move."""
-        return message_size(self.pass_plan.problem, move)
+        return message_size(self.pass_plan.call, move, narrow=self.pass_plan.narrow)
 
     def _inboxes(self, moves: list[Move]) -> Iterator[tuple[Move, Tensor]]:
         """Moves that are needed together, each with its part of one buffer for all of them."""
@@ -264,16 +264,16 @@ class _Blocks:
             self._inbox_of[moves[0].needed] = inbox
         yield from zip(moves, torch.split(inbox, sizes) if len(sizes) > 1 else (inbox,), strict=True)
 
-    def views(self, moves: Sequence[Move], buffer: Tensor, problem: Problem | None = None) -> Views:
+    def views(self, moves: Sequence[Move], buffer: Tensor, *, wide: bool = False) -> Views:
         """The fields of messages that lie one after the other in a buffer, each field as one tensor over all rows.
 
-        problem: determines the width of gradients; the pass's own unless given.
+        wide: whether gradients are in the accumulation dtype although they travel narrow.
         """
-        problem, first = problem or self.pass_plan.problem, moves[0]
-        held = fields(problem, first.side, result=first.result)
+        call, first = self.pass_plan.call, moves[0]
+        held = fields(call, first.side, result=first.result, narrow=self.pass_plan.narrow and not wide)
         rows = sum(m.rows[1] - m.rows[0] for m in moves)
-        starts = accumulate((field.size(problem.batch) for field in held), initial=0)
-        return tuple(_view(f, buffer, at, rows, problem.batch, self.dtype) for f, at in zip(held, starts, strict=False))
+        starts = accumulate((field.size(call.batch) for field in held), initial=0)
+        return tuple(_view(f, buffer, at, rows, call.batch, self.dtype) for f, at in zip(held, starts, strict=False))
 
     def _pack(self, sends: Iterable[Move]) -> None:
         """Pack the rows of our own block that leave, each once: rows within others are part of their message."""
@@ -300,7 +300,6 @@ class _Results:
     def __init__(self, blocks: _Blocks, own: Views) -> None:
         self._blocks, self._own = blocks, own
         self._made: dict[int, Tensor] = {}  # by owner: sums that have not left
-        self._wide = replace(blocks.pass_plan.problem, narrow=False)  # gradients are summed so, however they travel
         results = [m for step in blocks.pass_plan.steps_of(blocks.rank) for m in step.result_sends]
         self._sends = {m.owner: m for m in results}
 
@@ -309,12 +308,12 @@ class _Results:
         if not step.arrivals:
             return self._own
         moves = [self._sends[move.owner] for move in step.arrivals]
-        sizes = [message_size(self._wide, move) for move in moves]
+        sizes = [message_size(self._blocks.pass_plan.call, move, narrow=False) for move in moves]
         sums = self._blocks.buffer(sum(sizes))
         with self._blocks.copying():
             sums.zero_()
         self._made.update(zip((move.owner for move in moves), torch.split(sums, sizes), strict=True))
-        return self._blocks.views(moves, sums, self._wide)
+        return self._blocks.views(moves, sums, wide=True)
 
     def end(self, step: Step) -> None:
         """Add gradients that arrived, and send on those that are complete here."""
@@ -329,10 +328,10 @@ class _Results:
     def _outgoing(self, move: Move) -> Tensor:
         """The message of gradients that leave: the buffer of sums itself, or a rounded copy if they travel narrow."""
         made = self._made.pop(move.owner)
-        if not self._blocks.pass_plan.problem.narrow:
+        if not self._blocks.pass_plan.narrow:
             return made
         message = self._blocks.buffer(self._blocks.size(move))
-        wide = self._blocks.views([move], made, self._wide)
+        wide = self._blocks.views([move], made, wide=True)
         with self._blocks.copying():
             for rounded, total in zip(self._blocks.views([move], message), wide, strict=True):
                 rounded.copy_(total)
@@ -344,7 +343,7 @@ class _Results:
         if move.owner == self._blocks.rank:
             mine = tuple(rows_of(x, move.rows) for x in self._own)
         else:
-            mine = self._blocks.views([self._sends[move.owner]], self._made[move.owner], self._wide)
+            mine = self._blocks.views([self._sends[move.owner]], self._made[move.owner], wide=True)
         with self._blocks.copying():
             for total, contribution in zip(mine, came, strict=True):
                 total += contribution

@@ -127,28 +127,28 @@ def _passed_over(*, named: bool) -> str:
 
 
 def _layout(plan: Plan, mesh: Mesh) -> str:
-    layout = plan.problem.q_layout
+    layout = plan.call.layout
     return (
         f"{layout.name}: rank {mesh.rank} of {layout.ranks} holds {layout.count(mesh.rank)} of {layout.length} tokens"
     )
 
 
 def _mask(plan: Plan) -> str:
-    mask, length = plan.problem.mask, plan.problem.q_layout.length
+    mask, length = plan.call.mask, plan.call.layout.length
     blind = mask.blind_rows(length)
-    return f"{mask}: {plan.problem.area} pairs per head" + (f"; {blind} tokens see nothing" if blind else "")
+    return f"{mask}: {plan.call.area} pairs per head" + (f"; {blind} tokens see nothing" if blind else "")
 
 
 def _moves(plan: Plan) -> dict[str, str]:
     def what(name: PassName) -> str:
-        if plan.problem.ranks == 1:
+        if plan.call.ranks == 1:
             return "nothing, one rank holds all"
         how = plan.moves(name)
         if plan.reshard and plan.nodes > 1:
             how += f", nodes of {plan.inner} ranks"
         if plan.groups > 1:
             how += f", {plan.groups} groups of heads"
-        if name == "backward" and plan.problem.narrow:
+        if name == "backward" and plan.backward.narrow:
             how += ", gradients in the dtype of the inputs"
         return f"{TRAVELS[name, plan.travels(name)]} ({how})"
 

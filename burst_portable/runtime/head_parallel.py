@@ -52,13 +52,13 @@ class Reshard:
     def __init__(self, plan: Plan, runtime: Runtime, device: torch.device, *, backward: bool) -> None:
         self.plan, self.transport, self.device = plan, runtime.transport, device
         self._runtime, self._backward = runtime, backward
-        layout, self.size = plan.problem.q_layout, plan.inner
+        layout, self.size = plan.call.layout, plan.inner
         node, self.place = divmod(self.transport.rank, self.size)
         self.first = node * self.size  # the rank of place 0
         self.rows = tuple(layout.count(self.first + place) for place in range(self.size))
         self.starts = _starts(self.rows)
         self._order = tuple((self.place + distance) % self.size for distance in range(1, self.size + 1))
-        self.to_ranks, self.to_plan = _orders(layout, plan.forward.problem.q_layout, node, device)
+        self.to_ranks, self.to_plan = _orders(layout, plan.forward.call.layout, node, device)
         self._at = 0  # of the next exchange, in every rank's inbox
         self._begun = False
 
@@ -430,7 +430,7 @@ def run_backward(
         dq, dk, dv: ``[B, S_rank, H, D]`` in dout's dtype; dsinks: ``[Hq]``, from the rows of the heads that this rank
         computes, 0 for other heads; None without sinks.
     """
-    p, groups = plan.problem, plan.head_groups
+    p, groups = plan.call, plan.head_groups
     reshard = Reshard(plan, runtime, dout.device, backward=True)
     coming = [reshard.to_heads([(dout, group.queries)]) for group in groups]
     sizes = ((p.heads, p.head_dim), (p.kv_heads, p.head_dim), (p.kv_heads, p.value_dim))
@@ -462,7 +462,7 @@ def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]
 
 def _own_heads(plan: Plan, group: HeadGroup, runtime: Runtime) -> slice:
     """The group's heads among all query heads."""
-    start = heads_of(runtime.transport.rank % plan.inner, plan.inner, plan.problem.heads).start
+    start = heads_of(runtime.transport.rank % plan.inner, plan.inner, plan.call.heads).start
     return slice(start + group.queries[0], start + group.queries[1])
 
 

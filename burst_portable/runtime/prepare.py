@@ -26,8 +26,9 @@ from burst_portable.kernels.base import (
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import Inboxes, inboxes
-from burst_portable.planning.plans import Plan, Problem
+from burst_portable.planning.plans import Plan
 from burst_portable.runtime.autograd import Call
 from burst_portable.runtime.observer import PlainRuntime
 from burst_portable.runtime.validation import (
@@ -141,7 +142,7 @@ def choose(
     by_setting = request.kernel == "auto" and mesh.config.kernel != "auto"
     named = mesh.config.kernel if by_setting else request.kernel
     made = _plan(q, k, v, mesh, request, backend, lambda: choose_kernel(backend, whole, named)[0])
-    local = made.forward.problem  # of fewer heads, where heads are sharded
+    local = made.forward.call  # of fewer heads, where heads are sharded
     problem = replace(whole, heads=local.heads, kv_heads=local.kv_heads)
     kernel, _ = choose_kernel(backend, problem, named)
     why = "the first of the backend's that serves it" if named == "auto" else "named"
@@ -180,10 +181,9 @@ def _plan(
     layout = layout_of(request.layout, length, mesh.size, mask)
     check_rows(layout, rows, mesh)
     strategy = _strategy(request.strategy, mesh, q.device.type, backend, kernel, q.dtype, q.shape[3])
-    problem = Problem(
+    problem = AttentionCall(
         mask=mask,
-        q_layout=layout,
-        k_layout=layout,
+        layout=layout,
         heads=q.shape[2],
         kv_heads=k.shape[2],
         head_dim=q.shape[3],
@@ -359,8 +359,8 @@ def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor |
     Kernels may differ if they take rows in the same order.
     """
     plan, backend, options = chosen.plan, chosen.backend, chosen.options
-    p, forward, backward = plan.problem, plan.forward, plan.backward
-    narrow = ", narrow gradients" if p.narrow else ""
+    p, forward, backward = plan.call, plan.forward, plan.backward
+    narrow = ", narrow gradients" if plan.backward.narrow else ""
     inside = f" in nodes of {plan.inner}" if plan.reshard and plan.nodes > 1 else ""
     moves = f"{plan.strategy}{inside} by {plan.moves('forward')} with {plan.travels('backward')} backward{narrow}"
     routes = (
@@ -381,11 +381,11 @@ def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor |
             "batch": str(p.batch),
             "heads": f"{p.heads}, {p.kv_heads} of K and V",
             "head sizes": f"{p.head_dim}, {p.value_dim} of V",
-            "tokens": str(p.q_layout.length),
+            "tokens": str(p.layout.length),
             "dtype": str(q.dtype).removeprefix("torch."),
             "mask": named(str(p.mask), p.mask.regions),
-            "layout": named(p.q_layout.name, p.q_layout.shards),
-            "strategy": named(moves, (*routes, p.narrow)),
+            "layout": named(p.layout.name, p.layout.shards),
+            "strategy": named(moves, (*routes, plan.backward.narrow)),
             "rows that cross nodes": _order_of_rows(chosen),
             "scale": repr(options.scale),
             "softcap": repr(options.softcap),
@@ -400,5 +400,5 @@ def _order_of_rows(chosen: Choices) -> Named:
     plan = chosen.plan
     if not plan.reshard or plan.nodes == 1:
         return named("none are put together", ())
-    layout = plan.forward.problem.q_layout
+    layout = plan.forward.call.layout
     return named(f"in the order that the kernel {chosen.kernel.name!r} takes", layout.shards)

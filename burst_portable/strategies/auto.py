@@ -13,8 +13,9 @@ from functools import lru_cache
 
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
 from burst_portable.layout import Segment
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost, plan_seconds
-from burst_portable.planning.plans import Plan, Problem
+from burst_portable.planning.plans import Plan
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.tiles import BlockPairs
 from burst_portable.strategies.base import Strategy, check_inner
@@ -57,16 +58,16 @@ class AutoStrategy:
 
     def seconds(self, plan: Plan) -> float:
         """What plans are compared by: their predicted time at these rates, over a sample of ranks if there are many."""
-        return plan_seconds(plan, self._rates_for(plan.problem), _sample(plan.problem))
+        return plan_seconds(plan, self._rates_for(plan.call), _sample(plan.call))
 
-    def plan(self, problem: Problem) -> Plan:
-        if problem.ranks == 1:
-            return replace(RingStrategy().plan(problem), reason="on one rank nothing travels, so nothing is chosen")
+    def plan(self, call: AttentionCall) -> Plan:
+        if call.ranks == 1:
+            return replace(RingStrategy().plan(call), reason="on one rank nothing travels, so nothing is chosen")
         plans: dict[str, Plan] = {}
         refusals = []
-        for label, strategy in self._candidates(problem):
+        for label, strategy in self._candidates(call):
             try:
-                plans[label] = strategy.plan(problem)
+                plans[label] = strategy.plan(call)
             except UnsupportedError as error:
                 refusals.append(f"not {label}: {error}")
         seconds = {label: self.seconds(plan) for label, plan in plans.items()}
@@ -78,28 +79,28 @@ class AutoStrategy:
         if (fewer := _fewest_groups(best, plans, seconds)) != best:
             how += f", since {best} would save under {100 * (_NO_FASTER - 1):.2g} %,"
             best = fewer
-        chose = f"chose {best} {how}{self._at_rates(problem)} ({by_time(seconds)})"
+        chose = f"chose {best} {how}{self._at_rates(call)} ({by_time(seconds)})"
         return replace(plans[best], reason="; ".join([chose, *refusals]))
 
-    def _at_rates(self, problem: Problem) -> str:
+    def _at_rates(self, call: AttentionCall) -> str:
         """Where the rates come from, for the reason of a plan."""
-        rates = self._rates_for(problem)
+        rates = self._rates_for(call)
         text = f" at rates {rates.source}" if rates.source else ""
-        return f"{text}, {rates.between_nodes()}" if 0 < rates.node < problem.ranks else text
+        return f"{text}, {rates.between_nodes()}" if 0 < rates.node < call.ranks else text
 
     def _sent(self, plan: Plan) -> int:
         """Bytes sent by the rank that sends most, in both passes: the tie-breaker between equally fast plans."""
-        return plan_cost(plan, self._rates_for(plan.problem), _sample(plan.problem)).sent
+        return plan_cost(plan, self._rates_for(plan.call), _sample(plan.call)).sent
 
-    def _rates_for(self, problem: Problem) -> Rates:
+    def _rates_for(self, call: AttentionCall) -> Rates:
         """These rates; over several nodes without peer copies: one transport serves all, and they end at the node."""
         node = self.inner or self.rates.node
-        if not 0 < node < problem.ranks:
+        if not 0 < node < call.ranks:
             return self.rates
         return replace(self.rates.with_nodes(node), direct=())
 
-    def _candidates(self, problem: Problem) -> Iterator[tuple[str, Strategy]]:
-        ranks, rates = problem.ranks, self._rates_for(problem)
+    def _candidates(self, call: AttentionCall) -> Iterator[tuple[str, Strategy]]:
+        ranks, rates = call.ranks, self._rates_for(call)
         yield "ring", RingStrategy()
         yield "burst", BurstStrategy()
         yield "ring+fetch", RingStrategy(moves="fetch")
@@ -118,18 +119,18 @@ class AutoStrategy:
             yield "ring+fetch, all together, own divided", replace(together, own="divided")
             yield "burst+fetch, all together", BurstStrategy(moves="fetch", ahead=ranks, together=ranks)
         if rates.direct or (rates.link and rates.holds_up[0] < _LITTLE):  # groups of heads travel beside the kernel
-            for groups in possible_groups(problem):
+            for groups in possible_groups(call):
                 yield f"ulysses, {groups} groups", UlyssesStrategy(groups=groups)
         if self.inner is not None and self.inner > 1:
             yield "double_ring", DoubleRingStrategy(inner=self.inner)
             yield "double_ring+kv", DoubleRingStrategy(inner=self.inner, travels="kv")
-            yield from self._usp(problem, self.inner)
+            yield from self._usp(call, self.inner)
 
-    def _usp(self, problem: Problem, node: int) -> Iterator[tuple[str, Strategy]]:
+    def _usp(self, call: AttentionCall, node: int) -> Iterator[tuple[str, Strategy]]:
         """USP inside nodes, or inside the largest parts of them that the heads allow."""
-        fitting = [i for i in divisors(node) if i > 1 and shares_out(problem, i)]
+        fitting = [i for i in divisors(node) if i > 1 and shares_out(call, i)]
         inner = max(fitting, default=node)  # its plan is refused, with the reason
-        if inner < problem.ranks and problem.ranks % inner == 0:
+        if inner < call.ranks and call.ranks % inner == 0:
             part = "" if inner == node else f" in {inner}"
             yield f"usp{part}", UspStrategy(inner=inner)
             yield f"usp{part}+q", UspStrategy(inner=inner, travels="q")
@@ -149,13 +150,13 @@ def _fewest_groups(best: str, plans: dict[str, Plan], seconds: dict[str, float])
 
 
 @lru_cache(maxsize=64)
-def _sample(problem: Problem) -> tuple[int, ...]:
+def _sample(call: AttentionCall) -> tuple[int, ...]:
     """The ranks whose costs are compared: all if there are few, else a few evenly spaced ones and the busiest."""
-    ranks, mask = problem.ranks, problem.mask
+    ranks, mask = call.ranks, call.mask
     if ranks <= _SAMPLED_RANKS:
         return tuple(range(ranks))
     chosen = {i * (ranks - 1) // (_SAMPLED_RANKS - 1) for i in range(_SAMPLED_RANKS)}
-    queries, keys = problem.q_layout, problem.k_layout
+    queries, keys = call.layout, call.k_layout
     segments = [s for layout in (queries, keys) for shard in layout.shards for s in shard]
     if max(len(segments), ranks * len(mask.regions)) <= _LOOKED_AT and all(s.step == 1 for s in segments):
         every_query, every_key = (((Segment(0, layout.length),),) for layout in (queries, keys))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from importlib import import_module
 from typing import Literal, Protocol
 
 from burst_portable.errors import InputError, explain, shown, unknown_name
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import row_size
-from burst_portable.planning.plans import Plan, Problem, make_pass_plan
+from burst_portable.planning.plans import Plan, make_pass_plan
 from burst_portable.planning.routes import Fetch, Own, Ring, Route, Side
 from burst_portable.utils.values import divisors
 
@@ -29,10 +30,10 @@ class Strategy(Protocol):
     def __hash__(self) -> int:
         """Plans are looked up by their strategy."""
 
-    def plan(self, problem: Problem) -> Plan:
-        """The plan for a problem.
+    def plan(self, call: AttentionCall) -> Plan:
+        """The plan for a call.
 
-        Raises `UnsupportedError` or `InputError` where strategy and problem do not go together.
+        Raises `UnsupportedError` or `InputError` where strategy and call do not go together.
         """
 
 
@@ -85,16 +86,16 @@ def check_gradients(gradients: object) -> None:
     check_name("way for gradients to travel", gradients, ("wide", "narrow"))
 
 
-def with_gradients(problem: Problem, gradients: GradientWidth) -> Problem:
-    """The problem with gradients of that width. Those of float32 and float64 inputs are no wider than their inputs."""
-    return replace(problem, narrow=True) if gradients == "narrow" and problem.itemsize < 4 else problem
+def travel_narrow(call: AttentionCall, gradients: GradientWidth) -> bool:
+    """Whether gradients travel in fewer bytes than they are summed in. Those of float32 and float64 inputs never do."""
+    return gradients == "narrow" and call.itemsize < 4
 
 
-def share_before(problem: Problem, own: Own, side: Side) -> float:
+def share_before(call: AttentionCall, own: Own, side: Side, *, narrow: bool) -> float:
     """How much of its own block a rank computes before all others: divided, by the bytes that each part is to hide."""
     if own != "divided":
         return float(own == "first")
-    block, gradients = (row_size(problem, side, result=result) for result in (False, True))
+    block, gradients = (row_size(call, side, result=result, narrow=narrow) for result in (False, True))
     return block / (block + gradients)
 
 
@@ -108,8 +109,8 @@ def route(ranks: int, moves: Moves, ahead: int = 1, together: int = 1, before: f
 
 
 def ring_plan(
-    problem: Problem, strategy: str, *, side: Side, path: Route, back: Route | None = None, note: str = "",
-    stride: int = 1,
+    call: AttentionCall, strategy: str, *, side: Side, path: Route, back: Route | None = None, note: str = "",
+    stride: int = 1, narrow: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of the whole ring family: K and V travel forward, `side` and its gradients travel backward.
 
@@ -117,14 +118,14 @@ def ring_plan(
         path: the route of the forward pass.
         back: the route of the backward pass; `path` unless given.
         note: the plan's `reason`.
-        stride: see `PassPlan`.
+        stride, narrow: see `PassPlan`.
     """
     back = back or path
     return Plan(
-        problem,
+        call,
         strategy,
-        forward=make_pass_plan(problem, "kv", path, stride=stride),
-        backward=make_pass_plan(problem, side, back, results=back, stride=stride),
+        forward=make_pass_plan(call, "kv", path, stride=stride),
+        backward=make_pass_plan(call, side, back, results=back, stride=stride, narrow=narrow),
         reason=note,
     )
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_portable.planning.plans import Plan, Problem
+from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.plans import Plan
 from burst_portable.strategies.base import (
     GradientWidth,
     Moves,
@@ -25,7 +26,7 @@ from burst_portable.strategies.base import (
     check_moves,
     ring_plan,
     route,
-    with_gradients,
+    travel_narrow,
 )
 
 
@@ -44,10 +45,11 @@ class BurstStrategy:
         check_fetched(self.moves, self.ahead, self.together)
         check_gradients(self.gradients)
 
-    def plan(self, problem: Problem) -> Plan:
+    def plan(self, call: AttentionCall) -> Plan:
         return ring_plan(
-            with_gradients(problem, self.gradients),
+            call,
             self.name,
             side="q",
-            path=route(problem.ranks, self.moves, ahead=self.ahead, together=self.together),
+            path=route(call.ranks, self.moves, ahead=self.ahead, together=self.together),
+            narrow=travel_narrow(call, self.gradients),
         )

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import row_size
-from burst_portable.planning.plans import Plan, Problem
+from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import DoubleRing, Side
 from burst_portable.strategies.base import (
     GradientWidth,
@@ -33,7 +34,7 @@ from burst_portable.strategies.base import (
     check_name,
     node_size,
     ring_plan,
-    with_gradients,
+    travel_narrow,
 )
 from burst_portable.utils.values import check_divides
 
@@ -52,21 +53,21 @@ class DoubleRingStrategy:
         check_name("travelling side", self.travels, ("kv", "q"))
         check_gradients(self.gradients)
 
-    def plan(self, problem: Problem) -> Plan:
-        problem = with_gradients(problem, self.gradients)
+    def plan(self, call: AttentionCall) -> Plan:
+        narrow = travel_narrow(call, self.gradients)
         inner, note = self.inner, ""
         if inner is None:
-            inner = node_size(problem.ranks)
+            inner = node_size(call.ranks)
             note = f"inner rings of {inner}: no node size was given"
-        check_divides(inner, problem.ranks)
-        path = DoubleRing(problem.ranks, inner, first=inner)
-        back = replace(path, first=_first_steps(problem, self.travels, inner))
-        return ring_plan(problem, self.name, side=self.travels, path=path, back=back, note=note)
+        check_divides(inner, call.ranks)
+        path = DoubleRing(call.ranks, inner, first=inner)
+        back = replace(path, first=_first_steps(call, self.travels, inner, narrow=narrow))
+        return ring_plan(call, self.name, side=self.travels, path=path, back=back, note=note, narrow=narrow)
 
 
-def _first_steps(problem: Problem, side: Side, inner: int) -> int:
+def _first_steps(call: AttentionCall, side: Side, inner: int, *, narrow: bool) -> int:
     """Steps of the own node's round for a block to come; the rest is for gradients to go home. By their bytes."""
-    if inner == problem.ranks:
+    if inner == call.ranks:
         return inner
-    block, gradients = (row_size(problem, side, result=result) for result in (False, True))
+    block, gradients = (row_size(call, side, result=result, narrow=narrow) for result in (False, True))
     return max(1, round(inner * block / (block + gradients)))

@@ -9,7 +9,8 @@ from burst_portable.errors import InputError, LayoutError, ShapeError, explain, 
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import OF_DOCUMENTS, Layout, make_layout, suited
 from burst_portable.mask import Mask
-from burst_portable.planning.plans import Plan, Problem
+from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.plans import Plan
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import NAMES as STRATEGIES
 from burst_portable.strategies.base import WITH_NODES, Strategy, make_strategy
@@ -52,7 +53,7 @@ def plan(
 
     Raises:
         InputError: sizes, names, a mask or a layout that do not fit together (a ValueError).
-        UnsupportedError: the named strategy cannot serve this problem.
+        UnsupportedError: the named strategy cannot serve this call.
     """
     seq_len, ranks, heads = size("seq_len", seq_len), size("ranks", ranks), size("heads", heads)
     kv_heads = heads if kv_heads is None else size("kv_heads", kv_heads)
@@ -66,24 +67,24 @@ def plan(
     mask = mask_of(mask, seq_len)
     any_layout = isinstance(layout, str) and layout == "auto"
     where = layout_of("zigzag" if any_layout else layout, seq_len, ranks, mask)
-    problem = Problem(mask, where, where, heads, kv_heads, head_dim, value_dim, batch=batch, itemsize=itemsize)
+    call = AttentionCall(mask, where, heads, kv_heads, head_dim, value_dim, batch=batch, itemsize=itemsize)
     make = planned_with_best_layout if any_layout else planned
-    return make(strategy_of(strategy), problem)
+    return make(strategy_of(strategy), call)
 
 
 @lru_cache(maxsize=256)
-def planned(strategy: Strategy, problem: Problem) -> Plan:
-    """The strategy's plan for a problem; made once."""
-    return strategy.plan(problem)
+def planned(strategy: Strategy, call: AttentionCall) -> Plan:
+    """The strategy's plan for a call; made once."""
+    return strategy.plan(call)
 
 
 @lru_cache(maxsize=256)
-def planned_with_best_layout(strategy: Strategy, problem: Problem) -> Plan:
-    """The same, with the layout whose plan is predicted to be fastest instead of the problem's own."""
+def planned_with_best_layout(strategy: Strategy, call: AttentionCall) -> Plan:
+    """The same, with the layout whose plan is predicted to be fastest instead of the call's own."""
     pricing = strategy if isinstance(strategy, AutoStrategy) else AutoStrategy()
     plans: dict[str, Plan] = {}
-    for layout in suited(problem.mask, problem.q_layout.length, problem.ranks):
-        plans[layout.name] = planned(strategy, replace(problem, q_layout=layout, k_layout=layout))
+    for layout in suited(call.mask, call.layout.length, call.ranks):
+        plans[layout.name] = planned(strategy, replace(call, layout=layout, kv_layout=None))
     seconds = {name: pricing.seconds(made) for name, made in plans.items()}
     best = min(seconds, key=lambda name: round(seconds[name], 7))
     made = plans[best]

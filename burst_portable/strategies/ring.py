@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_portable.planning.plans import Plan, Problem
+from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import Own
 from burst_portable.strategies.base import (
     GradientWidth,
@@ -25,7 +26,7 @@ from burst_portable.strategies.base import (
     ring_plan,
     route,
     share_before,
-    with_gradients,
+    travel_narrow,
 )
 
 
@@ -46,9 +47,12 @@ class RingStrategy:
         check_own(self.moves, self.own)
         check_gradients(self.gradients)
 
-    def plan(self, problem: Problem) -> Plan:
-        problem = with_gradients(problem, self.gradients)
-        fetched, before = {"ahead": self.ahead, "together": self.together}, share_before(problem, self.own, "kv")
-        path = route(problem.ranks, self.moves, **fetched)
-        back = route(problem.ranks, self.moves, **fetched, before=before)
-        return ring_plan(problem, self.name, side="kv", path=path, back=back)
+    def plan(self, call: AttentionCall) -> Plan:
+        narrow = travel_narrow(call, self.gradients)
+        fetched, before = (
+            {"ahead": self.ahead, "together": self.together},
+            share_before(call, self.own, "kv", narrow=narrow),
+        )
+        path = route(call.ranks, self.moves, **fetched)
+        back = route(call.ranks, self.moves, **fetched, before=before)
+        return ring_plan(call, self.name, side="kv", path=path, back=back, narrow=narrow)

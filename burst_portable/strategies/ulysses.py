@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 
 from burst_portable.errors import InputError, UnsupportedError, explain, shown
 from burst_portable.layout import contiguous
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import comes_in_order
-from burst_portable.planning.plans import Plan, Problem, can_group, can_share, heads_each, make_pass_plan
+from burst_portable.planning.plans import Plan, can_group, can_share, heads_each, make_pass_plan
 from burst_portable.planning.routes import Ring
 
 MOST_GROUPS = 8
@@ -36,18 +37,18 @@ class UlyssesStrategy:
             allowed = f"an int from 1 to {MOST_GROUPS}"
             raise InputError(explain("groups must be a number of groups", got=shown(self.groups), allowed=allowed))
 
-    def plan(self, problem: Problem) -> Plan:
-        ranks = problem.ranks
-        if not shares_out(problem, ranks):
+    def plan(self, call: AttentionCall) -> Plan:
+        ranks = call.ranks
+        if not shares_out(call, ranks):
             raise UnsupportedError(
                 explain(
                     "ulysses cannot share these heads out",
-                    got=f"{problem.heads} query and {problem.kv_heads} K/V heads on {ranks} ranks",
+                    got=f"{call.heads} query and {call.kv_heads} K/V heads on {ranks} ranks",
                     allowed="query heads a multiple of the ranks; K/V heads a multiple or a divisor of them",
                     next_step="use the strategy 'ring' or 'burst', or 'usp', which shares heads out inside nodes",
                 )
             )
-        heads, kv_heads = heads_each(problem.heads, problem.kv_heads, ranks)
+        heads, kv_heads = heads_each(call.heads, call.kv_heads, ranks)
         if not can_group(heads, kv_heads, self.groups):
             allowed = [n for n in range(1, MOST_GROUPS + 1) if can_group(heads, kv_heads, n)]
             raise UnsupportedError(
@@ -57,16 +58,16 @@ class UlyssesStrategy:
                     allowed=f"groups of {', '.join(map(str, allowed))}",
                 )
             )
-        # After the first all-to-all every rank holds all rows, in their natural order: a problem of one rank.
+        # After the first all-to-all every rank holds all rows, in their natural order: a call of one rank.
         whole = replace(
-            problem,
-            q_layout=contiguous(problem.q_layout.length, 1),
-            k_layout=contiguous(problem.k_layout.length, 1),
+            call,
+            layout=contiguous(call.layout.length, 1),
+            kv_layout=contiguous(call.k_layout.length, 1),
             heads=heads // self.groups,
             kv_heads=max(1, kv_heads // self.groups),
         )
         return Plan(
-            problem,
+            call,
             self.name,
             forward=make_pass_plan(whole, "kv", Ring(1), stride=ranks),
             backward=make_pass_plan(whole, "kv", Ring(1), Ring(1), stride=ranks),
@@ -75,17 +76,17 @@ class UlyssesStrategy:
         )
 
 
-def possible_groups(problem: Problem) -> tuple[int, ...]:
+def possible_groups(call: AttentionCall) -> tuple[int, ...]:
     """Numbers of groups, above one, that are worth trying."""
-    if not shares_out(problem, problem.ranks):
+    if not shares_out(call, call.ranks):
         return ()
-    heads, kv_heads = heads_each(problem.heads, problem.kv_heads, problem.ranks)
+    heads, kv_heads = heads_each(call.heads, call.kv_heads, call.ranks)
     return tuple(n for n in (2, 4) if can_group(heads, kv_heads, n))
 
 
-def shares_out(problem: Problem, ranks: int) -> bool:
-    """Whether this many ranks can divide the heads of a problem among them."""
-    return can_share(problem.heads, problem.kv_heads, ranks)
+def shares_out(call: AttentionCall, ranks: int) -> bool:
+    """Whether this many ranks can divide the heads of a call among them."""
+    return can_share(call.heads, call.kv_heads, ranks)
 
 
 def in_rank_order(plan: Plan, *, faster_squares: bool = False) -> Plan:
@@ -95,6 +96,6 @@ def in_rank_order(plan: Plan, *, faster_squares: bool = False) -> Plan:
     """
     if not comes_in_order(plan, faster_squares=faster_squares):
         return plan
-    queries, keys = (layout.joined(plan.inner) for layout in (plan.problem.q_layout, plan.problem.k_layout))
-    joined = replace(plan.forward.problem, q_layout=queries, k_layout=keys)
-    return replace(plan, forward=replace(plan.forward, problem=joined), backward=replace(plan.backward, problem=joined))
+    queries, keys = (layout.joined(plan.inner) for layout in (plan.call.layout, plan.call.k_layout))
+    joined = replace(plan.forward.call, layout=queries, kv_layout=keys)
+    return replace(plan, forward=replace(plan.forward, call=joined), backward=replace(plan.backward, call=joined))

@@ -20,7 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from burst_portable.errors import UnsupportedError, explain
-from burst_portable.planning.plans import Plan, Problem, heads_each
+from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.plans import Plan, heads_each
 from burst_portable.planning.routes import Side
 from burst_portable.strategies.base import (
     GradientWidth,
@@ -32,7 +33,7 @@ from burst_portable.strategies.base import (
     node_size,
     ring_plan,
     route,
-    with_gradients,
+    travel_narrow,
 )
 from burst_portable.strategies.ulysses import UlyssesStrategy, shares_out
 from burst_portable.utils.values import check_divides, divisors
@@ -54,39 +55,39 @@ class UspStrategy:
         check_moves(self.moves)
         check_gradients(self.gradients)
 
-    def plan(self, problem: Problem) -> Plan:
-        inner, note = self._inner(problem)
-        nodes = problem.ranks // inner
+    def plan(self, call: AttentionCall) -> Plan:
+        inner, note = self._inner(call)
+        nodes = call.ranks // inner
         if nodes == 1 and inner > 1:
-            return replace(UlyssesStrategy().plan(problem), strategy=self.name, reason=note)
-        problem = with_gradients(problem, self.gradients)
-        # After the first all-to-all a rank holds the rows of its node: a problem of one rank a node.
-        heads, kv_heads = heads_each(problem.heads, problem.kv_heads, inner)
+            return replace(UlyssesStrategy().plan(call), strategy=self.name, reason=note)
+        narrow = travel_narrow(call, self.gradients)
+        # After the first all-to-all a rank holds the rows of its node: a call of one rank a node.
+        heads, kv_heads = heads_each(call.heads, call.kv_heads, inner)
         between = replace(
-            problem,
-            q_layout=problem.q_layout.joined(inner).sorted() if inner > 1 else problem.q_layout,
-            k_layout=problem.k_layout.joined(inner).sorted() if inner > 1 else problem.k_layout,
+            call,
+            layout=call.layout.joined(inner).sorted() if inner > 1 else call.layout,
+            kv_layout=call.k_layout.joined(inner).sorted() if inner > 1 else call.k_layout,
             heads=heads,
             kv_heads=kv_heads,
         )
         path = route(nodes, self.moves)
-        ring = ring_plan(between, self.name, side=self.travels, path=path, note=note, stride=inner)
-        return replace(ring, problem=problem, reshard="heads" if inner > 1 else None)
+        ring = ring_plan(between, self.name, side=self.travels, path=path, note=note, stride=inner, narrow=narrow)
+        return replace(ring, call=call, reshard="heads" if inner > 1 else None)
 
-    def _inner(self, problem: Problem) -> tuple[int, str]:
+    def _inner(self, call: AttentionCall) -> tuple[int, str]:
         """(ranks per node, a note if they were not given). Raises if the ranks or heads do not fit what was given."""
-        ranks = problem.ranks
+        ranks = call.ranks
         if self.inner is None:
-            inner, largest = node_size(ranks, lambda inner: shares_out(problem, inner)), node_size(ranks)
+            inner, largest = node_size(ranks, lambda inner: shares_out(call, inner)), node_size(ranks)
             fewer = f", and these heads are not shared out among {largest}" if inner < largest else ""
             return inner, f"nodes of {inner}: no node size was given{fewer}"
         check_divides(self.inner, ranks)
-        if not shares_out(problem, self.inner):
-            fitting = [i for i in divisors(ranks) if shares_out(problem, i)]
+        if not shares_out(call, self.inner):
+            fitting = [i for i in divisors(ranks) if shares_out(call, i)]
             raise UnsupportedError(
                 explain(
                     "usp cannot share these heads out in a node",
-                    got=f"{problem.heads} query and {problem.kv_heads} K/V heads, inner={self.inner}",
+                    got=f"{call.heads} query and {call.kv_heads} K/V heads, inner={self.inner}",
                     allowed=f"inner of {', '.join(map(str, fitting))} on {ranks} ranks: query heads a multiple of it, "
                     "K/V heads a multiple or a divisor",
                     next_step="take one of these, or the strategy 'double_ring'",

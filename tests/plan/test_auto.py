@@ -7,8 +7,8 @@ import pytest
 import burst_portable as bp
 from burst_portable.layout import make_layout
 from burst_portable.mask import Mask
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost
-from burst_portable.planning.plans import Problem
 from burst_portable.planning.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy, _sample
 from burst_portable.strategies.base import make_strategy
@@ -22,10 +22,12 @@ MEASURED = {
 }  # fmt: skip
 
 
-def problem(ranks: int, heads: int = 96, kv_heads: int = 96, mask: Mask | None = None, length: int = 960) -> Problem:
+def problem(
+    ranks: int, heads: int = 96, kv_heads: int = 96, mask: Mask | None = None, length: int = 960
+) -> AttentionCall:
     mask = mask or Mask.full()
     where = make_layout("contiguous", length, ranks, mask)
-    return Problem(mask, where, where, heads, kv_heads, 64, 64)
+    return AttentionCall(mask, where, heads, kv_heads, 64, 64)
 
 
 def called(label: str, ranks: int, node: int) -> object:

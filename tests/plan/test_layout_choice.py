@@ -70,7 +70,7 @@ def test_the_busiest_rank_is_among_those_that_are_priced():
     ends = [*range(0, 3072, 64), 3072, *range(4096, 16385, 64)]
     made = plan(mask=Mask.documents(ends), layout="contiguous", ranks=16, seq_len=16384, strategy="ring")
     rates = Rates(1.0, 100.0)
-    priced = _sample(made.problem)
+    priced = _sample(made.call)
     assert 3 in priced
     assert len(priced) < 8
     assert AutoStrategy(rates=rates).seconds(made) == pytest.approx(plan_cost(made, rates).seconds)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from burst_portable.errors import LayoutError
 from burst_portable.layout import OF_DOCUMENTS, Layout, Segment, make_layout
 from burst_portable.mask import Mask
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost
-from burst_portable.planning.plans import Problem
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.tiles import find_tiles
 from burst_portable.strategies.ring import RingStrategy
@@ -70,7 +70,7 @@ def test_whole_documents_are_even_and_little_is_sent(ranks, seed):
     sent = {}
     for name in OF_DOCUMENTS:
         where = make_layout(name, ends[-1], ranks, mask)
-        problem = Problem(mask, where, where, 32, 8, 128, 128)
+        problem = AttentionCall(mask, where, 32, 8, 128, 128)
         plan = RingStrategy(moves="fetch").plan(problem)
         sent[name] = plan_cost(plan, Rates(600.0, 300.0)).sent
         pairs = [sum(s.compute.tiles.area for s in plan.forward.steps_of(r) if s.compute) for r in range(ranks)]

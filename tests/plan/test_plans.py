@@ -11,9 +11,10 @@ from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES
 from burst_portable.errors import LayoutError
 from burst_portable.layout import NAMES, OF_DOCUMENTS, make_layout
 from burst_portable.mask import Mask, Region
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import pass_flops, plan_cost, rank_cost
 from burst_portable.planning.messages import ALIGNMENT, inboxes, message_size
-from burst_portable.planning.plans import Plan, Problem, make_pass_plan
+from burst_portable.planning.plans import Plan, make_pass_plan
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.routes import Ring
 from burst_portable.planning.schedule import Step
@@ -24,7 +25,7 @@ from burst_portable.strategies.base import make_strategy
 def make_plan(mask=None, layout="zigzag", strategy="ring", ranks=4, length=64, heads=8, kv_heads=8, **options) -> Plan:
     mask = Mask.causal() if mask is None else mask
     where = make_layout(layout, length, ranks, mask)
-    problem = Problem(mask, where, where, heads, kv_heads, 64, 64)
+    problem = AttentionCall(mask, where, heads, kv_heads, 64, 64)
     return make_strategy(strategy, **options).plan(problem)
 
 
@@ -163,7 +164,7 @@ def test_steps_before_other_nodes_by_bytes(inner, travels, first):
     plan = make_plan(Mask.causal(), ranks=16, strategy="double_ring", inner=inner, travels=travels)
     assert (plan.forward.route.first, plan.backward.route.first) == (inner, first)
     whole = dataclasses.replace(plan.backward.route, first=inner)
-    undivided = dataclasses.replace(plan, backward=make_pass_plan(plan.problem, travels, whole, whole))
+    undivided = dataclasses.replace(plan, backward=make_pass_plan(plan.call, travels, whole, whole))
     assert verify(undivided) == []
     most = [max(rank_cost(p, "backward", r, Rates(1, 1)).blocks_held for r in range(16)) for p in (plan, undivided)]
     assert most[0] <= most[1]
@@ -235,7 +236,7 @@ def test_fields_of_a_message_are_aligned():
     """LSE and delta of three heads are 12 bytes a row, and take 16."""
     plan = make_plan(Mask.full(), "contiguous", "burst", length=53, heads=3, kv_heads=3)
     (move, *_) = plan.backward.steps_of(0)[0].sends
-    assert message_size(plan.problem, move) == 14 * (2 * 3 * 64 * 2 + 2 * ALIGNMENT)
+    assert message_size(plan.call, move, narrow=False) == 14 * (2 * 3 * 64 * 2 + 2 * ALIGNMENT)
 
 
 def test_blocks_together_are_one_launch_and_one_piece_of_the_inbox():
@@ -333,7 +334,7 @@ def test_blocks_of_few_rows_are_not_divided():
 
 def test_flops_are_the_field_s():
     """Forward 4·area·H·D, backward two and a half times that."""
-    problem = make_plan().problem
+    problem = make_plan().call
     area = 64 * 65 // 2
     assert problem.area == area
     assert pass_flops(problem, "forward", area) == 4 * area * 8 * 64

@@ -13,8 +13,9 @@ from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.layout import NAMES, OF_DOCUMENTS, make_layout
 from burst_portable.mask import Mask
 from burst_portable.planning import tiles
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost
-from burst_portable.planning.plans import PASSES, Problem
+from burst_portable.planning.plans import PASSES
 from burst_portable.planning.tiles import Tiles, make_box
 from burst_portable.strategies.auto import AutoStrategy
 
@@ -28,7 +29,7 @@ def problems(mask: Mask, ranks: int):
     for name in NAMES:
         if name not in OF_DOCUMENTS or mask is MASKS[0]:
             where = make_layout(name, length, ranks, mask)
-            yield Problem(mask, where, where, 12, 6, 64, 64)
+            yield AttentionCall(mask, where, 12, 6, 64, 64)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

@@ -41,9 +41,9 @@ def test_nodes_of_every_size(inner, options):
 def test_a_node_by_hand():
     """Rank 4 of 6 in nodes of 3 has place 1 in node 1; zigzag rows of ranks 3, 4, 5 come to it, sorted."""
     plan = make(ranks=6, length=60, mask="full")
-    assert [(s.start, s.count) for s in plan.forward.problem.q_layout.shards[1]] == [(15, 30)]
-    assert [(s.start, s.count) for s in plan.forward.problem.q_layout.shards[0]] == [(0, 15), (45, 15)]
-    assert (plan.forward.problem.heads, plan.forward.problem.kv_heads) == (4, 2)
+    assert [(s.start, s.count) for s in plan.forward.call.layout.shards[1]] == [(15, 30)]
+    assert [(s.start, s.count) for s in plan.forward.call.layout.shards[0]] == [(0, 15), (45, 15)]
+    assert (plan.forward.call.heads, plan.forward.call.kv_heads) == (4, 2)
     first, second, *_ = plan.forward.steps_of(4)
     assert [(s.compute.label, [m.target for m in s.sends]) for s in (first, second)] == [
         ("q4 x kv4", [1]), ("q4 x kv1", []),
@@ -101,11 +101,11 @@ class TestPlantedMistakes:
     def test_nodes_with_each_other_s_rows(self, name):
         """The ring is right in itself: only beside the ranks' own layout does it show."""
         plan = make(ranks=6)
-        layout = plan.forward.problem.q_layout
+        layout = plan.forward.call.layout
         turned = Layout("turned", layout.length, layout.shards[::-1])
-        for side in ("q_layout", "k_layout"):
+        for side in ("layout", "kv_layout"):
             part = plan.pass_plan(name)
-            wrong = replace(plan, **{name: replace(part, problem=replace(part.problem, **{side: turned}))})
+            wrong = replace(plan, **{name: replace(part, call=replace(part.call, **{side: turned}))})
             assert any(w == f"{name}: nodes compute with other rows than their ranks have" for w in verify(wrong))
 
     @pytest.mark.parametrize(("sizes", "told"), [
@@ -114,16 +114,16 @@ class TestPlantedMistakes:
     ])  # fmt: skip
     def test_other_heads(self, sizes, told):
         for plan in (make(ranks=6), make(ranks=3)):
-            part = replace(plan.forward, problem=replace(plan.forward.problem, **sizes))
+            part = replace(plan.forward, call=replace(plan.forward.call, **sizes))
             assert any(told in w for w in verify(replace(plan, forward=part)))
 
     def test_a_node_with_fewer_ranks(self):
         """It has the rows of its node all the same."""
         plan = make(ranks=6)
-        layout = plan.problem.q_layout
+        layout = plan.call.layout
         four, last = layout.shards[:4], layout.shards[4] + layout.shards[5]
         five = Layout("five", layout.length, (*four, last))
-        wrong = verify(replace(plan, problem=replace(plan.problem, q_layout=five, k_layout=five)))
+        wrong = verify(replace(plan, call=replace(plan.call, layout=five, kv_layout=five)))
         assert wrong == ["2 nodes of 3 ranks are not 5 ranks"]
 
     def test_passes_of_other_nodes(self):

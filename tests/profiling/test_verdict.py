@@ -42,7 +42,7 @@ def exposed(plan: bp.plans.Plan | None = None, size: int = 1 << 20, **facts: Any
 
 def test_a_report_of_many_ranks_does_not_wait_for_layouts_to_be_tried():
     """Striped, the keys of 1,024 ranks are as many segments: to try that takes a minute, on every rank."""
-    told = layouts(bp.plan(heads=2, **{**SIZES, "seq_len": 1 << 20, "ranks": 1024}).problem)
+    told = layouts(bp.plan(heads=2, **{**SIZES, "seq_len": 1 << 20, "ranks": 1024}).call)
     assert "striped" not in told
     assert (told["contiguous"], told["zigzag"]) == (pytest.approx(2 - 1 / 1024, rel=1e-4), 1)
 
@@ -74,7 +74,7 @@ def test_an_uneven_plan_and_the_layout_that_is_not(mask, best):
     """Causal, contiguous: pairs of two ranks are as 1 to 3 (give or take the diagonal)."""
     made = bp.Mask.causal() if mask == "causal" else bp.Mask.documents([0, 100, 256])
     plan = bp.plan(mask=made, layout="contiguous", heads=2, **SIZES)
-    told = layouts(plan.problem)
+    told = layouts(plan.call)
     assert min(told, key=told.get) == best
     flops = [sum(s.compute.tiles.area for s in plan.forward.steps_of(r) if s.compute) for r in range(2)]
     assert told["contiguous"] == pytest.approx(2 * max(flops) / sum(flops))
@@ -89,7 +89,7 @@ def test_an_uneven_plan_and_the_layout_that_is_not(mask, best):
 
 
 def test_layouts_are_as_even_as_their_plans():
-    for name, told in layouts(bp.plan(heads=2, **SIZES).problem).items():
+    for name, told in layouts(bp.plan(heads=2, **SIZES).call).items():
         plan = bp.plan(layout=name, heads=2, strategy="ring", **SIZES)
         pairs = [sum(s.compute.tiles.area for s in plan.forward.steps_of(r) if s.compute) for r in range(2)]
         assert told == pytest.approx(2 * max(pairs) / sum(pairs)), name

@@ -130,12 +130,12 @@ def chosen(kernel, **options):
 
 def test_rows_stay_as_they_come_for_kernels_of_one_launch():
     natural, as_they_come = chosen("cpu_flash"), chosen("reference")
-    assert [s.start for s in natural.forward.problem.q_layout.shards[0]] == [0]
-    assert [s.start for s in as_they_come.forward.problem.q_layout.shards[0]] == [0, 56, 8, 48, 16, 40, 24]
+    assert [s.start for s in natural.forward.call.layout.shards[0]] == [0]
+    assert [s.start for s in as_they_come.forward.call.layout.shards[0]] == [0, 56, 8, 48, 16, 40, 24]
     for plan in (natural, as_they_come):
         assert verify(plan) == []
         assert plan.forward.steps_of(0)[0].compute.tiles.area == 64 * 65 // 2
-        assert plan.backward.problem.k_layout == plan.forward.problem.q_layout
+        assert plan.backward.call.k_layout == plan.forward.call.layout
 
 
 @pytest.mark.parametrize(

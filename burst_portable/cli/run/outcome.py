@@ -158,7 +158,7 @@ def _compared(job: Job, course: Course, alone: Course | None, gradients: Apart |
 
 def _rates(prepared: Prepared, backend: Backend) -> Rates:
     """The rates for predictions: those of BURST_RATES, or what is known of such machines."""
-    job, head_dim = prepared.job, prepared.plan.problem.head_dim
+    job, head_dim = prepared.job, prepared.plan.call.head_dim
     return rates_of_run(backend, job.ranks, from_environment().rates, job.dtype, head_dim)
 
 

@@ -60,7 +60,7 @@ def write_html(facts: dict[str, Any], plan: Plan, path: Path) -> None:
         utilised=utilisation_text(facts),
         losses=_losses(facts),
         differences=_differences(facts),
-        matrix=charts.matrix(score_matrix(plan.problem.mask, plan.problem.q_layout)),
+        matrix=charts.matrix(score_matrix(plan.call.mask, plan.call.layout)),
         legend=[(rank % charts.COLOURS, charts.rank_label(rank)) for rank in range(min(facts["world_size"], 16))],
         time=charts.bars([(f"rank {i}", parts) for i, parts in enumerate(rows)], "s"),
         time_rows=rows,

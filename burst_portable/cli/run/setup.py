@@ -214,7 +214,7 @@ def _plan(config: Any, seq_len: int, ranks: int, batch: int, strategy: Strategy,
         )
         for mask in masks_of(config)
     ]
-    return max(plans, key=lambda plan: plan.problem.area)
+    return max(plans, key=lambda plan: plan.call.area)
 
 
 def _check_memory(job: Job, about: dict[str, Any]) -> None:

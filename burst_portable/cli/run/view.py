@@ -52,7 +52,7 @@ class View:
             indent=2,
         )
         self._tell("text", prepared.text, indent=2)
-        planned = f"{plan.strategy}: {_travels(plan)}; layout {job.layout}, mask {plan.problem.mask}"
+        planned = f"{plan.strategy}: {_travels(plan)}; layout {job.layout}, mask {plan.call.mask}"
         self._tell("plan", planned, indent=2)
         if plan.reason:
             self._tell("", plan.reason, indent=2, style="dim")
@@ -160,7 +160,7 @@ def _count(number: int, unit: str) -> str:
 
 def _travels(plan: Plan) -> str:
     """What goes where in each pass, in a few words."""
-    if plan.problem.ranks == 1:
+    if plan.call.ranks == 1:
         return "nothing travels"
     if plan.reshard and plan.nodes == 1:
         return "rows for heads, all to all"
