@@ -33,7 +33,7 @@ cores=$(nproc 2>/dev/null || echo 1)
 step conform "$python" -m burst_portable conform --backend "$backend" --ranks 8 --processes $((cores < 32 ? cores : 32)) \
     --json "$evidence/$name.json" --markdown "$logs/conform.md" --junit "$logs/conform.xml"
 # Whether the suite would see a bug here: each of those that tests plant, planted in this backend.
-step planted "$python" -m pytest tests/conformance/test_planted_bugs.py --backend "$backend" -m "not device" \
+step planted "$python" -m pytest tests/conformance/test_suite_planted_bugs.py --backend "$backend" -m "not device" \
     --timeout 600 -p no:cacheprovider -q
 [ "${4:-}" != tests ] || step tests "$python" -m pytest -m device -p no:cacheprovider -q
 if [ "$devices" -ge 2 ]; then

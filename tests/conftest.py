@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.poison import fresh_memory_is_nan
+from tests.support.compilers import compilers  # noqa: F401  (a fixture)
+from tests.support.poison import fresh_memory_is_nan
+from tests.support.triton_interpreter import ask  # noqa: F401  (a fixture)
 
 # Ranks are threads here, each with torch's own threads below it: more of those only fight over two cores.
 torch.set_num_threads(1)
@@ -21,7 +23,9 @@ hypothesis.settings.load_profile("burst_portable")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--backend", default="cpu", help="where tests/conformance/test_planted_bugs.py plants its bugs")
+    parser.addoption(
+        "--backend", default="cpu", help="where tests/conformance/test_suite_planted_bugs.py plants its bugs"
+    )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""`burst-portable kernels`, on one chip and one head size; the whole table is tests/kernels/test_triton_compile.py."""
+"""Test `burst-portable kernels` on one chip and one head size; tests/kernels/triton/test_machine_code.py has all."""
 
 from __future__ import annotations
 

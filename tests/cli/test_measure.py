@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from burst_portable.cli import main
-from burst_portable.cli import measure as measure_view
+from burst_portable.cli import main, measure
 from burst_portable.planning.rates import read_rates
 
 SMALL = ("measure", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seq-len", "64")
@@ -90,7 +89,7 @@ def test_a_machine_that_was_busy_is_told_of(capsys):
     """More than 1.3 times the shortest round; the rates that were steady are not named."""
     about = dict.fromkeys(("device", "backend", "kernel", "dtype"), "x")
     facts = {**about, "ranks": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "rates": {}, "how": {}}
-    view = measure_view.View(quiet=False, stderr=False)
+    view = measure.View(quiet=False, stderr=False)
     view.show({**facts, "varied": {"tflops": 1.31, "memory": 1.3, "link": 2.5}}, None)
     told = "warning  rounds differ, tflops by 1.3 times, link by 2.5 times: the machine was busy; measure again\n"
     assert told in capsys.readouterr().out
@@ -113,4 +112,4 @@ def test_a_machine_that_was_busy_is_told_of(capsys):
     ],
 )
 def test_values_as_people_read_them(name, value, told):
-    assert measure_view._value(name, value) == told
+    assert measure._value(name, value) == told

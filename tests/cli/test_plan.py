@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from burst_portable.cli import main
-from burst_portable.cli.drawing import Cell, ranks_text, score_matrix
+from burst_portable.cli.drawing import score_matrix
 from burst_portable.cli.plan_facts import checked_ranks
 from burst_portable.layout import make_layout
 from burst_portable.mask import Mask
@@ -245,19 +245,6 @@ def test_the_picture_of_many_ranks_has_shades_and_names_the_ranks_of_a_row(capsy
     legend = "       ██: all pairs of the cell, ▓▓: from 2/3, ▒▒: from 1/3, ░░: fewer, ·: none"
     assert legend in out.splitlines()
     assert "#" not in out.partition("forward on rank")[0]
-
-
-def test_a_shade_says_how_much_is_seen():
-    seen = (0.0, 0.01, 0.33, 0.34, 0.66, 0.67, 0.99, 1.0)
-    assert [Cell(None, share).shade for share in seen] == ["· ", "░░", "░░", "▒▒", "▒▒", "▓▓", "▓▓", "██"]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "told"),
-    [([3], "3"), ([0, 1, 2, 7], "0-2, 7"), ([0, 2, 4, 5, 9, 10], "0, 2, ...")],
-)
-def test_ranks_in_a_few_characters(ranks, told):
-    assert ranks_text(ranks) == told
 
 
 def test_planning_needs_no_torch():

@@ -87,7 +87,7 @@ def test_a_captured_graph_replays():
 def test_ranks_over_all_devices(tmp_path):
     """Every strategy, several masks and dtypes, one rank a device, against the oracle."""
     ranks = torch.accelerator.device_count()
-    command = [sys.executable, "-m", "tests.device.rank", str(ranks), str(tmp_path)]
+    command = [sys.executable, "-m", "tests.support.device_ranks", str(ranks), str(tmp_path)]
     processes = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(ranks)]
     try:
         assert [p.wait(timeout=280) for p in processes] == [0] * ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.device.trouble import DEADLINE
+from tests.support.device_trouble import DEADLINE
 
 pytestmark = [
     pytest.mark.device,
@@ -22,7 +22,7 @@ TRANSPORTS = ["auto", "nccl", "peer_copy"]
 
 def play(folder: Path, what: str, transport: str, ranks: int) -> dict[int, dict]:
     """What the ranks wrote, all but one that is to be late or killed."""
-    command = [sys.executable, "-m", "tests.device.trouble", str(ranks), str(folder)]
+    command = [sys.executable, "-m", "tests.support.device_trouble", str(ranks), str(folder)]
     processes = [subprocess.Popen([*command, str(r), what, transport], cwd=ROOT) for r in range(ranks)]
     try:
         for rank, process in enumerate(processes):

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.wire_report import Measured, Planned
 from burst_portable.backends.registry import for_device, link_counters_of
-from tests.device.wire import ROWS, STRATEGIES
+from tests.support.device_wire_bytes import ROWS, STRATEGIES
 
 pytestmark = [
     pytest.mark.device,
@@ -39,7 +39,7 @@ def told(tmp_path_factory):
         pytest.skip(counters)
     counters.close()
     ranks, folder = torch.accelerator.device_count(), tmp_path_factory.mktemp("wire")
-    command = [sys.executable, "-m", "tests.device.wire", str(ranks), str(folder)]
+    command = [sys.executable, "-m", "tests.support.device_wire_bytes", str(ranks), str(folder)]
     processes = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(ranks)]
     try:
         assert [process.wait(timeout=240) for process in processes] == [0] * ranks

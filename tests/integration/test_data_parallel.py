@@ -21,7 +21,7 @@ RANKS = 4
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found, by case."""
     folder = tmp_path_factory.mktemp("data_parallel")
-    command = [sys.executable, "-m", "tests.integration.data_parallel_rank", str(folder)]
+    command = [sys.executable, "-m", "tests.support.data_parallel_ranks", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]

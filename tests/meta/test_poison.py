@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from tests.poison import fresh_memory_is_nan
+from tests.support.poison import fresh_memory_is_nan
 
 FRESH = {
     "empty": lambda dtype: torch.empty(5, 3, dtype=dtype),

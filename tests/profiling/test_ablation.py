@@ -16,9 +16,9 @@ from burst_portable.comm.local import LocalTransport
 from burst_portable.comm.peer_copy import PeerCopyTransport
 from burst_portable.profiling import ablation
 from burst_portable.profiling.ablation import STEPS, ablate
-from burst_portable.runtime import head_parallel as by_heads
+from burst_portable.runtime import head_parallel
 from burst_portable.runtime.head_parallel import Reshard
-from tests.spmd.thread_peers import World, run_peers
+from tests.support.thread_peers import World, run_peers
 
 pytestmark = pytest.mark.alone
 
@@ -107,7 +107,7 @@ def test_what_a_transport_picks_up_is_not_packed_without_it(picks, monkeypatch):
             packed.append(1)
             return super()._packed(*arguments)
 
-    monkeypatch.setattr(by_heads, "Reshard", Noting)
+    monkeypatch.setattr(head_parallel, "Reshard", Noting)
     copy_own = Exchange.copy_own
     monkeypatch.setattr(Exchange, "copy_own", lambda self: (owned.append(len(self._own)), copy_own(self)))
 

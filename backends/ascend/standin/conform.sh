@@ -34,7 +34,7 @@ step() { # step NAME COMMAND...: go on when it fails, and say so at the end
 step schema python -m backends.ascend.standin.schema
 step conform python -m burst_portable conform --backend ascend $effort --json "$report" --markdown "$logs/conform.md"
 # Whether the suite would see a bug here: each of those that tests plant, planted in this backend.
-[ -n "$effort" ] || step planted python -m pytest tests/conformance/test_planted_bugs.py --backend ascend \
+[ -n "$effort" ] || step planted python -m pytest tests/conformance/test_suite_planted_bugs.py --backend ascend \
     -m "not device" --timeout 300 -p no:cacheprovider -q
 for ranks in 2 4; do
     step "run-$ranks" python -m burst_portable run --backend ascend --model tiny --ranks "$ranks" --seq-len 512 --steps 2 \

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from burst_portable.kernels.triton.triton_kernel import TritonKernel
 
 TRITON_FROM, TRITON_BELOW = (3, 6), (3, 10)
-"""Versions whose Gluon compiles these kernels; tests/kernels/test_hopper_compile.py is the evidence."""
+"""Triton versions whose Gluon compiles these kernels; see tests/backends/cuda/hopper/test_kernel_machine_code.py."""
 
 _PLAIN = torch.contiguous_format
 

@@ -1,0 +1,458 @@
+"""What users call, and how it refuses: what, got, allowed, next step - before a byte moves."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import forward_ad
+
+import burst_portable as bp
+from burst_portable import numerics, run_local
+from burst_portable.backends.registry import choose_kernel, load
+from burst_portable.config import Config, from_environment
+from burst_portable.conformance import oracle
+from burst_portable.conformance.cases import MASKS
+from burst_portable.conformance.oracle import judge
+from burst_portable.errors import (
+    BurstError,
+    DtypeError,
+    InputError,
+    LayoutError,
+    MaskError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from burst_portable.kernels import operator_kernel
+from burst_portable.kernels.base import KernelProblem
+from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.mesh import as_mesh
+from burst_portable.planning.tiles import Tile
+from tests.support.local_kernels import expected, inputs
+
+
+def qkv(q=(1, 16, 4, 8), k=(1, 16, 2, 8), v=(1, 16, 2, 8), dtype=torch.float32):
+    return [torch.randn(shape).to(dtype) for shape in (q, k, v)]
+
+
+def test_one_rank_equals_plain_attention():
+    q, k, v = qkv()
+    out = bp.attention(q, k, v, mask="causal")
+    sdpa = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(out, sdpa.transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "message"),
+    [
+        (
+            {"q": (16, 4, 8)},
+            ShapeError,
+            r"q has no usable shape.*\(16, 4, 8\).*unsqueeze\(0\), with mask=Mask.documents",
+        ),
+        ({"q": (1, 0, 4, 8)}, ShapeError, "no usable shape"),
+        ({"k": (1, 15, 2, 8)}, ShapeError, "do not go together"),
+        ({"v": (1, 16, 4, 8)}, ShapeError, "do not go together"),
+        ({"q": (2, 16, 4, 8)}, ShapeError, "do not go together"),
+        ({"q": (1, 4, 16, 8), "k": (1, 2, 16, 8), "v": (1, 2, 16, 8)}, ShapeError, r"x\.transpose\(1, 2\)$"),
+        ({"q": (1, 1, 2, 8)}, ShapeError, "allowed: equal batch and rows$"),
+        ({"q": (1, 16, 4, 16)}, ShapeError, "different head sizes"),
+        ({"q": (1, 16, 3, 8)}, ShapeError, "not a multiple"),
+        ({"q": (1, 16, 4, 2048), "k": (1, 16, 2, 2048)}, ShapeError, "unsupported head size"),
+        ({"dtype": torch.int64}, DtypeError, "no attention in this dtype.*float32"),
+    ],
+)
+def test_tensors_that_do_not_go_together(tensors, error, message):
+    dtype = tensors.get("dtype")
+    made = [x.to(dtype) for x in qkv()] if dtype else qkv(**tensors)
+    with pytest.raises(error, match=message):
+        bp.attention(*made)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mask": "causl"}, UnknownNameError, "did you mean 'causal'"),
+        ({"mask": 3}, InputError, "mask is not a mask"),
+        ({"mask": bp.Mask.documents((0, 17))}, MaskError, "longer than the sequence"),
+        ({"strategy": "rng"}, UnknownNameError, "did you mean 'ring'"),
+        ({"strategy": 5}, InputError, "unknown strategy"),
+        ({"layout": "zag"}, UnknownNameError, "zigzag"),
+        ({"layout": bp.make_layout("zigzag", 16, 2)}, LayoutError, "another mesh"),
+        ({"seq_len": 17}, LayoutError, "a different number of rows"),
+        ({"seq_len": -1}, InputError, "seq_len is not a size"),
+        ({"kernel": "cpu_flsh"}, UnknownNameError, "did you mean 'cpu_flash'"),
+        ({"kernel": "cpu_flash", "softcap": 2.0}, UnsupportedError, "no softcap"),
+        ({"softcap": -1.0}, InputError, "positive"),
+        ({"scale": float("nan")}, InputError, "finite"),
+        ({"sinks": torch.zeros(3)}, ShapeError, "one logit per query head"),
+        ({"sinks": [0.0] * 4}, ShapeError, "sinks is not a tensor"),
+        ({"mesh": "here"}, InputError, "not a mesh"),
+        ({"mask": None}, InputError, "mask is not a mask; got None"),
+        ({"mask": ["causal"]}, InputError, "mask is not a mask"),
+        ({"mask": torch.tensor([0, 5, 16])}, InputError, r"shape \(3,\).*go into Mask\.documents\(cu_seqlens\)"),
+        ({"strategy": ["ring"]}, UnknownNameError, "unknown strategy"),
+        ({"strategy": type(bp.make_strategy("ring"))}, UnknownNameError, "unknown strategy"),
+        ({"strategy": SimpleNamespace(plan=len)}, InputError, "SimpleNamespace cannot be hashed"),
+        ({"layout": ["zigzag"]}, UnknownNameError, "unknown layout"),
+        ({"layout": torch.zeros(2, 2)}, UnknownNameError, r"got Tensor of shape \(2, 2\)"),
+        ({"kernel": None}, InputError, "kernel must be a name"),
+        ({"kernel": ["reference"]}, InputError, "kernel must be a name"),
+        ({"kernel": "cpu_flash", "softcap": 2.0}, UnsupportedError, "allowed: reference"),
+        ({"scale": "0.5"}, InputError, "scale is not a number"),
+        ({"scale": 10**400}, InputError, "scale is not a number"),
+        ({"softcap": torch.ones(2)}, InputError, "softcap is not a number"),
+        ({"scale": torch.ones((), requires_grad=True)}, InputError, "requires a gradient"),
+        ({"deterministic": "no"}, InputError, "deterministic must be a bool or None"),
+    ],
+)
+def test_options_that_cannot_be(options, error, message):
+    with pytest.raises(error, match=message) as caught:
+        bp.attention(*qkv(), **options)
+    assert isinstance(caught.value, BurstError)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("wrong", [[1.0], None, torch.randn(1, 16, 4, 8).numpy()], ids=["list", "none", "numpy"])
+def test_what_is_no_tensor(name, wrong):
+    with pytest.raises(ShapeError, match=f"{name} is not a tensor"):
+        bp.attention(**dict(zip("qkv", qkv(), strict=True)) | {name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("usual", "wrong"),
+    [
+        ({"seq_len": 16}, {"seq_len": 16.0}),
+        ({"scale": 1.0}, {"scale": True}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"deterministic": True}, {"deterministic": 1}),
+        ({}, {"q": torch.randn(1, 16, 4, 8).to_sparse()}),
+        ({}, {"q": torch.randn(1, 16, 4, 8).numpy()}),
+        ({"sinks": torch.zeros(4)}, {"sinks": torch.zeros(4).to_sparse()}),
+    ],
+)
+def test_no_wrong_value_finds_the_plan_of_an_equal_one(usual, wrong):
+    mesh = bp.Mesh.single()
+    tensors = dict(zip("qkv", qkv(k=(1, 16, 4, 8), v=(1, 16, 4, 8)), strict=True))
+    bp.attention(**tensors | usual, mesh=mesh)
+    with pytest.raises(BurstError):
+        bp.attention(**tensors | usual | wrong, mesh=mesh)
+    assert len(mesh._calls) == 1
+
+
+def test_equal_numbers_of_other_types_share_no_layout_and_no_strategy():
+    bp.make_layout("zigzag", 16, 2), bp.make_strategy("double_ring", inner=1)
+    for wrong in ((16.0, 2), (16, 2.0), (True, True)):
+        with pytest.raises(InputError, match="is not a size"):
+            bp.make_layout("zigzag", *wrong)
+    for inner in (1.0, True, 0):
+        with pytest.raises(InputError, match="inner is not a size"):
+            bp.make_strategy("double_ring", inner=inner)
+
+
+def test_numbers_in_tensors_are_read_and_not_remembered_by_identity():
+    mesh, (q, k, v), scale = bp.Mesh.single(), qkv(), torch.tensor(0.25)
+    for value in (0.25, 0.75):
+        scale.fill_(value)
+        out = bp.attention(q, k, v, mesh=mesh, scale=scale, softcap=10 * scale)
+        torch.testing.assert_close(out, bp.attention(q, k, v, scale=value, softcap=10 * value))
+    same = bp.attention(q, k, v, scale=np.float32(0.75), seq_len=np.int64(16))
+    torch.testing.assert_close(same, bp.attention(q, k, v, scale=0.75))
+
+
+def test_tensors_of_inference_mode_after_a_call_that_was_right():
+    """What differs in nothing else is not taken for the call that is remembered."""
+    mesh = bp.Mesh.single()
+    q, k = torch.randn(1, 4, 2, 4, requires_grad=True), torch.randn(1, 4, 2, 4)
+    bp.attention(q, k, k, mesh=mesh)
+    with torch.inference_mode():
+        made = torch.randn(1, 4, 2, 4)
+        sinks = torch.zeros(2)
+        assert bp.attention(made, made, made, mesh=mesh).shape == made.shape
+    assert bp.attention(k, made, k, mesh=mesh).shape == made.shape, "nothing is kept"
+    with pytest.raises(InputError, match=r"torch\.inference_mode; got k; clone"):
+        bp.attention(q, made, k, mesh=mesh)
+    with pytest.raises(InputError, match=r"torch\.inference_mode; got sinks; clone"):
+        bp.attention(q, k, k, mesh=mesh, sinks=sinks)
+
+
+def test_tensors_of_inference_mode():
+    with torch.inference_mode():
+        k, v = (torch.randn(1, 8, 2, 4) for _ in range(2))
+    q = torch.randn(1, 8, 2, 4, requires_grad=True)
+    with pytest.raises(InputError, match=r"torch\.inference_mode; got k, v; clone"):
+        bp.attention(q, k, v)
+    with torch.no_grad():
+        assert bp.attention(q, k, v).shape == q.shape
+    assert bp.attention(q, k.clone(), v.clone()).requires_grad
+
+
+def test_dtypes_that_disagree():
+    q, k, v = qkv()
+    with pytest.raises(DtypeError, match="different dtypes"):
+        bp.attention(q.double(), k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_results_can_be_changed_in_place(ranks, dtype):
+    """As those of torch's own attention, which kernels give as views of one another."""
+    whole = [x.requires_grad_() for x in qkv(dtype=dtype)]
+
+    def work(mesh):
+        out, lse = bp.attention(*(bp.shard(x, mesh) for x in whole), mesh=mesh, return_lse=True)
+        expected = out.detach() + 1, lse + 1
+        for result, wanted in zip((out.add_(1), lse.add_(1)), expected, strict=True):
+            assert torch.equal(result, wanted)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # backward needs them as they were
+            out.sum().backward()
+
+    bp.run_local(ranks, work)
+
+
+def test_errors_are_builtins_too():
+    with pytest.raises(ValueError, match="mask"):
+        bp.attention(*qkv(), mask="nothing")
+    with pytest.raises(TypeError):
+        bp.attention(*(x.int() for x in qkv()))
+    with pytest.raises(NotImplementedError):
+        bp.attention(*qkv(), kernel="cpu_flash", softcap=1.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("transformed", [torch.vmap, torch.func.grad], ids=lambda t: t.__name__)
+def test_transforms_of_functions_are_refused(transformed, ranks):
+    _, k, v = qkv()
+    x = torch.randn(3, 1, 16, 4, 8)
+
+    def work(mesh):
+        with pytest.raises(UnsupportedError, match=r"torch\.func; .*; put what vmap maps over into the batch"):
+            transformed(lambda q: bp.attention(q.view(-1, 16, 4, 8)[:1], k, v, mesh=mesh).sum())(x)
+
+    bp.run_local(ranks, work)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, where a first level is entered
+@pytest.mark.parametrize("which", ["q", "v", "sinks"])
+def test_tangents_are_refused(which):
+    """Forward-mode differentiation: torch refused it in the middle of a pass, or lost the tangent."""
+    q, k, v = qkv()
+    given = {"q": q, "k": k, "v": v, "sinks": torch.zeros(q.shape[2])}
+    with forward_ad.dual_level():
+        bp.attention(**given)  # a level without tangents changes nothing
+        given[which] = forward_ad.make_dual(given[which], torch.ones_like(given[which]))
+        with pytest.raises(UnsupportedError, match=r"no forward-mode derivative; .*take gradients with backward\(\)"):
+            bp.attention(**given)
+    bp.attention(q, k, v)
+
+
+def test_a_mesh_from_no_process_group():
+    with pytest.raises(InputError, match="torchrun"):
+        bp.Mesh.from_group()
+
+
+def test_partial_attention_and_merge_are_the_whole():
+    q, k, v = qkv()
+    left, right = [Tile(0, 16, 0, 8, 0, 15)], [Tile(8, 16, 8, 16, 0, 7)]
+    parts = [
+        bp.partial_attention(q, k[:, :8], v[:, :8], left),
+        bp.partial_attention(q, k[:, 8:], v[:, 8:], [t.shifted(0, -8) for t in right]),
+    ]
+    out, lse = bp.merge(parts)
+    whole, whole_lse = bp.attention(q, k, v, return_lse=True)
+    torch.testing.assert_close(out, whole)
+    torch.testing.assert_close(lse, whole_lse)
+    with pytest.raises(ShapeError, match="past its block"):
+        bp.partial_attention(q, k[:, :8], v[:, :8], [Tile(0, 16, 0, 16, 0, 15)])
+
+
+def test_partial_attention_has_no_gradient():
+    q = torch.randn(1, 8, 2, 4, requires_grad=True)
+    tile = Tile(0, 8, 0, 8, 0, 7)
+    with pytest.raises(InputError, match="partial_attention has no gradient"):
+        bp.partial_attention(q, q.detach(), q.detach(), [tile])
+    with torch.no_grad():
+        assert bp.partial_attention(q, q, q, [tile])[0].shape == q.shape
+
+
+def test_merge_has_no_gradient():
+    out, lse = torch.ones(1, 4, 2, 8, requires_grad=True), torch.zeros(1, 2, 4)
+    with pytest.raises(InputError, match="merge has no gradient"):
+        bp.merge([(out, lse), (out, lse)])
+    with torch.no_grad():
+        assert bool(bp.merge([(out, lse), (out, lse)])[0].eq(1).all())
+
+
+def test_a_call_is_prepared_once():
+    mesh = bp.Mesh.single()
+    mask = bp.Mask.causal()
+    tensors = qkv()
+    bp.attention(*tensors, mask=mask, mesh=mesh)
+    (first,) = mesh._calls.values()
+    bp.attention(*tensors, mask=mask, mesh=mesh)
+    assert list(mesh._calls.values()) == [first]
+    bp.attention(*tensors, mask="full", mesh=mesh)
+    assert len(mesh._calls) == 2
+
+
+def test_calls_without_a_mesh_are_planned_once(monkeypatch):
+    """In each thread, and for each of the settings, that it runs with."""
+    alone = as_mesh(None)
+    assert as_mesh(None) is alone
+    monkeypatch.setenv("BURST_KERNEL", "reference")
+    assert as_mesh(None).config.kernel == "reference"
+    monkeypatch.undo()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(as_mesh, None).result() is not alone
+    assert as_mesh(None) is alone
+
+
+def test_why_a_kernel_was_chosen():
+    problem = KernelProblem(torch.float32, "cpu", 4, 2, 8, 5)
+    kernel, why = choose_kernel(load("cpu"), problem)
+    assert kernel.name == "reference"
+    assert "not cpu_flash: values of size 5" in why
+
+
+@pytest.mark.parametrize("value", ["0", "0.0005", "-3", "soon", "inf"])
+def test_a_deadline_that_is_none(value):
+    with pytest.raises(InputError, match="BURST_DEADLINE"):
+        from_environment({"BURST_DEADLINE": value})
+    assert from_environment({"BURST_DEADLINE": "7.5"}).deadline == 7.5
+
+
+def test_a_setting_that_is_empty_is_not_set():
+    assert from_environment(dict.fromkeys(("BURST_DEADLINE", "BURST_KERNEL", "BURST_TRANSPORT"), "")) == Config()
+
+
+def test_a_kernel_s_own_row_delta_is_used(monkeypatch):
+    """A row's dO * O in one pass, where a kernel can."""
+    asked = []
+
+    def row_delta(self, dout, out):
+        asked.append(dout.shape)
+        return numerics.row_delta(dout, out)
+
+    monkeypatch.setattr(ReferenceKernel, "row_delta", row_delta, raising=False)
+    q = torch.randn(1, 8, 2, 4)
+
+    def work(mesh):
+        mine = bp.shard(q, mesh).requires_grad_()
+        bp.attention(mine, mine, mine, mesh=mesh, kernel="reference", strategy="ring").sum().backward()
+
+    bp.run_local(2, work)
+    assert asked == [(1, 4, 2, 4)] * 2
+
+
+def test_operators_are_given_out_where_it_is_at_hand(monkeypatch):
+    """Where queries travel, delta alone comes with them; where K and V do, nothing like an out need be made."""
+    made: list[str] = []
+    once = operator_kernel.surrogate_out
+    monkeypatch.setattr(operator_kernel, "surrogate_out", lambda dout, delta: made.append("out") or once(dout, delta))
+
+    def work(mesh, strategy):
+        q, k, v = (torch.randn(1, 16, 2, 8, requires_grad=True) for _ in range(3))
+        bp.attention(q, k, v, mesh=mesh, strategy=strategy, kernel="cpu_flash").sum().backward()
+
+    bp.run_local(2, lambda mesh: work(mesh, "ring"))
+    assert not made
+    bp.run_local(2, lambda mesh: work(mesh, "burst"))
+    assert made
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "usp"])
+@pytest.mark.parametrize("mask", ["causal", "window:5"])
+def test_another_default_device(mask: str, strategy: str):
+    """A mask without memory was read as if it had some, and numbers were wrong."""
+    length = 34 if mask == "causal" else 38  # of nobody else's: the order of rows is kept
+    whole = [torch.randn(1, length, heads, 8) for heads in (4, 4, 4)]
+
+    def work(mesh: bp.Mesh) -> list[torch.Tensor]:
+        mine = [bp.shard(x, mesh).requires_grad_() for x in whole]
+        with torch.device("meta"):
+            out = bp.attention(*mine, mask=mask, mesh=mesh, strategy=strategy, seq_len=length)
+            made = torch.autograd.grad(out.sum(), mine)
+            return [bp.unshard(x, mesh, seq_len=length) for x in (out.detach(), *made)]
+
+    exact = [x.double().transpose(1, 2).requires_grad_() for x in whole]
+    distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
+    seen = (distance >= 0) & (distance <= (length if mask == "causal" else 5))
+    out = torch.nn.functional.scaled_dot_product_attention(*exact, attn_mask=seen, enable_gqa=True)
+    good = [out, *torch.autograd.grad(out.sum(), exact)]
+    for found in run_local(4, work):
+        for made, other in zip(found, good, strict=True):
+            torch.testing.assert_close(made.double(), other.transpose(1, 2), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-50, 1e-31])
+def test_scales_that_are_not_positive(scale):
+    """Not in float32, that is: 1e-50 is 0 there, for which cpu_flash would answer NaN; 1e-31 is as good as 0."""
+    q, k, v, dout = inputs(torch.float32)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = bp.attention(*leaves, mask="causal", scale=scale, return_lse=True)
+    out.backward(dout)
+    answer = oracle.Answer(out.detach(), lse, *(x.grad for x in leaves))
+    exact, plain = expected(*(x.detach() for x in leaves), dout, MASKS["causal"], torch.float32, scale=scale)
+    assert judge(answer, exact, plain, torch.float32) == {}
+    with pytest.raises(UnsupportedError, match="must be positive"):
+        bp.attention(*leaves, scale=scale, kernel="cpu_flash")
+    blocks = [x.detach() for x in (q, k, v)]
+    assert bool(bp.partial_attention(*blocks, [Tile(0, 9, 0, 9, 0, 8)], scale=scale)[0].isfinite().all())
+
+
+# -------------------------------------------------------------------------------------------- a user's tiles
+
+
+user_tiles = st.builds(
+    lambda q, rows, k, columns, lo, width: Tile(q, q + rows, k, k + columns, lo, lo + width),
+    st.integers(0, 6), st.integers(1, 6), st.integers(0, 5), st.integers(1, 5), st.integers(-14, 14), st.integers(0, 9),
+)  # fmt: skip
+
+
+@given(st.lists(user_tiles, max_size=3))
+def test_any_disjoint_tiles_of_a_user(tiles):
+    """Rows that see nothing, bands that miss their box, blocks of different lengths; overlaps are refused."""
+    q, k, v = torch.randn(1, 12, 2, 4), torch.randn(1, 10, 2, 4), torch.randn(1, 10, 2, 4)
+    distance = torch.arange(12).unsqueeze(1) - torch.arange(10)
+    times = torch.zeros(12, 10)
+    for t in tiles:
+        band = (distance >= t.lo) & (distance <= t.hi)
+        times[t.q_start : t.q_stop, t.k_start : t.k_stop] += band[t.q_start : t.q_stop, t.k_start : t.k_stop]
+    if times.max() > 1:
+        with pytest.raises(ShapeError, match="two tiles overlap"):
+            bp.partial_attention(q, k, v, tiles)
+        return
+    scores = (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1) / 2).masked_fill(times == 0, -torch.inf)
+    right = (scores.softmax(-1).nan_to_num(0.0) @ v.double().transpose(1, 2)).transpose(1, 2)
+    out, lse = bp.partial_attention(q, k, v, tiles)
+    torch.testing.assert_close(out, right.float())
+    torch.testing.assert_close(lse, scores.logsumexp(-1).float())
+
+
+@pytest.mark.parametrize(
+    ("tile", "message"),
+    [
+        (Tile(0, 17, 0, 16, -99, 99), "past its block.*16 rows and 12 columns"),
+        (Tile(0, 16, 0, 13, -99, 99), "past its block"),
+        (Tile(-1, 16, 0, 12, -99, 99), "past its block"),
+        (Tile(5, 5, 0, 12, -99, 99), "is empty"),
+        (Tile(5, 3, 0, 12, -99, 99), "is empty"),
+        (Tile(0, 16, 0, 12, 3, 2), "is empty"),
+        (Tile(0, 16.0, 0, 12, 0, 9), "not a tile"),
+        ((0, 16, 0, 12, 0, 9), "not a tile"),
+    ],
+)
+def test_bad_tiles_of_a_user(tile, message):
+    """torch's operator would end the process at some of these."""
+    q, k = torch.randn(1, 16, 2, 4), torch.randn(1, 12, 2, 4)
+    with pytest.raises(ShapeError, match=message):
+        bp.partial_attention(q, k, k, [tile])

@@ -1,0 +1,292 @@
+"""Modules for models of one's own, and the example that trains one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import runpy
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import burst_portable as bp
+from burst_portable.errors import DtypeError, InputError, LayoutError, MismatchError, ShapeError, UnsupportedError
+from burst_portable.gradients import sum_gradients
+from burst_portable.nn import SelfAttention, rotate
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_own_model.py"
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_module_on_several_ranks_is_the_module_on_one(ranks, layout):
+    length, dim = 23, 16
+    x, dout = torch.randn(2, length, dim), torch.randn(2, length, dim)
+    weights = SelfAttention(dim, 4, 2).state_dict()
+
+    def work(mesh):
+        module = SelfAttention(dim, 4, 2, mesh=mesh, layout=layout, mask="window:6")
+        module.load_state_dict(weights)
+        mine = bp.shard(x, mesh, layout=layout).requires_grad_()
+        out = module(mine, seq_len=length)
+        out.backward(bp.shard(dout, mesh, layout=layout))
+        sum_gradients(module.parameters(), mesh)
+
+        def whole(t):
+            return bp.unshard(t.detach(), mesh, seq_len=length, layout=layout)
+
+        return [whole(out), whole(mine.grad), *(p.grad for p in module.parameters())]
+
+    (alone,) = bp.run_local(1, work)
+    for found in bp.run_local(ranks, work):
+        for got, expected in zip(found, alone, strict=True):
+            torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_rotary_positions_by_hand():
+    """At position p, the pair (first, second) of frequency 1 turns by p radians."""
+    x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2).expand(1, 3, 1, 2)
+    turned = rotate(x, torch.tensor([0, 1, 5]))[0, :, 0]
+    angles = torch.tensor([0.0, 1.0, 5.0])
+    torch.testing.assert_close(turned, torch.stack((angles.cos(), angles.sin()), dim=-1))
+
+
+def test_rotary_positions_are_llama_s():
+    from transformers.models.llama.modeling_llama import rotate_half
+
+    x, where = torch.randn(1, 7, 2, 8), torch.arange(7) * 3
+    frequency = 10000.0 ** (-torch.arange(4) / 4)
+    angle = torch.cat((frequency, frequency)) * where[:, None]
+    expected = x * angle.cos()[:, None] + rotate_half(x) * angle.sin()[:, None]
+    torch.testing.assert_close(rotate(x, where), expected)
+
+
+def test_rotary_positions_of_float64_are_of_float64():
+    x, where = torch.randn(1, 5, 2, 8, dtype=torch.float64), torch.arange(5) * 100_003
+    angle = where[:, None].double() * 10000.0 ** (-torch.arange(4).double() / 4)
+    turned = torch.polar(torch.ones_like(angle), angle)
+    expected = torch.view_as_real(torch.complex(x[..., :4], x[..., 4:]) * turned[:, None])
+    found = rotate(x, where)
+    torch.testing.assert_close(found, torch.cat(expected.unbind(-1), dim=-1), rtol=1e-9, atol=1e-9)
+
+
+X = torch.zeros(2, 3, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.zeros(1, 1, 1, 3), torch.zeros(1)), ShapeError, "even head size"),
+        ((torch.zeros(1, 1, 1, 0), torch.zeros(1)), ShapeError, "even head size"),
+        ((torch.zeros(3, 4), torch.zeros(3)), ShapeError, "head size"),
+        ((X, torch.zeros(4)), ShapeError, r"do not fit the rows; got \(4,\); allowed: \(3,\) or \(2, 3\)"),
+        ((X, torch.zeros(3, 3)), ShapeError, "do not fit the rows"),
+        ((X.int(), torch.zeros(3)), DtypeError, "turn floats"),
+        ((X, torch.zeros(3, dtype=torch.bool)), DtypeError, "turn floats"),
+        ((X, [0, 1, 2]), ShapeError, "where is not a tensor"),
+        (("x", torch.zeros(3)), ShapeError, "x is not a tensor"),
+        *(
+            ((X, torch.zeros(3), theta), InputError, "theta")
+            for theta in (0, -1.0, float("nan"), float("inf"), "1", True)
+        ),
+    ],
+)
+def test_what_cannot_be_rotated(arguments, error, message):
+    with pytest.raises(error, match=message):
+        rotate(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"heads": 3}, "do not go together"),
+        ({"heads": 4, "kv_heads": 3}, "do not go together"),
+        ({"heads": 0}, "heads is not a size"),
+        ({"heads": 4.0}, "heads is not a size"),
+        ({"dim": "16"}, "dim is not a size"),
+        ({"kv_heads": True}, "kv_heads is not a size"),
+        ({"heads": 16}, "even head size; got 16 / 16 = 1"),
+        ({"theta": 0}, "theta"),
+        ({"mask": "causl"}, "did you mean 'causal'"),
+        ({"mask": None}, "mask is not a mask"),
+        ({"strategy": "rng"}, "did you mean 'ring'"),
+        ({"strategy": None}, "unknown strategy"),
+        ({"layout": "zag"}, "did you mean 'zigzag'"),
+        ({"layout": ["zigzag"]}, "unknown layout"),
+        ({"mesh": "all"}, "not a mesh"),
+    ],
+)
+def test_modules_that_cannot_be(arguments, message):
+    with pytest.raises(InputError, match=message):
+        SelfAttention(**{"dim": 16, "heads": 4} | arguments)
+
+
+def test_inputs_that_are_none_of_the_module():
+    module = SelfAttention(16, 16, theta=None)  # heads of one number: nothing to turn
+    assert module(torch.randn(1, 5, 16)).shape == (1, 5, 16)
+    for wrong in (torch.randn(5, 16), torch.randn(1, 5, 8), [1.0]):
+        with pytest.raises(ShapeError, match=r"x is not a tensor|x cannot be an input"):
+            module(wrong)
+
+
+def test_a_rank_that_refuses_its_input_lets_no_other_wait():
+    def work(mesh):
+        module = SelfAttention(16, 4, mesh=mesh)
+        x = torch.zeros(1, 5 if mesh.rank else 6, 16)
+        error, message = (LayoutError, "5 rows; allowed: 6 of 12") if mesh.rank else (MismatchError, "rank 1 refused")
+        with pytest.raises(error, match=message):
+            module(x, seq_len=12)
+
+    bp.run_local(2, work, deadline=20)
+
+
+def test_a_rank_that_torch_stops_lets_no_other_wait():
+    def work(mesh):
+        module = SelfAttention(16, 4, mesh=mesh)
+        x = torch.zeros(1, 6, 16, dtype=torch.float64 if mesh.rank else torch.float32)
+        error, message = (RuntimeError, "dtype") if mesh.rank else (MismatchError, "rank 1 refused: RuntimeError")
+        with pytest.raises(error, match=message):
+            module(x)
+
+    bp.run_local(2, work, deadline=20)
+
+
+def test_a_layout_says_how_long_the_sequence_is():
+    def work(mesh):
+        layout = bp.make_layout("contiguous", 11, 2)
+        module = SelfAttention(16, 4, mesh=mesh, layout=layout)
+        assert module(bp.shard(torch.randn(1, 11, 16), mesh, layout=layout)).shape[1] == (5 if mesh.rank else 6)
+
+    bp.run_local(2, work)
+
+
+@pytest.mark.parametrize("mask", ["documents:0,5,12", "block_causal:4", bp.Mask.documents((0, 5, 12))], ids=str)
+def test_masks_by_name_in_a_layout_that_reads_them(mask):
+    x = torch.randn(1, 12, 16)
+    weights = SelfAttention(16, 4).state_dict()
+    layout = "zigzag" if mask == "block_causal:4" else "document_zigzag"
+
+    def work(mesh):
+        module = SelfAttention(16, 4, mesh=mesh, mask=mask, layout=layout)
+        module.load_state_dict(weights)
+        whole = bp.Mask.parse(mask, 12) if isinstance(mask, str) else mask
+        cut = {"layout": layout, "mask": whole}
+        with torch.no_grad():
+            return bp.unshard(module(bp.shard(x, mesh, **cut)), mesh, seq_len=12, **cut)
+
+    (alone,), two = bp.run_local(1, work), bp.run_local(2, work)
+    for found in two:
+        torch.testing.assert_close(found, alone)
+
+
+@pytest.mark.parametrize("layout", ["document_zigzag", "striped"])
+def test_a_batch_brings_its_own_documents(layout):
+    """Each recomputed in backward, after the module has seen the next batch with other documents."""
+    x, batches = torch.randn(1, 23, 16), [(0, 5, 23), (0, 9, 14, 23)]
+    module = SelfAttention(16, 4, 2, mesh=bp.Mesh.single())
+    for ends in batches:  # each document by itself
+        sum(module(x[:, a:b]).square().sum() for a, b in pairwise(ends)).backward()
+    weights, expected = module.state_dict(), [p.grad for p in module.parameters()]
+
+    def work(mesh):
+        mine = SelfAttention(16, 4, 2, mesh=mesh, layout=layout)
+        mine.load_state_dict(weights)
+        losses = []
+        for ends in batches:
+            batch = bp.shard_batch(torch.zeros(1, 23, dtype=torch.int64), documents=ends, mesh=mesh, layout=layout)
+            mask = bp.Mask.documents(ends)
+            options = {"seq_len": 23, "position_ids": batch["position_ids"], "mask": mask}
+            rows = bp.shard(x, mesh, layout=layout, mask=mask)
+            losses.append(checkpoint(mine, rows, use_reentrant=False, **options).square().sum())
+        for loss in losses:
+            loss.backward()
+        sum_gradients(mine.parameters(), mesh)
+        return [p.grad for p in mine.parameters()]
+
+    for found in bp.run_local(2, work):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    with pytest.raises(InputError, match="mask"):
+        module(x, mask=5)
+
+
+def test_masks_and_layouts_are_arguments_that_fsdp_under_mixed_precision_hands_on():
+    """It makes dataclasses anew, field by field, and raised at those of ours; made anew they would be checked again."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.got = SelfAttention(16, 4, 2, mesh=bp.Mesh.single()), None
+
+        def forward(self, x, mask, layout):
+            self.got = mask, layout
+            return self.attention(x, mask=mask)
+
+    block, x, mask = Block(), torch.randn(1, 23, 16), bp.Mask.documents((0, 9, 23))
+    layout = bp.plan(seq_len=23, ranks=2, heads=4, head_dim=4).layout
+    expected = copy.deepcopy(block).bfloat16()(x.bfloat16(), mask, layout)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        assert torch.equal(sharded(x, mask, layout=layout), expected)
+    finally:
+        dist.destroy_process_group()
+    assert block.got[0] is mask
+    assert block.got[1] is layout
+
+
+def test_copies_and_pickles_of_a_module_compute_alike():
+    def work(mesh):
+        module = SelfAttention(16, 4, 2, mesh=mesh, mask="window:3")
+        x = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(mesh.rank))
+        before, copied = module(x), copy.deepcopy(module)
+        torch.testing.assert_close(copied(x), before)
+        assert copied.q.weight is not module.q.weight
+        if mesh.size > 1:
+            with pytest.raises(UnsupportedError, match="state_dict"):
+                pickle.dumps(module)
+        else:
+            torch.testing.assert_close(pickle.loads(pickle.dumps(module))(x), before)
+
+    for ranks in (1, 2):
+        bp.run_local(ranks, work)
+
+
+def test_the_example_gives_the_same_losses_on_any_number_of_ranks():
+    train = runpy.run_path(str(EXAMPLE))["train"]
+    alone, three = (bp.run_local(ranks, lambda mesh: train(mesh, steps=3, seq_len=101))[0] for ranks in (1, 3))
+    assert alone == pytest.approx(three, rel=1e-5)
+    assert alone[-1] < alone[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"), [("0", "ranks is not a size; got 0"), ("1025", "up to 1024"), ("two", "'two'")]
+)
+def test_the_example_tells_in_a_line_what_cannot_be_used(ranks, told, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [EXAMPLE.name, "--ranks", ranks])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_example_under_fsdp_gives_the_same_losses_on_any_grid():
+    """Of four ranks, two sequences at a time; the checkpoint half-way is read by a model of other weights."""
+
+    def losses(ranks: int, *options: str) -> list[float]:
+        command = [sys.executable, "-m", "tests.support.ranks_of", str(ranks), "examples.train_with_fsdp", *options]
+        done = subprocess.run(command, cwd=EXAMPLE.parents[1], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [float(loss) for loss in done.stdout.split()[1:]]
+
+    alone, pairs = losses(1), losses(4, "--sequence", "2")
+    assert len(alone) == 4
+    assert alone[-1] < alone[0] - 1
+    assert pairs == pytest.approx(alone, rel=1e-5)

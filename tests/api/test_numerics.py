@@ -1,0 +1,219 @@
+"""Test merged states, compensated sums, sinks, and copies that keep every bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable import numerics
+from burst_portable.conformance.cases import LENGTH
+from burst_portable.errors import DtypeError, InputError, ShapeError
+from burst_portable.kernels.base import Options
+from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.planning.tiles import Tile, Tiles
+from burst_portable.runtime import executor
+from tests.support.local_kernels import inputs
+from tests.support.thread_peers import World, run_peers
+
+
+def parts(count: int, spread: float) -> tuple[list[numerics.State], numerics.State]:
+    """Partial results in float32 over so many sets of keys, and the whole in float64."""
+    scores = torch.randn(2, 3, 5, count, 16, dtype=torch.float64) * spread + 9.0
+    values = torch.randn(2, 3, count, 16, 4, dtype=torch.float64)
+    p = torch.softmax(scores.flatten(-2), -1)
+    whole = torch.einsum("bhsc,bhcd->bshd", p, values.flatten(2, 3)), scores.flatten(-2).logsumexp(-1)
+    made = []
+    for i in range(count):
+        part = torch.softmax(scores[..., i, :], -1)
+        out = torch.einsum("bhsc,bhcd->bshd", part, values[:, :, i])
+        made.append((out.float(), scores[..., i, :].logsumexp(-1)))
+    return made, whole
+
+
+@pytest.mark.parametrize("spread", [1.0, 20.0])
+def test_many_parts_lose_little(spread: float) -> None:
+    """64 parts stay within a few roundings of float32; merging in plain float32 does not, so this can fail."""
+    torch.manual_seed(0)
+    made, (out, lse) = parts(64, spread)
+    q = torch.empty(2, 5, 3, 4)
+    state, plain = numerics.Compensated.empty(q, 4), (torch.zeros(2, 5, 3, 4), torch.full((2, 3, 5), -torch.inf))
+    for part, wide in made:
+        narrow = wide.float()
+        state.merge(part, narrow, (wide - narrow.double()).float())
+        numerics.merge_into(plain, part, narrow)
+    assert float((state[0] - out).norm() / out.norm()) < 2e-7
+    assert float((plain[0] - out).norm() / out.norm()) > 1e-6
+    assert float((state[1] - lse).abs().max()) <= 2.0**-23 * float(lse.abs().max())
+
+
+def test_rows_that_saw_nothing() -> None:
+    """Stay 0 and -inf until there is a part for them; a part that saw nothing changes nothing, to the bit."""
+    q = torch.empty(1, 3, 2, 4)
+    state = numerics.Compensated.empty(q, 4)
+    assert not state[0].any()
+    assert (state[1] == -torch.inf).all()
+    made, _ = parts(1, 1.0)
+    out, lse = made[0][0][:1, :3, :2], made[0][1].float()[:1, :2, :3].clone()
+    lse[:, :, 1] = -torch.inf
+    out[:, 1] = 0.0
+    state.merge(out, lse)
+    assert torch.equal(state[0], out)
+    assert torch.equal(state[1], lse)
+    state.merge(torch.zeros_like(out), torch.full_like(lse, -torch.inf))
+    assert torch.equal(state[0], out)
+    assert torch.equal(state[1], lse)
+    assert all(not x.isnan().any() for x in state.lost)
+
+
+def test_agrees_with_merge_into() -> None:
+    made, _ = parts(5, 3.0)
+    narrow = numerics.Compensated.empty(torch.empty(2, 5, 3, 4), 4)
+    wide = numerics.empty_state(torch.empty(2, 5, 3, 4), 4)
+    for out, lse in made:
+        narrow.merge(out, lse.float())
+        numerics.merge_into(wide, out, lse.float())
+    torch.testing.assert_close(narrow[0].double(), wide[0], rtol=2e-7, atol=2e-7)
+    torch.testing.assert_close(narrow[1].double(), wide[1], rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "first", "wide"),
+    [(torch.bfloat16, 8, 0, True), (torch.bfloat16, 8, 2, False), (torch.bfloat16, 6, 0, False),
+     (torch.float32, 6, 0, True), (torch.float32, 1, 0, False), (torch.float64, 1, 3, True)],
+)  # fmt: skip
+def test_to_the_bit(dtype, dim, first, wide):
+    """In elements of 8 bytes where rows begin and end with such; a NaN's own bits stay, and what lies between too."""
+    memory = torch.randn(first + 2 * 3 * 4 * dim).to(dtype)
+    memory[first] = torch.nan
+    source = memory[first:].view(2, 3, 4, dim)
+    room = torch.full((3, 2, 5, dim), 7.0, dtype=dtype)
+    target = room.transpose(0, 1)[:, :, 1:]
+    assert (numerics._is_wide(source), numerics._is_wide(target)) == (wide, wide or (first > 0))
+    numerics.copy(source, target)
+    assert torch.equal(room[:, :, 1:].transpose(0, 1).reshape(-1).view(torch.uint8), memory[first:].view(torch.uint8))
+    assert (room[:, :, 0] == 7).all()
+
+
+def test_memory_that_begins_anywhere():
+    """As another package may hand it over."""
+    memory = bytearray(128)
+    base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    for odd in (0, 4):
+        source = torch.frombuffer(memory, dtype=torch.float32, offset=-base % 8 + odd, count=24).view(3, 8)
+        assert (numerics._is_wide(source), source.storage_offset()) == (not odd, 0)
+
+
+def test_other_dtypes_are_converted():
+    target = torch.zeros(4, 8, dtype=torch.bfloat16)
+    numerics.copy(torch.full((4, 8), 1.5), target)
+    assert (target == 1.5).all()
+
+
+@pytest.mark.parametrize("moves", ["fetch", "neighbour"])
+def test_rows_are_packed_once(moves, monkeypatch):
+    """Of a causal zigzag some ranks need a whole block and others half of it: that is a part of the same message."""
+    copied = []
+    real = numerics.copy
+    monkeypatch.setattr(
+        executor.wide_copy, "copy", lambda source, target: (copied.append(source), real(source, target))
+    )
+    x = torch.randn(1, 64, 2, 8, generator=torch.Generator().manual_seed(0))
+    right = bp.attention(x, x, x, mask="causal")
+    strategy = bp.make_strategy("ring", moves=moves, **({"ahead": 4} if moves == "fetch" else {}))
+
+    def work(mesh):
+        mine = bp.shard(x, mesh, layout="zigzag")
+        out = bp.attention(mine, mine, mine, mask="causal", mesh=mesh, strategy=strategy, layout="zigzag")
+        return bp.unshard(out, mesh, layout="zigzag", seq_len=64)
+
+    for found in run_peers(World(4), work):
+        torch.testing.assert_close(found, right)
+    assert len(copied) == 2 * 4, "K and V of each rank"
+
+
+# -------------------------------------------------------------------------------------------------- numerics
+
+
+def test_merging_with_nothing_changes_nothing():
+    q, k, v, _ = inputs(torch.float32)
+    part = ReferenceKernel().attend(q, k, v, Tiles([Tile(0, LENGTH, 0, LENGTH, -99, 99)]), Options(0.3))
+    nothing = numerics.empty_state(q, 8)
+    for parts in ([part, nothing], [nothing, part], [nothing, part, nothing]):
+        out, lse = numerics.merge(parts)
+        torch.testing.assert_close(out, part[0].to(out.dtype), rtol=0, atol=0)
+        torch.testing.assert_close(lse, part[1].to(lse.dtype), rtol=0, atol=0)
+    out, lse = numerics.merge([nothing, nothing])
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("spread", [0.0, 50.0, 1e4, 1e30])
+def test_merging_survives_scores_far_apart(spread):
+    a = (torch.ones(1, 1, 1, 1), torch.full((1, 1, 1), spread))
+    b = (torch.full((1, 1, 1, 1), 3.0), torch.full((1, 1, 1), -spread))
+    out, lse = numerics.merge([a, b])
+    assert out.item() == pytest.approx(2.0 if spread == 0 else 1.0)
+    assert lse.isfinite().all()
+
+
+def part(rows=5, heads=3, dtype=torch.float32):
+    return torch.randn(2, rows, heads, 8).to(dtype), torch.randn(2, heads, rows)
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "message"),
+    [
+        ([], InputError, "at least one"),
+        ([part()[0]], InputError, "pairs"),
+        ([part(), part(rows=6)], ShapeError, "do not go together"),
+        ([part(), part(heads=1)], ShapeError, "do not go together"),
+        ([(part()[0], part(rows=1)[1])], ShapeError, "do not go together"),
+        ([part(), part(dtype=torch.bfloat16)], DtypeError, "bfloat16"),
+        ([(part()[0].int(), part()[1])], DtypeError, "int32"),
+    ],
+)
+def test_what_merge_refuses(parts, error, message):
+    """Shapes that torch would broadcast to a wrong result, above all."""
+    with pytest.raises(error, match=message):
+        numerics.merge(parts)
+
+
+def test_merging_takes_nothing_from_a_row_that_saw_nothing():
+    """Whatever another library left in its out there."""
+    out, lse = part()
+    blind = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
+    for parts in ([blind, (out, lse)], [(out, lse), blind]):
+        torch.testing.assert_close(numerics.merge(parts), (out, lse))
+    assert not numerics.merge([blind, blind])[0].any()
+
+
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+def test_the_stand_in_for_out_has_the_row_sums(size):
+    """Also where the square of dO would vanish or overflow."""
+    dout = torch.randn(2, 5, 3, 8) * size
+    dout[:, 2] = 0
+    delta = torch.randn(2, 3, 5) * size
+    delta[:, :, 2] = 0
+    stand_in = numerics.surrogate_out(dout, delta)
+    made = numerics.row_delta(dout.double() / size, stand_in)
+    torch.testing.assert_close(made, delta.double() / size, rtol=1e-5, atol=1e-6)
+
+
+def test_sinks_by_hand():
+    """One key with score 0 and a sink with logit 0 share the weight."""
+    state = (torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
+    numerics.add_sinks(state, torch.zeros(1))
+    assert state[0].flatten().tolist() == [0.5, 0.5]
+    assert state[1].item() == pytest.approx(0.6931472)
+
+
+def test_a_closed_sink_over_a_row_that_sees_nothing():
+    """A sink of -inf takes no part: the row stays out 0 and LSE -inf, and gives no gradient."""
+    out, lse = torch.zeros(1, 2, 1, 4), torch.tensor([[[-torch.inf, 1.0]]])
+    out[:, 1] = 3.0
+    before = out.clone(), lse.clone()
+    sinks = torch.tensor([-torch.inf])
+    numerics.add_sinks((out, lse), sinks)
+    torch.testing.assert_close((out, lse), before, rtol=0, atol=0)
+    assert numerics.sinks_gradient(sinks, lse, torch.tensor([[[0.0, 2.0]]])).tolist() == [0.0]

@@ -1,0 +1,194 @@
+"""torch_npu's profiler for the deep level: a made-up module, and a trace_view.json as torch_npu's source makes it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.backends.ascend.tracer import NpuTracer, kineto
+from burst_portable.backends.registry import as_kineto, tracer_of
+from burst_portable.cli import main
+from burst_portable.errors import UnsupportedError
+from burst_portable.profiling import tracing
+from burst_portable.profiling.records import Place
+from burst_portable.profiling.tracing import Tracer, join, load_trace, traced_facts, tracer_here
+
+HOST, DEVICE, HCCL, OVERLAP = 4711, 1001, 1002, 1003
+BASE = 1_763_700_000_000_000  # microseconds since 1970, as its times are
+
+
+def x(name, pid, tid, start, length, **args):
+    one = {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": f"{BASE + start}.500", "dur": length, "args": args}
+    return {**one, "cat": "cpu_op"} if pid == HOST else one
+
+
+def flow(at, thread, pid, tid, start):
+    """From the operator that began at `at`; its number is the end's time, in nanoseconds."""
+    both = {"bp": "e", "name": "torch_to_npu", "id": (BASE + start) * 1000 + 500, "cat": "async_npu"}
+    return [
+        {**both, "ph": "s", "pid": HOST, "tid": thread, "ts": f"{BASE + at}.500"},
+        {**both, "ph": "f", "pid": pid, "tid": tid, "ts": f"{BASE + start}.500"},
+    ]
+
+
+def process(pid, name):
+    return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+
+
+def here(step, what, backward=False):
+    return str(Place(2, "ring", backward, 0, 0, step, what))
+
+
+TRACE = [
+    *(process(HOST, "Python"), process(DEVICE, "Ascend Hardware"), process(HCCL, "Communication")),
+    process(OVERLAP, "Overlap Analysis"),
+    x(here(0, "q2 x kv2"), HOST, 7, 0, 20),
+    x("npu::npu_fusion_attention_v2", HOST, 7, 2, 5),
+    x(here(0, "posts messages"), HOST, 7, 30, 20),
+    x("c10d::send", HOST, 7, 32, 5),
+    x("aten::mm", HOST, 7, 60, 5),  # the model's own
+    x(here(1, "q2 x kv1", backward=True), HOST, 8, 40, 20),  # on autograd's thread, at the same time
+    x("aten::mul", HOST, 8, 44, 2),
+    x("FlashAttentionScore", DEVICE, 3, 100, 100, **{"Task Type": "MIX_AIC"}),
+    *flow(2, 7, DEVICE, 3, 100),
+    x("hcom_send__101_0_1", HCCL, 9, 150, 100),
+    *flow(32, 7, HCCL, 9, 150),
+    x("Notify_Wait", HCCL, 10, 150, 100),  # a part of it, on a plane of its own
+    x("MatMulV2", DEVICE, 3, 200, 500, **{"Task Type": "AI_CORE"}),
+    *flow(60, 7, DEVICE, 3, 200),
+    x("any", DEVICE, 3, 230, 20, **{"Task Type": "EVENT_WAIT"}),
+    *flow(44, 8, DEVICE, 3, 230),
+    x("Mul", DEVICE, 3, 250, 10, **{"Task Type": "AI_VECTOR_CORE"}),
+    *flow(44, 8, DEVICE, 3, 250),
+    x("copy", DEVICE, 4, 255, 25, **{"Task Type": "MEMCPY_ASYNC"}),
+    *flow(32, 7, DEVICE, 4, 255),
+    x("EVENT_RECORD", DEVICE, 3, 300, 1, **{"Task Type": "EVENT_RECORD"}),
+    x("Computing", OVERLAP, 0, 100, 600),
+]
+
+
+def test_what_the_device_did_gets_the_plan_s_names_by_hand():
+    joined = join({"traceEvents": kineto(TRACE)})
+    assert list(joined) == [2]
+    assert joined[2].on_device
+    facts = traced_facts(joined[2])
+    told = {(k["backward"], k["step"], k["what"], k["kind"], k["name"]): k["time"] for k in facts["kernels"]}
+    assert told == {
+        (0, 0, "q2 x kv2", "compute", "FlashAttentionScore"): 100_000,
+        (0, 0, "posts messages", "comm", "hcom_send__101_0_1"): 100_000,
+        (0, 0, "posts messages", "copy", "copy"): 25_000,
+        (1, 1, "q2 x kv1", "wait", "EVENT_WAIT"): 20_000,
+        (1, 1, "q2 x kv1", "compute", "Mul"): 10_000,
+    }
+    assert facts["partition"] == {
+        "span": 180_000,  # 100 to 280
+        "compute": 110_000,  # 100-200, 250-260
+        "exposed_comm": 50_000,  # 200-250
+        "exposed_copy": 20_000,  # 260-280
+        "idle": 0,
+        "comm": 100_000,
+        "overlap": 50_000,
+        "blocking": 20_000,
+    }
+
+
+def test_the_command_reads_its_file(tmp_path, capsys):
+    path = tmp_path / "trace_view.json"
+    path.write_text(json.dumps(TRACE))
+    assert main(["trace", str(path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    # All of the device counts here: the model's product from 200 to 700 too.
+    assert (found["span"], found["compute"], found["comm"], found["idle"]) == (600_000, 600_000, 100_000, 0)
+    path.write_text(json.dumps([*TRACE, {"ph": "X", "pid": []}]))
+    with pytest.raises(bp.BurstError, match=r"trace_view\.json is not a trace: an event cannot be read"):
+        load_trace(path)
+
+
+def test_other_traces_are_left_alone():
+    events = [x("aten::mm", HOST, 7, 0, 5), process(1, "python")]
+    assert kineto(events) is None
+    assert as_kineto(events) is events
+
+
+class Profiler:
+    """What torch_npu.profiler.profile does, as far as it is used: its errors are printed and not raised."""
+
+    writes = True
+
+    def __init__(self, *, activities, on_trace_ready):
+        assert [*activities] == ["cpu", "npu"]
+        self._ready = on_trace_ready
+
+    def start(self):
+        self.running = True
+
+    def stop(self):
+        assert self.running
+        if self.writes:
+            self._ready()
+
+
+@pytest.fixture
+def torch_npu(monkeypatch):
+    """A module of that name, whose profiler wrote `TRACE`."""
+
+    def handler(folder):
+        def ready():
+            place = Path(folder) / "host_1_ascend_pt" / "ASCEND_PROFILER_OUTPUT"
+            place.mkdir(parents=True)
+            (place / "trace_view.json").write_text(json.dumps(TRACE))
+
+        return ready
+
+    module = ModuleType("torch_npu")
+    module.profiler = SimpleNamespace(
+        ProfilerActivity=SimpleNamespace(CPU="cpu", NPU="npu"), profile=Profiler, tensorboard_trace_handler=handler
+    )
+    monkeypatch.setitem(sys.modules, "torch_npu", module)
+
+
+@pytest.fixture
+def npus(monkeypatch, torch_npu):
+    """A machine whose accelerator is an NPU, for whoever asks which tracer sees it."""
+    from burst_portable.backends.ascend import backend
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: SimpleNamespace(type="npu"))
+    monkeypatch.setattr(tracing, "for_device", lambda device_type: backend)
+
+
+def test_the_deep_level_takes_the_vendor_s_tracer(npus, tmp_path):
+    assert isinstance(tracer_here(), NpuTracer)
+    with bp.profile("deep") as session:
+        q = torch.ones(1, 8, 2, 4)
+        bp.attention(q, q, q)
+    session.write_trace(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text()) == TRACE
+    tracer = Tracer(NpuTracer())
+    tracer.start()
+    tracer.stop()
+    assert list(tracer.joined()) == [2]
+
+
+def test_a_profiler_that_wrote_nothing_is_told_of_when_it_is_asked(npus, monkeypatch, tmp_path):
+    monkeypatch.setattr(Profiler, "writes", False)
+    with bp.profile("deep") as session:
+        q = torch.ones(1, 8, 2, 4)
+        out = bp.attention(q, q, q)
+    assert torch.isfinite(out).all()
+    with pytest.raises(UnsupportedError, match="torch_npu's profiler wrote no trace"):
+        session.report()
+    with pytest.raises(UnsupportedError, match="wrote no trace"):
+        session.write_trace(tmp_path / "trace.json")
+
+
+def test_others_take_torch_s():
+    from burst_portable.backends.registry import load
+
+    assert all(tracer_of(load(name)) is None for name in ("cpu", "cuda", "rocm"))
+    assert isinstance(tracing.tracer_here(), tracing.TorchTracer)

@@ -1,0 +1,58 @@
+"""Ascend's Triton kernels in Triton's interpreter, against dense attention in float64; and that their tiles fit.
+
+What triton-ascend makes of them is looked at by `make conform-ascend`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.triton_cases import SHAPES, Case, cases
+from tests.support.triton_interpreter import Ask, as_request
+
+pytest.importorskip("triton")
+
+FLOAT32 = [c for c in cases(45, torch.float32, heads=1) if c.layout != "striped" or c.mask in ("causal", "full")][::4]
+FLOAT16 = [replace(c, dtype=torch.float16, scale=0.2) for c in SHAPES[:4]]
+
+
+@pytest.mark.parametrize("case", [*FLOAT32, *FLOAT16], ids=str)
+def test_numbers(ask: Ask, case: Case) -> None:
+    ask({**as_request(case), "loads": "ascend"})
+
+
+def test_rows_that_no_tile_touches_stay(ask: Ask) -> None:
+    ask({"check": "untouched", "loads": "ascend"})
+
+
+def test_merging_many_blocks_costs_float32_no_more_than_two(ask: Ask) -> None:
+    ask({"check": "flat", "loads": "ascend"})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [*cases(150, torch.float32), *cases(97, torch.float16, scale=0.2)], ids=str)
+def test_longer(ask: Ask, case: Case) -> None:
+    ask({**as_request(case), "loads": "ascend"})
+
+
+def test_cuts_fit_the_buffer() -> None:
+    from burst_portable.backends.ascend.triton_launch import BUFFER, HALF, MARGIN, SINGLE, buffer_bytes
+
+    for table, itemsize in ((HALF, 2), (SINGLE, 4)):
+        for head, (queries, keys) in table.items():
+            assert buffer_bytes(queries, head, itemsize, sums=1) <= MARGIN * BUFFER, (head, itemsize, queries)
+            assert buffer_bytes(keys, head, itemsize, sums=2) <= MARGIN * BUFFER, (head, itemsize, keys)
+
+
+def test_declines_with_the_reason() -> None:
+    from burst_portable.backends.ascend.triton_launch import AscendTritonKernel
+    from burst_portable.kernels.base import KernelProblem
+
+    kernel, problem = AscendTritonKernel(), KernelProblem(torch.bfloat16, "npu", 8, 2, 128, 128)
+    assert "no code for NPUs" in kernel.supports(problem).reason
+    assert "it takes NPU tensors, not cpu" in kernel.supports(replace(problem, device="cpu")).reason
+    assert "torch.float64 is not among" in kernel.supports(replace(problem, dtype=torch.float64)).reason
+    assert "at most 256" in kernel.supports(replace(problem, head_dim=320)).reason

@@ -1,0 +1,289 @@
+"""The Hopper launch tables against dense masks: every pair exactly once, and nothing but the mask."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+
+import numpy as np
+import pytest
+
+from burst_portable.backends.cuda.hopper.block_tables import LaunchTable, backward_table, forward_table
+from burst_portable.backends.cuda.hopper.configs import Pass, forward_cut, turns, writing_cuts
+from burst_portable.layout import Segment
+from burst_portable.mask import Mask
+from burst_portable.planning.tiles import Tile, Tiles, find_tiles
+from tests.support.launch_tables import LENGTH, LISTS, SEQ, painted, random_tiles
+
+pytest.importorskip("triton")
+
+CASES = {
+    "full": [Tile(0, SEQ, 0, SEQ, -SEQ, SEQ)],
+    "causal": [Tile(0, SEQ, 0, SEQ, 0, SEQ)],
+    "anticausal": [Tile(0, SEQ, 0, SEQ, -SEQ, 0)],
+    "window": [Tile(0, SEQ, 0, SEQ, 0, 150)],
+    "short rows": [Tile(130, 200, 0, 600, -SEQ, SEQ)],
+    "one pair": [Tile(300, 301, 500, 501, -200, -200)],
+    "documents": [Tile(0, 100, 0, 100, 0, 99), Tile(100, 250, 100, 250, 0, 149), Tile(250, 700, 250, 700, 0, 449)],
+    "sink and window": [Tile(0, SEQ, 8, SEQ, 0, 100), Tile(0, SEQ, 0, 8, 0, SEQ)],
+    "long documents": [Tile(0, 90, 0, 90, 0, 89), Tile(90, 640, 90, 640, 0, 549), Tile(640, 700, 640, 700, 0, 59)],
+    "a document and what all see": [Tile(0, SEQ, 0, 50, -SEQ, SEQ), Tile(77, 690, 77, 690, 0, 600)],
+    "nothing": [],
+}
+
+
+def dense(tiles: Tiles, length: int = SEQ) -> np.ndarray:
+    seen = np.zeros((length, length), dtype=np.int8)
+    rows, columns = np.arange(length)[:, None], np.arange(length)[None, :]
+    for t in tiles:
+        inside = (rows >= t.q_start) & (rows < t.q_stop) & (columns >= t.k_start) & (columns < t.k_stop)
+        seen += inside & (rows - columns >= t.lo) & (rows - columns <= t.hi)
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_table_paints_the_mask(name):
+    tiles = Tiles(CASES[name])
+    table = forward_table(tiles, SEQ, 128, 128, every_block=True)
+    assert table.blocks == (7 if name == "short rows" else 6)
+    seen = painted(table, 128, 128, peel=True)
+    assert (seen[:SEQ, :SEQ] == dense(tiles)).all()
+    assert (seen[:SEQ, SEQ:] == 0).all(), "keys past the end must be hidden"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_backward_table_paints_the_mask(name):
+    tiles = Tiles(CASES[name])
+    seen = painted(backward_table(tiles, SEQ, 64, 128), 128, 64, peel=False)
+    assert (seen[:SEQ, :SEQ] == dense(tiles).T).all()
+    assert (seen[SEQ:] == 0).all(), "keys past the end must be hidden: their P is not finite"
+
+
+def test_only_border_blocks_are_masked():
+    causal = Tiles([Tile(0, 1024, 0, 1024, 0, 1023)])
+    table = forward_table(causal, 1024, 128, 128, every_block=False)
+    assert [table.numbers[16 * w + 5] for w in range(8)] == [0] * 8, "but for the one that is peeled"
+    assert [table.numbers[16 * w] for w in range(8)] == list(range(896, -1, -128)), "long rows first"
+    table = backward_table(causal, 1024, 64, 128)
+    assert [table.numbers[16 * w + 5] for w in range(8)] == [2] * 8
+
+
+def test_blocks_that_see_nothing_are_not_launched_for_a_state():
+    tiles = Tiles([Tile(300, 301, 500, 501, -200, -200)])
+    assert forward_table(tiles, SEQ, 128, 128, every_block=False).blocks == 1
+
+
+def test_keys_that_nobody_sees_are_launched_where_gradients_are_written():
+    tiles = Tiles([Tile(0, 256, 0, 256, 0, 255)])
+    assert backward_table(tiles, 256, 64, 128).blocks == 2
+    table = backward_table(tiles, 256, 64, 128, every_block_of=400)
+    rows = [table.numbers[16 * w : 16 * w + 6] for w in range(table.blocks)]
+    assert sorted(row[0] for row in rows) == [0, 128, 256, 384]
+    assert [(row[2], row[3], row[5]) for row in rows if row[0] >= 256] == [(0, 0, 0)] * 2, "nothing to visit"
+
+
+def visits(table: LaunchTable) -> list[list[tuple[int, ...]]]:
+    """What each row of a backward table visits: its outer block and a masked entry, or where a full block starts."""
+    rows = []
+    for w in range(table.blocks):
+        index, runs_at, runs, full, masked_at, masked = table.numbers[16 * w : 16 * w + 6]
+        pairs = [table.numbers[runs_at + 2 * r : runs_at + 2 * r + 2] for r in range(runs)]
+        starts = [start + 64 * i for start, count in pairs for i in range(count)]
+        entries = [table.numbers[masked_at + 8 * i : masked_at + 8 * i + 8] for i in range(masked)]
+        assert len(starts) == full + masked
+        assert starts[:masked] == [entry[0] for entry in entries]
+        rows.append([(index, *entry) for entry in entries] + [(index, start) for start in starts[masked:]])
+    return rows
+
+
+def test_a_block_that_many_see_is_divided_where_its_gradients_are_added():
+    n, sinks = 8192, 128
+    tiles = Tiles([Tile(0, n, sinks, n, 0, 255), Tile(0, n, 0, sinks, 0, n)])
+    written, added = (visits(backward_table(tiles, n, 64, 128, every_block_of=keys)) for keys in (n, 0))
+    assert max(map(len, written)) == 128, "the sinks' queries"
+    assert max(map(len, added)) <= 64
+    assert sorted(chain(*written)) == sorted(chain(*added)), "the same, no more and no less"
+    assert not backward_table(Tiles([Tile(0, n, 0, n, 0, n)]), n, 64, 128).long, "causal: twice the average"
+
+
+def a_pass(length: int, heads: int, group: int = 1) -> Pass:
+    return Pass(length, length, 128, heads, group, processors=132)
+
+
+def mask_tiles(mask: str, length: int) -> Tiles:
+    segment = (Segment(0, length),)
+    return find_tiles(Mask.parse(mask, length), segment, segment)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "length", "apart"),
+    [
+        (mask_tiles("sink:64:300", 4300), 4300, (0, 64)),
+        (mask_tiles("sink:200:300", 4352), 4352, (0, 200)),
+        (Tiles([Tile(0, 4300, 1000, 1100, -9999, 9999), Tile(0, 4300, 1100, 4300, 0, 300)]), 4300, (896, 1100)),
+        (Tiles([Tile(0, 4300, 0, 4250, 0, 300), Tile(0, 4300, 4250, 4300, -9999, 9999)]), 4300, (4224, 4300)),
+    ],
+    ids=["a sink", "two blocks", "in the middle", "at the end"],
+)
+def test_a_block_that_many_see_is_served_apart_where_gradients_are_written(tiles, length, apart):
+    """Both launches show the mask once; each key is written by one block of the first, or added up by the second."""
+    (whole, rest), (few, divided) = writing_cuts(tiles, a_pass(length, 32))
+    assert (whole.keys, few.keys) == (None, apart)
+    spans = sorted((*(tuple(rest.numbers[16 * w : 16 * w + 7 : 6]) for w in range(rest.blocks)), apart))
+    assert [span[0] for span in spans] == [0, *(span[1] for span in spans[:-1])], "each key in one block"
+    assert spans[-1][1] == length
+    seen = painted(rest, 128, 64, peel=False, length=length)
+    assert (seen[slice(*apart)] == 0).all()
+    added = painted(divided, 128, 64, peel=False, length=length)
+    assert (added[apart[1] - apart[0] :] == 0).all(), "beyond the keys that it knows"
+    seen[slice(*apart)] = added[: apart[1] - apart[0]]
+    assert (seen[:length, :length] == dense(tiles, length).T).all()
+    assert (seen[length:] == 0).all()
+
+
+def test_parts_of_a_block_that_many_see_end_together():
+    for heads, parts in ((32, 4), (8, 16), (40, 13), (1, 32)):
+        (_, rest), (_, divided) = writing_cuts(mask_tiles("sink:64:1024", 16384), a_pass(16384, heads))
+        assert divided.blocks == parts
+        waves = -(-parts * heads // 132)
+        least = max(8, divided.total * heads / 132)  # blocks of queries that a multiprocessor must visit
+        assert waves * divided.longest < 1.2 * least
+        assert rest.longest == 18
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "heads", "group", "launches"),
+    [
+        ("sink:64:1024", 16384, 32, 4, 2),
+        ("window:1024", 16384, 32, 1, 1),
+        ("causal", 16384, 32, 1, 1),
+        ("sink:64:1024", 32768, 256, 1, 1),
+        ("sink:4200:1024", 16384, 8, 1, 0),
+        ("sink:64:1024", 16384, 8, 4, 0),
+    ],
+    ids=["groups", "no long block", "causal", "so many heads that none is late", "a long quarter", "all are late"],
+)
+def test_how_many_launches_write_gradients(mask, length, heads, group, launches):
+    assert len(writing_cuts(mask_tiles(mask, length), a_pass(length, heads, group))) == launches
+
+
+def test_blocks_start_where_keys_that_another_launch_serves_end():
+    """Also where too few follow to start there by themselves."""
+    tiles = Tiles([Tile(0, 900, 0, 300, -900, 900), Tile(0, 900, 500, 700, 0, 900)])
+    table = backward_table(tiles, 900, 64, 128, 900, apart=(300, 500))
+    spans = sorted(tuple(table.numbers[16 * w : 16 * w + 7 : 6]) for w in range(table.blocks))
+    assert spans == [(0, 128), (128, 256), (256, 300), (500, 628), (628, 756), (756, 884), (884, 900)]
+
+
+def test_blocks_start_with_long_documents():
+    tiles = Tiles([Tile(a, b, a, b, 0, b - a - 1) for a, b in ((0, 90), (90, 1114), (1114, 1300), (1300, 2000))])
+    table = forward_table(tiles, 2000, 128, 128, every_block=True)
+    rows = sorted(table.numbers[16 * w : 16 * w + 7] for w in range(table.blocks))
+    starts, stops = [row[0] for row in rows], [row[6] for row in rows]
+    assert starts == [0, *range(90, 1114, 128), 1114, 1242, *range(1300, 2000, 128)]
+    assert stops == [*starts[1:], 2000]
+    assert [row[5] for row in rows[1:9]] == [0] * 8, "one masked block, the one that is peeled"
+    added, written = (backward_table(tiles, 2000, 64, 128, every_block_of=keys) for keys in (0, 2000))
+    assert sorted(added.numbers[16 * w] for w in range(added.blocks)) == starts
+    assert sorted(written.numbers[16 * w] for w in range(written.blocks)) == starts
+
+
+@pytest.mark.parametrize("columns", [2500, 2048])
+def test_programs_that_walk_long_boxes_begin_apart(columns):
+    """16 keys a block, a block a MiB: boxes of 64 blocks and more; what a band cuts begins as all others do."""
+    rows = 700
+    tiles = Tiles([Tile(0, rows, 0, columns, -columns, rows), Tile(0, 300, columns, columns + 1000, -columns - 500, 0)])
+    table, plain = (forward_table(tiles, rows, 16, 16, True, *mebibyte) for mebibyte in ((1,), ()))
+    seen = painted(table, 16, 16, peel=True, length=4000)
+    assert (seen[:rows, : columns + 1000] == dense(tiles, 4000)[:rows, : columns + 1000]).all()
+    assert (seen[:rows, columns + 1000 :] == 0).all()
+    assert (seen == painted(plain, 16, 16, peel=True, length=4000)).all()
+    first = [table.numbers[table.numbers[16 * w + 1]] for w in range(table.blocks)]
+    at = [table.numbers[16 * w] // 16 for w in range(table.blocks)]
+    peeled = 16 * (columns == 2048)  # the first block of a box that needs no mask
+    boxes = [(block, start) for block, start in zip(at, first, strict=True) if block > 18]  # below, a band as well
+    assert len(boxes) == 25
+    assert all(start == 16 * (block % 32) + peeled for block, start in boxes)
+    causal = Tiles([Tile(0, 4096, 0, 4096, 0, 4095)])
+    assert forward_table(causal, 4096, 16, 16, True, 1).numbers == forward_table(causal, 4096, 16, 16, True).numbers
+
+
+def test_boxes_begin_apart_where_the_l2_is_too_small():
+    def starts(keys, dim):
+        tiles = Tiles([Tile(0, 1024, 0, keys, -keys, 1024)])
+        _, table = forward_cut(tiles, 1024, dim, 32, 132, every_block=False)
+        return sorted({table.numbers[table.numbers[16 * w + 1]] for w in range(table.blocks)})
+
+    keys = starts(1 << 18, 128)
+    assert [b - a for a, b in pairwise(keys)] == [16 * 128] * 7, "a MiB of K and V in 16 bits"
+    assert [len(starts(keys, 128)) for keys in ((1 << 17) - 128, 1 << 17)] == [1, 8]
+    assert [len(starts(keys, 64)) for keys in ((1 << 18) - 128, 1 << 18)] == [1, 8]
+
+
+def test_size_follows_the_border_and_not_the_area():
+    n = 1 << 17
+    table = forward_table(Tiles([Tile(0, n, 0, n, 0, n - 1)]), n, 128, 128, every_block=True)
+    assert len(table.numbers) <= (16 + 2) * (n // 128)
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "heads", "workers"),
+    [
+        ("causal", 8192, 32, 3),
+        ("full", 4096, 32, 3),
+        ("causal", 4096, 32, 2),
+        ("window:1024", 8192, 32, 2),
+        ("causal", 8192, 8, 2),
+    ],
+    ids=["long", "whole", "short", "window", "few heads"],
+)
+def test_blocks_are_tall_where_rows_are_long_and_many(mask, length, heads, workers):
+    segment = (Segment(0, length),)
+    tiles = find_tiles(Mask.parse(mask, length), segment, segment)
+    config, table = forward_cut(tiles, length, 64, heads, 132, every_block=True)
+    assert workers == config.W
+    assert table.blocks == -(-length // (64 * workers))
+    assert forward_cut(tiles, length, 128, heads, 132, every_block=True)[0].W == 2
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "heads", "programs"),
+    [
+        (Mask.causal(), 32768, 32, 8192),  # each block is long enough by itself
+        (Mask.window(4096), 16384, 32, 2048),
+        (Mask.window(128), 8192, 32, 137),  # 15 short ones in a row: the 32 of the usual length would take 64 programs
+        (Mask.window(128), 2048, 8, 128),
+    ],
+)
+def test_programs_that_make_way_leave_no_multiprocessor_without_work(mask, length, heads, programs):
+    shard = (Segment(0, length),)
+    _, table = forward_cut(find_tiles(mask, shard, shard), length, 128, heads, 132, every_block=True)
+    items = table.blocks * heads
+    assert -(-items // turns(table, 128, heads, 132)) == programs
+    assert programs >= min(items, 132)
+
+
+@pytest.mark.parametrize("size", [(8, 16), (128, 128), (192, 128)], ids=str)
+def test_hopper_forward_tables(size: tuple[int, int]) -> None:
+    """Blocks smaller than real ones, too: in those, an edge that is one off shows more often."""
+    for seed in range(LISTS):
+        tiles, seen = random_tiles(seed)
+        rows, columns = seen.shape
+        for every_block in (False, True):
+            table = forward_table(tiles, rows, *size, every_block)
+            found = painted(table, *size, peel=True, length=LENGTH)
+            assert (found[:rows, :columns] == seen).all(), seed
+            assert not found[:rows, columns:].any(), seed
+
+
+@pytest.mark.parametrize("size", [(8, 16), (64, 128), (128, 128)], ids=str)
+def test_hopper_backward_tables(size: tuple[int, int]) -> None:
+    for seed in range(LISTS):
+        tiles, seen = random_tiles(seed)
+        rows, columns = seen.shape
+        for every_block_of in (0, columns):
+            table = backward_table(tiles, rows, *size, every_block_of)
+            runs = [table.numbers[16 * w + 1 : 16 * w + 3] for w in range(table.blocks)]
+            assert not any(table.numbers[at + 2 * n] % 4 for at, count in runs for n in range(count)), "as TMA reads"
+            found = painted(table, *reversed(size), peel=False, length=LENGTH)
+            assert (found[:columns, :rows] == seen.T).all(), seed
+            assert not found[columns:, :rows].any(), seed

@@ -1,0 +1,284 @@
+"""The Hopper kernel with flash-attn-4, both emulated on the CPU: who is asked for what, and the numbers.
+
+What the real package computes is not shown by this; see tests/device/test_hopper_flash4.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from burst_portable.backends.cuda import library_kernels
+from burst_portable.backends.cuda.backend import CudaBackend
+from burst_portable.backends.cuda.hopper import flash4
+from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
+from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel
+from burst_portable.backends.cuda.machines import rates_of_machine
+from burst_portable.backends.registry import choose_kernel
+from burst_portable.errors import UnsupportedError
+from burst_portable.kernels.base import KernelProblem, LazyKernel, Options, attend_whole, gradients
+from burst_portable.planning.tiles import Tile, Tiles
+from burst_portable.runtime.prepare import plan_for_kernel
+from burst_portable.strategies.planner import plan
+from tests.support.emulated_operators import flash_4_package
+from tests.support.emulator.hopper import EmulatedKernels, emulate
+from tests.support.emulator.machine import Machine
+from tests.support.flash4_cases import OPTIONS, box, causal, compare_whole, inputs
+from tests.support.hopper_cases import ORACLE, gap, tiles_of, wide
+
+PAIR = "hopper+flash-attn-4"
+LEAST = flash4.LEAST
+BACKWARD_30 = "backward (30, 0)"
+USUAL = KernelProblem(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, value_dim=128, deterministic=False)
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch):
+    """As on an H100, but for the kernels."""
+    emulate(monkeypatch, EmulatedKernels(Machine(1, 0.5)))
+    monkeypatch.setattr(hopper_kernel, "_triton_reason", lambda: "")
+    monkeypatch.setattr(hopper_kernel, "_device_reason", lambda device: "")
+    monkeypatch.setattr(library_kernels, "capabilities", lambda: ((9, 0),))
+    monkeypatch.setattr(flash4, "LEAST", 0)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """What flash-attn-4 is asked for."""
+    return flash_4_package(monkeypatch)
+
+
+def kernel_of(problem=USUAL, named="auto"):
+    return choose_kernel(CudaBackend(), problem, named)
+
+
+WHOLE = {
+    "box": (70, 139, (2, 2), box(70, 139)),
+    "box, fewer K/V heads": (139, 70, (4, 1), box(139, 70)),
+    "causal": (131, 131, (2, 2), causal(131)),
+    "causal, fewer K/V heads": (65, 65, (4, 2), causal(65)),
+    "one row": (1, 37, (2, 1), box(1, 37)),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize(("dim", "asked"), [(64, ["forward", "backward"]), (128, ["backward"])])
+def test_boxes_and_causal_squares(called, dim, asked, case):
+    rows, columns, heads, tiles = WHOLE[case]
+    compare_whole(kernel_of()[0], *inputs(rows, columns, heads, dim, "cpu"), tiles)
+    assert called == asked
+
+
+def test_ulysses_gives_it_a_causal_square(called):
+    """Which flash-attn-4 knows; the rows of two ranks as they come are four tiles."""
+    made = plan(seq_len=64, ranks=2, heads=4, layout="zigzag", strategy="ulysses")
+    kernel, _ = kernel_of()
+    tiles = [plan_for_kernel(made, k).forward.steps_of(0)[0].compute.tiles for k in (kernel, HopperKernel())]
+    assert [len(one) for one in tiles] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("case", "long", "faster"),
+    [
+        ("box", 70, True),
+        ("box", 71, False),
+        ("box, fewer K/V heads", 70, True),
+        ("causal, fewer K/V heads", 65, True),
+        ("causal, fewer K/V heads", 66, False),
+        ("causal", 131, False),
+    ],
+)
+def test_long_forwards_with_heads_of_128(called, monkeypatch, case, long, faster):
+    """From so many rows and keys on: without a mask, and causal where K/V heads are shared."""
+    monkeypatch.setattr(flash4, "LONG", long)
+    rows, columns, heads, tiles = WHOLE[case]
+    compare_whole(kernel_of()[0], *inputs(rows, columns, heads, 128, "cpu"), tiles)
+    assert called == (["forward", "backward"] if faster else ["backward"])
+
+
+@pytest.mark.parametrize(("more", "asked"), [(0, ["forward", "backward"]), (1, [])])
+@pytest.mark.parametrize("case", ["box, fewer K/V heads", "causal"])
+def test_little_work_is_ours(called, monkeypatch, case, more, asked):
+    """Before the device would end, the package's host code does not: from so many pairs, heads and sizes on."""
+    rows, columns, heads, tiles = WHOLE[case]
+    pairs = 139 * 70 if case != "causal" else 131 * 132 // 2
+    monkeypatch.setattr(flash4, "LEAST", 2 * pairs * heads[0] * 64 + more)
+    compare_whole(kernel_of()[0], *inputs(rows, columns, heads, 64, "cpu", batch=2), tiles)
+    assert called == asked
+
+
+def test_how_little_is_little():
+    """What was measured: a causal square of 4,096 with 32 heads of 128 is ours, one without a mask is not."""
+    assert 4096 * 4097 // 2 * 32 * 128 < LEAST < 4096 * 4096 * 32 * 128
+
+
+@pytest.mark.parametrize("left", [0, 1, 30, 88])
+def test_gradients_of_a_causal_window(called, left):
+    compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of(f"window:{left}", 90))
+    assert called == [f"backward ({left}, 0)"]
+
+
+@pytest.mark.parametrize("left", [89, 90, 1000])
+def test_a_window_wider_than_the_sequence_is_causal(called, left):
+    compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of(f"window:{left}", 90))
+    assert called == ["backward"]
+
+
+def test_gradients_of_a_window_in_other_memory(called):
+    """The package reads rows in steps of 16 bytes alone, and the LSE as one piece: the stand-in refuses others."""
+    dout, q, k, v = inputs(90, 90, (2, 2), 128, "cpu")
+    kernel, tiles = kernel_of()[0], tiles_of("window:30", 90)
+    out, lse = attend_whole(kernel, q, k, v, tiles, OPTIONS)
+    usual = gradients(kernel, dout, q, k, v, out, lse, tiles, OPTIONS)
+    odd = torch.nn.functional.pad(dout, (1, 0))[..., 1:]
+    across = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    for mine, good in zip(gradients(kernel, odd, q, k, v, out, across, tiles, OPTIONS), usual, strict=True):
+        assert torch.equal(mine, good)
+    assert called == [BACKWARD_30] * 2
+
+
+@pytest.mark.parametrize("installed", ["4.0.0b35", "4.0.0b4", "0.0.0", None])
+def test_windows_of_a_version_that_is_not_known_to_obey_are_ours(monkeypatch, installed):
+    called = flash_4_package(monkeypatch, installed, obeys=False)
+    compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of("window:30", 90))
+    assert called == []
+    compare_whole(kernel_of()[0], *inputs(65, 65, (2, 2), 128, "cpu"), causal(65))
+    assert called == ["backward"]
+
+
+def test_a_package_that_ignores_the_window_is_caught(monkeypatch):
+    called = flash_4_package(monkeypatch, obeys=False)
+    with pytest.raises(AssertionError, match="dq"):
+        compare_whole(kernel_of()[0], *inputs(90, 90, (2, 2), 128, "cpu"), tiles_of("window:30", 90))
+    assert called == [BACKWARD_30]
+
+
+def test_float16(called):
+    compare_whole(kernel_of()[0], *inputs(67, 67, (2, 1), 64, "cpu", torch.float16), causal(67))
+    assert called == ["forward", "backward"]
+
+
+OWN = {
+    "documents": (90, 90, tiles_of("documents:0,31,90", 90)),
+    "a window of both sides": (90, 90, tiles_of("window:30:5", 90)),
+    "documents with a window": (90, 90, Tiles([Tile(0, 40, 0, 40, 0, 30), Tile(40, 90, 40, 90, 0, 30)])),
+    "a window of some keys": (90, 90, Tiles([Tile(0, 60, 0, 60, 0, 30)])),
+    "a window and sinks": (90, 90, Tiles([Tile(0, 90, 0, 90, 0, 30), Tile(31, 90, 0, 5, 31, 90)])),
+    "half a window": (90, 90, Tiles([Tile(0, 90, 0, 90, -1, 90)])),
+    "the mirror of a causal square": (70, 70, Tiles([Tile(0, 70, 0, 70, -70, 0)])),
+    "a causal rectangle": (70, 100, Tiles([Tile(0, 70, 0, 100, -30, 70)])),
+    "a box of some columns": (60, 90, Tiles([Tile(0, 60, 0, 80, -90, 60)])),
+    "a causal square of some rows": (90, 60, Tiles([Tile(30, 90, 0, 60, 30, 90)])),
+    "two boxes": (60, 90, Tiles([Tile(0, 60, 0, 40, -90, 60), Tile(0, 60, 40, 90, -90, 60)])),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("case", OWN)
+def test_all_else_is_ours(called, dim, case):
+    rows, columns, tiles = OWN[case]
+    compare_whole(kernel_of()[0], *inputs(rows, columns, (2, 2), dim, "cpu", batch=1), tiles)
+    assert called == []
+
+
+@pytest.mark.parametrize(("dim", "heads"), [(64, (2, 2)), (64, (2, 1)), (128, (2, 1)), (128, (4, 2))])
+def test_windows_of_other_heads_are_ours(called, dim, heads):
+    compare_whole(kernel_of()[0], *inputs(90, 90, heads, dim, "cpu", batch=1), tiles_of("window:30", 90))
+    assert called == []
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_steps_of_a_ring_are_ours(called, dim):
+    kernel = kernel_of()[0]
+    dout, q, k, v = inputs(70, 70, (2, 1), dim, "cpu", batch=1)
+    out, lse = kernel.attend(q, k[:, :40], v[:, :40], box(70, 40), OPTIONS)
+    assert out.dtype == torch.float32
+    out, lse = kernel.attend(q, k[:, 40:], v[:, 40:], box(70, 30), OPTIONS, state=(out, lse))
+    assert gap(out, ORACLE.attend(*wide(q, k, v), box(70, 70), OPTIONS)[0]) < 6e-3
+    into = tuple(torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v))
+    kernel.attend_backward(dout, q, k, v, lse, box(70, 70), OPTIONS, out=out, into=into)
+    exact = tuple(torch.full_like(x, 0.25, dtype=torch.float64) for x in (q, k, v))
+    ORACLE.attend_backward(*wide(dout, q, k, v, lse), box(70, 70), OPTIONS, out=out.double(), into=exact)
+    for mine, good in zip(into, exact, strict=True):
+        assert gap(mine - 0.25, good - 0.25) < 1e-2
+    assert called == []
+
+
+def test_a_window_s_step_of_a_ring_is_ours(called):
+    kernel, tiles = kernel_of()[0], tiles_of("window:30", 70)
+    dout, q, k, v = inputs(70, 70, (2, 2), 128, "cpu", batch=1)
+    out, lse = kernel.attend(q, k, v, tiles, OPTIONS)
+    into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    kernel.attend_backward(dout, q, k, v, lse, tiles, OPTIONS, out=out, into=into)
+    assert called == []
+
+
+def test_hopper_by_name_is_ours_alone(called):
+    for dim, tiles in ((64, causal(65)), (128, causal(65)), (128, tiles_of("window:30", 65))):
+        compare_whole(kernel_of(named="hopper")[0], *inputs(65, 65, (2, 2), dim, "cpu", batch=1), tiles)
+    assert called == []
+
+
+def test_auto_takes_it_where_the_package_is_installed(called):
+    assert [kernel.name for kernel in CudaBackend().kernels()][:2] == [PAIR, "hopper"]
+    assert kernel_of()[0].name == kernel_of(named=PAIR)[0].name == PAIR
+    refused = replace(USUAL, deterministic=True)
+    chosen, why = kernel_of(refused, "auto")
+    assert chosen.name not in (PAIR, "hopper")
+    assert f"not {PAIR}: its backward adds dq in any order" in why
+    assert "not hopper: its backward adds dq in any order" in why
+    with pytest.raises(UnsupportedError, match="any order"):
+        kernel_of(refused, PAIR)
+
+
+def test_auto_does_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    chosen, why = kernel_of()
+    assert chosen.name == "hopper"
+    assert f"not {PAIR}: the package flash_attn is not installed" in why
+    assert "pip install flash-attn-4" in why
+
+
+def test_auto_does_without_a_broken_package():
+    broken = LazyKernel("flash-attn-4", "nowhere", "Kernel", needs="torch")
+    support = HopperFlash4Kernel(broken).supports(USUAL)
+    assert not support.ok
+    assert "torch is broken: it fails to import" in support.reason
+
+
+def test_a_package_that_is_not_asked_where_ours_declines(monkeypatch):
+    """Its import takes seconds, and may fail."""
+    monkeypatch.setattr(hopper_kernel, "_device_reason", lambda device: "it runs on sm_90, not on sm_80")
+    assert "sm_80" in HopperFlash4Kernel(None).supports(USUAL).reason
+
+
+@pytest.mark.parametrize(("dim", "tiles"), [(64, causal(9)), (128, tiles_of("window:3", 9))], ids=["causal", "window"])
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"softcap": 20.0}, {"scale": -1.0}])
+def test_options_that_it_declines_are_refused_as_by_ours(called, options, dim, tiles):
+    options = Options(**{"scale": 0.1, "deterministic": False, **options})
+    dout, q, k, v = inputs(9, 9, (1, 1), dim, "cpu")
+    if not options.deterministic:
+        with pytest.raises(UnsupportedError, match="hopper kernel"):
+            attend_whole(kernel_of()[0], q, k, v, tiles, options)
+    with pytest.raises(UnsupportedError, match="hopper kernel"):
+        gradients(kernel_of()[0], dout, q, k, v, q, torch.zeros(2, 1, 9), tiles, options)
+    assert called == []
+
+
+def test_an_empty_batch(called):
+    dout, q, k, v = (x[:0] for x in inputs(9, 9, (1, 1), 64, "cpu"))
+    out, lse = attend_whole(kernel_of()[0], q, k, v, causal(9), OPTIONS)
+    assert (out.shape, lse.shape) == ((0, 9, 1, 64), (0, 1, 9))
+    made = gradients(kernel_of()[0], dout, q, k, v, out, lse, causal(9), OPTIONS)
+    assert [x.shape for x in made] == [q.shape] * 3
+    assert called == []
+
+
+def test_its_plans_are_predicted_as_hopper_s():
+    for machine in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        assert rates_of_machine(machine, 4, PAIR) == rates_of_machine(machine, 4, "hopper")

@@ -1,0 +1,388 @@
+"""The Hopper kernels' Python on the CPU against float64, with waits and slots watched; see `emulator.machine`."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from burst_portable.backends.cuda.hopper import backward, configs, kernel, launch
+from burst_portable.backends.cuda.hopper import forward as hopper_forward
+from burst_portable.backends.cuda.hopper.kernel import _triton_reason
+from burst_portable.kernels.base import LEAST_SCALE, Options
+from burst_portable.planning.tiles import Tile, Tiles
+from tests.support import hopper_cases
+from tests.support.hopper_cases import (
+    KERNEL,
+    MASKS,
+    ORACLE,
+    TOLERANCE,
+    compare,
+    compare_as_they_come,
+    compare_backward,
+    compare_forward,
+    compare_making_way,
+    compare_rows_that_are_merged,
+    compare_whole,
+    fresh_state,
+    gap,
+    long_blocks_where_they_can,
+    making_way,
+    one_program_for_all_heads_of_a_key,
+    seen_by_all,
+    served_apart,
+    small_l2,
+    tall_where_it_can,
+    tiles_of,
+    wide,
+)
+
+if _triton_reason():
+    pytest.skip(_triton_reason(), allow_module_level=True)
+
+from tests.support.emulator.hopper import EmulatedKernels, emulate
+from tests.support.emulator.machine import Machine
+
+randn = functools.partial(hopper_cases.randn, device="cpu")
+ORDERS = [(0, 0.0), (1, 0.5), (2, 1.0)]  # seed, eager
+
+
+@pytest.fixture(params=ORDERS[1:2], ids=["mixed"])
+def machine(request, monkeypatch):
+    emulate(monkeypatch, EmulatedKernels(Machine(*request.param)))
+
+
+def inputs(batch, length, heads, kv_heads, dim, dtype=torch.bfloat16):
+    return tuple(randn(batch, length, h, dim, dtype=dtype, seed=i) for i, h in enumerate((heads, kv_heads, kv_heads)))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask, dim, machine):
+    compare(*inputs(1, 301, 1, 1, dim), tiles_of(mask, 301))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_in_tall_blocks(mask, machine, monkeypatch):
+    tall_where_it_can(monkeypatch)
+    compare_forward(*inputs(1, 301, 2, 1, 64), tiles_of(mask, 301))
+
+
+@pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+def test_tall_blocks_that_start_with_documents(machine, monkeypatch):
+    tall_where_it_can(monkeypatch)
+    compare_forward(*inputs(1, 1000, 1, 1, 64), tiles_of("documents:0,90,890,950", 1000))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_longer_masks(mask, dim, machine):
+    compare(*inputs(2, 900, 4, 2, dim), tiles_of(mask, 900))
+
+
+# The others of the product of orders and head sizes differ from test_masks by groups and types alone.
+@pytest.mark.parametrize(
+    ("machine", "dim"),
+    [
+        pytest.param(
+            order, dim, marks=[] if (order is ORDERS[1]) == (dim == 64) else pytest.mark.full, id=f"{name}-{dim}"
+        )
+        for name, order in zip(("late", "mixed", "early"), ORDERS, strict=True)
+        for dim in (64, 128)
+    ],
+    indirect=["machine"],
+)
+def test_orders_groups_and_types(dim, machine):
+    for dtype, heads, length in (
+        (torch.float16, (3, 1), 129),
+        (torch.bfloat16, (2, 2), 257),
+        (torch.bfloat16, (1, 1), 1),
+    ):
+        compare(*inputs(2, length, heads[0], heads[1], dim, dtype), tiles_of("causal", length))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_queries_and_keys_of_other_lengths(dim, machine):
+    q, (k, v, _) = randn(1, 233, 2, dim), inputs(1, 511, 1, 1, dim)
+    compare(q, k, v, Tiles([Tile(5, 200, 17, 500, -2000, 2000)]))
+    compare(q, k, v, Tiles([Tile(0, 10, 400, 511, -2000, 2000), Tile(100, 233, 0, 77, 100, 300)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_least_scale_that_it_is_asked_for(dtype, machine):
+    """It multiplies weights by the scale in bfloat16, and divides LSE by it: below 1e-36 gradients would be 0."""
+    options = Options(LEAST_SCALE, deterministic=False)
+    assert options.positive_scale
+    assert not replace(options, scale=0.9 * LEAST_SCALE).positive_scale
+    q, k, v = inputs(1, 200, 1, 1, 64, dtype)
+    dout, tiles = randn(1, 200, 1, 64, dtype=dtype, seed=7), tiles_of("causal", 200)
+    out, lse = ORACLE.attend(*wide(q, k, v), tiles, options)
+    exact = tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    ORACLE.attend_backward(*wide(dout, q, k, v), lse, tiles, options, out=out, into=exact)
+    into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    KERNEL.attend_backward(dout, q, k, v, lse.float(), tiles, options, out=out.to(dtype), into=into)
+    for found, right, times in zip(into, exact, (LEAST_SCALE, LEAST_SCALE, 1.0), strict=True):
+        assert gap(found.double() / times, right / times) < TOLERANCE[dtype][2]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_boxes_are_walked_from_other_blocks_on(dim, machine, monkeypatch):
+    small_l2(monkeypatch)
+    q, k, v = (randn(1, n, h, dim, seed=i) for i, (n, h) in enumerate(((300, 2), (901, 1), (901, 1))))
+    compare_forward(q, k, v, Tiles([Tile(0, 300, 0, 901, -901, 300)]))
+    compare_forward(q, k, v, Tiles([Tile(0, 200, 0, 768, -901, 300), Tile(200, 300, 100, 901, -800, 100)]))
+
+
+@pytest.mark.parametrize(("room", "programs"), [(1, 15), (3, 8), (1 << 20, 3)])
+@pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+def test_programs_that_make_way(room, programs, machine, monkeypatch):
+    making_way(monkeypatch, room)
+    q, k, v = inputs(1, 600, 3, 1, 64)  # 15 items, of 45 key blocks half as wide
+    tiles = tiles_of("causal", 600)
+    table = KERNEL._tables.forward(q, k, tiles, every_block=True, makes_way=True)
+    assert table.grid == (programs, 1, 1)
+    compare_making_way(q, k, v, tiles)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_inputs_that_tma_cannot_address(dim, machine):
+    compare_as_they_come(*inputs(2, 129, 2, 1, dim), randn(2, 129, 2, dim, seed=7), tiles_of("causal", 129))
+
+
+@pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rows_that_are_merged(dim, machine):
+    compare_rows_that_are_merged(dim, "cpu")
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_state_is_merged_in_place(dim, machine):
+    length, options = 500, Options(scale=0.1)
+    q, k, v = inputs(1, length, 2, 1, dim)
+    tiles = tiles_of("causal", length)
+    exact = ORACLE.attend(*wide(q, k, v), tiles, options)
+    state = fresh_state(q)
+    for start, stop in ((400, 500), (0, 150), (150, 400)):
+        part = [t.clipped(0, length, start, stop) for t in tiles]
+        local = Tiles(t.shifted(0, -start) for t in part if t is not None)
+        KERNEL.attend(q, k[:, start:stop], v[:, start:stop], local, options, state=state)
+    assert gap(state[0], exact[0]) < TOLERANCE[q.dtype][0]
+    assert gap(state[1], exact[1]) < TOLERANCE[q.dtype][1]
+
+
+@pytest.mark.parametrize(
+    ("mask", "dim"),
+    [("documents:0,90,690,770", 64), ("documents:0,90,690,770", 128), ("full_documents:0,77,647,770", 128)],
+)
+def test_blocks_that_start_with_documents(mask, dim, machine):
+    """Where a block stops short, the rows that follow are another's: nothing is written there, into a state neither."""
+    q, k, v = inputs(1, 770, 2, 1, dim)
+    tiles, options = tiles_of(mask, 770), Options(scale=dim**-0.5, deterministic=False)
+    compare(q, k, v, tiles)
+    out, lse = KERNEL.attend(q, k, v, tiles, options, state=fresh_state(q))
+    exact = ORACLE.attend(*wide(q, k, v), tiles, options)
+    assert gap(out, exact[0]) < TOLERANCE[q.dtype][0]
+    assert gap(lse, exact[1]) < TOLERANCE[q.dtype][1]
+
+
+@pytest.mark.parametrize(
+    ("mask", "dim"), [("causal", 64), ("causal", 128), ("documents:0,100,357,600", 128), ("sink:4:150", 64)]
+)
+def test_one_backward_program_for_all_heads_of_a_key(mask, dim, machine, monkeypatch):
+    """As where there are many programs: here that would make the last one late."""
+    one_program_for_all_heads_of_a_key(monkeypatch)
+    q, k, v = inputs(2, 301, 3, 1, dim)
+    compare_backward(q, k, v, tiles_of(mask, 301))
+
+
+def served_apart_inputs(monkeypatch, batch, heads, kv_heads, dim, tiles, apart):
+    """Of 1030 rows, few enough for the emulator; `gradients` serves keys [start, stop) by a launch of their own.
+
+    `attend_backward` knows no such launch, so `compare_whole` sees all of it.
+    """
+    long_blocks_where_they_can(monkeypatch)
+    q, k, v = inputs(batch, 1030, heads, kv_heads, dim)
+    assert served_apart(q, k, tiles) == apart
+    return q, k, v, tiles
+
+
+@pytest.mark.parametrize("machine", ORDERS, ids=["late", "mixed", "early"], indirect=True)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_of_a_sink_are_added_up_apart(dim, machine, monkeypatch):
+    """The others' are written; what is written nowhere would be NaN."""
+    compare_whole(*served_apart_inputs(monkeypatch, 1, 1, 1, dim, tiles_of("sink:5:60", 1030), (0, 5)))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_of_a_sink_with_few_key_heads(dim, machine, monkeypatch):
+    compare_whole(*served_apart_inputs(monkeypatch, 2, 4, 2, dim, tiles_of("sink:5:30", 1030), (0, 5)))
+
+
+@pytest.mark.parametrize(("first", "last", "apart"), [(300, 310, (256, 310)), (1025, 1029, (1024, 1030))])
+def test_gradients_of_keys_that_all_see(first, last, apart, machine, monkeypatch):
+    compare_backward(*served_apart_inputs(monkeypatch, 2, 1, 1, 128, seen_by_all(first, last), apart))
+
+
+FORWARD_BUGS = {
+    "the first key slot is free before the product has read it": (
+        "    s = warpgroup_mma_wait(0, deps=[s])\n    mbarrier.arrive(k_emp.index(slot), count=1)\n",
+        "    mbarrier.arrive(k_emp.index(slot), count=1)\n    s = warpgroup_mma_wait(0, deps=[s])\n",
+    ),
+    "a value slot is free before the product has read it": (
+        "    o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])\n    mbarrier.arrive(v_emp.index(slot), count=1)\n",
+        "    mbarrier.arrive(v_emp.index(slot), count=1)\n    o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])\n",
+    ),
+    "a value slot is never free": ("    mbarrier.arrive(v_emp.index(slot), count=1)\n    p16", "    p16"),
+    "values are not waited for": ("    mbarrier.wait(v_rdy.index(slot), (it // NS) & 1)\n    ot", "    ot"),
+    "keys of the block before": ("mbarrier.wait(k_rdy.index(nslot), ((it + 1) // NS) & 1)", "pass"),
+    "the scores are not waited for": ("    s = warpgroup_mma_wait(1, deps=[s])\n", ""),
+    "queries are not waited for": ("    mbarrier.wait(q_rdy, turn & 1)\n", ""),
+    "queries of the next item too early": ("        mbarrier.wait(q_emp, (turn & 1) ^ 1)\n", ""),
+    "the result is stored without a fence": ("fence_async_shared()\n", "pass\n"),
+    "the next item's result over the one that TMA still reads": (
+        "    tma.store_wait(0)\n    if MODE",
+        "    if MODE",
+    ),
+    "the end does not wait for the last store": ("        turn += 1\n    tma.store_wait(0)\n", "        turn += 1\n"),
+    "the next item's number is not handed on": ("    mbarrier.arrive(t_rdy.index(turn & 1), count=1)\n", ""),
+}  # fmt: skip
+MERGE_BUGS = {
+    "the running result too early": ("mbarrier.wait(o_emp, (turn & 1) ^ 1)", "pass"),
+    "the running result is not waited for": ("            mbarrier.wait(o_rdy, turn & 1)\n", ""),
+}
+BACKWARD_BUGS = {
+    "dS without a fence": ("    fence_async_shared()\n    mbarrier.arrive(ds_rdy", "    mbarrier.arrive(ds_rdy"),
+    "dS of the other worker is not waited for": ("    mbarrier.wait(ds_rdy.index(pair), (it // 2) & 1)\n", ""),
+    "a query slot is free before dK has read it": (
+        "    dk, ds = warpgroup_mma_wait(0, deps=[dkt, ds])\n    mbarrier.arrive(q_emp.index(slot), count=1)\n",
+        "    mbarrier.arrive(q_emp.index(slot), count=1)\n    dk, ds = warpgroup_mma_wait(0, deps=[dkt, ds])\n",
+    ),
+    "dV over a product too many": ("warpgroup_mma_wait(2, deps=[dvt, p16])", "warpgroup_mma_wait(3, deps=[dvt, p16])"),
+    "dQ a product too early": ("warpgroup_mma_wait(1, deps=[dq])", "warpgroup_mma_wait(2, deps=[dq])"),
+    "dS with its queries in order": (", [BM, 64], ds_rows).permute", ", [BM, 64], None).permute"),
+    "dQ with its rows as they come": (", [64, 64], dq_rows).store", ", [64, 64], None).store"),
+    "dQ over one that TMA still reads": ("    mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)\n", ""),
+    "dQ without a fence": ("    fence_async_shared()\n    mbarrier.arrive(dq_rdy", "    mbarrier.arrive(dq_rdy"),
+    "dQ is not waited for": ("        mbarrier.wait(dq_rdy.index(w), it & 1)\n", ""),
+    "dQ's buffer is free before TMA has read it": ("    tma.store_wait(0)\n    for w in", "    for w in"),
+    "row terms are not waited for": ("    mbarrier.wait(do_rdy.index(slot), phase)\n", ""),
+    "keys are not waited for": ("    mbarrier.wait(kv_rdy, 0)\n", ""),
+    "staging over what the other worker still reads": ("    mbarrier.wait(done, 0)\n", ""),
+    "the end does not wait for what it adds": ("kv, D)\n    tma.store_wait(0)\n", "kv, D)\n"),
+}  # fmt: skip
+
+
+def planted(module, change, folder):
+    """The module with something else in the place of a few of its words."""
+    text = Path(module.__file__).read_text()
+    assert text.count(change[0]) >= 1, change[0]
+    path = folder / f"planted_{Path(module.__file__).name}"
+    path.write_text(text.replace(*change))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = made  # dataclasses look there for their own module
+    try:
+        spec.loader.exec_module(made)
+    finally:
+        del sys.modules[path.stem]
+    return made
+
+
+def caught(work, kernels_on, monkeypatch):
+    """Whether some order of events shows that something is wrong."""
+    for seed, (_, eager) in itertools.product(range(8), ORDERS):
+        emulate(monkeypatch, kernels_on(Machine(seed, eager)))
+        try:
+            work()
+        except AssertionError:
+            return True
+    return False
+
+
+def forward(merge):
+    q, k, v = inputs(1, 600, 3, 1, 64)
+    tiles, options = tiles_of("causal", 600), Options(scale=0.125)
+    out, lse = KERNEL.attend(q, k, v, tiles, options, state=fresh_state(q) if merge else None)
+    exact = ORACLE.attend(*wide(q, k, v), tiles, options)
+    assert gap(out, exact[0]) < 6e-3
+    assert gap(lse, exact[1]) < 2e-5
+
+
+WAY_BUGS = {
+    "each program begins at its own number": ("_program() * gl.maximum(turns, 1)", "_program()"),
+    "a program does one item too many": ("(t + 1) % turns == 0", "t % turns == 0"),
+    "a program does not go on": ("items, t + 1)", "items, items)"),
+}
+
+
+@pytest.mark.parametrize("bug", WAY_BUGS)
+def test_a_planted_bug_of_programs_that_make_way(bug, tmp_path, monkeypatch):
+    module = planted(hopper_forward, WAY_BUGS[bug], tmp_path)
+    making_way(monkeypatch, 3)
+    q, k, v = inputs(1, 600, 3, 1, 64)
+    work = functools.partial(compare_making_way, q, k, v, tiles_of("causal", 600))
+    assert caught(work, lambda machine: EmulatedKernels(machine, forward=module), monkeypatch)
+
+
+@pytest.mark.parametrize("bug", [*FORWARD_BUGS, *MERGE_BUGS])
+def test_a_planted_bug_of_the_forward(bug, tmp_path, monkeypatch):
+    module = planted(hopper_forward, {**FORWARD_BUGS, **MERGE_BUGS}[bug], tmp_path)
+    work = functools.partial(forward, merge=bug in MERGE_BUGS)
+    assert caught(work, lambda machine: EmulatedKernels(machine, forward=module), monkeypatch)
+
+
+@pytest.mark.parametrize("bug", BACKWARD_BUGS)
+def test_a_planted_bug_of_the_backward(bug, tmp_path, monkeypatch):
+    module = planted(backward, BACKWARD_BUGS[bug], tmp_path)
+    q, k, v = inputs(1, 600, 1, 1, 64)
+    work = functools.partial(compare_backward, q, k, v, tiles_of("causal", 600))
+    assert caught(work, lambda machine: EmulatedKernels(machine, backward=module), monkeypatch)
+
+
+SHORT_BUGS = {
+    "rows of the next document are written as well": ("if (stop - row >= 64) | (stop == keys):", "if stop > row:"),
+    "a row too many": ("mask=(rows < stop)[:, None]", "mask=(rows <= stop)[:, None]"),
+}
+
+
+@pytest.mark.parametrize("bug", SHORT_BUGS)
+def test_a_planted_bug_of_blocks_that_stop_short(bug, tmp_path, monkeypatch):
+    module = planted(backward, SHORT_BUGS[bug], tmp_path)
+    q, k, v = inputs(1, 770, 1, 1, 64)
+    work = functools.partial(compare_backward, q, k, v, tiles_of("documents:0,90,690,770", 770))
+    assert caught(work, lambda machine: EmulatedKernels(machine, backward=module), monkeypatch)
+
+
+APART_BUGS = {
+    "sums that nobody casts": (kernel, "dk[:, keys], dv[:, keys] = sums[0], sums[1]", "dk[:, keys] = sums[0]"),
+    "the first keys in the place of those apart": (kernel, "= k[:, keys],", "= k[:, : keys.stop - keys.start],"),
+    "sums that begin with anything": (kernel, "sums = torch.zeros(2", "sums = torch.empty(2"),
+    "keys before them in no launch": (configs, "_of_keys(tiles, 0, start)", "_of_keys(tiles, 0, 0)"),
+    "keys behind them in no launch": (configs, "_of_keys(tiles, stop, about.keys)", "_of_keys(tiles, stop, stop)"),
+    "queries counted from the keys' start too": (configs, "shifted(0, -start)", "shifted(-start, -start)"),
+    "keys counted from the first of all": (configs, "tile.shifted(0, -start) for tile", "tile for tile"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", APART_BUGS)
+def test_a_planted_bug_of_keys_apart(bug, tmp_path, machine, monkeypatch):
+    source, *change = APART_BUGS[bug]
+    module = planted(source, change, tmp_path)
+    if source is configs:
+        monkeypatch.setattr(launch, "writing_cuts", module.writing_cuts)
+    else:
+        for name in ("compiled_kernels", "current_stream", "on"):  # as emulated
+            monkeypatch.setattr(module, name, getattr(kernel, name))
+        monkeypatch.setattr(hopper_cases, "KERNEL", module.HopperKernel())
+    given = served_apart_inputs(monkeypatch, 2, 1, 1, 128, seen_by_all(300, 310), (256, 310))
+    with pytest.raises(AssertionError):
+        compare_whole(*given)

@@ -1,0 +1,301 @@
+"""What ranks exchange over peer copies: in one launch of a kernel, and flags in one call of the driver.
+
+The kernel is stood in for, and so is the machine: see `peer_machine`. The kernel itself runs in Triton's interpreter,
+in `tests/support/triton_checks.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import pytest
+import torch
+
+from burst_portable.backends.cuda import driver as driver_module
+from burst_portable.backends.cuda.driver import packing
+from burst_portable.backends.cuda.peers import memory as peer_memory
+from burst_portable.backends.cuda.peers import push
+from burst_portable.comm.base import Part, Parts, Strip
+from burst_portable.errors import CommunicationError, UnsupportedError
+from tests.support.peer_machine import DEVICE, Driver, attention_is_right, on_two, two_gpus
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return two_gpus(monkeypatch)
+
+
+class Pushes:
+    """Stands in for the compiled kernel of `push`: does what its parameters say, and counts the messages."""
+
+    def __init__(self):
+        self.launches = []
+
+    def bound(self, grid, numbers):
+        def launch(stream):
+            lists = (numbers[i : i + push._AT_ONCE] for i in range(0, len(numbers), push._AT_ONCE))
+            self.launches.append(grid[1])
+            for source, target, size, width, step, jump in list(zip(*lists, strict=True))[: grid[1]]:
+                for line in range(size // width):
+                    ctypes.memmove(target + 16 * line * jump, source + 16 * line * step, 16 * width)
+
+        return launch
+
+
+@pytest.fixture
+def pushes(monkeypatch):
+    made = Pushes()
+    monkeypatch.setattr(push, "_compiled", lambda: made)
+    monkeypatch.setattr(peer_memory, "pusher", push.Pusher)
+    return made
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ulysses+groups"])
+def test_what_is_exchanged_is_pushed(machine, pushes, monkeypatch, strategy):
+    """All messages of an exchange in one launch, what stays among them; engines have nothing left to do.
+
+    With groups, what goes beside a kernel is the engines'; what of it stays is pushed, on the stream of the kernels.
+    """
+    copied = []
+
+    class Counting(Driver):
+        def copy(self, stream, target, source, size):
+            copied.append((1, size))
+            super().copy(stream, target, source, size)
+
+        def copy_lines(self, stream, target, source, strip):
+            copied.append((strip.lines, strip.width))
+            super().copy_lines(stream, target, source, strip)
+
+    monkeypatch.setattr(peer_memory, "driver", lambda index: Counting())
+    attention_is_right(machine, strategy)
+    trial = [(1, 1 << 20), (256, 1024)]
+    copied = [size for size in copied if size not in trial]
+    # Two ranks: the trial's exchanges; q, k and v there, out and LSE back; dO there, and dq, dk and dv back.
+    launches = [2, 2, 6, 4, 2, 6]
+    if strategy == "ulysses":
+        assert not copied
+    else:
+        # q, k and v of the second group, out and LSE of the first; dO, and what stays of it, a message; dq, dk and dv.
+        launches += [3, 2, 3]
+        assert len(copied) == 2 * (3 + 2 + 2 + 3)
+    assert sorted(pushes.launches) == sorted(2 * launches)
+
+
+@pytest.mark.parametrize("broken", [{0, 1}, {1}])
+def test_a_kernel_that_no_compiler_makes(machine, monkeypatch, broken):
+    """Whatever it raises, and on one rank alone: the ranks hear of it in the trial, and engines move all messages."""
+    made = Pushes()
+
+    def compiled():
+        if machine.here.rank in broken:
+            raise FileNotFoundError("no such file: ptxas")
+        return made
+
+    monkeypatch.setattr(push, "_compiled", compiled)
+    monkeypatch.setattr(peer_memory, "pusher", push.Pusher)
+    attention_is_right(machine, "ulysses")
+    assert made.launches == [2] * (2 - len(broken)), "the first trial's"
+    assert len(machine.allocated) == 4, "two trials"
+
+
+@pytest.mark.parametrize("how", ["refused", "wrong"])
+def test_engines_that_cannot_move_lines(machine, pushes, monkeypatch, how):
+    """Found out in the trial, before a message that needs it: peer copies cannot be had then."""
+
+    def copy_lines(self, stream, target, source, strip):
+        if how == "refused":
+            raise CommunicationError("a call of the CUDA driver failed; got invalid argument")
+
+    monkeypatch.setattr(Driver, "copy_lines", copy_lines)
+
+    def work(rank, other, connect):
+        with pytest.raises(UnsupportedError, match=r"tried and failed: rank 0: .*(invalid argument|other bytes came)"):
+            connect()
+
+    on_two(machine, work)
+
+
+def test_all_is_asked_of_the_device_of_the_memory(machine, pushes, monkeypatch):
+    """Whichever device the caller has made the current one: a kernel starts there, and flags are a stream's there,
+    whose handle may be 0 on both."""
+    now, started = [0], []
+
+    class Device:
+        def __init__(self, device):
+            self.device, self.before = device, now[0]
+
+        def __enter__(self):
+            now[0] = self.device.index
+
+        def __exit__(self, *_):
+            now[0] = self.before
+
+    class Noting(Driver):
+        def set_flags(self, stream, addresses, value):
+            started.append(("set", now[0]))
+
+        def wait_flags(self, stream, addresses, value):
+            started.append(("wait", now[0]))
+
+    def bound(grid, numbers):
+        return lambda stream: started.append(("push", now[0]))
+
+    monkeypatch.setattr(peer_memory, "driver", lambda index: Noting())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(pushes, "bound", bound)
+    machine.here.rank = 0
+    memory = peer_memory.CudaPeerMemory(None, torch.device("cpu", 3), lambda data, what: [data], 5.0)
+    memory._starts = [0, 1 << 20]
+    memory.enter()
+    memory.signal([(1, 0)], 1, copying=False)
+    memory.copy([Parts(torch.zeros(64, dtype=torch.uint8), (Part(1, 0, 32, 0), Part(0, 32, 64, 0)))], alone=True)
+    memory.wait([0], 1, None, copying=False)
+    assert (started, now) == ([("set", 3), ("push", 3), ("wait", 3)], [0])
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("size", [4096, 4104])
+def test_who_moves_what(machine, pushes, size, alone):
+    """Messages beside kernels, single ones and such as do not end at 16 bytes are the engines'."""
+    pushed = alone and size % 16 == 0
+
+    def work(rank, other, connect):
+        transport = connect()
+        before = len(pushes.launches)
+        for single in (False, True):
+            transport.begin(b"call", 2 * size)
+            ranks = (rank,) if single else (1 - rank, rank)
+            inbox = transport.inbox(2 * size, DEVICE, rank, 0)
+            block = torch.full((size,), 7 + rank, dtype=torch.uint8)
+            exchange = transport.exchange(
+                [Parts(block, tuple(Part(r, 0, size, rank * size) for r in ranks))],
+                [Parts(inbox, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))],
+                "call",
+                alone=alone,
+            )
+            exchange.copy_own()
+            exchange.wait()
+            exchange.left()
+            assert [int(inbox[r * size : (r + 1) * size].unique()) for r in ranks] == [7 + r for r in ranks]
+            transport.end()
+        return before
+
+    on_two(machine, work)
+    assert pushes.launches.count(2) == 4 + 2 * pushed  # the trial's, and these
+    assert pushes.launches.count(1) == 0
+
+
+def test_a_launch_is_packed_as_the_kernel_reads_it():
+    """Sources, targets and sizes lie where the compiled kernel's own PTX says."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from burst_portable.backends.cuda.peers.push_kernel import AT_ONCE, push_kernel
+
+    assert push._AT_ONCE == AT_ONCE
+    types = ["*i32"] * (2 * AT_ONCE) + ["i32"] * (4 * AT_ONCE) + ["constexpr"]
+    names = push_kernel.arg_names
+    even = {(i,): [["tt.divisibility", 16]] for i in range(2 * AT_ONCE)}
+    source = ASTSource(push_kernel, dict(zip(names, types, strict=True)), {"BLOCK": 1024}, even)
+    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+    wide = re.findall(r"\.param \.[ub](32|64)", ptx.split(".entry", 1)[1].split(")", 1)[0])
+    places = [(0, 0)]
+    for size in (int(bits) // 8 for bits in wide):  # a parameter is aligned to its size
+        places.append((-(-sum(places[-1]) // size) * size, size))
+    messages = [(1 << 40 | i << 4, 1 << 41 | i << 4, *(16 * (8 * i + n) for n in range(4))) for i in range(AT_ONCE - 1)]
+    grid, numbers = push._launch(messages)
+    packed = packing(numbers, places[1:]).pack(*numbers, 0, 0)
+    read = [int.from_bytes(packed[start : start + size], "little") for start, size in places[1:]]
+    sources, targets, *counts = zip(*messages, (0,) * 6, strict=True)
+    assert read == [*sources, *targets, *(n // 16 for some in counts for n in some), 0, 0]
+    assert grid[1:] == (AT_ONCE - 1, 1)
+
+
+@pytest.fixture
+def noting(monkeypatch):
+    """The driver over a library that does nothing, and its calls as they come: (name, arguments)."""
+    calls = []
+
+    class Library:
+        def __getattr__(self, name):
+            def call(*arguments):
+                calls.append((name, arguments))
+                return 0
+
+            return call
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    driver = driver_module.Driver(0)
+    calls.clear()
+    return driver, calls
+
+
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a flag, as cuda.h has it."""
+
+    _fields_ = (
+        ("operation", ctypes.c_int),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64),
+    )
+
+
+def test_several_flags_are_one_call(noting):
+    """One flag is a call of its own kind, several are packed as the driver reads them."""
+    driver, calls = noting
+    for method, single, kind in (
+        (driver.set_flags, "cuStreamWriteValue32_v2", 2),
+        (driver.wait_flags, "cuStreamWaitValue32_v2", 1),
+    ):
+        method(9, [64], 5)
+        assert calls.pop()[:1] == (single,)
+        method(9, [64, 1 << 40, 72], 5)
+        ((name, (stream, count, packed, flags)),) = calls
+        assert (name, stream, count, flags) == ("cuStreamBatchMemOp_v2", 9, 3, 0)
+        assert len(packed) == 3 * 48 == 3 * ctypes.sizeof(_Operation)
+        read = (_Operation * 3).from_buffer_copy(packed)
+        assert [(o.operation, o.address, o.value, o.flags & 1) for o in read] == [
+            (kind, address, 5, kind & 1) for address in (64, 1 << 40, 72)
+        ]
+        calls.clear()
+        method(9, [], 5)
+        assert not calls
+
+
+class _Copy(ctypes.Structure):
+    """CUDA_MEMCPY2D, as cuda.h has it."""
+
+    _side = (
+        ("x", ctypes.c_size_t),
+        ("y", ctypes.c_size_t),
+        ("kind", ctypes.c_uint),
+        ("host", ctypes.c_void_p),
+        ("address", ctypes.c_uint64),
+        ("array", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+    )
+    _fields_ = (
+        *((f"source_{name}", kind) for name, kind in _side),
+        *((f"target_{name}", kind) for name, kind in _side),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+def test_lines_are_packed_as_the_driver_reads_them(noting):
+    driver, calls = noting
+    driver.copy_lines(9, 1 << 41, 1 << 40, Strip(1, 0, 0, lines=7, width=64, step=4096, jump=192))
+    ((name, (packed, stream)),) = calls
+    assert (name, stream, len(packed)) == ("cuMemcpy2DAsync_v2", 9, ctypes.sizeof(_Copy))
+    read = _Copy.from_buffer_copy(packed)
+    told = {name: getattr(read, name) for name, _ in _Copy._fields_ if getattr(read, name)}
+    both = {"source_kind": 2, "source_address": 1 << 40, "source_pitch": 4096}
+    both |= {"target_kind": 2, "target_address": 1 << 41, "target_pitch": 192}
+    assert told == both | {"width": 64, "height": 7}

@@ -1,0 +1,258 @@
+"""cuDNN, torch's flash attention and flash-attn-4, with operators emulated on the CPU: the calls, cuts and merges.
+
+What the real operators compute is not shown by this; see tests/support/emulated_operators.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+
+from burst_portable.backends.cpu.backend import CpuBackend
+from burst_portable.backends.cuda import library_kernels
+from burst_portable.conformance import check_backend
+from burst_portable.kernels.base import (
+    KernelProblem,
+    LazyKernel,
+    Options,
+    faster_on_squares,
+    takes_windows,
+    writes_gradients,
+)
+from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.planning.tiles import Tile, Tiles
+from tests.support import emulated_operators
+from tests.support.flash4_cases import OPTIONS, compare_whole, inputs
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """As on an H100, but for the operators."""
+    real = library_kernels.declined
+    monkeypatch.setattr(
+        library_kernels, "declined", lambda p, largest: real(p, largest).replace(f"{NOT_HERE}, not on cpu", "")
+    )
+    monkeypatch.setattr(library_kernels, "capabilities", lambda: ((9, 0),))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+
+
+NOT_HERE = "it runs on NVIDIA GPUs"
+
+
+@pytest.fixture
+def aten():
+    """The real schemas of torch's operators, with the emulation under them. cuDNN's causal mask is top-left."""
+    called, plans = [], {}
+
+    def steps(x):
+        return tuple((size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
+
+    def forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale, **more):
+        called.append("flash")
+        assert (cum_q, cum_k, dropout, debug, more) == (None, None, 0.0, False, {})
+        out, lse = emulated_operators.attend(q, k, v, causal, scale)
+        nothing = torch.zeros((), dtype=torch.int64)
+        return out, lse, nothing, nothing, q.new_empty(0)
+
+    def backward(dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, seed, offset, *, scale, **more):
+        called.append("flash backward")
+        return emulated_operators.attend_backward(dout, q, k, v, out, lse, causal, scale)
+
+    def cudnn_forward(q, k, v, bias, with_lse, dropout=0.0, causal=False, debug=False, *, scale=None):
+        called.append("cudnn")
+        assert (bias, with_lse, dropout, debug) == (None, True, 0.0, False)
+        assert min(q.shape[2], k.shape[2]) > 1, "cuDNN knows no sequence of one row"
+        assert not causal or q.shape[2] == k.shape[2]
+        out, lse = emulated_operators.attend(*(x.transpose(1, 2) for x in (q, k, v)), causal, scale)
+        nothing = torch.zeros((), dtype=torch.int64)
+        return out.transpose(1, 2), lse.unsqueeze(-1), nothing, nothing, 0, 0, nothing, nothing, nothing
+
+    def cudnn_backward(
+        dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale=None
+    ):
+        called.append("cudnn backward")
+        assert lse.shape == (*q.shape[:3], 1)
+        assert (max_q, max_k, dropout) == (q.shape[2], k.shape[2], 0.0)
+        # As torch does: a plan is kept by q, k and v, and then reads dout and out as it read them the first time.
+        key = (causal, *((x.shape, steps(x)) for x in (q, k, v)))
+        read = (steps(dout), steps(out))
+        assert plans.setdefault(key, read) == read, "cuDNN would read dout or out with another call's strides"
+        rows = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        parts = emulated_operators.attend_backward(*rows, lse[..., 0].contiguous(), causal, scale)
+        return tuple(x.transpose(1, 2) for x in parts)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention", cudnn_forward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward, "CPU")
+    yield called
+    library._destroy()
+
+
+@pytest.fixture
+def flash_4(monkeypatch):
+    emulated_operators.flash_4_package(monkeypatch)
+    return library_kernels.Flash4Kernel()
+
+
+class Subject(CpuBackend):
+    """The CPU with the kernel under test."""
+
+    def __init__(self, kernel):
+        super().__init__(_kernels=(kernel, ReferenceKernel()))
+
+
+CASES = [
+    *(f"mask={mask},heads=gqa,memory=padded" for mask in ("full", "causal", "window", "documents", "prefix")),
+    "layout=contiguous,mask=causal,memory=heads",
+    "layout=zigzag,mask=causal,memory=odd",
+    "layout=striped,mask=window,ranks=3,heads=mqa,dtype=float16",
+    "layout=contiguous,mask=causal,ranks=1,length=129,heads=6x2x64x64",
+]
+
+
+def examined(kernel):
+    named = [f"kernels:{kernel.name}:dtype=bfloat16,deterministic=False,{case}" for case in CASES]
+    report = check_backend(Subject(kernel), ranks=3, cases=named, kernel=kernel.name)
+    assert not report.failures, report.failures[0]
+    assert len([r for r in report.results if not r.skipped]) >= len(CASES)
+
+
+@pytest.mark.parametrize(
+    "kernel", [library_kernels.CudaFlashKernel(), library_kernels.CudnnKernel()], ids=lambda k: k.name
+)
+def test_torch_operators_against_float64(on_hopper, aten, kernel):
+    examined(kernel)
+    assert kernel.name in aten
+    assert f"{kernel.name} backward" in aten
+
+
+def test_flash_attn_4_against_float64(on_hopper, flash_4):
+    examined(flash_4)
+
+
+def problem(**changes):
+    usual = {"dtype": torch.bfloat16, "device": "cuda", "heads": 4, "kv_heads": 2, "head_dim": 64, "value_dim": 64}
+    return KernelProblem(**{**usual, "deterministic": False, **changes})
+
+
+def test_flash_attn_4_is_given_rows_in_steps_of_16_bytes(on_hopper, flash_4):
+    """Others it would read at strides that it takes for granted: the stand-in refuses them."""
+    odd = torch.randn(2, 20, 2, 65).bfloat16()[..., :64]
+    tiles, options = Tiles([Tile(0, 20, 0, 20, 0, 19)]), Options(scale=0.125, deterministic=False)
+    for q in (odd, odd[:, :1].expand(2, 20, 2, 64), torch.randn(20 * 64 + 1).bfloat16()[1:].view(1, 20, 1, 64)):
+        out, lse = flash_4.attend(q, q, q, tiles, options)
+        exact = ReferenceKernel().attend(*(q.double(),) * 3, tiles, options)
+        torch.testing.assert_close(out.double(), exact[0], rtol=0, atol=2e-2)
+        flash_4.gradients(q, q, q, q, out, lse, tiles, options)
+
+
+WINDOWS = [(heads, left) for heads in ((2, 2), (4, 1)) for left in (0, 1, 30, 68)]
+
+
+@pytest.mark.parametrize(("heads", "left"), WINDOWS)
+def test_flash_attn_4_computes_a_whole_causal_window_in_one_call(monkeypatch, heads, left):
+    called = emulated_operators.flash_4_package(monkeypatch)
+    dout, q, k, v = inputs(70, 70, heads, 64, "cpu")
+    across = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, q, k, v))
+    odd = tuple(torch.nn.functional.pad(x, (1, 0))[..., 1:] for x in (dout, q, k, v))
+    for tensors in ((dout, q, k, v), across, odd):
+        compare_whole(library_kernels.Flash4Kernel(), *tensors, Tiles([Tile(0, 70, 0, 70, 0, left)]))
+    assert called == [f"forward ({left}, 0)", f"backward ({left}, 0)"] * 3
+
+
+def test_flash_attn_4_is_asked_for_no_window_where_it_would_have_to_be_merged(monkeypatch):
+    called = emulated_operators.flash_4_package(monkeypatch)
+    kernel, tiles = library_kernels.Flash4Kernel(), Tiles([Tile(0, 70, 0, 70, 0, 30)])
+    dout, q, k, v = inputs(70, 70, (2, 2), 64, "cpu")
+    out, lse = kernel.attend(q, k, v, tiles, OPTIONS)
+    into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    kernel.attend_backward(dout, q, k, v, lse, tiles, OPTIONS, out=out, into=into)
+    assert set(called) == {"forward", "backward"}
+    compare_whole(kernel, dout, q, k, v, Tiles([Tile(0, 70, 0, 70, -5, 30)]), merged=True)
+    assert set(called) == {"forward", "backward"}
+
+
+VERSIONS = {
+    "4.0.0b36": True, "4.0.0b37": True, "4.0.0b100": True, "4.0.0rc1": True, "4.0.0": True, "4.0.0.post1": True,
+    "4.0.1a1": True, "4.1.0b2": True, "4.1": True, "5.0.0": True, "10.0.0": True, "4.0.0b36+cu130": True,
+    "4.0.0b35": False, "4.0.0b4": False, "4.0.0b9": False, "4.0.0a40": False, "3.9.9": False, "2.8.3": False,
+    "4.0.0b36.dev1": False, "4.0.0.dev40": False, "0.0.0": False, "unknown": False, "": False, None: False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("installed", "known"), VERSIONS.items())
+def test_windows_are_asked_of_versions_that_are_known_to_obey(monkeypatch, installed, known):
+    """The others get none, even if they would ignore it: a window is cut for them as ever."""
+    called = emulated_operators.flash_4_package(monkeypatch, installed, obeys=known)
+    kernel = library_kernels.Flash4Kernel()
+    assert takes_windows(kernel) == known
+    tiles = Tiles([Tile(0, 40, 0, 40, 0, 15)])
+    compare_whole(kernel, *inputs(40, 40, (2, 1), 64, "cpu"), tiles, merged=not known)
+    assert ("backward (15, 0)" in called) == ("forward (15, 0)" in called) == known
+
+
+def test_a_flash_attn_4_that_ignores_windows_is_caught(monkeypatch):
+    emulated_operators.flash_4_package(monkeypatch, obeys=False)
+    with pytest.raises(AssertionError, match="out"):
+        compare_whole(
+            library_kernels.Flash4Kernel(), *inputs(40, 40, (2, 1), 64, "cpu"), Tiles([Tile(0, 40, 0, 40, 0, 15)])
+        )
+
+
+def test_what_stands_for_flash_attn_4_says_what_it_says(monkeypatch):
+    for installed, known in (("4.0.0b36", True), ("4.0.0b35", False)):
+        emulated_operators.flash_4_package(monkeypatch, installed)
+        lazy = LazyKernel("flash-attn-4", library_kernels.__name__, "Flash4Kernel", needs="flash_attn")
+        assert takes_windows(lazy) == known
+    reference = LazyKernel("reference", "burst_portable.kernels.reference", "ReferenceKernel", needs="")
+    assert not takes_windows(reference)
+    hopper = LazyKernel("hopper", "burst_portable.backends.cuda.hopper.kernel", "HopperKernel", needs="triton")
+    assert writes_gradients(hopper)
+    assert not faster_on_squares(hopper)
+    assert not writes_gradients(reference)
+
+
+REASONS = [
+    ({"dtype": torch.float32}, "float32"),
+    ({"value_dim": 32}, "differ from heads"),
+    ({"head_dim": 68, "value_dim": 68}, "multiples of 8"),
+    ({"head_dim": 264, "value_dim": 264}, "up to"),
+    ({"heads": 3}, "not a multiple"),
+    ({"softcap": True}, "softcap"),
+    ({"positive_scale": False}, "not positive"),
+    ({"deterministic": True}, "any order"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), REASONS)
+def test_declines_with_a_reason(on_hopper, flash_4, change, reason):
+    for kernel in (library_kernels.CudaFlashKernel(), library_kernels.CudnnKernel(), flash_4):
+        assert kernel.supports(problem()).ok
+        support = kernel.supports(problem(**change))
+        assert not support.ok
+        assert reason in support.reason
+
+
+def test_declines_old_gpus_and_libraries(on_hopper, flash_4, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 8907)
+    assert "cuDNN 9 or later, not 8907" in library_kernels.CudnnKernel().supports(problem()).reason
+    monkeypatch.setattr(library_kernels, "capabilities", lambda: ((9, 0), (8, 0)))
+    assert library_kernels.CudaFlashKernel().supports(problem()).ok
+    assert "no backward for sm_80" in flash_4.supports(problem()).reason
+    monkeypatch.setattr(library_kernels, "capabilities", lambda: ((7, 5),))
+    assert "sm_80 or later, not sm_75" in library_kernels.CudaFlashKernel().supports(problem()).reason
+
+
+def test_a_package_of_that_name_that_is_another(on_hopper, monkeypatch):
+    """FlashAttention-2 is imported as flash_attn, too."""
+    module = ModuleType("flash_attn")
+    module.__path__, module.__spec__ = [], ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    assert "not flash-attn-4" in library_kernels.Flash4Kernel().supports(problem()).reason

@@ -1,0 +1,77 @@
+"""What the cuda backend says of a machine: torch for something else or too old, a driver that will not do, NVML."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from burst_portable.backends import registry
+from burst_portable.backends.cuda import nvml
+
+
+@pytest.fixture
+def cuda_build(monkeypatch):
+    """As torch built for CUDA, on a host where it sees no GPU."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_torch_without_cuda_is_told_what_to_install():
+    if torch.backends.cuda.is_built():
+        pytest.skip("this torch is built for CUDA")
+    found = registry.load("cuda").probe()
+    assert not found.ok
+    assert found.reason == "this torch is built without CUDA; install a CUDA build of torch"
+
+
+def test_a_torch_that_is_too_old(cuda_build, installed):
+    installed("torch", "2.6.0+cu124")
+    found = registry.load("cuda").probe()
+    assert not found.ok
+    assert "the package torch is too old; got 2.6.0+cu124; allowed: 2.11 or later" in found.reason
+
+
+DRIVERS = {
+    "absent": "Found no NVIDIA driver on your system.",
+    "too old": "The NVIDIA driver on your system is too old (found version 11040).",
+    "broken": "Unexpected error from cudaGetDeviceCount().\n  Error 802: system not yet initialized",
+}
+
+
+@pytest.mark.parametrize("said", DRIVERS.values(), ids=list(DRIVERS))
+def test_a_driver_that_will_not_do_is_told_in_its_own_words(cuda_build, monkeypatch, said):
+    def init():
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    reason = registry.load("cuda").probe().reason
+    told = f"no NVIDIA GPU is visible; got RuntimeError: {' '.join(said.split())}; look at nvidia-smi"
+    assert told in reason
+
+
+def test_a_driver_that_shows_no_device(cuda_build, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    assert "shows no device; look at nvidia-smi and CUDA_VISIBLE_DEVICES" in registry.load("cuda").probe().reason
+
+
+NVML = {
+    "too old": ("11.5", "", "the package nvidia-ml-py is too old; got 11.5; allowed: 12.560 or later"),
+    "broken": (
+        "13.590",
+        "1 / 0\n",
+        "the package nvidia-ml-py 13.590 is broken: it fails to import; got ZeroDivisionError",
+    ),
+}
+
+
+@pytest.mark.parametrize(("version", "source", "what"), NVML.values(), ids=list(NVML))
+def test_what_is_wrong_with_nvml_is_told(installed, version, source, what):
+    installed("nvidia-ml-py", version, source, module="pynvml")
+    assert what in nvml._nvml_facts()["nvml"]
+
+
+def test_nvml_that_is_absent(monkeypatch):
+    if nvml.wrong_with("nvidia-ml-py", "0") == "":
+        pytest.skip("it is installed here")
+    assert "the package nvidia-ml-py is not installed" in nvml._nvml_facts()["nvml"]

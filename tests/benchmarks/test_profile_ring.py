@@ -1,0 +1,80 @@
+"""The script that holds the profiler against known lengths and against the tracer runs, on CPUs and tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.known_lengths import Device, beside
+from benchmarks.profile_ring import COMPARED
+
+ROOT = Path(__file__).parents[2]
+SLACK = 0.01  # seconds that this process may stand still between two marks
+
+
+class Timed(Device):
+    """Notes how long kernels and copies were: on a machine with other work, a sleep takes longer than it should."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.kernels: list[tuple[float, float]] = []
+        self.over = 0.0  # when the rank has seen the copy
+
+    def kernel(self, amount):
+        began = time.perf_counter()
+        super().kernel(amount)
+        self.kernels.append((began, time.perf_counter()))
+
+    def copy(self, amount):
+        wait = super().copy(amount)
+
+        def waited():
+            wait()
+            self.over = time.perf_counter()
+
+        return waited
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("kernel", "copy"), [(30, 90), (60, 20)])
+def test_a_kernel_and_a_copy_of_known_lengths(kernel, copy):
+    device = Timed()
+    found = beside(device, kernel, copy)
+    (start, end), (_, last) = device.kernels
+    assert found["compute"] == pytest.approx(sum(stop - begin for begin, stop in device.kernels), abs=SLACK)
+    assert found["exposed_comm"] == pytest.approx(device.over - end, abs=SLACK)
+    assert found["span"] == pytest.approx(last - start, abs=SLACK)
+    if copy > kernel:
+        assert found["overlap"] == pytest.approx(end - start, abs=SLACK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["ring", "cost"])
+def test_on_two_cpus(tmp_path, what):
+    command = [sys.executable, "-m", "tests.support.ranks_of", "2", "benchmarks.profile_ring"]
+    told = ["--what", what, "--rows", "tiny", "--rounds", "2", "--steps", "2", "--out", str(tmp_path / "found.json")]
+    done = subprocess.run(
+        [*command, *told],
+        cwd=ROOT, capture_output=True, text=True, timeout=110, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["ranks"] == 2
+    (run,) = found["runs"]
+    if what == "cost":
+        assert [len(times) for times in run["seconds"].values()] == [2, 2, 2, 2]
+        assert run["share"].keys() == {"light", "session", "deep"}
+        return
+    assert not run["on_device"]
+    for rank in run["ranks"]:
+        for name in COMPARED:
+            assert rank["marks"][name] > 0
+        assert 0 < rank["trace"]["compute"] <= rank["marks"]["compute"], "operators lie in the kernels that were marked"
+        assert rank["trace"]["span"] <= rank["marks"]["span"]

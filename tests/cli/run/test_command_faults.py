@@ -1,0 +1,230 @@
+"""`burst-portable run` when a rank fails or somebody interrupts: exit code, last lines, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.models import SIZES
+
+ROOT = Path(__file__).parents[3]
+OWN = (sys.executable, "-m")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+MARK = "TEST_OF_FAULTS"
+PLANT = """
+import os, signal, sys, time
+
+def strike():
+    import torch
+    if FAULT == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if FAULT == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if FAULT == "late":
+        time.sleep(60)
+    raise torch.OutOfMemoryError("planted: out of memory")
+
+def odd():  # the last argument of our own worker, or what torchrun says
+    return os.environ.get("RANK", sys.argv[-1]) == "1"
+
+if FAULT:
+    from burst_portable.comm import torch_dist
+    right, left = torch_dist.TorchDistTransport.post, [AT]
+    def post(self, *arguments):
+        left[0] -= 1
+        if left[0] == 0 and odd():
+            strike()
+        return right(self, *arguments)
+    torch_dist.TorchDistTransport.post = post
+"""
+
+
+@dataclass
+class Run:
+    """A command line of its own, with its temporary files apart and its processes marked."""
+
+    folder: Path
+    program: tuple[str, ...] = OWN
+    fault: str = ""
+    at: int = 1
+
+    def start(self, *, steps: int = 100_000) -> subprocess.Popen:
+        self.mark, self.temporary = uuid.uuid4().hex, self.folder / "temporary"
+        self.temporary.mkdir()
+        (self.folder / "sitecustomize.py").write_text(f"FAULT, AT = {self.fault!r}, {self.at}\n{PLANT}")
+        config = self.folder / "config.json"
+        config.write_text(json.dumps({"model_type": "llama", **SIZES, "vocab_size": 256}))
+        self.shared = set(os.listdir("/dev/shm"))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(self.folder), str(ROOT))),
+            "TMPDIR": str(self.temporary),
+            "BURST_DEADLINE": "3",
+            MARK: self.mark,
+        }
+        arguments = ("burst_portable", "run", "--seq-len", "64", "--steps", str(steps), "--model", str(config))
+        self.process = subprocess.Popen(
+            (*self.program, *arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=self.folder,
+        )
+        return self.process
+
+    def processes(self) -> list[int]:
+        """All that were started by it, however often they forked."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.mark}".encode() in (path / "environ").read_bytes():
+                    found.append(int(path.name))
+            except OSError:
+                continue  # ended, or another user's
+        return found
+
+    def wait_for_ranks(self) -> list[int]:
+        """The processes, when the ranks have connected to each other."""
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            ranks = [pid for pid in self.processes() if connections(pid)[1]]
+            if len(ranks) >= 2:
+                return ranks
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.1)
+        raise AssertionError("the ranks did not meet")
+
+    def end(self) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def check_nothing_is_left(self, seconds: float = 5.0) -> None:
+        until = time.monotonic() + seconds
+        while (left := self.processes() or self.files()) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not left
+        assert not {name for name in os.listdir("/dev/shm") if name not in self.shared and "torch" in name}
+
+    def files(self) -> list[str]:
+        """Temporary files; torchrun's folders of its own are not ours."""
+        return [name for name in os.listdir(self.temporary) if not name.startswith("torchelastic")]
+
+
+@pytest.fixture
+def run(tmp_path):
+    one = Run(tmp_path)
+    yield one
+    one.end()
+
+
+def connections(pid: int) -> tuple[list[str], list[str]]:
+    """Addresses that a process listens on, and those that it is connected to; as hexadecimal text."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").glob("*"):
+        try:
+            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            continue
+    listening, connected = [], []
+    for table in ("tcp", "tcp6"):
+        path = Path(f"/proc/{pid}/net/{table}")
+        for row in path.read_text().splitlines()[1:] if path.exists() else ():
+            _, local, remote, state, *_, inode = row.split()[:10]
+            if inode in inodes:
+                (listening if state == "0A" else connected).append(local if state == "0A" else remote)
+    return listening, connected
+
+
+def is_loopback(address: str) -> bool:
+    """Of /proc/net/tcp: words in the machine's order, then the port."""
+    words = bytes.fromhex(address.partition(":")[0])
+    packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+    if len(packed) == 4:
+        return packed[0] == 127
+    return packed in (socket.inet_pton(socket.AF_INET6, "::1"),) or packed.startswith(bytes(10) + b"\xff\xff\x7f")
+
+
+def test_addresses_are_read_right():
+    assert is_loopback("0100007F:1F90")
+    assert is_loopback("00000000000000000000000001000000:1F90")
+    assert is_loopback("0000000000000000FFFF00000100007F:1F90")
+    assert not is_loopback("00000000:1F90")
+    assert not is_loopback("0210000A:1F90")
+
+
+ENDS = [
+    pytest.param(OWN, "killed", 5, ["rank 1 was ended by SIGKILL"], marks=pytest.mark.full),
+    pytest.param(OWN, "stopped", 9, ["rank 0", "rank 1 took too long"], marks=pytest.mark.full),
+    pytest.param(OWN, "late", 7, ["rank 0", "rank 1 took too long"], marks=pytest.mark.full),
+    pytest.param(OWN, "out_of_memory", 12, ["rank 1 ended with code 1", "planted: out"], marks=pytest.mark.full),
+    pytest.param(TORCHRUN, "killed", 5, ["rank      : 1", "Signal 9 (SIGKILL)"], marks=pytest.mark.full),
+    pytest.param(TORCHRUN, "stopped", 9, ["rank 0,", "rank 1 took too long"], marks=pytest.mark.full),
+    pytest.param(TORCHRUN, "late", 7, ["rank 0,", "rank 1 took too long"], marks=pytest.mark.full),
+    pytest.param(TORCHRUN, "out_of_memory", 12, ["rank      : 1", "planted: out of memory"]),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "fault", "at", "told"), ENDS)
+def test_a_rank_that_fails_ends_the_run(run, program, fault, at, told):
+    run.program, run.fault, run.at = program, fault, at
+    _, err = run.start().communicate(timeout=100)
+    assert run.process.returncode == 1, err
+    assert all(words in err for words in told), err
+    last = [line for line in err.splitlines() if line.strip(" =")][-1]  # torchrun underlines
+    assert last.startswith("burst-portable: rank") if program == OWN else told[-1] in err[-4000:], err
+    run.check_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_nothing_listens_beyond_loopback_and_an_end_leaves_nothing(run):
+    """SIGTERM is how batch systems end a job."""
+    run.start()
+    ranks = run.wait_for_ranks()
+    listening = [address for pid in run.processes() for address in connections(pid)[0]]
+    assert listening, "gloo listens for its peers"
+    assert [a for a in listening if not is_loopback(a)] == []
+    assert all(is_loopback(a) for pid in ranks for a in connections(pid)[1])
+    at = time.monotonic()
+    run.process.terminate()
+    _, err = run.process.communicate(timeout=30)
+    assert time.monotonic() - at < 15
+    assert run.process.returncode == 128 + signal.SIGTERM, err
+    assert err == ""
+    run.check_nothing_is_left()
+
+
+@pytest.mark.full
+def test_a_launcher_that_is_killed_leaves_nothing(run):
+    run.start()
+    run.wait_for_ranks()
+    run.process.kill()
+    run.check_nothing_is_left()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_torchrun_is_interrupted(run, number):
+    """torchrun ends its processes; ours say nothing."""
+    run.program = TORCHRUN
+    run.start()
+    run.wait_for_ranks()
+    at = time.monotonic()
+    run.process.send_signal(number)
+    _, err = run.process.communicate(timeout=60)
+    assert time.monotonic() - at < 20
+    assert run.process.returncode != 0
+    assert "burst_portable" not in err.replace("burst_portable FAILED", ""), err
+    run.check_nothing_is_left()

@@ -1,0 +1,111 @@
+"""Test the models and texts of `run`: checkpoints, the built-in model, recomputed layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from burst_portable.cli.run.models import batches, build, config_of, recompute_layers
+from burst_portable.errors import InputError
+from tests.support.models import SIZES, make, tokens
+
+
+def test_sequences_start_again_when_the_text_ends():
+    made = batches(torch.arange(10), 3, 2, 3)
+    assert [x.tolist() for x in made] == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [0, 1, 2]], [[3, 4, 5], [6, 7, 8]]]
+
+
+def test_tiny_is_the_model_that_the_readme_tells_of():
+    config = config_of("tiny", 4096)
+    sizes = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.vocab_size)
+    assert sizes == (4, 8, 2, 256)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    make("llama", torch.float32).save_pretrained(folder)
+    return folder
+
+
+def changed(checkpoint: Path, tmp_path: Path, change) -> str:
+    """A copy of a checkpoint with other weights; `change` gets them by name."""
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    weights = load_file(checkpoint / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return str(tmp_path)
+
+
+def loaded(folder: str):
+    return build(folder, config_of(folder, 16), torch.float32, 0)
+
+
+def test_a_whole_checkpoint(checkpoint):
+    model, notes = loaded(str(checkpoint))
+    expected = load_file(checkpoint / "model.safetensors")
+    assert notes == []
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in expected.items())
+
+
+def test_a_checkpoint_without_some_weights(checkpoint, tmp_path):
+    def change(weights):
+        weights["other.weight"] = weights.pop("model.layers.0.self_attn.q_proj.weight")
+
+    with pytest.raises(InputError, match=r"1 missing: model\..*q_proj\.weight; no part of .* 1 of .*: other\.weight"):
+        loaded(changed(checkpoint, tmp_path, change))
+
+
+def test_a_checkpoint_with_weights_that_nobody_takes(checkpoint, tmp_path):
+    _, (note,) = loaded(changed(checkpoint, tmp_path, lambda weights: weights.update(extra=torch.ones(1))))
+    assert "no part of the model takes 1 of its weights: extra" in note
+
+
+def test_a_checkpoint_of_other_shapes(checkpoint, tmp_path):
+    def change(weights):
+        weights["model.norm.weight"] = torch.ones(3)
+
+    with pytest.raises(InputError, match="cannot be loaded"):
+        loaded(changed(checkpoint, tmp_path, change))
+
+
+def test_a_checkpoint_that_is_cut_off(checkpoint, tmp_path):
+    folder = changed(checkpoint, tmp_path, lambda weights: None)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(InputError, match="cannot be loaded"):
+        loaded(folder)
+
+
+def test_weights_of_whole_numbers(checkpoint, tmp_path):
+    """Such as a quantized model's, whose config does not say so: they would be taken for plain ones."""
+
+    def change(weights):
+        name = "model.layers.0.self_attn.q_proj.weight"
+        weights[name] = weights[name].to(torch.int32)
+
+    with pytest.raises(InputError, match=r"not plain numbers; got I32: model\..*q_proj"):
+        loaded(changed(checkpoint, tmp_path, change))
+
+
+def test_a_quantized_checkpoint(checkpoint, tmp_path):
+    folder = changed(checkpoint, tmp_path, lambda weights: None)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"bits": 4}}))
+    with pytest.raises(InputError, match="quantized"):
+        config_of(folder, 16)
+
+
+def test_layers_that_are_recomputed():
+    model, _ = build("x.json", LlamaConfig(**SIZES), torch.float32, 0)
+    recompute_layers(model)
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    ids = tokens(1, 9)
+    model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert len(calls) == 2

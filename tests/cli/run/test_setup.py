@@ -1,0 +1,51 @@
+"""Compare model FLOPs and utilization with sums by hand."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
+
+from burst_portable.cli.run.models import outline
+from burst_portable.cli.run.setup import model_flops, utilisation
+from tests.support.models import SIZES
+
+QKVO = 32 * 32 + 2 * 32 * 16 + 32 * 32
+MATRICES = 2 * (QKVO + 3 * 32 * 48 + 2 * 32) + 32  # of two layers, with their norms and the last one
+TABLE = 64 * 32
+GPT2 = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=1000)
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "products"),
+    [
+        # Two products of 32 = 4 heads of 8, over 47 * 48 / 2 pairs, in two layers.
+        (LlamaConfig(**SIZES), MATRICES + TABLE, 2 * 2 * 2 * 32 * 1128),
+        (LlamaConfig(**SIZES, tie_word_embeddings=True), MATRICES + TABLE, 2 * 2 * 2 * 32 * 1128),
+        # Positions are looked up, and give nothing to multiply; biases of q, k, v and o, of norms, and of a plain MLP.
+        (GPT2, 2 * (4 * 32 * 32 + 2 * 32 * 128 + 4 * 32 + 32 + 128 + 4 * 32) + 2 * 32 + TABLE, 2 * 2 * 2 * 32 * 1128),
+        # One layer sees 9 tokens, whose first 8 rows see fewer; biases of q, k, v.
+        (
+            Qwen2Config(
+                **SIZES,
+                use_sliding_window=True,
+                sliding_window=9,
+                layer_types=["full_attention", "sliding_attention"],
+            ),
+            MATRICES + TABLE + 2 * 64,
+            2 * 2 * 32 * (1128 + 47 * 9 - 36),
+        ),
+    ],
+    ids=["llama", "tied", "positions", "windows"],
+)
+def test_model_flops(config, parameters: int, products: int):
+    forward = 3 * (2 * 47 * parameters + products)
+    sketch = outline(config)
+    assert model_flops(config, sketch, seq_len=47, batch=3, scoring=True) == forward
+    assert model_flops(config, sketch, seq_len=47, batch=3, scoring=False) == 3 * forward
+
+
+def test_what_is_not_known():
+    config = MixtralConfig(**SIZES, num_local_experts=4)
+    assert model_flops(config, outline(config), seq_len=47, batch=1, scoring=False) is None
+    assert utilisation(None, 1.0, 2, 1e12) is utilisation(10**12, 1.0, 2, None) is None
+    assert utilisation(10**12, 2.0, 4, 1e12) == 0.125

@@ -1,0 +1,100 @@
+"""Test how a rank scores a text and compares its parameters with the other ranks."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from burst_portable import Mesh, run_local
+from burst_portable.cli import main
+from burst_portable.cli.run.models import batches, build, config_of, outline, tokens_of
+from burst_portable.cli.run.outcome import relative_differences
+from burst_portable.cli.run.train import Course, Sharded, Where, fingerprint, score
+from burst_portable.integrations.transformers import parallelize
+from tests.support.models import SIZES, make
+
+
+def test_perplexity_does_not_depend_on_the_ranks():
+    model = make("llama", torch.float32)
+    where = Where(torch.device("cpu"), torch.float32)
+    data = [ids % 64 for ids in batches(tokens_of(None, None)[0], 45, 2, 3)]
+
+    def nothing(course: Course) -> None:
+        pass
+
+    expected = score(model, data, where, None, nothing).losses
+
+    def work(mesh: Mesh) -> list[float]:
+        # Threads share the weights, which nobody changes, but not the hooks.
+        mine = copy.deepcopy(model)
+        return score(mine, data, where, Sharded(parallelize(mine, mesh), mesh), nothing).losses
+
+    for ranks in (1, 2, 3):
+        for losses in run_local(ranks, work):
+            assert max(relative_differences(losses, expected)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "dtype"),
+    [
+        ("gemma2", {"head_dim": 8, "sliding_window": 9}, torch.float32),
+        (
+            "gpt_oss",
+            {"head_dim": 8, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2},
+            torch.float32,
+        ),
+        ("mixtral", {"num_local_experts": 4}, torch.float64),
+    ],
+)
+def test_models_that_sdpa_or_fast_experts_cannot_run(
+    kind: str, sizes: dict[str, int], dtype: torch.dtype, tmp_path: Path
+):
+    """A softcap, sinks, and experts in float64: on one device by transformers' eager ones."""
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    fields = {"model_type": kind, **SIZES, **rope, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    name, where = str(tmp_path / "config.json"), Where(torch.device("cpu"), dtype)
+    assert outline(config_of(name, 45)).device.type == "meta"
+    data = [ids % 64 for ids in batches(tokens_of(None, None)[0], 45, 2, 3)]
+    whole, _ = build(name, config_of(name, 45), dtype, 0)
+    expected = score(whole, data, where, None, lambda course: None).losses
+
+    def work(mesh: Mesh) -> list[float]:
+        mine = copy.deepcopy(whole)
+        return score(mine, data, where, Sharded(parallelize(mine, mesh), mesh), lambda course: None).losses
+
+    for losses in run_local(2, work):
+        assert max(relative_differences(losses, expected)) < 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_perplexity_of_a_checkpoint_over_processes(tmp_path: Path):
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 256})).save_pretrained(tmp_path / "checkpoint")
+    found = []
+    for ranks in ("1", "2", "3"):
+        out = tmp_path / f"{ranks}.json"
+        arguments = ["run", "--model", str(tmp_path / "checkpoint"), "--eval", "--seq-len", "101", "--steps", "2"]
+        assert main([*arguments, "--ranks", ranks, "--json", str(out)]) == 0
+        found.append(json.loads(out.read_text(encoding="utf-8"))["perplexity"])
+    assert 100 < found[0] < 1000  # weights are random: about as many as there are bytes
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+
+
+def test_a_bit_anywhere_tells_parameters_apart():
+    model = make("llama", torch.float32)
+    before = fingerprint(model)
+    assert fingerprint(make("llama", torch.float32)) == before
+    with torch.no_grad():
+        flat = model.lm_head.weight.view(-1)
+        flat[[3, 5]] = flat[[5, 3]]
+        swapped = fingerprint(model)
+        flat[[3, 5]] = flat[[5, 3]]
+        flat.view(torch.int32)[-1] ^= 1 << 31
+    assert len({before, swapped, fingerprint(model)}) == 3

@@ -1,0 +1,67 @@
+"""Test `burst-portable conform`: the files it writes, its exit codes, its errors."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from burst_portable.cli import main
+from burst_portable.conformance import Report
+from tests.support import planted_bugs
+from tests.support.planted_bugs import Planted
+
+
+def test_the_command_writes_every_format(tmp_path, capsys):
+    files = [tmp_path / name for name in ("r.json", "r.xml", "r.md")]
+    formats = [word for pair in zip(("--json", "--junit", "--markdown"), map(str, files), strict=True) for word in pair]
+    options = ["--backend", "cpu", "--quick", "--ranks", "2", "--only", "transport,blind"]
+    assert main(["conform", *options, *formats]) == 0
+    captured = capsys.readouterr()
+    assert "cpu conforms" in captured.out
+    # No terminal: a line for each group that is done.
+    told = re.findall(r"^(\w+): (\d+) checks in \d+\.\d s$", captured.err, re.MULTILINE)
+    counts = {line.check: line.passed + line.skipped for line in Report.from_json(files[0].read_text()).lines()}
+    assert {group: int(count) for group, count in told} == counts
+    assert [group for group, _ in told] == list(counts)
+    assert len(captured.err.splitlines()) == len(told) == 2
+    assert Report.from_json(files[0].read_text()).ok
+    assert ElementTree.fromstring(files[1].read_text()).tag == "testsuites"
+    assert files[2].read_text().startswith("# Conformance of `cpu`: passed")
+
+
+WRONG = {
+    "backend": (["--backend", "cup"], "did you mean 'cpu'"),
+    "not here": (["--backend", "cuda"], "cannot run here"),
+    "group": (["--backend", "cpu", "--only", "nothing"], "unknown group"),
+    "case": (["--backend", "cpu", "--case", "attention:mask=no"], "unknown mask"),
+    "trial": (["--backend", "cpu", "--case", "claims:no"], "unknown trial"),
+    "ranks": (["--backend", "cpu", "--ranks", "0"], "1 to 64"),
+    "ranks, no number": (["--backend", "cpu", "--ranks", "two"], "--ranks"),
+    "kernel": (["--backend", "cpu", "--kernel", "no"], "unknown kernel"),
+    "two kernels": (
+        ["--backend", "cpu", "--kernel", "cpu_flash", "--case", "kernels:reference:default"],
+        "of another kernel",
+    ),
+    "tier": (["--backend", "cpu", "--tier", "gold"], "unknown tier"),
+    "both": (["--quick", "--full"], "exclude"),
+    "file": (["--backend", "cpu", "--json", "/no/such/folder/x.json"], "cannot be written"),
+}
+
+
+@pytest.mark.parametrize(("options", "says"), WRONG.values(), ids=list(WRONG))
+def test_bad_input_is_one_line_and_2(options, says, capsys):
+    assert main(["conform", *options]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Traceback" not in error
+
+
+def test_the_command_fails_with_1(monkeypatch, capsys):
+    monkeypatch.setattr("burst_portable.conformance.suite.load", lambda name: Planted(planted_bugs.WrongScale))
+    assert main(["conform", "--backend", "planted", "--case", "kernels:reference:ranks=1"]) == 1
+    printed, told = capsys.readouterr()
+    assert "does not conform" in printed
+    assert re.fullmatch(r"kernels: 1 check in \d+\.\d s, 1 failed\n", told)
+    assert "again:    burst-portable conform --backend planted --case kernels:reference:" in printed

@@ -1,0 +1,285 @@
+"""Ranks that disagree: every rank raises, naming both sides; no number, no hang. One group survives them all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.comm.agreement import agree, statement, tell_refusal
+from burst_portable.comm.local import run_threads
+from burst_portable.config import Config
+from burst_portable.errors import BurstError, CommunicationError, LayoutError, MismatchError
+from burst_portable.layout import Layout, Segment
+from burst_portable.profiling.session import profile
+from tests.support.disagreements import DISAGREEMENTS, RANKS, told_by
+
+ROOT = Path(__file__).parents[2]
+
+
+def check(name: str, said: list[str]) -> None:
+    """Every rank has raised; the odd one names itself or is named, and what differs is told."""
+    _, fact = DISAGREEMENTS[name]
+    assert all(said), f"{name}: a rank computed in silence: {said}"
+    for rank, message in enumerate(said):
+        assert fact in message, (name, message)
+        assert "rank 1" in message or rank == 1  # its own refusal need not name itself
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_threads_that_disagree(name):
+    check(name, bp.run_local(3, lambda mesh: told_by(mesh, name)))
+
+
+def test_ranks_that_guess_different_lengths_are_told_of_seq_len():
+    """101 tokens are 51 and 50 rows; each rank takes its own number for the other's too."""
+
+    def work(mesh):
+        x = bp.shard(torch.ones(1, 101, 1, 8), mesh)
+        with pytest.raises(MismatchError, match=r"tokens: 102 on rank 0 but 100 on rank 1.*pass seq_len="):
+            bp.attention(x, x, x, mesh=mesh)
+        assert bp.attention(x, x, x, mesh=mesh, seq_len=101).shape == x.shape
+
+    bp.run_local(2, work)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_rates_are_blamed_only_where_the_ranks_have_the_same_problem(mask):
+    """The strategies differ, as `auto` may choose them: where the masks do too, that is why."""
+
+    def work(mesh):
+        x = torch.ones(1, 8, 2, 4)
+        odd = {"mask": mask, "strategy": "burst"}
+        with pytest.raises(MismatchError) as raised:
+            bp.attention(x, x, x, mesh=mesh, **(odd if mesh.rank else {"strategy": "ring"}))
+        return str(raised.value)
+
+    for message in bp.run_local(2, work):
+        assert "strategy: ring by ring" in message
+        assert ("give all ranks the same rates" in message) == (mask == "causal")
+        assert message.endswith("all ranks of a mesh must make the same calls in the same order, backward too")
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "usp"])
+def test_a_call_after_an_error_in_a_pass(strategy, recorded):
+    """Rank 1 had one of its own and goes on; before, it was given the messages of the pass that failed."""
+
+    def work(transport):
+        post, mesh = transport.post, bp.Mesh(transport.rank, 4, lambda _: transport)
+        x = torch.ones(1, 4, 4, 8)
+
+        def failing(*arguments):
+            transport.post = post
+            raise MemoryError("planted")
+
+        if mesh.rank == 1:
+            transport.post = failing
+        with profile(mesh=mesh) if recorded else nullcontext():
+            with pytest.raises(MemoryError if mesh.rank == 1 else CommunicationError):
+                bp.attention(x, x, x, mask="full", mesh=mesh, strategy=strategy)
+            for _ in range(2):
+                with pytest.raises(CommunicationError, match=rf"^rank {mesh.rank}: the last pass has not ended"):
+                    bp.attention(x, x, x, mask="full", mesh=mesh, strategy=strategy)
+
+    run_threads(4, work, deadline=0.5)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ring", "burst", "double_ring", "usp", bp.make_strategy("ring", moves="fetch")], ids=str
+)
+def test_segments_that_cannot_meet_are_found_before_the_pass(strategy):
+    """Ranks 2 and 3 hold every second row, and see keys of rank 1, which holds each of its own. The next call works."""
+    mixed = Layout("mixed", 32, ((Segment(0, 8),), (Segment(8, 8),), (Segment(16, 8, 2),), (Segment(17, 8, 2),)))
+    mask = bp.Mask((bp.Region(8, 16, 0, 8), bp.Region(16, 32, 8, 16)))
+
+    def work(mesh):
+        x = torch.ones(1, 8, 2, 8)
+        with pytest.raises((LayoutError, MismatchError), match="different steps"):
+            bp.attention(x, x, x, mask=mask, mesh=mesh, layout=mixed, strategy=strategy)
+        return bp.attention(x, x, x, mask=mask, mesh=mesh, layout="striped", strategy=strategy).shape
+
+    assert bp.run_local(4, work, deadline=5) == [(1, 8, 2, 8)] * 4
+
+
+@pytest.fixture(scope="module")
+def over_gloo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("disagree")
+    command = [sys.executable, "-m", "tests.support.disagreements", str(folder)]
+    assert subprocess.run(command, cwd=ROOT, timeout=90).returncode == 0
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_processes_that_disagree(over_gloo, name):
+    check(name, [found[name] for found in over_gloo])
+    check(name, [found["cached"][name] for found in over_gloo])
+
+
+def test_processes_that_go_backward_in_another_order(over_gloo):
+    assert all("backward of the pass: 1 on rank 0, 2 but 2 on rank 1" in found["swapped"] for found in over_gloo)
+
+
+def test_a_right_call_works_after_all_of_them(over_gloo):
+    assert [found["afterwards"] for found in over_gloo] == ["right"] * 3
+
+
+def test_equal_masks_and_layouts_may_have_names_of_their_own():
+    """The same regions and positions, whatever they are called: ranks agree."""
+
+    def work(mesh):
+        mask = bp.Mask(bp.Mask.causal().regions, f"mask of rank {mesh.rank}")
+        layout = bp.Layout(f"layout of rank {mesh.rank}", 16, bp.make_layout("zigzag", 16, 2).shards)
+        q = torch.ones(1, 8, 2, 4)
+        return bp.attention(q, q, q, mask=mask, layout=layout, mesh=mesh, strategy="ring")
+
+    assert all(bool(out.isfinite().all()) for out in bp.run_local(2, work))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
+def test_backward_in_another_order_is_told(strategy):
+    """Two calls alike: without the number of the forward pass, blocks of one would meet gradients of the other."""
+
+    def work(mesh):
+        q = torch.randn(1, 8, 2, 4, requires_grad=True)
+        outs = [bp.attention(q * factor, q, q, mesh=mesh, strategy=strategy) for factor in (1, 2)]
+        with pytest.raises(MismatchError, match="backward of the pass: 1 on rank 0 but 2 on rank 1"):
+            outs[mesh.rank].sum().backward()
+
+    bp.run_local(2, work)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_backward_of_the_later_call_first_on_all_ranks(strategy):
+    def work(mesh):
+        q = torch.randn(1, 8, 2, 4, requires_grad=True)
+        outs = [bp.attention(q, q, q, mesh=mesh, strategy=strategy) for _ in range(2)]
+        return [torch.autograd.grad(out.sum(), q)[0] for out in reversed(outs)]
+
+    for later, earlier in bp.run_local(2, work):
+        torch.testing.assert_close(later, earlier)
+
+
+def test_ranks_of_different_vendors_are_refused(monkeypatch):
+    """The device type does not tell them apart: two vendors share torch's "cuda"."""
+    plain = bp.Mesh.backend_for
+
+    def backend_for(mesh, device_type):
+        backend = plain(mesh, device_type)
+        if threading.current_thread().name != "rank 1":
+            return backend
+        return replace(backend, name="other", capabilities=replace(backend.capabilities, process_group="xccl"))
+
+    monkeypatch.setattr(bp.Mesh, "backend_for", backend_for)
+
+    def work(mesh):
+        q = torch.ones(1, 8, 2, 4)
+        told = "backend: cpu on rank 0 but other on rank 1; process group: gloo on rank 0 but xccl on rank 1"
+        with pytest.raises(MismatchError, match=told):
+            bp.attention(q, q, q, mesh=mesh)
+
+    bp.run_local(2, work)
+
+
+def test_what_is_no_tensor_at_all_is_told_too():
+    def work(mesh):
+        q = torch.ones(1, 8, 2, 4)
+        bp.attention(q, q, q, mesh=mesh)
+        mine = "q" if mesh.rank else q
+        with pytest.raises((BurstError, AttributeError)) as caught:
+            bp.attention(mine, mine, mine, mesh=mesh)
+        return str(caught.value)
+
+    assert "rank 1 refused" in bp.run_local(2, work)[0]
+
+
+def test_of_calls_of_different_kinds_only_what_both_state_is_told():
+    def work(mesh):
+        x = torch.ones(1, 8, 2, 4)
+        with pytest.raises(MismatchError) as caught:
+            bp.attention(x, x, x, mesh=mesh) if mesh.rank else bp.unshard(x, mesh, seq_len=16, layout="contiguous")
+        return str(caught.value)
+
+    for message in bp.run_local(2, work):
+        assert (
+            "got pass: unshard on rank 0 but forward on rank 1; layout: contiguous on rank 0 but zigzag on" in message
+        )
+        assert "- on rank" not in message
+
+
+def test_a_planted_silence_is_seen():
+    """Without the question, the same disagreement gives a number: what the question is for."""
+
+    def work(mesh):
+        mesh.transport("cpu").share = lambda data, *_: [data] * mesh.size  # everybody is heard to say the same
+        return told_by(mesh, "scale")
+
+    assert not all(bp.run_local(3, work))
+
+
+def test_the_question_costs_one_exchange_when_all_agree():
+    def work(mesh):
+        transport = mesh.transport("cpu")
+        asked = []
+        share = transport.share
+        transport.share = lambda *a, **k: (asked.append(1), share(*a, **k))[1]
+        agree(transport, statement({"a": "b"}))
+        return len(asked)
+
+    assert bp.run_local(3, work) == [1, 1, 1]
+
+
+def test_a_refusal_with_nobody_there_is_still_the_refusal():
+    """Rank 1 never calls: rank 0's own error comes, after the deadline at the latest."""
+
+    def work(mesh):
+        mesh.config = Config(deadline=0.2)
+        if mesh.rank == 0:
+            q = torch.randn(1, 8, 2, 4)
+            with pytest.raises(ValueError, match="did you mean 'ring'"):
+                bp.attention(q, q, q, mesh=mesh, strategy="rng")
+        return True
+
+    assert bp.run_local(2, work, deadline=0.2) == [True, True]
+
+
+def test_a_refusal_waits_no_longer_than_it_is_told():
+    """Whatever the transport would wait for others."""
+    told = threading.Event()
+
+    def work(transport):
+        if transport.rank == 1:
+            assert told.wait(30)
+            return
+        began = time.monotonic()
+        tell_refusal(transport, ValueError("mine"), deadline=0.1)
+        told.set()
+        assert time.monotonic() - began < 5
+
+    run_threads(2, work, deadline=10)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (({"mask": "x" * 5000}, {"mask": "x" * 5000 + "y"}), "facts that were too long to show"),
+        (({"mask": "x" * 5000}, {"pass": "forward", "mask": "full"}), r"facts: {.* on rank 0 but - on rank 1.*pass: "),
+    ],
+)
+def test_facts_that_are_too_long(facts, message):
+    """They are cut, and what is left is no JSON."""
+
+    def work(transport):
+        with pytest.raises(MismatchError, match=message):
+            agree(transport, statement(facts[transport.rank]))
+
+    run_threads(2, work)

@@ -1,0 +1,130 @@
+"""After an error of its own in a call, a rank that goes on to another call is refused: nothing is sent any more."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import burst_portable as bp
+from burst_portable.comm.base import Transport, WrappedTransport
+from burst_portable.comm.local import Fabric, LocalTransport, run_threads
+from burst_portable.comm.peer_copy import PeerCopyTransport
+from burst_portable.comm.two_levels import TwoLevelTransport
+from burst_portable.errors import CommunicationError
+from tests.support.after_errors import CALLS, GLOO, RANKS, play
+from tests.support.thread_peers import ThreadPeers, World
+
+ROOT = Path(__file__).parents[2]
+ENDED = "CommunicationError: rank 1: the last {} has not ended; its messages would be taken for those of this call"
+IN_PASS, BETWEEN = ENDED.format("pass"), ENDED.format("exchange between passes")
+
+
+class Asking(LocalTransport):
+    """Asks by messages, as transports of processes do."""
+
+    share = Transport.share
+
+
+def on_threads(before: str, at: int, after: str, wrap=lambda transport: transport) -> list[list[str]]:
+    def work(transport):
+        transport = wrap(transport)
+        mesh = bp.Mesh(transport.rank, RANKS, lambda _: transport)
+        return play(mesh, transport, before, at, after, mesh)
+
+    return run_threads(RANKS, lambda one: work(Asking(one.fabric, one.rank)), deadline=0.3)
+
+
+def check(found: list[list[str]], says: str) -> None:
+    """Rank 1's second call is refused; rank 0, which was told nothing, has no number of it either."""
+    (first, second), (failed, refused) = found
+    assert failed == "Planted: "
+    assert refused.startswith(says)
+    assert "wrong" not in (first, second)
+    assert second not in ("", "right")
+
+
+@pytest.mark.parametrize("after", [name for name in CALLS if name != "refused"])
+@pytest.mark.parametrize(("before", "at"), [*product(CALLS, (1, 2))][:8])
+def test_a_call_after_an_error(before, at, after):
+    check(on_threads(before, at, after), IN_PASS if (before, at) == ("attention", 2) else BETWEEN)
+
+
+@pytest.mark.parametrize("before", ["attention", "unshard"])
+def test_a_wrapped_transport_is_refused_too(before):
+    """What ranks ask is not posted through the wrapper."""
+    check(on_threads(before, 1, "unshard", WrappedTransport), IN_PASS if before == "attention" else BETWEEN)
+
+
+def alone() -> LocalTransport:
+    return LocalTransport(Fabric(1, 1.0), 0)
+
+
+def fail_in_a_pass(transport: Transport) -> None:
+    transport.begin()
+
+
+def fail_between(transport: Transport) -> None:
+    with contextlib.suppress(RuntimeError), transport.between_passes():
+        raise RuntimeError
+
+
+def leave_out(transport: Transport) -> None:
+    transport.fall_behind()
+
+
+AROUND = {
+    "two levels": lambda inner: TwoLevelTransport(inner, alone, 1),
+    "peer copies": lambda inner: PeerCopyTransport(ThreadPeers(World(1), 0), inner),
+    "wrapped": WrappedTransport,
+}
+
+
+@pytest.mark.parametrize("fail", [fail_in_a_pass, fail_between, leave_out])
+@pytest.mark.parametrize("around", AROUND)
+def test_what_did_not_end_stands_where_other_meshes_of_the_group_look(around, fail):
+    """At the transport of the process group, which tells those of other meshes."""
+    inner = alone()
+    outer = AROUND[around](inner)
+    outer.begin()
+    outer.end()
+    inner.check_in_step()
+    fail(outer)
+    for transport in (inner, outer):
+        with pytest.raises(CommunicationError, match="has not ended"):
+            transport.check_in_step()
+
+
+def test_a_pass_that_fails_while_nodes_connect_has_not_ended():
+    def connect() -> Transport:
+        raise RuntimeError
+
+    inner = alone()
+    with pytest.raises(RuntimeError):
+        TwoLevelTransport(inner, connect, 1).begin()
+    assert inner.unended() == "pass"
+
+
+def test_a_refusal_after_an_error_is_still_told_its_caller():
+    """The other rank cannot be told: it would take the refusal for messages of the pass."""
+    _, (failed, refused) = on_threads("attention", 2, "refused")
+    assert failed == "Planted: "
+    assert refused.startswith("LayoutError: rank 1 holds a different number of rows")
+
+
+@pytest.mark.slow
+def test_over_gloo(tmp_path):
+    """Before, messages of other sizes ended rank 1 by SIGABRT, and rank 0 took shorter ones for blocks.
+
+    In the last cases the second call is by another mesh of the group.
+    """
+    done = subprocess.run([sys.executable, "-m", "tests.support.after_errors", str(tmp_path)], cwd=ROOT, timeout=110)
+    assert done.returncode == 0
+    for number, (before, at, _) in enumerate(GLOO):
+        found = [json.loads((tmp_path / f"{number}rank{rank}.json").read_text()) for rank in range(RANKS)]
+        check(found, IN_PASS if (before, at) == ("attention", 2) else BETWEEN)

@@ -1,0 +1,28 @@
+"""Test the decorator that makes tests of the conformance suite."""
+
+from __future__ import annotations
+
+import pytest
+
+from burst_portable.conformance.pytest import backend_checks
+from tests.support import planted_bugs
+from tests.support.planted_bugs import Planted
+
+# --------------------------------------------------------------------------------------------------- the decorator
+
+
+@backend_checks("cpu", ranks=2, effort="quick", only=["blind", "transport"])
+def test_the_decorator(check):
+    check()
+
+
+def test_the_decorator_fails_with_the_smallest_case():
+    mark = backend_checks(Planted(planted_bugs.SwappedGradients), ranks=2, effort="quick", only=["blind"])
+    (check, *_) = mark.args[1]
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)dk is off.*smallest: blind:.*again: burst-portable conform"):
+        check()
+
+
+def test_the_decorator_skips_what_cannot_run():
+    ((only,),) = [backend_checks("cuda").args[1]]
+    assert "CUDA" in only.marks[0].kwargs["reason"]

@@ -1,0 +1,63 @@
+"""Test conformance reports in every format."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from burst_portable.conformance import Report, check_backend
+from burst_portable.errors import InputError
+
+
+def test_json_comes_back(failed):
+    facts = json.loads(failed.to_json())
+    assert facts["schema"] == "burst_portable.conformance/1"
+    assert facts["ok"] is False
+    assert facts["counts"]["failed"] == len(failed.failures)
+    back = Report.from_json(failed.to_json())
+    assert back.counts() == failed.counts()
+    assert [r.command for r in back.results] == [r.command for r in failed.results]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "burst_portable.conformance/0"}'])
+def test_json_that_is_no_report_is_refused(text):
+    with pytest.raises(InputError, match="not a report"):
+        Report.from_json(text)
+
+
+def test_junit_counts(failed):
+    (suite,) = ElementTree.fromstring(failed.junit())
+    assert int(suite.get("tests")) == len(failed.results)
+    assert int(suite.get("failures")) == len(failed.failures) == len(suite.findall(".//failure"))
+    assert "burst-portable conform --backend planted --case" in suite.find(".//failure").text
+
+
+def test_every_format_holds_what_vendors_say(failed):
+    """Colours and other control characters; errors that are no numbers."""
+    odd = replace(failed.failures[0], message="\x1b[31mred\x00 <&> \ud800", errors={"out": (float("nan"), 1.0)})
+    report = replace(failed, results=(odd, replace(odd, ok=True, skipped="\x07")))
+    (suite,) = root = ElementTree.fromstring(report.junit())
+    for element in (root, suite):
+        assert [element.get(name) for name in ("tests", "failures", "skipped")] == ["2", "1", "1"]
+    assert suite.find(".//failure").get("message") == "?[31mred? <&> ?"
+    back = Report.from_json(report.to_json())
+    assert math.isnan(back.results[0].errors["out"][0])
+    assert json.loads(report.to_json(), parse_constant=pytest.fail)
+
+
+def test_markdown_shows_failures(failed):
+    text = failed.markdown()
+    assert "FAILED" in text
+    assert all(result.command in text for result in failed.failures)
+
+
+def test_a_report_of_nothing_but_skips_is_no_pass():
+    report = check_backend("cpu", only=["transport"], ranks=2, effort="quick")
+    skipped = tuple(replace(result, skipped="no device") for result in report.results)
+    assert report.ok
+    assert not replace(report, results=skipped).ok
+    assert not replace(report, results=()).ok

@@ -1,0 +1,282 @@
+"""The suite is worth what it catches: bugs around real kernels and transports, each of which it must find.
+
+On the cpu backend, or on another one that can run here::
+
+    python -m pytest tests/conformance/test_suite_planted_bugs.py --backend ascend
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from burst_portable import numerics
+from burst_portable.backends.base import Probe
+from burst_portable.backends.registry import load
+from burst_portable.conformance import check_backend
+from burst_portable.conformance.checks import CHECKS
+from burst_portable.conformance.report import Report
+from burst_portable.conformance.suite import trials_of
+from burst_portable.conformance.trial import Subject
+from burst_portable.errors import InputError
+from burst_portable.profiling import clocks
+from burst_portable.profiling.analysis.intervals import Timeline
+from burst_portable.profiling.recorder import RecordingRuntime
+from tests.support import planted_bugs, planted_transports
+from tests.support.planted_bugs import Planted
+from tests.support.planted_transports import DoesNotWait, DropsLastHop, SentTooEarly
+
+# Bug: the groups that each find it, by themselves, in a quick look.
+KERNELS = {
+    planted_bugs.WrongScale: ("kernels", "attention", "claims"),
+    planted_bugs.OwnScale: ("kernels",),
+    planted_bugs.BandOffByOne: ("kernels", "attention"),
+    planted_bugs.FewBlocks: ("kernels",),
+    planted_bugs.BottomRight: ("kernels", "attention"),
+    planted_bugs.StaleKeys: ("kernels", "attention"),
+    planted_bugs.Base2: ("kernels", "attention"),
+    planted_bugs.EmptyRows: ("kernels", "blind"),
+    planted_bugs.EmptyRowsInfinite: ("kernels", "blind"),
+    planted_bugs.SixteenBits: ("kernels", "attention"),
+    planted_bugs.SixteenBitsOf16: ("kernels", "steady"),
+    planted_bugs.CoarserThanItSays: ("kernels", "claims"),
+    planted_bugs.SaysNothingOfIt: ("kernels", "claims", "attention"),
+    planted_bugs.SwappedGradients: ("kernels", "attention"),
+    planted_bugs.SwappedAsAWhole: ("kernels",),
+    planted_bugs.WritesItsLseElsewhere: ("kernels",),
+    planted_bugs.Overwrites: ("kernels", "attention"),
+    planted_bugs.ForgetsRows: ("kernels", "blind"),
+    planted_bugs.ClaimsTooMuch: ("claims",),
+    planted_bugs.NoReasons: ("claims",),
+    planted_bugs.CannotBeAsked: ("claims", "kernels"),
+    planted_bugs.SaysTrue: ("claims", "kernels"),
+    planted_bugs.Unsteady: ("kernels", "steady"),
+    planted_bugs.SideStream: ("memory",),
+}
+TRANSPORTS = {
+    DropsLastHop: ("transport", "attention"),
+    planted_transports.ReusesBuffers: ("transport", "attention"),
+    DoesNotWait: ("transport", "memory"),
+    SentTooEarly: ("transport",),
+    planted_transports.SendsOthersShares: ("transport",),
+    planted_transports.HearsItself: ("transport",),
+    planted_transports.TellsOfOthers: ("transport",),
+    planted_transports.BeginsAnyhow: ("transport",),
+}
+
+
+@pytest.fixture(scope="session")
+def real(request):
+    """The backend that bugs are planted in."""
+    backend = load(request.config.getoption("backend"))
+    if not (probe := backend.probe()).ok:
+        pytest.fail(f"{backend.name} cannot run here: {probe.reason}")
+    return backend
+
+
+def examine(backend: Planted, group: str, **options: object) -> Report:
+    return check_backend(backend, ranks=4, only=[group], effort="quick", fail_fast=True, deadline=3.0, **options)
+
+
+def pairs(bugs):
+    return [pytest.param(bug, group, id=f"{bug.__name__}-{group}") for bug, groups in bugs.items() for group in groups]
+
+
+@pytest.mark.parametrize(("bug", "group"), pairs(KERNELS))
+def test_a_bug_in_a_kernel_is_caught(bug, group, real):
+    if bug is planted_bugs.SideStream and not real.capabilities.streams:
+        pytest.skip(f"{real.name} has no streams")
+    report = examine(Planted(bug, real=real), group)
+    assert not report.ok
+    assert report.failures[0].message
+    assert report.failures[0].command.startswith("burst-portable conform --backend planted --case ")
+
+
+def test_a_kernel_that_writes_where_it_is_told_passes(real):
+    report = examine(Planted(planted_bugs.WritesInParts, real=real), "kernels")
+    assert report.ok, report.failures[0].message
+
+
+@pytest.mark.parametrize("group", ["kernels", "claims"])
+def test_what_a_kernel_says_of_its_rounding_is_allowed(group, real):
+    """As TF32 is; in attention that nobody named a kernel for it is not, for there nobody asked for it."""
+    report = examine(Planted(planted_bugs.Coarse, real=real), group)
+    assert report.ok, report.failures[0].message
+
+
+def test_rounding_counts_for_more_where_scores_are_large(real):
+    """A score of 100 moves by 0.1, and its weight by a tenth: attention of TF32 on a device loses 1 % there."""
+    backend = Planted(planted_bugs.Coarse, real=real)
+    case = "mask=full,layout=contiguous,ranks=1,heads=2x1x64x64,batch=1,length=67,values=large"
+    report = check_backend(backend, cases=[f"kernels:{kernel.name}:{case}" for kernel in backend.kernels()])
+    assert report.ok, report.failures[0].message
+    errors = [error for result in report.results for name, (error, _) in result.errors.items() if name == "dq"]
+    assert max(errors) > 4 * 2**-10  # what scores of a usual size may lose
+
+
+@pytest.mark.parametrize(("bug", "group"), pairs(TRANSPORTS))
+def test_a_bug_in_a_transport_is_caught(bug, group, real):
+    report = examine(Planted(real=real), group, wrap=bug)
+    assert not report.ok
+    assert report.failures[0].message
+
+
+def test_a_transport_that_is_claimed_and_not_there_is_caught(real):
+    report = check_backend(Planted(real=real, direct_transport="peer_copy"), cases=["claims:direct-transport"])
+    assert "no connect_direct" in report.failures[0].message
+
+
+class ClaimsStreams(Planted):
+    """The group "group" then wants a device for every rank, and is skipped."""
+
+    @property
+    def capabilities(self):
+        return replace(super().capabilities, streams=True)
+
+
+def test_streams_that_are_claimed_of_a_cpu_are_caught():
+    report = check_backend(ClaimsStreams(), cases=["claims:streams"])
+    assert "torch records no event on cpu" in report.failures[0].message
+
+
+class ToldBy(Planted):
+    """Says these facts of its machine."""
+
+    facts: ClassVar[dict[str, object]] = {}
+
+    def probe(self):
+        return Probe(True, facts=self.facts)
+
+
+def test_facts_that_no_report_holds_are_named():
+    ToldBy.facts = {"chips": 2, "memory": torch.ones(2)}
+    report = check_backend(ToldBy(), cases=["claims:probe"])
+    assert "'memory' is a Tensor" in report.failures[0].message
+
+
+def test_a_kind_of_evidence_that_is_none_is_refused_before_anything_is_tried():
+    ToldBy.facts = {"tier": "gold"}
+    with pytest.raises(InputError, match=r"tier of evidence in the probe of the backend 'planted'; got 'gold'"):
+        check_backend(ToldBy(), cases=["claims:probe"])
+    ToldBy.facts = {"tier": "stand-in"}
+    assert check_backend(ToldBy(), cases=["claims:probe"]).tier == "stand-in"
+
+
+@pytest.mark.parametrize(
+    ("bug", "much"),
+    [(planted_bugs.FewBlocks, "length=777"), (planted_bugs.FewHeads, "40x8"), (planted_bugs.FewSequences, "batch=9")],
+)
+def test_a_bug_that_only_much_shows_is_looked_for_unless_a_look_is_quick(bug, much, real):
+    backend = Planted(bug, real=real)
+    found = [trial.text for trial in trials_of(Subject(backend), ["kernels"]) if much in trial.name]
+    assert found
+    assert not check_backend(backend, cases=found, fail_fast=True).ok
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bug", [DropsLastHop, DoesNotWait, SentTooEarly, None])
+def test_a_bug_between_processes_is_caught(bug, real):
+    """`None`: the same wrapping without one passes."""
+    report = examine(Planted(wire=bug or planted_transports.Through, real=real), "group")
+    assert report.ok is (bug is None), report.markdown()
+    # What a rank found, or ended with: not that none could be started.
+    assert all(re.search(r"\brank \d", failure.message) for failure in report.failures), report.markdown()
+
+
+def test_sinks_that_count_once_a_hop_are_caught(monkeypatch, real):
+    once = numerics.add_sinks
+
+    def every_hop(state, sinks):
+        for _ in range(planted_bugs.SinksEveryHop.calls.count):
+            once(state, sinks)
+
+    monkeypatch.setattr(numerics, "add_sinks", every_hop)
+    report = examine(Planted(planted_bugs.SinksEveryHop, real=real), "attention")
+    assert not report.ok
+    assert "dsinks" in report.failures[0].errors
+
+
+@pytest.mark.parametrize("group", [group for group in CHECKS if group != "group"])
+def test_the_same_wrapping_without_a_bug_passes(group, real):
+    report = check_backend(Planted(real=real), ranks=4, only=[group], effort="quick", wrap=planted_transports.Through)
+    assert report.ok, report.markdown()
+
+
+def test_a_quick_look_examines_a_kernel_of_few_sizes_in_what_it_serves(real):
+    backend = Planted(planted_bugs.FewSizes, real=real)
+    report = check_backend(backend, only=["kernels"], effort="quick", kernel="reference")
+    assert report.ok, report.markdown()
+    tried = {trial.name for trial in report.results if not trial.skipped}
+    assert len(tried) >= 8, tried
+    assert "reference:flat-error-bfloat16" in tried
+
+
+# ---------------------------------------------------------------------------------------------------- the profiler
+
+
+def late_clock(monkeypatch):
+    """Microseconds for nanoseconds."""
+    for clock in (clocks.HostClock, clocks.DeviceClock):
+        once = clock.read
+        monkeypatch.setattr(clock, "read", lambda self, mark, once=once: once(self, mark) // 1000)
+    monkeypatch.setattr(clocks.HostClock, "mark", staticmethod(lambda: time.perf_counter_ns() // 1000))
+
+
+def kernels_lost(monkeypatch):
+    """Those of the first step of a backward pass are not written down."""
+    once = RecordingRuntime.row
+
+    def row(self, kind, backward, step, *rest):
+        if not (kind == "compute" and backward and step == 0):
+            once(self, kind, backward, step, *rest)
+
+    monkeypatch.setattr(RecordingRuntime, "row", row)
+
+
+def waits_as_computing(monkeypatch):
+    """What is exposed is told as computing."""
+    once = Timeline.partition
+
+    def partition(self):
+        parts = once(self)
+        return parts | {"compute": parts["compute"] + parts["exposed_comm"], "exposed_comm": 0}
+
+    monkeypatch.setattr(Timeline, "partition", partition)
+
+
+def idle_forgotten(monkeypatch):
+    """What is left is not told."""
+    once = Timeline.measured
+    monkeypatch.setattr(Timeline, "measured", lambda self, windows: once(self, windows) | {"idle": windows[:, 0] * 0})
+
+
+def bits_changed(monkeypatch):
+    """A recorded kernel rounds once more."""
+    once = RecordingRuntime.attend
+
+    def attend(self, compute, q, *rest):
+        state = once(self, compute, q, *rest)
+        return planted_bugs.changed_state(state, out=state[0].bfloat16().to(state[0].dtype))
+
+    monkeypatch.setattr(RecordingRuntime, "attend", attend)
+
+
+PROFILER = {
+    late_clock: "a kernel that took 20 ms",
+    kernels_lost: "pairs are in the report, and the mask has",
+    waits_as_computing: "and its events give",
+    idle_forgotten: "do not add up",
+    bits_changed: "has other bits while it is recorded",
+}
+
+
+@pytest.mark.parametrize(("bug", "says"), PROFILER.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_a_bug_in_the_profiler_is_caught(bug, says, monkeypatch, real):
+    bug(monkeypatch)
+    report = check_backend(Planted(real=real), ranks=4, only=["profiler"], effort="quick")
+    assert any(says in failure.message for failure in report.failures), report.markdown()

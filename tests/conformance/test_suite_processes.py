@@ -1,0 +1,152 @@
+"""Trials in several processes: the same results in the same order, and what becomes of a process that dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from burst_portable.conformance import check_backend, suite
+from burst_portable.errors import InputError
+from tests.support import planted_bugs
+from tests.support.planted_bugs import Around, Planted
+
+
+class DiesOfSoftcap(Around):
+    """As a kernel's driver may, it takes the process with it."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        if options.softcap is not None:
+            os._exit(7)
+        return super().attend(q, k, v, tiles, options, state=state)
+
+
+class HangsInSoftcap(Around):
+    """As a kernel does that waits for a flag which nobody sets."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        if options.softcap is not None:
+            time.sleep(1000)
+        return super().attend(q, k, v, tiles, options, state=state)
+
+
+class FailsForGood(Around):
+    """As CUDA after an illegal address: the process's every later call fails too."""
+
+    def __init__(self, kernel):
+        super().__init__(kernel)
+        self.broken = False
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        self.broken |= options.softcap is not None
+        if self.broken:
+            raise RuntimeError("the device is gone")
+        return super().attend(q, k, v, tiles, options, state=state)
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left():
+    before = set(multiprocessing.active_children())  # other tests' pools, which stay
+    yield
+    assert set(multiprocessing.active_children()) <= before
+
+
+def facts(report):
+    return [(one.check, one.name, one.ok, one.errors, one.skipped, one.smallest) for one in report.results]
+
+
+def test_the_same_as_one_after_the_other():
+    options = {"ranks": 3, "only": ["claims", "blind"], "effort": "quick"}
+    several = check_backend("cpu", **options, processes=2)
+    assert several.ok, several.markdown()
+    assert facts(several) == facts(check_backend("cpu", **options))
+
+
+@pytest.mark.parametrize(
+    ("bug", "said"),
+    [
+        (DiesOfSoftcap, "its process ended with exit code 7"),
+        pytest.param(FailsForGood, "the device is gone", marks=pytest.mark.full),
+    ],
+)
+def test_a_trial_that_breaks_its_process_fails_alone(bug, said):
+    """In two processes, so that both are asked again after it."""
+    cases = ["sizes:softcap=5.0,batch=1", *(f"sizes:ranks=1,length={length}" for length in (5, 6, 7, 8, 9))]
+    report = check_backend(Planted(bug), cases=cases, processes=2)
+    assert [one.ok for one in report.results] == [False, True, True, True, True, True]
+    assert said in report.results[0].message
+    assert report.results[0].command == "burst-portable conform --backend planted --case " + report.results[0].smallest
+
+
+@pytest.mark.full
+def test_a_trial_that_never_ends_fails_alone(monkeypatch):
+    """The limit is more than what a process takes to start here, beside another one."""
+    monkeypatch.setattr(suite, "_LONGEST", 20.0)
+    cases = ["sizes:softcap=5.0,batch=1", "sizes:ranks=1,length=5", "sizes:ranks=1,length=6"]
+    report = check_backend(Planted(HangsInSoftcap), cases=cases, processes=2)
+    assert [one.ok for one in report.results] == [False, True, True]
+    assert report.results[0].message == "it had not ended after 20 s, and its process was ended"
+
+
+@pytest.mark.full
+def test_the_first_failure_ends_it():
+    cases = ["attention:mask=full,ranks=1", "attention:mask=window,ranks=1"] + ["attention:mask=full,ranks=4"] * 20
+    report = check_backend(Planted(planted_bugs.BandOffByOne), cases=cases, processes=2, fail_fast=True)
+    assert [one.ok for one in report.results] == [True, False]
+
+
+@pytest.mark.parametrize("processes", [0, -1, 257, True, 1.5])
+def test_what_is_no_number_of_processes_is_refused(processes):
+    with pytest.raises(InputError, match="processes must be"):
+        check_backend("cpu", processes=processes)
+
+
+LISTENING = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs deaf to Ctrl-C
+from burst_portable.cli import main
+sys.argv = ["burst-portable", "conform", "--backend", "cpu", "--processes", "2"]
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_in_a_terminal_while_processes_start():
+    """It reaches all of them, which import torch by then; the first ends the others, and alone says where it was."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", LISTENING], start_new_session=True, **pipes)
+    try:
+        while len(found := _started_by(process.pid)) < 3:  # with multiprocessing's own
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        time.sleep(0.3)
+        for _ in range(2):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.05)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (128 + signal.SIGINT, "")
+    assert err == "ended while trying claims:device\n"
+    until = time.monotonic() + 5
+    while any(map(_runs, found)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _started_by(pid: int) -> list[str]:
+    """Processes that any thread of a process has started."""
+    return [child for tasks in Path(f"/proc/{pid}/task").glob("*/children") for child in tasks.read_text().split()]
+
+
+def _runs(pid: str) -> bool:
+    """Whether there is such a process, and not only the rest of one that nobody has asked for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,126 @@
+"""The Hopper kernel with the real flash-attn-4 on a device, against the float64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from burst_portable.backends.cuda.backend import CudaBackend
+from burst_portable.backends.cuda.hopper import flash4
+from burst_portable.backends.registry import choose_kernel
+from burst_portable.kernels.base import KernelProblem, attend_whole, gradients, takes_windows
+from tests.support.flash4_cases import OPTIONS, box, causal, compare_whole, inputs
+from tests.support.hopper_cases import gap, tiles_of
+
+# While it compiles, the package warns of arguments of its own and of what its own libraries gave up.
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+NAME = "hopper+flash-attn-4"
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    if torch.version.hip or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no sm_90 device")
+    pytest.importorskip("flash_attn.cute")
+    problem = KernelProblem(torch.bfloat16, "cuda", 4, 2, 128, 128, deterministic=False)
+    found, _ = choose_kernel(CudaBackend(), problem, "auto")
+    assert found.name == NAME
+    return found
+
+
+@pytest.fixture(autouse=True)
+def asked_for_little_work_too(monkeypatch):
+    monkeypatch.setattr(flash4, "LEAST", 0)
+
+
+@pytest.mark.parametrize("length", [1, 129, 1000])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [((4, 4), torch.bfloat16), ((6, 2), torch.bfloat16), ((8, 1), torch.float16)],  # each is compiled, for seconds
+    ids=["mha", "gqa", "mqa-fp16"],
+)
+def test_causal(kernel, length, heads, dim, dtype):
+    compare_whole(kernel, *inputs(length, length, heads, dim, "cuda", dtype), causal(length))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("rows", "columns"), [(333, 1111), (1111, 333), (1, 500), (500, 1)])
+def test_boxes(kernel, rows, columns, dim):
+    compare_whole(kernel, *inputs(rows, columns, (4, 2), dim, "cuda"), box(rows, columns))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", ["window:200", "documents:0,100,357,600"])
+def test_other_masks(kernel, mask, dim):
+    compare_whole(kernel, *inputs(600, 600, (4, 2), dim, "cuda"), tiles_of(mask, 600))
+
+
+@pytest.mark.parametrize("left", [0, 1, 63, 200, None], ids=lambda left: "all but one" if left is None else str(left))
+@pytest.mark.parametrize("length", [129, 600, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_windows(kernel, length, left, dtype):
+    """With as many K/V heads as query heads: gradients are flash-attn-4's."""
+    left = length - 2 if left is None else left
+    assert takes_windows(kernel._flash)
+    compare_whole(kernel, *inputs(length, length, (4, 4), 128, "cuda", dtype), tiles_of(f"window:{left}", length))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("left", [1, 63, 200, 598])
+def test_windows_of_flash_attn_4_alone(kernel, left, dim, heads):
+    """Named, it computes their forward too, and with fewer K/V heads."""
+    compare_whole(kernel._flash, *inputs(600, 600, heads, dim, "cuda"), tiles_of(f"window:{left}", 600))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_strides(kernel, dim):
+    """Heads before rows; parts of a packed tensor; rows that begin at no multiple of 16 bytes."""
+    tensors = inputs(300, 300, (4, 4), dim, "cuda")
+    compare_whole(kernel, *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors), causal(300))
+    for tiles in (causal(300), tiles_of("window:100", 300)):
+        compare_whole(kernel, *torch.cat(tensors, 2).split(4, 2), tiles)
+    if dim == 64:  # at 128 the forward is ours, which refuses them
+        compare_whole(kernel, *torch.cat(tensors, 3)[..., 1:].split(dim, 3)[:3], tensors[3], causal(300))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_in_a_graph(kernel, dim):
+    """A captured graph replays with new numbers."""
+    dout, q, k, v = inputs(700, 700, (4, 2), dim, "cuda")
+    tiles = causal(700)
+
+    def step():
+        out, lse = attend_whole(kernel, q, k, v, tiles, OPTIONS)
+        return out, *gradients(kernel, dout, q, k, v, out, lse, tiles, OPTIONS)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        q.normal_()
+        for x in captured:
+            x.fill_(torch.nan)
+        graph.replay()
+        for mine, good in zip(captured, step(), strict=True):
+            assert gap(mine, good.double()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "heads", "mask"),
+    [(333, 1111, (4, 2), box), (1111, 333, (4, 4), box), (1000, 1000, (6, 2), causal)],
+    ids=["box", "box, own K/V heads", "causal, shared K/V heads"],
+)
+def test_long_forwards_with_heads_of_128(kernel, monkeypatch, rows, columns, heads, mask):
+    """That package's forward, as from `flash4.LONG` rows on; here from 300."""
+    monkeypatch.setattr(flash4, "LONG", 300)
+    tiles = causal(rows) if mask is causal else box(rows, columns)
+    compare_whole(kernel, *inputs(rows, columns, heads, 128, "cuda"), tiles)

@@ -1,0 +1,84 @@
+"""The same over real processes and gloo: one group of processes for all of this file's cases."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What every rank found wrong, by case."""
+    folder = tmp_path_factory.mktemp("gloo")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.gloo_ranks", str(RANKS), str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def test_every_case_is_right_on_every_rank(answers):
+    for rank, found in enumerate(answers):
+        assert len(found["cases"]) >= 12
+        assert {case: wrong for case, wrong in found["cases"].items() if wrong} == {}, f"rank {rank}"
+
+
+def test_a_sub_group_of_a_device_mesh_shares_a_sequence(answers):
+    """Data parallel 2 x sequence parallel 2: each pair of ranks has a sequence of its own."""
+    assert [found["sub_groups"] for found in answers] == [{}] * RANKS
+
+
+def test_sums_take_what_attention_takes_as_a_mesh(answers):
+    """A DeviceMesh of one axis, a process group, and the default group of all four."""
+    pairs = [11.0, 11.0, 1100.0, 1100.0]
+    assert [found["summed"] for found in answers] == [[pair, pair, 1111.0, pair] for pair in pairs]
+
+
+def test_nodes_have_connections_of_their_own(answers):
+    """Ranks 0 and 1 are a node, and 2 and 3: what crosses goes through the other group, also outside of rings."""
+    for rank, found in enumerate(answers):
+        far = [other for other in range(RANKS) if other // 2 != rank // 2]
+        assert found["two_levels"] == {"wrong": {}, "near": [rank ^ 1], "far": far}
+
+
+def test_bytes_on_the_wire_are_the_plan_s(answers):
+    for found in answers:
+        assert found["sent"] == found["planned"]
+        assert found["sent"] > 0
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("grad", r"transformed by torch\.func"),
+        ("vmap", r"transformed by torch\.func"),
+        ("fake", "tensors without data cannot be sent"),
+        ("export", "tensors without data cannot be sent"),
+        ("trace", "attention cannot be traced"),
+        ("tangent", "no forward-mode derivative"),
+        ("sums", r"shape: \(1,\) on rank 0 but \(2,\) on rank 1"),
+    ],
+)
+def test_refusals_are_told_over_processes(answers, what, words):
+    for found in answers:
+        assert re.search(words, found["refused"][what])
+
+
+def test_the_library_is_told_that_nobody_is_there(answers):
+    """A hop that is late is an error that names rank, step and peer."""
+    message = answers[0]["late"]
+    assert "rank 0" in message
+    assert "step 0" in message
+    assert "rank 1" in message

@@ -1,0 +1,295 @@
+"""Forward and every gradient, over ranks as threads, against the oracle in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import burst_portable as bp
+from burst_portable.backends.cpu.attention import CpuFlashKernel
+from burst_portable.conformance.cases import AXES, Case, covering, product
+from burst_portable.conformance.oracle import judge, relative_error
+from burst_portable.errors import UnsupportedError
+from burst_portable.planning.tiles import Tile
+from burst_portable.runtime.observer import PlainRuntime
+from tests.support.attention_cases import expected, make_inputs, on_one_rank
+from tests.support.one_core import one_core
+from tests.support.thread_peers import World, run_peers
+
+
+def check(case: Case) -> None:
+    """Every rank brings the same whole results back, to the bit; one is held against the oracle."""
+    inputs = make_inputs(case)
+    first, *others = bp.run_local(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs))
+    assert judge(first, *expected(case, inputs), case.dtype) == {}
+    for name, value in first.quantities().items():
+        assert all(torch.equal(value, other.quantities()[name]) for other in others), name
+
+
+@pytest.mark.parametrize("case", covering(), ids=str)
+def test_every_pair_of_choices(case):
+    """On one core, which takes half the time: that ranks run at once is the subject of test_peer_copy and others."""
+    with one_core():
+        check(case)
+
+
+FULL_AXES = {axis: AXES[axis] for axis in ("mask", "layout", "strategy", "ranks", "heads")}
+PARTS = 64
+
+
+@pytest.mark.full
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_whole_product(part):
+    """Thousands of cases, in parts: an id for each would take longer to collect than to run."""
+    for case in list(product(FULL_AXES))[part::PARTS]:
+        check(case)
+
+
+def test_a_wrong_scale_is_caught():
+    """The judge is no rubber stamp: an answer that is off by a hundredth is refused in every quantity."""
+    case = Case()
+    inputs = make_inputs(case)
+    exact, plain = expected(case, inputs)
+    off = replace(exact, **{name: value * 1.01 for name, value in exact.quantities().items()})
+    assert judge(off, exact, plain, case.dtype).keys() == {"out", "lse", "dq", "dk", "dv"}
+
+
+@pytest.mark.parametrize("length", [8, 9, 15, 17, 31])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_short_and_uneven_shards(length, layout):
+    """Shards down to a single row, of different lengths."""
+    check(Case(length=length, layout=layout, ranks=8, mask="causal", strategy="burst"))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "burst", "double_ring", "ulysses", "usp"])
+def test_rows_that_see_nothing(strategy):
+    """Out 0, LSE -inf, gradients 0 - exactly, not nearly."""
+    case = Case(mask="rows_see_nothing", strategy=strategy, ranks=4 if strategy == "usp" else 2, heads="mha")
+    inputs = make_inputs(case)
+    for answer in bp.run_local(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs)):
+        assert torch.equal(answer.out[:, 9:], torch.zeros_like(answer.out[:, 9:]))
+        assert bool((answer.lse[:, :, 9:] == -torch.inf).all())
+        for gradient in (answer.dq, answer.dk, answer.dv):
+            assert torch.equal(gradient[:, 9:], torch.zeros_like(gradient[:, 9:]))
+            assert bool(gradient[:, :9].any())
+
+
+def errors_by_ranks(ranks, strategy, dtype, sharpness, kernel):
+    """Quantity -> its error against float64 for each number of ranks; the same data for all."""
+    errors: dict[str, list[float]] = {}
+    for count in ranks:
+        case = Case(ranks=count, strategy=strategy, dtype=dtype, length=256, batch=1, heads="wide_heads")
+        inputs = make_inputs(case)
+        inputs = replace(inputs, q=inputs.q * sharpness)
+        exact, _ = expected(case, inputs)
+        (answer, *_) = bp.run_local(count, lambda mesh, case=case, x=inputs: on_one_rank(mesh, case, x, kernel))
+        for name, value in answer.quantities().items():
+            errors.setdefault(name, []).append(relative_error(value, exact.quantities()[name]))
+    return errors
+
+
+GROWTH = [("ring", torch.float32), ("burst", torch.bfloat16)]
+GROWTH_FULL = [("burst", torch.float32), ("ring", torch.bfloat16)]
+EVERY = (2, 4, 8, 16, 32, 64)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "ranks"),
+    [(*GROWTH[0], (2, 8, 16)), (*GROWTH[1], (2, 8, 16))]
+    + [pytest.param(*pair, EVERY, marks=pytest.mark.full) for pair in (*GROWTH, *GROWTH_FULL)],
+    ids=str,
+)
+def test_the_error_is_flat_in_the_ranks(strategy, dtype, ranks):
+    """Largest over smallest error: at most 1.25, in every quantity.
+
+    The reference kernel computes wider than its inputs, so what is seen here is what distribution adds. Scores are
+    spread as in trained attention.
+    """
+    errors = errors_by_ranks(ranks, strategy, dtype, 4.0, "reference")
+    assert max(max(e) / min(e) for e in errors.values()) <= 1.25, errors
+
+
+@pytest.mark.parametrize("ranks", [(2, 8, 16), pytest.param(EVERY, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize(("strategy", "dtype"), [("burst", torch.float32)], ids=str)
+def test_the_error_does_not_grow_with_the_chosen_kernel(strategy, dtype, ranks):
+    """torch's kernel gets *better* as blocks get shorter; no number of ranks may be worse than fewer."""
+    errors = errors_by_ranks(ranks, strategy, dtype, 1.0, "auto")
+    assert all(e[i] <= 1.25 * min(e[:i]) for e in errors.values() for i in range(1, len(e))), errors
+
+
+class Narrow(Case):
+    """The same, its gradients rounded on their way."""
+
+    def make_strategy(self):
+        return replace(super().make_strategy(), gradients="narrow")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("strategy", ["ring", "ring+together", "burst", "double_ring+kv", "usp"])
+def test_gradients_that_travel_narrow(strategy, dtype):
+    """Only what travelled is rounded, and no further off than any attention may be; float32 is no wider than it was."""
+    wide, narrow = (kind(strategy=strategy, ranks=4, dtype=dtype, layout="striped") for kind in (Case, Narrow))
+    inputs = make_inputs(wide)
+    before, after = (bp.run_local(4, lambda mesh, c=c: on_one_rank(mesh, c, inputs))[0] for c in (wide, narrow))
+    assert judge(after, *expected(wide, inputs), dtype) == {}
+    travelled = {"dq"} if strategy == "burst" else {"dk", "dv"}
+    for name, value in before.quantities().items():
+        same = dtype == torch.float32 or name not in travelled
+        assert torch.equal(value, after.quantities()[name]) == same, name
+
+
+def test_results_are_the_same_every_time():
+    """Bit for bit: sums are made in the order of the plan, whoever arrives first."""
+    case = Case(ranks=4, strategy="burst", mask="documents", layout="document_zigzag")
+    inputs = make_inputs(case)
+    first, second = (bp.run_local(4, lambda mesh: on_one_rank(mesh, case, inputs))[0] for _ in range(2))
+    for name, value in first.quantities().items():
+        assert torch.equal(value, second.quantities()[name]), name
+
+
+class Unused(torch.autograd.Function):
+    """Has no gradient for what it took, not even zeros."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses+groups"])
+def test_a_rank_whose_result_is_unused_still_helps_the_others(strategy):
+    """Its backward must take part: the others wait for its blocks."""
+    case = Case(ranks=2, strategy=strategy, mask="full", heads="8x4x20x12")
+    inputs = make_inputs(case)
+    inputs.dout[:, case.make_layout().positions(1)] = 0.0
+
+    def work(mesh):
+        return on_one_rank(mesh, case, inputs, use=Unused.apply if mesh.rank == 1 else None)
+
+    for answer in bp.run_local(2, work):
+        assert judge(answer, *expected(case, inputs), case.dtype) == {}
+
+
+def test_strided_inputs_need_no_copy_of_theirs():
+    """Heads-first memory, as transformers has it, gives the same bits."""
+    case = Case(ranks=2, strategy="ring")
+    x = make_inputs(case)
+    strided = replace(x, q=heads_first_memory(x.q), k=heads_first_memory(x.k), v=heads_first_memory(x.v))
+    plain, other = (bp.run_local(2, lambda mesh, i=i: on_one_rank(mesh, case, i))[0] for i in (x, strided))
+    assert torch.equal(plain.out, other.out)
+    assert torch.equal(plain.dk, other.dk)
+
+
+def heads_first_memory(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class Brought(torch.autograd.Function):
+    """What a collective of torch's brings, forward and backward: it has no memory before an operator asks for it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return AsyncCollectiveTensor(x.clone())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return AsyncCollectiveTensor(gradient.clone())
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ring", 2), ("ulysses", 2), ("ring", 1)])
+def test_what_a_collective_brings_is_waited_for(strategy, ranks, monkeypatch):
+    """Kernels and copies that take addresses would read at 0."""
+    case, addresses = Case(ranks=ranks, strategy=strategy), []
+    x = make_inputs(case)
+
+    def noting(method):
+        def noted(self, *arguments, **options):
+            parts = [part for one in arguments for part in (one if isinstance(one, tuple) else (one,))]
+            addresses.extend(part.data_ptr() for part in parts if isinstance(part, torch.Tensor))
+            return method(self, *arguments, **options)
+
+        return noted
+
+    for name in ("attend", "attend_backward", "attend_whole", "gradients"):
+        monkeypatch.setattr(PlainRuntime, name, noting(getattr(PlainRuntime, name)))
+
+    def work(mesh, bring):
+        leaves = [bp.shard(t, mesh, layout="zigzag").requires_grad_() for t in (x.q, x.k, x.v)]
+        q, k, v = (bring(leaf) for leaf in leaves)
+        assert (q.data_ptr() == 0) == (bring == Brought.apply)
+        out = bp.attention(q, k, v, mask=case.make_mask(), mesh=mesh, strategy=strategy, seq_len=case.length)
+        gradients = torch.autograd.grad(bring(out), leaves, bp.shard(x.dout, mesh, layout="zigzag"))
+        return out.detach(), *gradients
+
+    run = bp.run_local if strategy == "ring" else lambda ranks, work: run_peers(World(ranks), work)
+    plain, brought = (run(ranks, lambda mesh, how=how: work(mesh, how)) for how in (torch.clone, Brought.apply))
+    for one, other in zip(plain, brought, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert addresses
+    assert 0 not in addresses
+
+
+def test_what_a_collective_brings_to_a_part_of_an_attention(monkeypatch):
+    kinds, attend = [], CpuFlashKernel.attend
+
+    def noted(self, *arguments, **options):
+        kinds.extend(type(x) for x in arguments[:3])
+        return attend(self, *arguments, **options)
+
+    monkeypatch.setattr(CpuFlashKernel, "attend", noted)
+    tiles = [Tile(0, 8, 0, 8, 0, 7)]
+    bp.partial_attention(*(AsyncCollectiveTensor(torch.randn(1, 8, 2, 4)) for _ in range(3)), tiles)
+    assert kinds == 3 * [torch.Tensor]
+
+
+def test_twice_differentiating_is_refused():
+    """Before there is a number: autograd.grad would leave out what passes through our gradients, and say nothing."""
+
+    def work(mesh):
+        q, k, v = (torch.randn(1, 8, 2, 4, requires_grad=True) for _ in range(3))
+        out = bp.attention(q, k, v, mesh=mesh)
+        with pytest.raises(UnsupportedError, match="differentiable once; got a backward pass with create_graph"):
+            torch.autograd.grad(out.square().sum() if mesh.rank else out.sum(), q, create_graph=True)
+
+    bp.run_local(1, work)
+    bp.run_local(2, work)
+
+
+def _save_products(_context, operator, *_arguments, **_named):
+    """What selective checkpointing usually keeps, and more: what takes long, and what kernels add up in."""
+    name = operator.__name__
+    kept = "attention" in name or name.startswith(("mm", "bmm", "mul", "add", "exp", "zeros", "_to_copy", "clone"))
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize(("strategy", "ranks"), [("ring", 2), ("burst", 2), ("ulysses", 2), ("usp", 4)])
+def test_selective_checkpointing(strategy, ranks, kernel):
+    """It would hand out results of operators into which more has been merged since."""
+    whole = [torch.randn(2, 23, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+
+    def work(mesh, policy):
+        q, k, v = (bp.shard(x, mesh).requires_grad_() for x in whole)
+
+        def region(q, k, v):
+            return bp.attention(q * 2, k, v, mesh=mesh, seq_len=23, strategy=strategy, kernel=kernel).sin()
+
+        if policy is None:
+            out = region(q, k, v)
+        else:
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            out = checkpoint(region, q, k, v, use_reentrant=False, context_fn=contexts)
+        return torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    expected = bp.run_local(ranks, lambda mesh: work(mesh, None))
+    for found, plain in zip(bp.run_local(ranks, lambda mesh: work(mesh, _save_products)), expected, strict=True):
+        torch.testing.assert_close(found, plain, rtol=0, atol=0)

@@ -1,0 +1,214 @@
+"""Where kernels that move messages go before kernels that compute: who is told, and what it is priced by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import burst_portable as bp
+from burst_portable.backends.cuda.backend import goes_first, high_priority
+from burst_portable.backends.cuda.machines import rates_of_machine
+from burst_portable.backends.registry import group_options_of, load
+from burst_portable.cli.run.job import rates_of_run
+from burst_portable.cli.run.worker import join
+from burst_portable.errors import BackendUnavailableError
+from burst_portable.planning.rates import Rates
+from burst_portable.profiling.recorder import PlanFacts
+from burst_portable.runtime.observer import PlainRuntime, installed
+from burst_portable.runtime.prepare import strategy_on
+from burst_portable.strategies.auto import AutoStrategy
+from tests.runtime.test_explanation import qkv
+
+GROUPS = bp.make_strategy("ulysses", groups=2)
+
+
+class Asked(PlainRuntime):
+    """Notes down what a rank asks its forward kernel for, step by step."""
+
+    seen: ClassVar[dict[int, list[bool]]] = {}
+
+    def attend(self, compute, q, k, v, options, state):
+        self.seen[self.transport.rank].append(options.makes_way)
+        return super().attend(compute, q, k, v, options, state)
+
+    def attend_whole(self, compute, q, k, v, options):
+        self.seen[self.transport.rank].append(options.makes_way)
+        return super().attend_whole(compute, q, k, v, options)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "steps"),
+    [
+        ("ring", [True, True, True, False]),
+        (bp.make_strategy("ring", moves="fetch"), [True, True, True, False]),
+        ("double_ring", [True, True, True, False]),
+        (GROUPS, [True, True]),
+        ("ulysses", [False]),
+        ("usp", [True, False]),
+    ],
+    ids=str,
+)
+def test_kernels_make_way_while_messages_are_beside_them(strategy, steps, first, monkeypatch):
+    """Not in the last step of a ring, whose messages have all come."""
+    monkeypatch.setattr(Asked, "seen", {rank: [] for rank in range(4)})
+
+    def work(mesh):
+        mesh.transport("cpu").goes_first = first
+        token = installed.set(lambda runtime, plan, _: Asked(runtime.kernel, runtime.transport, runtime.places))
+        try:
+            bp.attention(*qkv(heads=8, kv_heads=8), mesh=mesh, strategy=strategy, layout="striped")
+        finally:
+            installed.reset(token)
+
+    bp.run_local(4, work, inner=2)
+    assert Asked.seen == {rank: [first and step for step in steps] for rank in range(4)}
+
+
+def test_kernels_make_way_for_messages_that_only_leave(monkeypatch):
+    """Causal and contiguous: rank 0 only sends, rank 1 still hands on what it computes with, rank 2 only receives."""
+    monkeypatch.setattr(Asked, "seen", {rank: [] for rank in range(3)})
+
+    def work(mesh):
+        mesh.transport("cpu").goes_first = True
+        token = installed.set(lambda runtime, plan, _: Asked(runtime.kernel, runtime.transport, runtime.places))
+        try:
+            bp.attention(*qkv(), mesh=mesh, strategy="ring", layout="contiguous")
+        finally:
+            installed.reset(token)
+
+    bp.run_local(3, work)
+    assert Asked.seen == {0: [True], 1: [True, True], 2: [True, True, False]}
+
+
+def test_one_rank_makes_no_way():
+    def work(mesh):
+        mesh.transport("cpu").goes_first = True
+        bp.attention(*qkv(), mesh=mesh)
+        (call,) = mesh._calls.values()
+        return call.options.makes_way
+
+    assert bp.run_local(1, work) == [False]
+
+
+def test_rates():
+    rates = Rates(tflops=1.0, gbps=1.0, holds_up=(0.9, 0.3), holds_up_first=(0.1, 0.2))
+    assert rates.where_messages_go_first() == replace(rates, holds_up=(0.1, 0.2))
+    known = replace(rates, holds_up_first=None)
+    assert known.where_messages_go_first() == known
+    hopper, other = (rates_of_machine("NVIDIA H200", 2, kernel) for kernel in ("hopper", "reference"))
+    assert hopper.holds_up_first[0] < hopper.holds_up[0]
+    assert other.holds_up_first is None  # what was not measured is taken to wait
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_auto_prices_what_its_transport_does(first, monkeypatch):
+    measured = Rates(tflops=1.0, gbps=1.0, holds_up=(0.9, 0.3), holds_up_first=(0.1, 0.2))
+    monkeypatch.setattr(type(load("cpu")), "measured_rates", lambda *_: measured, raising=False)
+
+    def work(mesh):
+        mesh.transport("cpu").goes_first = first
+        return strategy_on(mesh, "auto", "cpu", heads=8, kv_heads=8, head_dim=16, dtype=torch.float32).rates.holds_up
+
+    assert bp.run_local(2, work) == [(0.1, 0.2) if first else (0.9, 0.3)] * 2
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_groups_of_heads_are_considered_where_they_travel_beside_the_kernel(first):
+    """Messages as long as the kernel: in groups all but the first and the last are hidden, where none waits."""
+    rates = rates_of_machine("NVIDIA H200", 2, "hopper")
+    rates = replace(rates, direct=())  # no peer copies: over NCCL
+    strategy = AutoStrategy(rates=rates.where_messages_go_first() if first else rates)
+    plan = bp.plan(seq_len=32768, ranks=2, heads=32, mask="causal", strategy=strategy)
+    assert ("ulysses, 2 groups" in plan.reason) is first
+    assert (plan.groups > 1) is first
+
+
+@pytest.mark.parametrize("options", [None, "some"])
+def test_run_predicts_with_what_its_groups_do(options, monkeypatch):
+    measured = Rates(tflops=1.0, gbps=1.0, holds_up=(0.9, 0.3), holds_up_first=(0.1, 0.2))
+    monkeypatch.setattr(type(load("cpu")), "measured_rates", lambda *_: measured, raising=False)
+    monkeypatch.setattr(type(load("cpu")), "group_options", lambda *_: options, raising=False)
+    found = rates_of_run(load("cpu"), 2, "", "float32", 16)
+    assert found.holds_up == ((0.1, 0.2) if options else (0.9, 0.3))
+
+
+def test_the_rates_of_no_kernel_yet_are_those_of_the_first():
+    """As `run` asks: which kernel computes is not known before there are tensors."""
+    unknown, hopper = (rates_of_machine("NVIDIA H200", 2, kernel) for kernel in ("", "hopper"))
+    assert unknown.where_messages_go_first().holds_up == hopper.holds_up_first
+
+
+def test_a_profile_predicts_with_what_its_transport_does(monkeypatch):
+    slow = Rates(tflops=1e-3, gbps=1e-3, holds_up=(0.9, 0.9), holds_up_first=(0.0, 0.0))
+    monkeypatch.setattr(type(load("cpu")), "measured_rates", lambda *_: slow, raising=False)
+    facts = PlanFacts(bp.plan(seq_len=4096, ranks=2, heads=2, head_dim=16, strategy="ring"), 0)
+    first, last = (facts.described("cpu", goes_first=first)["planned"]["forward"]["seconds"] for first in (True, False))
+    assert first < last
+
+
+def test_options_of_a_group(monkeypatch):
+    five = timedelta(seconds=5)
+    assert group_options_of(load("cpu"), five) == {"timeout": five}
+    asked = SimpleNamespace(group_options=lambda timeout: ("mine", timeout))
+    assert group_options_of(asked, five) == {"timeout": five, "pg_options": ("mine", five)}
+
+
+@pytest.mark.parametrize("wrong", [RuntimeError("no such switch"), TypeError("got 2 arguments"), None])
+def test_options_that_a_backend_fails_to_make(wrong, tmp_path, monkeypatch):
+    """It is told as the backend's fault: not as ranks that did not come, which is a RuntimeError of torch's, too."""
+
+    def raises(backend, timeout):
+        raise wrong
+
+    monkeypatch.setattr(type(load("cpu")), "group_options", raises if wrong else 3, raising=False)
+    with pytest.raises(BackendUnavailableError, match=f"'cpu' is broken.*{wrong or 'not callable'}"):
+        join("cpu", 0, 2, tmp_path)
+    monkeypatch.setattr(type(load("cpu")), "group_options", None)
+    assert group_options_of(load("cpu"), timedelta(seconds=5)) == {"timeout": timedelta(seconds=5)}
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_group_of_nccl_is_asked(first):
+    options = SimpleNamespace(is_high_priority_stream=first)
+    group = SimpleNamespace(
+        _get_backend=lambda device: SimpleNamespace(options=options) if device.type == "cuda" else None
+    )
+    assert goes_first(group) is first
+
+
+def test_other_groups_go_last():
+    def nothing(device):
+        raise RuntimeError(f"No backend type associated with device type {device.type}")
+
+    for get in (lambda device: SimpleNamespace(), nothing):
+        assert goes_first(SimpleNamespace(_get_backend=get)) is False
+
+
+@pytest.mark.skipif(dist.is_available() and dist.is_nccl_available(), reason="for a torch without NCCL")
+def test_a_torch_without_nccl():
+    assert high_priority(timedelta(seconds=5)) is None
+
+
+@pytest.mark.parametrize("given", ["options", None])
+def test_a_group_that_waits_is_told(given, monkeypatch):
+    """By `explain`, where there is a group, the backend could make another, and messages are beside kernels."""
+    monkeypatch.setattr(type(load("cpu")), "group_options", lambda self, timeout: given, raising=False)
+
+    def work(mesh):
+        def told(strategy="ring"):
+            return "high priority" in str(bp.explain(*qkv(), mesh=mesh, strategy=strategy))
+
+        threads = told()
+        mesh.group = object()
+        found = [threads, told(), told("ulysses")]
+        mesh.transport("cpu").goes_first = True
+        return [*found, told()]
+
+    assert bp.run_local(2, work) == [[False, given is not None, False, False]] * 2

@@ -1,0 +1,62 @@
+"""Two models, groups that are apart or overlap, and threads at once share no buffers; a shared pool is caught."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import burst_portable as bp
+from burst_portable.comm.local import LocalTransport, run_threads
+from tests.support.concurrent_meshes import GROUPS, RANKS, Delaying, Pool, at_once, compare
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def over_gloo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("at_once")
+    command = [sys.executable, "-m", "tests.support.concurrent_meshes", str(folder)]
+    assert subprocess.run(command, cwd=ROOT, timeout=110).returncode == 0
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.slow
+def test_groups_of_processes_at_once(over_gloo):
+    for rank, found in enumerate(over_gloo):
+        assert found["right"] == {name: 0 for name, ranks in GROUPS.items() if rank in ranks}
+
+
+def test_a_pool_that_groups_share_is_caught(over_gloo):
+    """The same with buffers from one pool: right for one group at a time, wrong for several."""
+    assert [found["pool, one at a time"] for found in over_gloo] == [{"model": 0}] * RANKS
+    assert (
+        sum(sum(wrong.values()) for found in over_gloo for wrong in found["pool, at once"]) > 0
+    )  # they meet at random
+
+
+def on_threads(ranks: int, seed: int, pool: Pool | None) -> int:
+    """A model over ranks that are threads; how many of its attentions are wrong on any."""
+
+    def work(transport: LocalTransport) -> int:
+        delaying = Delaying(transport, 10 * seed + transport.rank, pool)
+        return compare(bp.Mesh(transport.rank, ranks, lambda _: delaying), seed, 4)
+
+    return sum(run_threads(ranks, work))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_threads_at_once(seed):
+    work = {str(n): partial(on_threads, ranks, seed + n, None) for n, ranks in enumerate((2, 3, 2))}
+    assert set(at_once(work).values()) == {0}
+
+
+def test_a_pool_that_threads_share_is_caught():
+    assert on_threads(2, 0, Pool(2)) == 0
+    pool = Pool(2)
+    tries = (at_once({str(n): partial(on_threads, 2, seed + n, pool) for n in range(3)}) for seed in range(0, 15, 3))
+    assert any(sum(wrong.values()) for wrong in tries)  # threads meet at random: a few tries

@@ -1,0 +1,380 @@
+"""What would be computed wrongly on shards is refused before anything runs, and the model stays usable."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    FNetConfig,
+    FNetForMaskedLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
+    MobileBertConfig,
+    MobileBertForMaskedLM,
+    OPTConfig,
+    OPTForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_overlay
+
+from burst_portable import Mesh, run_local, unshard
+from burst_portable.comm.local import LocalTransport, run_threads
+from burst_portable.config import Config
+from burst_portable.errors import (
+    BurstError,
+    CommunicationError,
+    InputError,
+    LayoutError,
+    MismatchError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from burst_portable.integrations.transformers import parallelize
+from burst_portable.integrations.transformers.checks import check_positions
+from burst_portable.integrations.transformers.loss import ShardedLoss
+from burst_portable.integrations.transformers.masks import Band, Wanted, read_mask
+from tests.support.models import SIZES, make, one_of_two, tokens
+
+ENCODER = BertConfig(**{**SIZES, "pad_token_id": 0}, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "told"),
+    [
+        ({"attention_mask": torch.tensor([[1] * 23 + [0]])}, UnsupportedError, "padding"),
+        ({"attention_mask": torch.ones(1, 1, 24, 24)}, UnsupportedError, "attention_mask"),
+        ({"attention_mask": {"full_attention": None}}, UnsupportedError, "attention_mask"),
+        ({"use_cache": True}, UnsupportedError, "use_cache"),
+        ({"logits_to_keep": 1}, UnsupportedError, "logits_to_keep"),
+        ({"output_attentions": True}, UnsupportedError, "output_attentions"),
+        ({"shift_labels": None}, InputError, "shift_labels"),
+        ({"num_items_in_batch": None}, InputError, "num_items_in_batch"),
+        ({"position_ids": torch.arange(24).unsqueeze(0)}, InputError, "position_ids"),
+        ({"position_ids": torch.arange(23).unsqueeze(0)}, InputError, "position_ids"),
+        ({"input_ids": tokens(1, 20)}, LayoutError, "another number"),
+        ({"seq_len": None, "input_ids": tokens(1, 20)}, InputError, "position_ids"),
+        ({"seq_len": 47.5}, InputError, r"seq_len is not a size; got 47\.5"),
+        ({"seq_len": "long"}, InputError, "seq_len is not a size"),
+        ({"documents": (0, 12)}, InputError, "documents"),
+        ({"documents": (0, 12.5, 47)}, InputError, "takes whole numbers"),
+        ({"cu_seq_lens_q": torch.tensor([0, 24])}, UnsupportedError, "cu_seq_lens_q"),
+    ],
+)
+def test_arguments(change: dict[str, Any], error: type[BurstError], told: str):
+    model = make("llama")
+    with parallelize(model, one_of_two()) as handle:
+        inputs = handle.shard(tokens(1, 47)) | change
+        with pytest.raises(error, match=told):
+            model(**inputs)
+        assert handle.call is None
+    assert model(input_ids=tokens(1, 8)).logits.shape == (1, 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"input_ids": tokens(1, 15)}, LayoutError),
+        ({"position_ids": torch.arange(16).unsqueeze(0)}, InputError),
+        ({"attention_mask": torch.zeros(1, 16)}, UnsupportedError),
+        ({"cu_seq_lens_q": torch.tensor([0, 16])}, UnsupportedError),  # refused by the first layer's attention
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_rank_that_refuses_its_batch_tells_the_others(change: dict[str, Any], error: type[BurstError]):
+    """Else the others would compute that batch with the rank's rows of the next one, without an error."""
+    first, second = tokens(1, 32), tokens(1, 32).flip(1)
+    whole = make("llama")
+    alone = whole(input_ids=second).logits.detach()
+
+    def work(mesh: Mesh) -> torch.Tensor:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh)
+        odd = change if mesh.rank == 1 else {}
+        with pytest.raises(error if mesh.rank == 1 else MismatchError) as caught:
+            model(**handle.shard(first) | odd)
+        assert mesh.rank == 1 or "rank 1 refused: " in str(caught.value)
+        logits = model(**handle.shard(second)).logits.detach()
+        return unshard(logits, mesh, seq_len=32)
+
+    for logits in run_local(2, work):
+        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("calls_before", [0, 1])
+@pytest.mark.parametrize(
+    ("where", "waited_for"), [("model.embed_tokens", True), ("model.layers.0.mlp", True), ("lm_head", False)]
+)
+def test_a_rank_that_fails_between_attentions_tells_who_waits_for_it(where: str, waited_for: bool, calls_before: int):
+    """Else, without gradients, the others would take its next batch for the rest of this one, without an error."""
+    first, second = tokens(1, 32), tokens(1, 32).flip(1)
+    whole = make("llama")
+    alone = whole(input_ids=second).logits.detach()
+
+    @torch.no_grad()
+    def work(mesh: Mesh) -> torch.Tensor:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh)
+        for _ in range(calls_before):
+            model(**handle.shard(first))
+        failing = model.get_submodule(where).register_forward_pre_hook(lambda *_: 1 // (1 - mesh.rank) and None)
+        if mesh.rank == 1:
+            with pytest.raises(ZeroDivisionError):
+                model(**handle.shard(first))
+        elif waited_for:
+            with pytest.raises(MismatchError, match="rank 1 refused: ZeroDivisionError"):
+                model(**handle.shard(first))
+        else:
+            model(**handle.shard(first))
+        failing.remove()
+        return unshard(model(**handle.shard(second)).logits, mesh, seq_len=32)
+
+    for logits in run_local(2, work, deadline=20):
+        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
+
+
+class Apart(LocalTransport):
+    """As where messages live on devices: a call that is known is not asked about again."""
+
+    host = False
+
+    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+        with self.between_passes():
+            return super().share(data, label, deadline)
+
+
+@pytest.mark.parametrize(
+    ("transport", "error"),
+    [(Apart, ZeroDivisionError), (Apart, KeyboardInterrupt), (LocalTransport, KeyboardInterrupt)],
+)
+def test_a_rank_that_fails_between_attentions_unheard_is_refused_its_next_call(
+    transport: type[LocalTransport], error: type[BaseException]
+):
+    """Of Ctrl-C torch calls no hook."""
+    whole, ids = make("llama"), tokens(1, 32)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    @torch.no_grad()
+    def work(local: LocalTransport) -> None:
+        connected = transport(local.fabric, local.rank)
+        mesh = Mesh(local.rank, 2, lambda device_type: connected, config=Config(deadline=0.3))
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh)
+        model(**handle.shard(ids))
+        if mesh.rank == 1:
+            failing = model.model.layers[0].mlp.register_forward_pre_hook(fail)
+            with pytest.raises(error):
+                model(**handle.shard(ids))
+            failing.remove()
+        told = "rank 1: the last exchange" if mesh.rank else "rank 0, (asking|forward step)"
+        with pytest.raises(CommunicationError, match=told):
+            model(**handle.shard(ids.flip(1)))
+
+    run_threads(2, work, deadline=1.0)
+
+
+def test_an_error_of_all_ranks_leaves_the_model_usable():
+    """Each tells the others, who say the same."""
+    whole, ids = make("llama"), tokens(1, 32)
+    alone = whole(input_ids=ids).logits.detach()
+
+    def work(mesh: Mesh) -> torch.Tensor:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh)
+        failing = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**handle.shard(ids))
+        failing.remove()
+        return unshard(model(**handle.shard(ids)).logits.detach(), mesh, seq_len=32)
+
+    for logits in run_local(2, work, deadline=20):
+        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
+
+
+def test_a_mask_of_ones_is_no_padding():
+    model = make("llama")
+    with parallelize(model, Mesh.single()) as handle:
+        inputs = handle.shard(tokens(1, 8))
+        with_mask = model(**inputs, attention_mask=torch.ones(1, 8, dtype=torch.long)).logits
+        torch.testing.assert_close(with_mask, model(**inputs).logits, rtol=0, atol=0)
+
+
+def test_attention_dropout_in_training():
+    model = make("llama", attention_dropout=0.1)
+    with parallelize(model, Mesh.single()) as handle:
+        with pytest.raises(UnsupportedError, match="dropout"):
+            model(**handle.shard(tokens(1, 8)))
+        model.eval()
+        assert model(**handle.shard(tokens(1, 8))).loss > 0
+
+
+def test_layers_that_are_dropped_in_training():
+    """Each rank would drop others: as many of them, and attention would mix layers in silence."""
+    config = OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.5)
+
+    def work(mesh: Mesh) -> None:
+        model = OPTForCausalLM(config)
+        with parallelize(model, mesh) as handle:
+            with pytest.raises(UnsupportedError, match=r"layerdrop=0\.5; allowed: 0; set layerdrop=0"):
+                model.train()(**handle.shard(tokens(1, 8)))
+            assert model.eval()(**handle.shard(tokens(1, 8))).loss > 0
+
+    run_local(2, work)
+
+
+def test_generating():
+    model = make("llama")
+    with parallelize(model, Mesh.single()), pytest.raises(UnsupportedError, match="cache"):
+        model.generate(tokens(1, 8), max_new_tokens=2)
+
+
+def test_rope_that_follows_the_longest_position():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = make("llama", rope_parameters=rope)
+    with parallelize(model, one_of_two()) as handle, pytest.raises(UnsupportedError, match="dynamic"):
+        model(**handle.shard(tokens(1, 200)))
+
+
+def test_such_rope_where_a_config_names_no_length():
+    config = SimpleNamespace(rope_parameters={"rope_type": "dynamic"}, max_position_embeddings=None)
+    with pytest.raises(UnsupportedError, match="dynamic"):
+        check_positions(config, 8)
+
+
+def test_models_that_cannot_be_sharded():
+    with pytest.raises(InputError, match="transformers model"):
+        parallelize(torch.nn.Linear(2, 2), Mesh.single())
+    state_space = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=4))
+    with pytest.raises(UnsupportedError, match="MambaForCausalLM cannot be sharded"):
+        parallelize(state_space, Mesh.single())
+    for model, told in (
+        (LlamaForSequenceClassification(LlamaConfig(**SIZES)), "a head or a pooler"),
+        (BertModel(ENCODER), "a head or a pooler"),
+        (RobertaForMaskedLM(RobertaConfig(**ENCODER.to_diff_dict())), "padding token"),
+        (MobileBertForMaskedLM(MobileBertConfig(**SIZES, embedding_size=16)), "outside attention"),
+    ):
+        with pytest.raises(UnsupportedError, match=told):
+            parallelize(model, Mesh.single())
+    with pytest.raises(UnknownNameError, match="rng"):
+        parallelize(make("llama"), Mesh.single(), strategy="rng")
+    with pytest.raises(UnknownNameError, match="did you mean 'zigzag'"):
+        parallelize(make("llama"), Mesh.single(), layout="zigzig")
+
+
+def test_a_loss_that_takes_a_shard_for_all():
+    """Old models compute it by themselves; BERT's masked one passes nothing on."""
+    model = BertForMaskedLM(ENCODER)
+    ids = tokens(2, 47)
+
+    def work(mesh: Mesh) -> tuple[int, ...]:
+        mine = copy.deepcopy(model)
+        handle = parallelize(mine, mesh)
+        inputs = handle.shard(ids, ids)
+        assert "shift_labels" not in inputs
+        with pytest.raises(UnsupportedError, match="compute the loss from the logits"):
+            mine(**inputs)
+        return tuple(mine(**handle.shard(ids)).logits.shape)
+
+    assert [shape[1] for shape in run_local(2, work)] == [23, 24]
+
+
+def test_a_loss_that_is_told_too_little():
+    loss = ShardedLoss(ForCausalLMLoss)
+    logits, labels = torch.randn(1, 4, 8), torch.ones(1, 4, dtype=torch.int64)
+    for told in ({}, {"shift_labels": labels}, {"num_items_in_batch": 4}):
+        with pytest.raises(UnsupportedError, match="does not pass on"):
+            loss(logits, labels, 8, **told)
+
+
+def test_an_attention_that_is_not_transformers_own():
+    """FNet mixes tokens by a Fourier transform."""
+    model = FNetForMaskedLM(FNetConfig(**{**SIZES, "hidden_dropout_prob": 0.0, "tpu_short_seq_length": 64}))
+
+    def work(mesh: Mesh) -> None:
+        mine = copy.deepcopy(model)
+        with pytest.raises(UnsupportedError, match="did not attend"):
+            mine(**parallelize(mine, mesh).shard(tokens(1, 32)))
+
+    run_local(2, work)
+
+
+def test_temperature_by_row_number():
+    config = Llama4TextConfig(**SIZES, num_local_experts=2, floor_scale=40, attention_chunk_size=8, pad_token=0)
+    handle = parallelize(Llama4ForCausalLM(config), one_of_two())
+    with pytest.raises(UnsupportedError, match="temperature"):
+        handle.model(**handle.shard(tokens(1, 47)))
+
+
+def test_a_model_that_computes_with_its_mask():
+    wanted = Wanted(Band(lo=0))
+    assert not hasattr(wanted, "_dynamo_thing")
+    with pytest.raises(UnsupportedError, match=r"mask\.dtype"):
+        _ = wanted.dtype
+
+
+def test_a_config_that_two_models_share():
+    config = LlamaConfig(**SIZES)
+    one, other = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    with parallelize(one, Mesh.single()):
+        copied = LlamaForCausalLM(copy.deepcopy(config))
+        for model in (other, copied):
+            with pytest.raises(InputError, match=r'its own copy before, or call set_attn_implementation\("sdpa"\)'):
+                model(input_ids=tokens(1, 8), use_cache=False)
+        copied.set_attn_implementation("sdpa")
+        copied(input_ids=tokens(1, 8), use_cache=False)
+
+
+def test_a_model_with_a_part_that_is_parallelized_already():
+    model = make("llama")
+    inner = parallelize(model.model, Mesh.single())
+    with pytest.raises(
+        InputError, match=r"parallelized already; got its part model \(LlamaModel\); undo\(\) the handle"
+    ):
+        parallelize(model, Mesh.single())
+    inner.undo()
+    with parallelize(model, Mesh.single()), pytest.raises(InputError, match="already; got LlamaModel"):
+        parallelize(model.model, Mesh.single())
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels", "attention_mask"])
+def test_lists_in_the_place_of_tensors(name: str):
+    with parallelize(make("llama"), Mesh.single()) as handle:
+        batch = {"input_ids": tokens(), name: tokens().tolist()}
+        with pytest.raises(InputError, match=rf"{name} is not a tensor; .*torch\.as_tensor"):
+            handle.shard(**batch)
+
+
+def test_rows_for_a_model_that_was_given_back():
+    """It would compute a loss of them, as if they were all."""
+    with parallelize(make("llama"), one_of_two()) as handle:
+        assert handle.shard(tokens())["input_ids"].shape == (2, 23)
+    with pytest.raises(InputError, match=r"given back by undo\(\).*parallelize it again"):
+        handle.shard(tokens())
+
+
+def test_mask_functions():
+    window = and_masks(sliding_window_overlay(5), causal_mask_function)
+    assert read_mask(window) == Band(lo=0, hi=4)
+
+    def custom(batch: int, head: int, q: int, k: int) -> bool:
+        return q - k < 7
+
+    for function in (custom, and_masks(causal_mask_function, custom), or_masks(causal_mask_function, custom)):
+        with pytest.raises(UnsupportedError, match="mask function"):
+            read_mask(function)

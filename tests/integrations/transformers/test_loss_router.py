@@ -1,0 +1,94 @@
+"""The load-balancing loss of mixtures of experts over ranks, against one device; and those that are refused."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import JetMoeConfig, JetMoeForCausalLM
+
+from burst_portable import Mesh, run_local
+from burst_portable.errors import MismatchError, UnsupportedError
+from burst_portable.integrations.transformers import parallelize, sum_over_ranks
+from burst_portable.integrations.transformers.loss import router_loss, with_router_loss
+from tests.support.models import SIZES, assert_same, make, on_one_device, on_ranks, one_of_two, tokens
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_the_router_s_loss_is_over_all_tokens(kind: str, ranks: int):
+    """A product of two means: the ranks' own values neither add up nor average to it."""
+    model, ids = make(kind, output_router_logits=True, router_aux_loss_coef=0.7), tokens()
+    expected = on_one_device(model, ids)
+    without = on_one_device(make(kind, router_aux_loss_coef=0.0), ids)
+    assert expected.loss > 1.1 * without.loss
+    for answer in on_ranks(ranks, model, ids):
+        assert_same(answer, expected, gradients=1e-6)  # of a sum in float32
+
+
+def test_a_router_s_loss_of_jetmoe_whose_weight_has_another_name():
+    torch.manual_seed(0)
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads")}
+    options = {"num_local_experts": 4, "output_router_logits": True, "aux_loss_coef": 0.7}
+    model = JetMoeForCausalLM(JetMoeConfig(**sizes, **options, kv_channels=8, intermediate_size=48)).double().train()
+    expected = on_one_device(model, tokens())
+    for answer in on_ranks(2, model, tokens()):
+        assert_same(answer, expected, gradients=1e-6)
+
+
+def test_a_router_s_loss_that_is_no_number():
+    """It is the model's: one rank alone has such rows, and would refuse what it takes for another formula."""
+    model, ids = make("mixtral", output_router_logits=True), tokens(1, 48) % 60
+    ids[0, -1] = 63
+    with torch.no_grad():
+        model.model.embed_tokens.weight[63] = torch.nan
+
+    def work(mesh: Mesh) -> tuple[bool, bool]:
+        mine = copy.deepcopy(model)
+        handle = parallelize(mine, mesh, layout="contiguous")
+        out = mine(**handle.shard(ids))
+        return out.aux_loss.isnan().item(), sum_over_ranks(out.loss.detach(), mesh).isnan().item()
+
+    assert run_local(2, work, deadline=20) == [(False, True), (True, True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_choices_of_experts_are_counted_exactly_whatever_torch_s_default_is(dtype: torch.dtype):
+    logits = [torch.randn(700, 4, generator=torch.Generator().manual_seed(0))]
+    expected = router_loss(logits, 2, Mesh.single())
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        found = router_loss(logits, 2, Mesh.single())
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_router_losses_that_we_cannot_compute():
+    logits = (torch.randn(6, 4),)
+    output = SimpleNamespace(aux_loss=torch.tensor(9.0), router_logits=logits, loss=None)
+    for model in ({"num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}, {"router_aux_loss_coef": 0.1}, {}):
+        with pytest.raises(UnsupportedError, match=r"router loss of .*; got (9\.0|a model that does not say)"):
+            with_router_loss(SimpleNamespace(**model), output, one_of_two())
+    model = make("mixtral")
+    with parallelize(model, one_of_two()) as handle, pytest.raises(UnsupportedError, match="return_dict"):
+        model(**handle.shard(tokens(1, 47)), output_router_logits=True, return_dict=False)
+
+
+def test_a_rank_that_refuses_a_router_loss_tells_the_others():
+    """Its rounding may differ from theirs, who wait for its part of the sum."""
+    whole = make("mixtral", output_router_logits=True)
+
+    def work(mesh: Mesh) -> None:
+        model = copy.deepcopy(whole)
+        handle = parallelize(model, mesh)
+        if mesh.rank == 1:
+            model.num_experts_per_tok = 1  # the model's own loss is of two still
+            model.register_forward_hook(lambda *_: setattr(model, "num_experts_per_tok", 2), prepend=True)
+        with pytest.raises(MismatchError if mesh.rank == 0 else UnsupportedError, match="router loss"):
+            model(**handle.shard(tokens()))
+
+    run_local(2, work, deadline=20)

@@ -1,0 +1,106 @@
+"""Padding at the end of rows: one device's loss, gradients and logits wherever a token is. All other is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM
+
+from burst_portable import Mesh, run_local, unshard
+from burst_portable.errors import BurstError, InputError, ShapeError, UnsupportedError
+from burst_portable.integrations.transformers import parallelize, sum_gradients, sum_over_ranks
+from burst_portable.integrations.transformers.trainer import ShardingCollator
+from tests.support.models import LENGTH, SIZES, Answer, assert_same, gradients_of, make, tokens
+
+HELD = torch.tensor([31, LENGTH, 1])  # tokens of each row
+MOST = torch.tensor([LENGTH, 40, 44])  # where less would give NaN on one device: eager attention with a window of 9
+
+
+def mask_of(held: Tensor) -> Tensor:
+    return (torch.arange(LENGTH) < held.unsqueeze(1)).long()
+
+
+MASK = mask_of(HELD)
+
+
+def labelled(ids: Tensor, mask: Tensor = MASK) -> Tensor:
+    return ids.masked_fill(mask == 0, -100)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "held", "exact"),
+    [
+        ("llama", 3, HELD, 1e-12),
+        ("mistral", 2, HELD, 1e-12),
+        ("gemma2", 2, MOST, 1e-6),  # transformers' eager softmax is float32
+        ("mixtral", 2, HELD, 1e-12),
+        ("qwen3", 1, HELD, 1e-12),
+    ],
+)
+def test_equal_to_one_device_wherever_a_token_is(kind: str, ranks: int, held: Tensor, exact: float):
+    model, ids, mask = make(kind), tokens(len(held)), mask_of(held)
+    labels = labelled(ids, mask)
+
+    def answer(mine: Any, inputs: dict[str, Any], mesh: Mesh, whole: Any) -> Answer:
+        out = mine(**inputs, use_cache=False)
+        out.loss.backward()
+        sum_gradients(mine.parameters(), mesh)
+        loss = sum_over_ranks(out.loss.detach().reshape(1), mesh).item()
+        return Answer(loss, whole(out.logits.detach())[mask == 1], gradients_of(mine))
+
+    def work(mesh: Mesh) -> Answer:
+        mine = copy.deepcopy(model)
+        handle = parallelize(mine, mesh)
+        inputs = handle.shard(ids, labels, attention_mask=mask)
+        layout = handle.layout_of(LENGTH, None)
+        return answer(mine, inputs, mesh, lambda x: unshard(x, mesh, seq_len=LENGTH, layout=layout))
+
+    alone = copy.deepcopy(model)
+    alone.set_attn_implementation("eager" if kind == "gemma2" else "sdpa")
+    inputs = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    expected = answer(alone, inputs, Mesh.single(), lambda x: x)
+    for found in run_local(ranks, work):
+        assert_same(found, expected, exact=exact)
+
+
+@pytest.mark.parametrize(
+    ("mask", "labels", "error", "told"),
+    [
+        (MASK.flip(1), labelled, UnsupportedError, "padding before a token"),
+        (MASK, None, InputError, "labels on padding"),
+        (MASK, lambda ids: ids, InputError, "labels on padding"),
+        (MASK[:, 1:], labelled, ShapeError, "attention_mask"),
+        (MASK[:1], labelled, ShapeError, "attention_mask"),
+    ],
+)
+def test_padding_that_is_refused(mask: Tensor, labels: Any, error: type[BurstError], told: str):
+    ids = tokens(len(HELD))
+    with parallelize(make("llama"), Mesh.single()) as handle, pytest.raises(error, match=told):
+        handle.shard(ids, labels and labels(ids), attention_mask=mask)
+
+
+def test_models_that_would_see_padding():
+    """An encoder's tokens see padding; a router's loss counts it."""
+    ids = tokens(len(HELD))
+    encoder = BertForMaskedLM(BertConfig(**SIZES))
+    for model, told in ((encoder, "sees later tokens"), (make("mixtral", output_router_logits=True), "router loss")):
+        with parallelize(model, Mesh.single()) as handle:
+            inputs = handle.shard(ids, labelled(ids), attention_mask=MASK)
+            with pytest.raises(UnsupportedError, match=told):
+                model(**inputs)
+
+
+def test_a_collator_that_pads():
+    batch = {"input_ids": tokens(len(HELD)), "attention_mask": MASK}
+    batch["labels"] = labelled(batch["input_ids"])
+
+    def work(mesh: Mesh) -> dict[str, Any]:
+        return ShardingCollator(parallelize(make("llama"), mesh), lambda _: batch)([])
+
+    parts = run_local(3, work)
+    assert all(part["padded"] and "attention_mask" not in part for part in parts)
+    assert sum(int((part["shift_labels"] != -100).sum()) for part in parts) == int((HELD - 1).sum())

@@ -1,0 +1,349 @@
+"""Unedited transformers models over ranks, against the same models on one device."""
+
+from __future__ import annotations
+
+import copy
+import io
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from burst_portable import Mesh, run_local
+from burst_portable import gradients as summing
+from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.integrations.transformers import loss as losses
+from burst_portable.integrations.transformers import parallelize, sum_gradients, sum_over_ranks
+from burst_portable.layout import OF_DOCUMENTS
+from burst_portable.planning.rates import Rates
+from burst_portable.strategies.auto import AutoStrategy
+from tests.support.models import MODELS, assert_same, gradients_of, make, on_one_device, on_ranks, tokens
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_loss_and_every_gradient(kind: str, ranks: int):
+    model, ids = make(kind), tokens()
+    expected = on_one_device(model, ids)
+    for answer in on_ranks(ranks, model, ids):
+        # Only transformers' eager attention has a softcap, and its softmax is float32 whatever the model.
+        assert_same(answer, expected, exact=1e-6 if kind == "gemma2" else 1e-12)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "document_zigzag"])
+@pytest.mark.parametrize(("strategy", "ranks"), [("ring", 2), ("burst", 2), ("ulysses", 2), ("usp", 4)])
+def test_strategies_and_layouts(strategy: str, ranks: int, layout: str):
+    model, ids = make("mistral"), tokens()
+    expected = on_one_device(model, ids)
+    for answer in on_ranks(ranks, model, ids, strategy=strategy, layout=layout):
+        assert_same(answer, expected)
+
+
+def test_labels_that_are_ignored():
+    """The mean is over all tokens that have a label, wherever they lie."""
+    model, ids = make("llama"), tokens()
+    labels = ids.clone()
+    labels[0, 5:30] = -100
+    labels[1, :40] = -100
+    expected = on_one_device(model, ids, labels)
+    for answer in on_ranks(3, model, ids, labels):
+        assert_same(answer, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_counts_of_labels_add_up(ranks: int):
+    """Of batches that are accumulated: one without a label counted as one. By itself its loss is 0, not 0 / 0."""
+    model, ids = make("llama"), tokens()
+    nothing = torch.full_like(ids, -100)
+    expected = on_one_device(model, ids)
+
+    def work(mesh: Mesh) -> None:
+        mine = copy.deepcopy(model)
+        handle = parallelize(mine, mesh)
+        batches = [handle.shard(ids), handle.shard(ids, nothing)]
+        assert mine(**batches[1]).loss.item() == 0.0
+        assert mine(**batches[1] | {"num_items_in_batch": 0}).loss.item() == 0.0
+        count = torch.stack([batch["num_items_in_batch"] for batch in batches]).sum()
+        loss = sum(mine(**batch | {"num_items_in_batch": count}).loss for batch in batches)
+        loss.backward()
+        sum_gradients(mine.parameters(), mesh)
+        assert sum_over_ranks(loss.detach(), mesh).item() == pytest.approx(expected.loss, rel=1e-6)
+        torch.testing.assert_close(gradients_of(mine), expected.gradients, rtol=1e-6, atol=1e-8)
+
+    run_local(ranks, work)
+
+
+def test_large_logits_and_gradients_in_parts(monkeypatch: pytest.MonkeyPatch):
+    """Of 7 rows, and of what a small parameter takes."""
+    model, ids = make("llama"), tokens()
+    labels = ids.clone()
+    labels[0, 5:30] = -100
+    expected = on_one_device(model, ids, labels)
+    monkeypatch.setattr(losses, "_PART", 7 * 64 * 4)
+    monkeypatch.setattr(summing, "_BUCKET", 8 * 32 * 32)
+    for answer in on_ranks(2, model, ids, labels):
+        assert_same(answer, expected)
+
+
+def test_no_float32_copy_of_large_logits(monkeypatch: pytest.MonkeyPatch):
+    logits = torch.randn(1, 60, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    labels = tokens(1, 60)
+    alone = logits.detach().clone().requires_grad_()
+    expected = ForCausalLMLoss(alone, labels, 64, shift_labels=labels, num_items_in_batch=60)
+    expected.backward()
+    monkeypatch.setattr(losses, "_PART", 7 * 64 * 4)
+    with _Largest() as seen:
+        found = losses.ShardedLoss(ForCausalLMLoss)(logits, labels, 64, shift_labels=labels, num_items_in_batch=60)
+        found.backward()
+    assert seen.size == 7 * 64
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert torch.equal(logits.grad, alone.grad)
+
+
+def test_large_logits_that_are_part_of_others(monkeypatch: pytest.MonkeyPatch):
+    """Rows of a longer sequence, as a model gives them that leaves some out: no view has them one after the other."""
+    logits = torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(0)).bfloat16()[:, :30]
+    options = {"labels": None, "vocab_size": 64, "shift_labels": tokens(2, 30), "num_items_in_batch": 60}
+    expected = losses.causal_loss(logits, **options)
+    monkeypatch.setattr(losses, "_PART", 7 * 64 * 4)
+    torch.testing.assert_close(losses.causal_loss(logits, **options), expected)
+
+
+def _own_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
+    """Smoothed, as people put it into a model; it shifts labels unless they come shifted."""
+    if shift_labels is None:
+        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    count = (shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    logits, labels = logits.reshape(-1, vocab_size), shift_labels.reshape(-1)
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1) / count
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_loss_function_of_one_s_own(when: str):
+    model, ids = make("llama"), tokens()
+    alone = copy.deepcopy(model)
+    alone.loss_function = _own_loss
+    expected = alone(input_ids=ids, labels=ids).loss
+    expected.backward()
+
+    def work(mesh: Mesh) -> None:
+        mine = copy.deepcopy(model)
+        if when == "before":
+            mine.loss_function = _own_loss
+        handle = parallelize(mine, mesh)
+        if when == "after":
+            mine.loss_function = _own_loss
+        loss = mine(**handle.shard(ids)).loss
+        loss.backward()
+        sum_gradients(mine.parameters(), mesh)
+        torch.testing.assert_close(sum_over_ranks(loss.detach(), mesh), expected.detach())
+        for got, wanted in zip(mine.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-9, atol=1e-12)
+        handle.undo()
+        assert mine.loss_function is _own_loss
+
+    run_local(2, work)
+
+
+def test_a_loss_function_that_may_shift_labels_again_is_refused():
+    def work(mesh: Mesh) -> None:
+        model = make("llama")
+        handle = parallelize(model, mesh)
+        inputs = handle.shard(tokens())
+        model.loss_function = lambda logits, labels, **others: _own_loss(
+            logits, labels, **others | {"shift_labels": None}
+        )
+        for call in (lambda: handle.shard(tokens()), lambda: model(**inputs)):
+            with pytest.raises(UnsupportedError, match=r"shifts its labels.*takes shift_labels and num_items_in_batch"):
+                call()
+
+    run_local(2, work)
+
+
+class _Largest(TorchDispatchMode):
+    """How many numbers the largest tensor of float32 has that was made meanwhile."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for x in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(x, torch.Tensor) and x.dtype is torch.float32:
+                self.size = max(self.size, x.numel())
+        return made
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant: bool):
+    model, ids = make("mistral"), tokens()
+    expected = on_one_device(model, ids)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    for answer in on_ranks(2, model, ids):
+        assert_same(answer, expected)
+
+
+def test_a_recomputation_belongs_to_its_own_call():
+    """Two calls of different lengths before one backward: each layer is recomputed with the length of its call."""
+    model = make("llama")
+    batches = [tokens(1, 31), tokens(1, 46, seed=2)]
+    expected = [on_one_device(model, ids) for ids in batches]
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(mesh: Mesh) -> dict[str, torch.Tensor]:
+        mine = models[mesh.rank]
+        handle = parallelize(mine, mesh)
+        sum(mine(**handle.shard(ids)).loss for ids in batches).backward()
+        sum_gradients(mine.parameters(), mesh)
+        return gradients_of(mine)
+
+    for gradients in run_local(2, work):
+        for name, gradient in gradients.items():
+            whole = expected[0].gradients[name] + expected[1].gradients[name]
+            assert (gradient - whole).norm() <= 1e-7 * whole.norm(), name
+
+
+def test_packed_documents_see_only_themselves():
+    model, ids, ends = make("mistral"), tokens(2), (0, 9, 10, 33, 47)
+    alone = copy.deepcopy(model)
+    alone.set_attn_implementation("sdpa")
+    logits = torch.cat([alone(input_ids=ids[:, a:b]).logits for a, b in pairwise(ends)], dim=1)
+
+    def work(mesh: Mesh) -> float:
+        mine = copy.deepcopy(model)
+        handle = parallelize(mine, mesh, layout="document_zigzag")
+        inputs = handle.shard(ids, documents=torch.tensor(ends))
+        assert inputs["num_items_in_batch"] == 2 * (47 - 4)
+        whole = mine(**inputs).logits
+        where = handle.layout_of(47, ends).positions(mesh.rank)
+        return (whole - logits[:, where]).abs().max().item()
+
+    assert max(run_local(2, work)) < 1e-12
+
+
+def test_two_models_on_two_meshes():
+    first, second = make("llama"), make("mistral")
+    ids = tokens()
+    expected = on_one_device(first, ids), on_one_device(second, ids)
+
+    def work(mesh: Mesh) -> list[float]:
+        a, b = copy.deepcopy(first), copy.deepcopy(second)
+        over_ranks, alone = parallelize(a, mesh), parallelize(b, Mesh.single(), layout="contiguous")
+        a_logits, b_logits = a(**over_ranks.shard(ids)).logits, b(**alone.shard(ids)).logits
+        where = over_ranks.layout_of(47, None).positions(mesh.rank)
+        apart = (a_logits - expected[0].logits[:, where], b_logits - expected[1].logits)
+        return [x.abs().max().item() for x in apart]
+
+    assert max(max(one) for one in run_local(2, work)) < 1e-12
+
+
+def test_an_inner_model_called_on_its_own():
+    """Who computes a loss himself calls the decoder without its head."""
+    model, ids = make("llama"), tokens()
+    expected = copy.deepcopy(model).model(input_ids=ids).last_hidden_state
+
+    def work(mesh: Mesh) -> float:
+        mine = copy.deepcopy(model)
+        handle = parallelize(mine, mesh)
+        inputs = handle.shard(ids)
+        hidden = mine.model(input_ids=inputs["input_ids"], seq_len=47).last_hidden_state
+        return (hidden - expected[:, handle.layout_of(47, None).positions(mesh.rank)]).abs().max().item()
+
+    assert max(run_local(2, work)) < 1e-12
+
+
+@pytest.mark.parametrize("then", ["model", "its inner model"])
+@pytest.mark.parametrize("called", ["model", "its inner model"])
+def test_a_call_after_one_that_was_interrupted(called: str, then: str):
+    """torch calls no hooks on Ctrl-C. The next call has its own documents, not those of the one that never ended."""
+    model, ids = make("llama"), tokens()
+
+    def call(whole: Any, name: str, **options: Any) -> torch.Tensor:
+        out = (whole if name == "model" else whole.model)(input_ids=ids, **options)
+        return out.logits if name == "model" else out.last_hidden_state
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    expected = call(copy.deepcopy(model), then)
+    parallelize(model, Mesh.single())
+    ctrl_c = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt) as kept:  # with its frames, as by sys.last_traceback
+        call(model, called, documents=(0, 9, 47))
+    ctrl_c.remove()
+    torch.save(model, io.BytesIO())  # what is kept of that call is not saved
+    assert (call(model, then) - expected).abs().max() < 1e-12
+    assert kept.tb is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(dtype: torch.dtype):
+    """Models then hand over q, k in float32 and v in 16 bits; SDPA gets them all in 16."""
+    model, ids = make("llama", torch.float32), tokens()
+    with torch.autocast("cpu", dtype):
+        expected = on_one_device(model, ids).logits
+    exact = on_one_device(model, ids).logits
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(mesh: Mesh) -> torch.Tensor:
+        mine = models[mesh.rank]
+        handle = parallelize(mine, mesh)
+        with torch.autocast("cpu", dtype):  # of this thread: autocast is no context variable
+            out = mine(**handle.shard(ids))
+        out.loss.backward()
+        return (out.logits - exact[:, handle.layout_of(47, None).positions(mesh.rank)]).abs().max()
+
+    # No further from the exact logits than one device's autocast, within a factor for the places that rounding takes.
+    allowed = 1.5 * (expected - exact).abs().max()
+    assert max(run_local(2, work)) <= allowed
+
+
+def test_undo_gives_the_model_back():
+    model, ids = make("llama"), tokens()
+    before = model(input_ids=ids).logits
+    with parallelize(model, Mesh.single()) as handle:
+        assert model.config._attn_implementation == "burst_portable"
+        with pytest.raises(InputError, match="already"):
+            parallelize(model, Mesh.single())
+        copied = copy.deepcopy(model)
+        torch.testing.assert_close(copied(**handle.shard(ids)).logits, before)
+    handle.undo()
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(hasattr(module, "_burst_portable") for module in model.modules())
+    torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("llama", "zigzag"), ("mistral", "contiguous")])
+def test_the_layout_that_is_predicted_to_be_fastest(kind: str, layout: str):
+    """Mistral's windows reach neighbours alone; documents, a long one among them, have layouts of their own."""
+    model, ids = make(kind), tokens()
+    expected = on_one_device(model, ids)
+    for answer in on_ranks(2, model, ids, layout="auto"):
+        assert_same(answer, expected)
+
+    def work(mesh: Mesh) -> tuple[str, str]:
+        slow_kernels = AutoStrategy(rates=Rates(tflops=0.01, gbps=10.0))
+        handle = parallelize(make(kind), mesh, layout="auto", strategy=slow_kernels)
+        ends = [0, 1900, *range(2000, 4000, 130), 4096]
+        return handle.layout_of(4096).name, handle.layout_of(4096, documents=ends).name
+
+    first, second = run_local(2, work)
+    assert first == second
+    assert first[0] == layout
+    assert first[1] in OF_DOCUMENTS
+
+
+def test_a_layout_of_a_model_on_no_device():
+    """Before its weights are loaded: a layout that is named will do, and auto has nothing to ask."""
+
+    def work(mesh: Mesh) -> None:
+        with torch.device("meta"):
+            model = make("llama")
+        with pytest.raises(InputError, match=r"model on meta; .*or name a layout"):
+            parallelize(model, mesh, layout="auto")
+        parallelize(model, mesh, layout="striped")
+
+    run_local(2, work)

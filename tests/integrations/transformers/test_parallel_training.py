@@ -1,0 +1,141 @@
+"""The ways to train and to evaluate, for each model that the documentation names, on several ranks.
+
+By default few cases, in which every pair of choices occurs; with -m full all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple, dataclass, fields
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from burst_portable import Mesh, run_local, unshard
+from burst_portable.integrations.transformers import parallelize, sum_gradients, sum_over_ranks
+from tests.support.models import MODELS, gradients_of, make, tokens
+
+
+@dataclass(frozen=True)
+class Way:
+    kind: str
+    training: bool
+    reentrant: bool | None  # None: no checkpointing
+    batches: int
+    dtype: torch.dtype  # 16 bits by autocast
+    ranks: int
+
+    def __str__(self) -> str:
+        checkpointing = {None: "kept", True: "reentrant", False: "checkpointed"}[self.reentrant]
+        mode = "train" if self.training else "eval"
+        return f"{self.kind}-{mode}-{checkpointing}-{self.batches}-{str(self.dtype)[6:]}-{self.ranks}"
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", self.dtype) if self.dtype.itemsize < 4 else nullcontext()
+
+
+CHOICES = (tuple(MODELS), (True, False), (None, True, False), (1, 2), (torch.float64, torch.bfloat16), (2, 3))
+EVERY = [Way(*choice) for choice in product(*CHOICES)]
+assert len(CHOICES) == len(fields(Way))
+
+
+def covering() -> Iterator[Way]:
+    """The case with the most pairs that did not occur yet, again and again."""
+    missing = {pair for way in EVERY for pair in pairs(way)}
+    while missing:
+        best = max(EVERY, key=lambda way: len(missing & pairs(way)))
+        missing -= pairs(best)
+        yield best
+
+
+def pairs(way: Way) -> set[Any]:
+    return set(combinations(enumerate(astuple(way)), 2))
+
+
+FEW = list(covering())
+CASES = [pytest.param(way, id=str(way), marks=[] if way in FEW else [pytest.mark.full]) for way in EVERY]
+
+
+@dataclass
+class Answer:
+    loss: float
+    tensors: dict[str, Tensor]  # logits of each batch, and gradients
+
+
+def data(way: Way) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """ids, labels, and the number of labels of all batches: what a step's loss is divided by."""
+    ids = [tokens(seed=seed) for seed in range(way.batches)]
+    labels = [x.clone() for x in ids]
+    labels[-1][0, 3:40] = -100
+    return ids, labels, torch.stack([(x[:, 1:] != -100).sum() for x in labels]).sum()
+
+
+def prepared(way: Way, model: Any) -> Any:
+    model = copy.deepcopy(model).train(way.training)
+    if way.reentrant is not None:
+        model.activation_checkpointing_enable({"use_reentrant": way.reentrant})
+    return model
+
+
+def on_one_device(way: Way, model: Any) -> Answer:
+    alone, found, total = prepared(way, model), {}, 0.0
+    alone.set_attn_implementation("eager" if way.kind == "gemma2" else "sdpa")
+    ids, labels, count = data(way)
+    for i, (x, y) in enumerate(zip(ids, labels, strict=True)):
+        with torch.set_grad_enabled(way.training):
+            with way.autocast():
+                out = alone(input_ids=x, labels=y, num_items_in_batch=count, use_cache=False)
+            if way.training:
+                out.loss.backward()
+        total += out.loss.item()
+        found[f"logits {i}"] = out.logits.detach()
+    return Answer(total, found | gradients_of(alone))
+
+
+def on_a_rank(way: Way, mine: Any, mesh: Mesh) -> Answer:
+    handle, found, total = parallelize(mine, mesh), {}, 0.0
+    ids, labels, count = data(way)
+    for i, (x, y) in enumerate(zip(ids, labels, strict=True)):
+        with torch.set_grad_enabled(way.training):
+            with way.autocast():
+                out = mine(**handle.shard(x, y) | {"num_items_in_batch": count})
+            if way.training:
+                out.loss.backward()
+        total += sum_over_ranks(out.loss.detach().reshape(1), mesh).item()
+        found[f"logits {i}"] = unshard(out.logits.detach(), mesh, seq_len=x.shape[1], layout=handle.layout)
+    if way.training:
+        sum_gradients(mine.parameters(), mesh)
+    return Answer(total, found | gradients_of(mine))
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return ((one.double() - other.double()).norm() / other.double().norm()).item()
+
+
+@pytest.mark.parametrize("way", CASES)
+def test_each_way_equals_one_device(way: Way):
+    model = make(way.kind, torch.promote_types(way.dtype, torch.float32))
+    expected = on_one_device(way, model)
+    exact = on_one_device(Way(way.kind, way.training, None, way.batches, torch.float64, 1), model.double())
+    model = make(way.kind, torch.promote_types(way.dtype, torch.float32))
+    models = [prepared(way, model) for _ in range(way.ranks)]
+    for answer in run_local(way.ranks, lambda mesh: on_a_rank(way, models[mesh.rank], mesh)):
+        assert answer.tensors.keys() == exact.tensors.keys()
+        for name, right in exact.tensors.items():
+            # transformers' loss is float32, and its eager attention's softmax. In 16 bits: no further from float64
+            # than one device, but for the places that rounding takes.
+            allowed = 1e-6
+            if way.dtype.itemsize < 4:
+                allowed = 1.5 * apart(expected.tensors[name], right)
+            assert apart(answer.tensors[name], right) <= allowed, name
+        assert answer.loss == pytest.approx(expected.loss, rel=1e-6 if way.dtype is torch.float64 else 1e-3)
+
+
+def test_every_pair_occurs():
+    assert len(FEW) < 40
+    assert {pair for way in FEW for pair in pairs(way)} == {pair for way in EVERY for pair in pairs(way)}

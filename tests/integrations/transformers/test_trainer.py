@@ -1,0 +1,110 @@
+"""What SequenceTrainer cuts and refuses, in one process; tests/integration/test_data_parallel.py has its losses."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments, default_data_collator
+
+from burst_portable import Mesh, run_local
+from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.integrations.transformers import parallelize
+from burst_portable.integrations.transformers.trainer import SequenceTrainer, ShardingCollator, documents_of
+from tests.support.models import make
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "train_with_trainer.py"
+EXAMPLES = [{"input_ids": list(range(n)), "labels": list(range(n))} for n in (9, 4, 12)]
+
+
+def test_batches_are_cut_and_packed_examples_become_documents():
+    def work(mesh: Mesh) -> dict[str, Any]:
+        return ShardingCollator(parallelize(make("llama"), mesh), DataCollatorWithFlattening())(EXAMPLES)
+
+    whole, *parts = (batch for ranks in (1, 3) for batch in run_local(ranks, work))
+    assert whole["documents"] == (0, 9, 13, 25)
+    assert "num_items_in_batch" not in whole  # Trainer counts
+    held = [(part["shift_labels"] != -100).sum() for part in (whole, *parts)]
+    assert held[0] == 25 - 3 == sum(held[1:])
+    assert sum(part["input_ids"].shape[1] for part in parts) == 25
+
+
+@pytest.mark.parametrize("examples", [EXAMPLES, EXAMPLES[:1]], ids=["three", "one"])
+def test_what_is_made_for_kernels_of_variable_lengths_changes_nothing(examples: list[dict[str, Any]]):
+    """It tells the documents again, which are known from position ids."""
+    told = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    assert {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"} < set(told(examples))
+
+    def work(mesh: Mesh) -> tuple[dict[str, Any], ...]:
+        handle = parallelize(make("llama"), mesh)
+        return tuple(ShardingCollator(handle, collator)(examples) for collator in (told, DataCollatorWithFlattening()))
+
+    for found, expected in run_local(2, work):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "told"),
+    [
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, InputError, "labels on padding"),
+        ({"attention_mask": torch.tensor([[0, 1, 1]])}, UnsupportedError, "padding before a token"),
+        ({"pixel_values": torch.zeros(1, 3)}, UnsupportedError, "pixel_values"),
+        ({"position_ids": torch.tensor([[0, 2, 1]])}, UnsupportedError, "count up"),
+        ({"position_ids": torch.tensor([[1, 2, 3]])}, UnsupportedError, "count up"),
+        ({"labels": None}, InputError, "no labels"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 3])}, InputError, r"cu_seq_lens_q and position_ids .*\[0, 3\]"),
+        ({"max_length_k": 2}, InputError, "max_length_k and position_ids .*got 2; allowed: 3"),
+        ({"seq_idx": torch.tensor([[0, 0, 1]])}, InputError, "seq_idx and position_ids"),
+    ],
+)
+def test_batches_that_cannot_be_cut(batch: dict[str, Any], error: type[Exception], told: str):
+    ids = torch.tensor([[5, 6, 7]])
+    collator = ShardingCollator(parallelize(make("llama"), Mesh.single()), dict)
+    assert collator({"input_ids": ids, "labels": ids})["labels"].tolist() == [[6, 7, -100]]
+    with pytest.raises(error, match=told):
+        collator({"input_ids": ids, "labels": ids} | batch)
+
+
+def test_documents_of_position_ids():
+    assert documents_of(None) is None
+    assert documents_of(torch.arange(5).unsqueeze(0)) is None
+    assert documents_of(torch.tensor([[0, 1, 0, 0, 1, 2]])) == (0, 2, 3, 6)
+    packed = torch.tensor([[0, 1, 0]])
+    with torch.device("meta"):  # any default device
+        assert documents_of(packed) == (0, 2, 3)
+
+
+def test_what_trainer_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def trainer(mesh: Mesh | None = None, loss: Any = None, **settings: Any) -> SequenceTrainer:
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, **settings)
+        handle = parallelize(make("llama", torch.float32), mesh or Mesh.single())
+        mine = {"args": arguments, "data_collator": default_data_collator, "eval_dataset": EXAMPLES[:1]}
+        return SequenceTrainer(handle, compute_loss_func=loss, **mine)
+
+    with pytest.raises(InputError, match=r"got LlamaForCausalLM; SequenceTrainer\(parallelize\(model, mesh\)"):
+        SequenceTrainer(make("llama"))
+    with pytest.raises(InputError, match="average_tokens_across_devices"):
+        trainer(average_tokens_across_devices=False)
+    with pytest.raises(UnsupportedError, match="logits"):
+        trainer().predict(EXAMPLES[:1])
+    # Of labels that are shifted already these made another loss, in silence.
+    with pytest.raises(
+        UnsupportedError, match=r"shifts its labels itself.*label_smoothing_factor.*override compute_loss"
+    ):
+        trainer(label_smoothing_factor=0.1)
+    with pytest.raises(UnsupportedError, match="compute_loss_func"):
+        trainer(loss=lambda outputs, labels, num_items_in_batch: outputs.logits.sum())
+    trainer(neftune_noise_alpha=5.0)
+    noisy = Mesh(0, 2, lambda device_type: pytest.fail("nothing is sent"))
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UnsupportedError, match="NEFTune"):
+        trainer(noisy, neftune_noise_alpha=5.0)
+
+
+def test_one_process_is_plain_trainer():
+    train = runpy.run_path(str(EXAMPLE))["train"]
+    assert train(mesh=Mesh.single()) == pytest.approx(train(Trainer), rel=2e-6)

@@ -1,0 +1,170 @@
+"""Matrix descriptors that ptxas takes from a path that did not run: a real case, cut short, and what is like it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton")
+
+from burst_portable.kernels.triton import descriptors
+from burst_portable.kernels.triton.descriptors import check, faults, suspicious
+from burst_portable.kernels.triton.machine_code import compiled_kernel
+from burst_portable.kernels.triton.prepared import Launch
+from burst_portable.kernels.triton.tuning import Blocks
+
+WRONG = Path(__file__).with_name("wrong_descriptor.sass").read_text(encoding="utf-8")
+BRANCH = "        /*2f70*/              @!P0 BRA `(.L_x_7) ;\n"  # around the first loop and what is ahead of it
+READY = "        /*2ff0*/                   UMOV UR4, UR6 ;\n"  # UR4 and UR5 are Q's descriptor
+LOOP_2 = ".L_x_16:\n"
+PRODUCT_2 = "        /*5790*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;\n"
+GOOD = WRONG.replace(BRANCH, "").replace(READY, READY + BRANCH)
+
+
+def line(text: str) -> str:
+    return f"        /*fff0*/                   {text} ;\n"
+
+
+def test_the_fault_that_was_seen():
+    found = suspicious(WRONG)
+    assert [text.partition(" comes from ")[0] for text in found] == [
+        "UR4 of 5790 (HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24)",
+        "UR5 of 5790 (HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24)",
+    ]
+    assert "00b0 (ULEA UR4, UR5, UR4, 0x18) or 2f80 (UIADD3 UR6, UP0, UR16, 0x2, URZ)" in found[0]
+    assert "0020 (S2UR UR5, SR_CgaCtaId)" in found[1]
+
+
+def test_a_descriptor_written_before_the_branch_is_good():
+    assert suspicious(GOOD) == []
+
+
+def test_the_sum_alone_is_followed():
+    """No product of the second loop reads UR4 itself: UR24 is made of it."""
+    (low, high) = suspicious(WRONG.replace(PRODUCT_2, ""))
+    assert low.startswith("UR4 of 52a0 (UIADD3 UR24,")
+    assert high.startswith("UR5 of 5370 (UIADD3.X UR25,")
+
+
+@pytest.mark.parametrize(
+    ("away", "back"),
+    [
+        (["IMAD.U32 R2, RZ, RZ, UR4"], ["R2UR UR4, R2"]),
+        (["MOV R2, UR4"], ["R2UR UR4, R2"]),
+        (["MOV R2, UR4", "IMAD.MOV.U32 R6, RZ, RZ, R2.reuse"], ["R2UR UR4, R6"]),
+        (["MOV R2, UR4", "MOV R3, UR5", "STL.64 [R1+0x50], R2"], ["LDL.LU.64 R6, [R1+0x50]", "R2UR UR4, R6"]),
+    ],
+)
+def test_a_descriptor_that_waits_elsewhere_is_good(away, back):
+    """The second loop uses UR4 for something else and gets the descriptor back."""
+    used = PRODUCT_2 + "".join(map(line, [*away, "UIMAD UR4, UR48, UR48, URZ", *back]))
+    assert suspicious(GOOD.replace(PRODUCT_2, used)) == []
+    assert len(suspicious(WRONG.replace(PRODUCT_2, used))) == 2
+    never_back = PRODUCT_2 + line("UIMAD UR4, UR48, UR48, URZ")
+    assert len(suspicious(GOOD.replace(PRODUCT_2, never_back))) == 1
+
+
+def test_another_value_brought_back():
+    used = PRODUCT_2 + line("MOV R2, UR4") + line("LDS.128 R0, [R9]") + line("R2UR UR4, R2")
+    (found,) = suspicious(GOOD.replace(PRODUCT_2, used))
+    assert "LDS.128 R0, [R9]" in found
+
+
+@pytest.mark.parametrize(("guard", "count"), [("@UP1 ", 1), ("", 0)])
+def test_a_write_under_a_guard_may_not_happen(guard, count):
+    """Before the second loop UR4 is written once more: for all paths, or for some."""
+    again = line(f"{guard}USGXT.U32 UR4, UR16, 0xe")
+    assert len(suspicious(GOOD.replace(LOOP_2, again + LOOP_2))) == count
+
+
+def test_the_same_constant_in_two_places_is_good():
+    again = line("UMOV UR17, 0x40000040")
+    assert suspicious(GOOD.replace(PRODUCT_2, PRODUCT_2 + again)) == []
+
+
+def test_a_register_that_nothing_writes():
+    (found,) = suspicious(GOOD.replace("UMOV UR19, 0x40000040", "NOP"))
+    assert found.endswith("comes from nowhere")
+
+
+def test_what_was_not_read_is_told():
+    assert suspicious("") == ["matrix descriptors were not checked: no HGMMA instruction was read"]
+    (found,) = suspicious(GOOD + line("CALL.REL.NOINC `(.L_x_16)"))
+    assert found.startswith("matrix descriptors were not checked beyond fff0 (CALL.REL.NOINC")
+
+
+def test_no_disassembler_is_told(monkeypatch, tmp_path):
+    triton = ModuleType("triton")
+    triton.__file__ = str(tmp_path / "__init__.py")
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    (found,) = check(b"")
+    assert found.startswith("matrix descriptors were not checked: there is no ")
+    assert found.endswith("nvdisasm")
+
+
+# ---------------------------------------------------------------------------------------------- before a kernel runs
+
+
+def test_two_warps_have_no_descriptors():
+    """Values smaller than heads, by pointers: ptxas 12.8 makes the fault, and on a GPU addresses lay outside memory."""
+    four, two = (compiled_kernel("sm_90", "forward", 24, Blocks(128, 64, warps, 3), value=12) for warps in (4, 2))
+    assert faults(four) == check(four.asm["cubin"])
+    assert faults(four) or "release 12.8" not in assembler()
+    assert "wgmma" in four.asm["ptx"]
+    assert "wgmma" not in two.asm["ptx"]
+    assert "mma.sync" in two.asm["ptx"]
+    assert faults(two) == ()
+
+
+def assembler():
+    """What Triton's ptxas says of its version."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    return subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+class Kernel:
+    """Stands in for a jitted function: wrong code unless for two warps."""
+
+    __name__, arg_names = "kernel", ("x",)
+
+    def __init__(self):
+        self.ran = []
+
+    def warmup(self, *arguments, grid, num_warps, enable_fp_fusion):
+        assert enable_fp_fusion
+        return {(grid[0], 1, 1): lambda *given: self.ran.append((num_warps, given))} | {"num_warps": num_warps}
+
+
+@pytest.mark.parametrize(("wrong", "warps"), [((4,), 2), ((), 4)])
+def test_what_may_be_wrong_is_compiled_for_two_warps_and_never_runs(wrong, warps, monkeypatch):
+    monkeypatch.setattr(descriptors, "faults", lambda compiled: ("UR4",) if compiled["num_warps"] in wrong else ())
+    kernel = Kernel()
+    launch = Launch(kernel, 7, None, (3,), {"num_warps": 4}, "sm_90")
+    launch("a")
+    launch("b")
+    assert kernel.ran == [(warps, ("a", 3)), (warps, ("b", 3))]
+
+
+def test_the_answer_is_kept_in_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    asked = []
+    monkeypatch.setattr(descriptors, "check", lambda cubin: asked.append(cubin) or ("UR4 comes from nowhere",))
+    metadata = SimpleNamespace(target=SimpleNamespace(arch=90))
+    for cubin in (b"one", b"one", b"two"):
+        compiled = SimpleNamespace(asm={"cubin": cubin, "ptx": "wgmma.mma_async"}, metadata=metadata)
+        assert faults(compiled) == ("UR4 comes from nowhere",)
+    assert asked == [b"one", b"two"]
+
+
+def test_a_missing_disassembler_is_warned_of(monkeypatch, tmp_path):
+    monkeypatch.setattr(descriptors, "_disassembler", lambda: tmp_path / "nvdisasm")
+    metadata = SimpleNamespace(target=SimpleNamespace(arch=90))
+    compiled = SimpleNamespace(asm={"cubin": b"one", "ptx": "wgmma.mma_async"}, metadata=metadata)
+    with pytest.warns(RuntimeWarning, match="were not checked"):
+        assert faults(compiled) == ()

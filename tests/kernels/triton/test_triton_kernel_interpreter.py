@@ -1,0 +1,50 @@
+"""The Triton kernels in Triton's interpreter, against dense attention in float64: every mask, layout and shape.
+
+float32 and float16 alone: the interpreter's bfloat16 is garbage, without a word (seen in 3.7.1 and 3.9.0).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.triton_cases import Case, cases
+from tests.support.triton_checks import CHECKS
+from tests.support.triton_interpreter import Ask, as_request
+
+triton = pytest.importorskip("triton")
+
+# Contiguous shards of several ranks differ from one by full and empty tiles alone: with -m full.
+COMMON = [c for c in cases(45, torch.float32, heads=1) if (c.layout, c.ranks) != ("contiguous", 2)]
+
+
+@pytest.mark.parametrize("case", COMMON, ids=str)
+def test_float32(ask: Ask, case: Case) -> None:
+    ask(as_request(case))
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in cases(41, torch.float16, heads=1, scale=0.2) if c.ranks == 1][::3], ids=str
+)
+def test_float16(ask: Ask, case: Case) -> None:
+    ask(as_request(case))
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in cases(48, torch.float32, heads=1) if c.layout != "striped" and c.ranks < 3][::4], ids=str
+)
+def test_descriptors(ask: Ask, case: Case) -> None:
+    """The same loads as hardware descriptors make them, as far as the interpreter knows them."""
+    ask({**as_request(case), "loads": "descriptors"})
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_contract(ask: Ask, name: str) -> None:
+    ask({"check": name})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loads", ["pointers", "descriptors"])
+@pytest.mark.parametrize("case", [*cases(150, torch.float32), *cases(97, torch.float16, scale=0.2)], ids=str)
+def test_longer(ask: Ask, case: Case, loads: str) -> None:
+    ask({**as_request(case), "loads": loads})

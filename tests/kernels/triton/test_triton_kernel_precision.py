@@ -1,0 +1,71 @@
+"""float32 is exact unless tf32 is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.compiler import compile as triton_compile
+
+from burst_portable.backends.cuda.backend import CudaBackend
+from burst_portable.kernels.base import KernelProblem, Options
+from burst_portable.kernels.triton import machine_code, triton_kernel
+from burst_portable.kernels.triton.machine_code import TARGETS
+from burst_portable.kernels.triton.triton_kernel import Tf32Kernel, TritonKernel
+from burst_portable.kernels.triton.tuning import SINGLE, choose
+from burst_portable.planning.tiles import Tile, Tiles
+
+
+@pytest.mark.parametrize(("asked", "precision"), [({}, "ieee"), ({"float32_precision": "tf32"}, "tf32")])
+def test_every_kernel_is_compiled_for_what_was_asked(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, str], precision: str
+) -> None:
+    made: list[str] = []
+
+    class Recording:
+        programs = 0
+
+        def __init__(self, *arguments: object, **options: object) -> None:
+            constants = arguments[4]
+            assert isinstance(constants, dict)
+            made.append(constants["PRECISION"])
+
+    monkeypatch.setattr(triton_kernel, "Launch", Recording)
+    monkeypatch.setattr(triton_kernel, "architecture", lambda: "sm_90")
+    x = torch.zeros(1, 32, 1, 16)
+    kernel, tiles, options = TritonKernel(**asked), Tiles([Tile(0, 32, 0, 32, 0, 31)]), Options(0.25)
+    _, lse = kernel.attend(x, x, x, tiles, options)
+    lse = lse.float()
+    kernel.only_keys(x, x, x, x, lse, lse, tiles, options, (x, x, x))
+    kernel.only_queries(x, x, x, x, lse, lse, tiles, options, (x, x, x))
+    assert made == [precision] * 3
+
+
+def test_who_names_tf32_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody else: for other dtypes it declines, and in its backend's order it stands behind the exact one."""
+    kernel = Tf32Kernel()
+    monkeypatch.setattr(triton_kernel, "interpreted", lambda: True)
+    single, half = (KernelProblem(dtype, "cuda", 2, 1, 64, 64) for dtype in (torch.float32, torch.bfloat16))
+    assert kernel._precision == "tf32"
+    assert kernel.supports(single).ok
+    assert "the kernel triton takes that" in kernel.supports(half).reason
+    assert not kernel.supports(replace(single, head_dim=512)).ok
+    names = [one.name for one in CudaBackend().kernels()]
+    assert names.index("triton") < names.index("triton-tf32")
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("kernel", ["forward", "keys", "queries"])
+def test_machine_code_of_sm_80(kernel: str, precision: str) -> None:
+    """TF32's matrix instruction, and none without it."""
+    tuning = choose(SINGLE, "sm_80", 64)
+    source = machine_code._source(kernel, 64, 64, (getattr(tuning, kernel) or tuning.forward)[0])
+    source.signature = {name: kind.replace("bf16", "fp32") for name, kind in source.signature.items()}
+    at = source.fn.arg_names.index("PRECISION")
+    source.constants[(at,)] = precision
+    ptx = triton_compile(source, target=TARGETS["sm_80"].target, options={"num_warps": 4}).asm["ptx"]
+    assert ("mma.sync.aligned.m16n8k8.row.col.f32.tf32" in ptx) == (precision == "tf32")

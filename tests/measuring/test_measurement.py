@@ -1,0 +1,142 @@
+"""Test what `measure` reports, on simulated clocks and over ranks that are threads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.backends.registry import load, rates_of
+from burst_portable.config import Config
+from burst_portable.errors import DeviceError
+from burst_portable.measuring import measurement
+from burst_portable.measuring.measurement import Shape, held_up, measure
+from burst_portable.measuring.timing import Block, Peers
+from burst_portable.planning.rates import Rates, as_json, read_rates
+from tests.support.simulated_clock import CPU, Machine, Simulated
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize(("kernel", "message"), [(1.0, 0.1), (0.1, 1.0), (1.0, 0.001), (1.0, 0.9)])
+def test_what_a_machine_holds_up_is_found(share, kernel, message):
+    machine = Machine(kernel=kernel, message=message, share=share)
+    found, told = held_up(Simulated(machine), machine, machine.compute, machine.compute, torch.ones(8), Peers([1], [1]))
+    assert found == pytest.approx(share)
+    assert told.startswith("kernels ")
+
+
+def test_what_cannot_be_told_is_kept(monkeypatch):
+    """Messages that no number of kernels outlasts: the backend's share stays, and the file says so."""
+    monkeypatch.setattr(measurement, "held_up", lambda *_: (None, "planted"))
+
+    def work(mesh):
+        return measure(mesh, CPU, SMALL, "auto")
+
+    facts = bp.run_local(2, work)[0]
+    assert facts["rates"]["holds_up"] == rates_of(load("cpu"), 2).holds_up
+    how = facts["how"]["holds_up"]
+    assert not how["measured"]
+    assert how["how"].startswith("forward: planted; backward: planted")
+    assert "kept as it was: the guess of the backend cpu" in how["how"]
+
+
+@pytest.mark.parametrize("known", [(0.0, 0.0), (0.9, 0.3)])
+def test_where_messages_go_first_those_that_wait_are_not_said_to_hold_up_nothing(known, monkeypatch):
+    """Where the backend knows nothing of them; what it knows stays."""
+    monkeypatch.setattr(measurement, "held_up", lambda *_: (0.25, "planted"))
+    before = Rates(tflops=1.0, gbps=1.0, holds_up=known)
+    monkeypatch.setattr(type(load("cpu")), "measured_rates", lambda *_: before, raising=False)
+
+    def work(mesh):
+        mesh.transport("cpu").goes_first = True
+        return measure(mesh, CPU, SMALL, "auto")
+
+    facts = bp.run_local(2, work)[0]
+    assert facts["rates"]["holds_up_first"] == (0.25, 0.25)
+    assert facts["how"]["holds_up_first"]["measured"]
+    assert facts["rates"]["holds_up"] == (known if any(known) else (0.25, 0.25))
+    assert not facts["how"]["holds_up"]["measured"]
+    assert ("taken from holds_up_first" in facts["how"]["holds_up"]["how"]) is not any(known)
+
+
+def test_how_far_rounds_differ():
+    """Of several calls that which differs most, and each time only what was measured since."""
+    clock = Simulated(Machine())
+    times = iter([1.0, 4.0, 3.0, 4.0, 2.0, 5.0])  # three rounds of two calls in turn
+    clock.time = lambda call, calls: next(times)
+    assert clock.medians([lambda: None] * 2, 1) == [2.0, 4.0]
+    assert clock.varied() == 3.0
+    assert clock.varied() == 1.0
+    clock.time = lambda call, calls: 0.0  # a clock that is too coarse tells nothing
+    assert clock.median(lambda: None) == 0.0
+    assert clock.varied() == 1.0
+
+
+SMALL = Shape(4, 2, 16, length=64)
+
+
+@pytest.mark.parametrize(("ranks", "inner"), [(1, None), (2, None), (3, None), (4, 2)])
+def test_all_of_it_over_threads(tmp_path, ranks, inner):
+    def work(mesh):
+        said: list[str] = []
+        return measure(mesh, CPU, SMALL, "auto", said.append), said
+
+    (facts, said), *others = bp.run_local(ranks, work, inner=inner)
+    assert all(other == (facts, said) for other in others)
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(facts))
+    found = read_rates(path)
+    assert (found.ranks, found.kernel) == (ranks, "cpu_flash")
+    assert as_json(found.rates) == facts["rates"] | {
+        name: tuple(map(tuple, facts["rates"][name])) for name in ("link", "direct", "spread")
+    } | {"holds_up": tuple(facts["rates"]["holds_up"]), "far": tuple(facts["rates"]["far"])}
+    assert set(facts["how"]) == set(facts["rates"])
+    measured = {name for name, how in facts["how"].items() if how["measured"]}
+    alone = {"tflops", "launch_latency", "backward", "backward_launch_latency", "memory"}
+    of_links = {"gbps", "hop_latency", "link", "direct", "spread", "holds_up"}
+    if "too soon to tell" in facts["how"]["holds_up"]["how"]:  # kernels as small as these may be shorter than a message
+        measured.add("holds_up")
+    assert measured == alone | (of_links if ranks > 1 else set()) | ({"node", "outer_gbps"} if inner else set())
+    assert [size for size, _ in found.rates.link] == ([1 << 16, 1 << 20, 8 << 20] if ranks > 1 else [])
+    assert len(found.rates.spread) == (3 if ranks == 3 else 0)  # two ranks, or two a node: the other is the next
+    assert found.rates.node == (inner or 0)
+    assert all(0 <= share <= 1 for share in found.rates.holds_up)
+    guess = rates_of(load("cpu"), ranks)
+    if ranks == 1:
+        assert "one rank has no links; kept as it was: the guess of the backend cpu" in facts["how"]["link"]["how"]
+        assert (found.rates.gbps, found.rates.hop_latency) == (guess.gbps, guess.hop_latency)
+    assert found.rates.tflops != guess.tflops
+    steady = {"tflops", "backward", "memory"} | ({"link"} if ranks > 1 else set())
+    steady |= {"spread"} if found.rates.spread else set()
+    assert set(facts["varied"]) == steady | ({"outer_gbps"} if inner else set())
+    for name, most in facts["varied"].items():
+        assert most >= 1
+        assert facts["how"][name]["how"].endswith("times the shortest")
+    q = torch.ones(1, 8, 4, 16)
+    if ranks > 1:
+        why = bp.run_local(
+            ranks,
+            lambda mesh: (
+                bp.explain(
+                    q, q, q, mesh=bp.Mesh(mesh.rank, ranks, mesh.transport, config=Config(rates=str(path)))
+                ).strategy.why
+            ),
+        )
+        assert len(set(why)) == 1
+        assert f"at rates measured on {facts['device']} ({path}, {facts['date']})" in why[0]
+
+
+def test_a_device_without_the_memory(monkeypatch):
+    def full(*_: object, **__: object) -> Block:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+    monkeypatch.setattr(measurement, "Block", full)
+    with pytest.raises(DeviceError, match="does not fit the device's memory; got CUDA out of memory; take fewer"):
+        measure(bp.Mesh.single(), CPU, SMALL, "auto")
+
+
+def test_the_kernel_that_is_named():
+    facts = measure(bp.Mesh.single(), CPU, SMALL, "reference")
+    assert (facts["kernel"], facts["rates"]["in_pieces"]) == ("reference", False)

@@ -1,0 +1,187 @@
+"""Test clocks, timed messages, timed kernels and the arithmetic of their seconds, most of it on a simulated clock."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.kernels.base import KernelProblem
+from burst_portable.measuring import timing
+from burst_portable.measuring.measurement import held_up
+from burst_portable.measuring.timing import (
+    Block,
+    Peers,
+    TransportClock,
+    curve,
+    hop,
+    lap,
+    memory_rate,
+    share_held_up,
+    speed,
+)
+from tests.support.simulated_clock import CPU, Machine, Simulated
+
+# ------------------------------------------------------------------------------------------------ arithmetic
+
+
+def test_two_lengths_tell_rate_and_latency():
+    """0.25 s and 2 TFLOP/s: 1 TFLOP takes 0.75 s, 16 take 8.25 s."""
+    assert speed((1e12, 0.75), (16e12, 8.25)) == (pytest.approx(2.0), pytest.approx(0.25), True)
+
+
+@pytest.mark.parametrize(("fast", "slow"), [(1.0, 1.0), (1.0, 0.5), (0.01, 8.0)])
+def test_lengths_that_tell_no_latency(fast, slow):
+    """As fast, faster, or as if a launch took less than nothing: the long call's own rate, and a latency near none."""
+    found = speed((1e12, fast), (16e12, slow))
+    assert (found.tflops, found.apart) == (pytest.approx(16 / slow), False)
+    assert 0 < found.latency <= 1e-6
+
+
+def test_the_share_that_messages_hold_up():
+    assert share_held_up(4.0, 2.0, 5.0) == pytest.approx(0.5)
+    assert share_held_up(4.0, 2.0, 3.0) == 0.0  # clipped: together faster than alone is noise
+    assert share_held_up(4.0, 2.0, 7.0) == 1.0
+    assert share_held_up(2.0, 4.0, 4.5) is None  # longer messages would take as long without any kernel
+
+
+def test_messages_too_long_to_tell():
+    machine = Machine(kernel=1e-3, message=1.0, share=0.5)
+    found, told = held_up(Simulated(machine), machine, machine.compute, machine.compute, torch.ones(8), Peers([1], [1]))
+    assert found is None
+    assert told.endswith(": the kernels end too soon to tell")
+
+
+def test_a_link_by_size():
+    """A message takes 1 ms and 1 ns a byte."""
+    machine = Machine(message=1e-3, per_byte=1e-9)
+    points = curve(Simulated(machine), machine, Peers([1], [1]), (10**4, 10**6))
+    assert points == ((10**4, pytest.approx(1e4 / 1.01e-3 / 1e9)), (10**6, pytest.approx(1e6 / 2e-3 / 1e9)))
+    assert hop(Simulated(machine), machine, Peers([1], [1])) == pytest.approx(1e-3 + 256e-9)
+    # To three others at once: bytes of all of them together.
+    spread = curve(Simulated(machine), machine, Peers([1, 2, 3], [3, 2, 1]), (10**6,))
+    assert spread == ((999_999, pytest.approx(999_999 / (3e-3 + 999_999e-9) / 1e9)),)
+
+
+def test_long_messages_are_fewer(monkeypatch):
+    """Ten that take the room of a lap, and never less than two: they have to fit into peer memory."""
+    monkeypatch.setattr(timing, "_ROOM", 640)
+    begun: list[int] = []
+    machine = Machine(per_byte=1e-9)
+    machine.begin = lambda digest, inbox: begun.append(inbox)
+    points = curve(Simulated(machine), machine, Peers([1], [1]), (64, 512))
+    assert sorted(set(begun)) == [640, 1024]
+    assert [gbps for _, gbps in points] == pytest.approx([1.0, 1.0])
+
+
+def test_a_link_so_slow_that_larger_messages_are_left_out():
+    machine = Machine(per_byte=1.0)
+    assert [size for size, _ in curve(Simulated(machine), machine, Peers([1], [1]), (1, 2, 3))] == [1]
+
+
+def test_the_kernel_of_a_block_by_exact_area():
+    """A kernel that takes 2 ms a call and 1 GFLOP/s, of 2 query heads of 4: backward 2.5 times the FLOPs."""
+    machine = Machine()
+
+    class Planted:
+        name = "planted"
+
+        def attend(self, q, k, v, tiles, options, *, state=None):
+            assert state is None
+            machine.now += 2e-3 + 4 * tiles.area * 2 * 4 / 1e9
+            return torch.zeros(q.shape), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+        def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+            assert (delta is None) != (out is None)
+            assert [x.shape for x in into] == [q.shape, k.shape, v.shape]
+            machine.now += 2e-3 + 10 * tiles.area * 2 * 4 / 1e9
+
+    problem = KernelProblem(torch.float32, "cpu", 2, 1, 4, 4, deterministic=False)
+    points = []
+    for length in (8, 32):
+        block = Block(Planted(), problem, length, CPU)
+        assert block.flops["forward"] == 4 * length * (length + 1) // 2 * 2 * 4
+        points.append((block.flops, block.seconds(Simulated(machine))))
+    for name in ("forward", "backward"):
+        found = speed(*((flops[name], took[name]) for flops, took in points))
+        assert found == (pytest.approx(1e-3), pytest.approx(2e-3), True)
+
+
+def test_memory_counts_what_is_read_and_written():
+    clock = SimpleNamespace(device=CPU, median=lambda call, calls: 0.5)
+    assert memory_rate(clock, 1 << 20) == pytest.approx(3 * (1 << 20) / 0.5 / 1e9)
+
+
+def test_peers_of_one_node_and_of_several():
+    assert Peers.next(3, 4) == Peers([0], [2])
+    assert Peers.next(3, 8, 4) == Peers([0], [2])
+    assert Peers.next(4, 8, 4) == Peers([5], [7])
+    assert Peers.others(5, 8, 4) == Peers([6, 7, 4], [4, 7, 6])
+    assert Peers.next_node(6, 8, 4) == Peers([2], [2])
+    for rank in range(8):  # who is sent to receives from us
+        for make in (Peers.next, Peers.others, Peers.next_node):
+            mine = make(rank, 8, 4)
+            assert all(rank in make(other, 8, 4).back for other in mine.there)
+
+
+class Device:
+    """Events of a device that has begun before its host is done, so many times; then never again."""
+
+    def __init__(self, monkeypatch, late: int) -> None:
+        self.late, self.passes = late, []
+        monkeypatch.setattr(torch, "Event", lambda enable_timing: self)
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        self.late -= 1
+        return self.late >= 0
+
+    def elapsed_time(self, other) -> float:
+        return 7.0  # ms
+
+
+@pytest.mark.parametrize(("late", "passes"), [(0, 100), (1, 200), (3, 800), (4, 0), (99, 0)])
+def test_a_device_is_held_until_its_host_is_ahead(monkeypatch, late, passes):
+    """For longer each time; a host that is never ahead counts in the end."""
+    monkeypatch.setattr(timing, "_HOLD", 1 << 10)  # how many passes is asked here, and a CPU would take them slowly
+    device = Device(monkeypatch, late)
+    clock = TransportClock(bp.Mesh.single().transport("cpu"), CPU, streams=True)
+    began = []
+    assert clock.time(lambda: began.append(clock._held[0].item()), 2) == pytest.approx(3.5e-3)
+    tries = min(late, 4) + 1
+    held = [sum(100 * 2**i for i in range(min(one, 3) + 1)) for one in range(tries)]
+    assert began == [passes for passes in held for _ in range(2)], "what it was given before each try"
+    assert clock._passes == passes
+    assert clock.time(lambda: None, 1) == pytest.approx(7e-3)
+    assert clock._held[0] == held[-1] + passes, "as long the next time"
+    assert device.late <= 0 or late == 99
+
+
+# ------------------------------------------------------------------------------------------------ real ranks
+
+
+def test_the_slowest_rank_counts_on_all():
+    def work(mesh):
+        clock = TransportClock(mesh.transport("cpu"), CPU, streams=False)
+        return clock.time(lambda: time.sleep(0.05 * mesh.rank), 2)
+
+    times = bp.run_local(3, work)
+    assert len(set(times)) == 1
+    assert 0.1 <= times[0] < 1.0
+
+
+def test_messages_of_a_lap_come():
+    def work(mesh):
+        transport = mesh.transport("cpu")
+        peers = Peers.others(mesh.rank, mesh.size)
+        before = transport.fabric.sent[mesh.rank]
+        lap(transport, torch.full((1000,), mesh.rank, dtype=torch.uint8), peers, 4)()
+        return transport.fabric.sent[mesh.rank] - before
+
+    assert bp.run_local(3, work) == [4 * 2 * 1000] * 3

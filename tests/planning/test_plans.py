@@ -1,0 +1,32 @@
+"""Plans of every strategy, verified without running them; the verifier itself against planted mistakes."""
+
+from __future__ import annotations
+
+from burst_portable.planning.routes import Ring
+from burst_portable.strategies.planner import plan
+from tests.support.plans import make_plan
+
+
+def test_plans_are_hashable_data():
+    assert hash(make_plan()) == hash(make_plan())
+    assert make_plan() == make_plan()
+    assert make_plan() != make_plan(strategy="burst")
+    assert Ring(4) == Ring(4)
+
+
+def test_a_plan_is_printed_in_a_few_lines():
+    made = plan(seq_len=4096, ranks=8, heads=8, kv_heads=2, value_dim=64, mask="window:100", strategy="ulysses")
+    head, mask, forward, backward = str(made).splitlines()
+    sizes = "8 query and 2 K/V heads of 128 (values 64), 2 bytes a number"
+    assert head == f"ulysses over 8 ranks, layout zigzag, 4,096 tokens, batch 1, {sizes}"
+    assert mask == f"mask      window:100:0: {4096 * 101 - 5050:,} pairs per head"
+    assert forward.endswith("out goes back after (all_to_all)")
+    assert backward.endswith("gradients go back after (all_to_all)")
+
+
+def test_where_nothing_travels_it_says_so():
+    assert str(plan(seq_len=64, ranks=1, heads=2)).splitlines()[2:] == [
+        "forward   nothing travels, one rank holds all",
+        "backward  nothing travels, one rank holds all",
+        "why       on one rank nothing travels, so nothing is chosen",
+    ]

@@ -1,0 +1,272 @@
+"""Achieved beside planned, and the roofline: by hand; and that every number of a report says how it is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.backends.base import Peaks
+from burst_portable.backends.registry import known, load, peaks_of
+from burst_portable.config import Config
+from burst_portable.planning.cost import pass_memory
+from burst_portable.planning.rates import SCHEMA
+from burst_portable.planning.schedule import BlockTiles, Compute
+from burst_portable.planning.tiles import Tile, Tiles
+from burst_portable.profiling.analysis.analyze import EVIDENCE, KINDS, analyze, evidence_of
+from burst_portable.profiling.report import Report
+from burst_portable.profiling.report.tables import peaks_text, rates_text, roofline_text
+from tests.support.synthetic_records import Maker, ring
+
+PLAN = {
+    "dtype": "bfloat16",
+    "planned": {
+        "forward": {
+            "flops": 1_000_000,
+            "memory": 10_000,
+            "sent": 500,
+            "received": 4000,
+            "seconds": 1.0,
+            "compute_seconds": 50e-6,
+            "link_seconds": 40e-6,
+        },
+        "alternatives": {"ring": {"sent": 500, "seconds": 1.0}},
+    },
+    "strategy": "ring",
+    "travels": {"forward": "kv", "backward": "kv"},
+    "rates": {"tflops": 1.0, "gbps": 1.0},
+    "layout": "zigzag",
+}
+
+
+def two_ranks(peaks: dict[str, Any] | None):
+    """Rank 1 computes 1,000,000 FLOPs in 100 µs, twice; 4,000 bytes are on their way to it from 20 to 60 µs."""
+    a, b = Maker(0), Maker(1)
+    a.compute(0, 0, 200, flops=2_000_000)
+    a.message(1, 1, sends=True, posted=20, start=200, end=201, size=4000, issued=0)
+    b.compute(0, 0, 100, flops=1_000_000)
+    b.message(1, 0, sends=False, posted=10, start=100, end=101, arrived=60, size=4000, issued=0)
+    b.call = 1
+    b.compute(0, 110, 210, flops=1_000_000)
+    plan = {**PLAN, "planned": {**PLAN["planned"], "backward": PLAN["planned"]["forward"]}}
+    told = {"device": "cuda", "peaks": [peaks] if peaks else []}
+    calls = [(0, 0, 0), (0, 1, 0)]
+    return [replace(one.records(), plans=[plan], calls=calls, facts=told) for one in (a, b)]
+
+
+def test_achieved_and_planned_by_hand():
+    rows = analyze(two_ranks(None))["achieved"]
+    assert [(row["rank"], row["pass"]) for row in rows] == [(0, "forward"), (1, "forward")]
+    one = rows[1]
+    assert (one["times"], one["flops"], one["compute"]) == (2, 2_000_000, 200_000)
+    assert one["flop_rate"] == pytest.approx(2_000_000 / 200e-6)
+    assert one["planned_flop_rate"] == pytest.approx(2_000_000 / 100e-6)
+    assert (rows[0]["sent"], rows[0]["planned_sent"]) == (4000, 500)
+    assert one["sent"] == 0
+    assert one["bandwidth"] == pytest.approx(4000 / 40e-6)
+    assert one["planned_bandwidth"] == pytest.approx(8000 / 80e-6)
+    assert one["intensity"] == 100
+
+
+@pytest.mark.parametrize(
+    ("flops", "bandwidth", "ceiling", "bound"),
+    [(40e9, 1e9, 40e9, "compute"), (200e9, 1e9, 100e9, "memory"), (None, 1e9, None, None), (40e9, None, None, None)],
+)
+def test_the_roofline_by_hand(flops, bandwidth, ceiling, bound):
+    """100 FLOPs a byte, 10 GFLOP/s reached."""
+    peaks = {
+        "device": "x",
+        "dtype": "bfloat16",
+        "flops": flops,
+        "bandwidth": bandwidth,
+        "source": "s",
+        "measured": False,
+    }
+    data = analyze(two_ranks(peaks))
+    row = data["achieved"][1]
+    assert (row["ceiling"], row["bound"]) == (ceiling, bound)
+    if ceiling is None:
+        assert row["of_ceiling"] is None
+        assert roofline_text(row) == "unknown"
+        assert "unknown" in peaks_text(data)[0]
+    else:
+        assert row["of_ceiling"] == pytest.approx(10e9 / ceiling)
+        assert bound in roofline_text(row)
+
+
+def test_peaks_of_another_dtype_are_not_taken():
+    peaks = {"device": "x", "dtype": "float32", "flops": 1e9, "bandwidth": 1e9, "source": "s", "measured": False}
+    assert analyze(two_ranks(peaks))["achieved"][0]["ceiling"] is None
+
+
+def test_balance_and_contention_by_hand():
+    """Two calls of the same work on rank 1: 0-100 beside a transfer for 40 of 100 µs, which counts as neither."""
+    data = analyze(two_ranks(None))
+    (row,) = data["balance"]
+    assert (row["planned"], row["measured"]) == (1.0, 1.0)
+    assert data["contention"] == []
+    a, b = Maker(0), Maker(1)
+    a.message(1, 1, sends=True, posted=0, start=900, end=901, issued=0)
+    b.compute(0, 0, 130)
+    b.message(1, 0, sends=False, posted=0, start=300, end=301, arrived=120, issued=0)
+    b.compute(0, 130, 230)
+    (found,) = analyze([a.records(), b.records()])["contention"]
+    assert found == {"rank": 1, "beside": 1, "alone": 1, "ratio": 1.3, "lost": 30_000}
+
+
+def test_the_least_memory_of_a_kernel_call_by_hand():
+    """Two overlapping boxes cover queries 0-6 of 8 and keys 2-10: rows that no tile needs are not counted."""
+    plan = bp.plan(seq_len=32, ranks=2, heads=4, kv_heads=2, head_dim=8, value_dim=16, batch=3, itemsize=2)
+    tiles = Tiles((Tile(0, 4, 2, 10, -99, 99), Tile(2, 6, 4, 8, -99, 99)))
+    q, k, v, out, lse = 6 * 4 * 8, 8 * 2 * 8, 8 * 2 * 16, 6 * 4 * 16, 6 * 4
+    compute = Compute((0,), (0,), (BlockTiles(tiles, 0, 0),))
+    assert pass_memory(plan.call, "forward", compute) == 3 * (2 * (q + k + v) + 4 * (out + lse))
+    expected = 3 * (2 * (q + k + v + out) + 4 * (2 * lse + q + k + v))
+    assert pass_memory(plan.call, "backward", compute) == expected
+
+
+def test_a_session_has_them_measured():
+    def work(mesh):
+        q, k, v = (torch.ones(1, 32, 2, 8, requires_grad=True) for _ in range(3))
+        with bp.profile(mesh=mesh) as session:
+            bp.attention(q, k, v, mesh=mesh, strategy="ring").sum().backward()
+        return session.report()
+
+    report = bp.run_local(2, work)[0]
+    assert {(p["rank"], p["dtype"], p["measured"]) for p in report.data["peaks"]} == {
+        (0, "float32", True),
+        (1, "float32", True),
+    }
+    rows = report.data["achieved"]
+    assert [(r["rank"], r["pass"]) for r in rows] == [
+        (rank, name) for rank in (0, 1) for name in ("forward", "backward")
+    ]
+    for row in rows:
+        assert row["sent"] == row["planned_sent"]
+        assert row["of_ceiling"] > 0
+        assert row["flop_rate"] == pytest.approx(row["flops"] * 1e9 / row["compute"])
+
+
+def test_the_page_the_terminal_and_markdown_say_unknown(capsys):
+    report = Report(analyze(ring(2, 3)))
+    report.data["peaks"] = [{"rank": 0, "device": "chip", "dtype": "bfloat16", "flops": None, "bandwidth": None,
+                             "source": "not in the table", "measured": False}]  # fmt: skip
+    from burst_portable.profiling.report.html import page
+
+    report.print()
+    printed = capsys.readouterr().out
+    for text in (printed, page(report.data), report.markdown()):
+        assert "chip, bfloat16: FLOP/s unknown, memory unknown (not in the table)" in text
+    assert "unknown" in printed.split("achieved")[1].splitlines()[2]
+
+
+# --------------------------------------------------------------------------------------------------------- vendors
+
+
+HOLDERS = {"cuda": "cuda.machines", "rocm": "rocm.device"}
+"""The modules that hold the data sheets."""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "tflops", "gbps"),
+    [
+        ("cuda", ("NVIDIA H100 80GB HBM3", "bfloat16"), 989.4, 3350),
+        ("cuda", ("NVIDIA H200", "float16"), 989.4, 4800),
+        ("cuda", ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16"), None, None),
+        ("cuda", ("NVIDIA H200", "float32"), None, 4800),
+        ("cuda", ("NVIDIA H200 NVL", "bfloat16"), None, None),  # another clock than the H200's
+        ("cuda", ("NVIDIA L40S", "bfloat16"), 362.05, 864),
+        ("rocm", ("AMD Instinct MI250X / MI250", "gfx90a", 110, "bfloat16"), 191.5, 1638.4),
+        ("rocm", ("AMD Instinct MI250X / MI250", "gfx90a", 104, "bfloat16"), 181.05, 1638.4),
+        ("rocm", ("AMD Instinct MI300X", "gfx942", 304, "bfloat16"), 1307.4, 5300),
+        ("rocm", ("AMD Instinct MI300X", "gfx942", 38, "bfloat16"), None, None),
+        ("rocm", ("AMD Instinct MI210", "gfx90a", 104, "float32"), None, 1638.4),
+    ],
+)
+def test_data_sheets_by_the_device_s_name(name, arguments, tflops, gbps):
+    from importlib import import_module
+
+    found = import_module(f"burst_portable.backends.{HOLDERS[name]}").peaks(*arguments)
+    assert found.flops == (None if tflops is None else tflops * 1e12)
+    assert found.bandwidth == (None if gbps is None else gbps * 1e9)
+    assert found.flops is None or found.source.startswith(("NVIDIA ", "AMD Instinct ")), "the sheet is named"
+    assert found.source
+    assert not found.measured
+
+
+def test_who_tells_nothing_is_unknown():
+    class Silent:
+        name = "silent"
+
+    assert peaks_of(Silent(), "float32") == Peaks("", "float32", None, None, "the backend 'silent' does not tell")
+    assert all(hasattr(load(name), "peaks") for name in known() if name in ("cpu", "cuda", "rocm", "ascend"))
+
+
+# -------------------------------------------------------------------------------------------------------- evidence
+
+NAMES = {  # where something is, which it is, or how often it came: no measurement
+    *("rank", "peer", "source", "target", "step", "call", "backward", "iteration", "plan", "times", "measured_rank"),
+    *("planned_rank", "ranks", "calls", "seq_len", "heads", "kv_heads", "head_dim", "value_dim", "batch", "itemsize"),
+    *("light", "inner"),
+}
+
+
+def numbers(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from numbers(inner, (*path, key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from numbers(inner, path)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path
+
+
+def test_every_number_says_how_it_is_known():
+    """The fields around a number count too: `waited` holds nanoseconds by rank, `peaks` has a source in each row."""
+    data = analyze(ring(3, 4, slow=[1]))
+    data.pop("events")
+    told = {path: any(evidence_of(name) for name in path) for path in numbers(data) if path[0] != "peaks"}
+    assert [path for path, known in told.items() if not known and path[-1] not in NAMES] == []
+    assert all(text.split(":")[0] in KINDS for text in EVIDENCE.values())
+    assert all(row["source"] for row in data["peaks"])
+    assert all(loss["evidence"] for loss in data["losses"])
+
+
+def test_plans_are_priced_with_the_file_of_rates_of_the_settings(tmp_path, capsys):
+    """2 TFLOP/s backward and 1 forward: what kernels were planned to do, in all forms, and whose word that is."""
+    path = tmp_path / "rates.json"
+    about = {"device": "Abacus", "ranks": 1, "kernel": "beads", "date": "2026-11-22", "dtype": "bfloat16"}
+    rates = {"tflops": 1.0, "backward": 2.0, "gbps": 3.0, "launch_latency": 0.0}
+    path.write_text(json.dumps({"schema": SCHEMA, "rates": rates, **about}))
+
+    def report(file: str) -> Report:
+        single = bp.Mesh.single()
+        mesh = bp.Mesh(0, 1, single.transport, config=Config(rates=file))
+        q = torch.ones(1, 64, 2, 16, requires_grad=True)
+        with bp.profile(mesh=mesh) as session:
+            bp.attention(q, q, q, mesh=mesh, strategy="ring").sum().backward()
+        return session.report()
+
+    measured = report(str(path))
+    assert [row["planned_flop_rate"] for row in measured.data["achieved"]] == pytest.approx([1e12, 2e12])
+    told = f"1 TFLOP/s and 3 GB/s a rank (measured on Abacus ({path}, 2026-11-22), of bfloat16 and not float32)"
+    assert rates_text(measured.data) == [told]
+    measured.print()
+    assert f"planned for {told}" in capsys.readouterr().out
+    assert f"Planned for {told}." in measured.markdown()
+    measured.write_html(tmp_path / "page.html")
+    assert f"Planned for {told}.".replace(" ", "") in _page(tmp_path / "page.html")
+    assert rates_text(report("").data)[0].endswith(" (the backend's guess)")
+    path.unlink()  # a report that is asked for is given
+    gone = rates_text(report(str(path)).data)[0]
+    assert gone.endswith(" (the backend's guess; the file of rates that the settings name cannot be used)")
+
+
+def _page(path) -> str:
+    return "".join(path.read_text(encoding="utf-8").replace("\u00a0", " ").split())

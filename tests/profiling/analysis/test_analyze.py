@@ -1,0 +1,280 @@
+"""Events with answers worked out by hand, and the golden trace of `profiling/` with its expected numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from burst_portable.conformance.checks.profiler import counted
+from burst_portable.profiling.analysis.analyze import LANE_KINDS, SCHEMA, analyze
+from burst_portable.profiling.analysis.matching import align, match
+from burst_portable.profiling.records import COLUMNS, RankRecords, Table
+from tests.support.synthetic_records import Maker, ring
+
+GOLDEN = Path(__file__).parents[3] / "profiling" / "golden"
+
+
+def two_ranks() -> list[RankRecords]:
+    """Microseconds::
+
+    rank 0   compute 0-100 | compute 100-140, posts at 140 |           waits 140-150 for the send
+    rank 1   compute 0-60  | waits 60-200 for rank 0's block (posted by itself at 0) | compute 200-260
+                             late until 140, on its way until 200
+    """
+    a, b = Maker(0), Maker(1)
+    a.compute(0, 0, 100, 5000)
+    a.compute(1, 100, 140, 2000)
+    a.message(1, 1, sends=True, posted=140, start=140, end=150, issued=1)
+    b.compute(0, 0, 60, 3000)
+    b.message(1, 0, sends=False, posted=0, start=60, end=200)
+    b.compute(1, 200, 260, 3000)
+    return [a.records(), b.records()]
+
+
+def test_the_partition_by_hand():
+    report = analyze(two_ranks())
+    zero, one = report["ranks"]
+    assert {k: zero[k] for k in ("span", "compute", "exposed_comm", "exposed_copy", "idle", "overlap", "blocking")} == {
+        "span": 150_000, "compute": 140_000, "exposed_comm": 10_000, "exposed_copy": 0, "idle": 0, "overlap": 0,
+        "blocking": 10_000,
+    }  # fmt: skip
+    assert {k: one[k] for k in ("span", "compute", "exposed_comm", "idle", "blocking")} == {
+        "span": 260_000, "compute": 120_000, "exposed_comm": 140_000, "idle": 0, "blocking": 140_000,
+    }  # fmt: skip
+
+
+def test_late_and_on_its_way_by_hand():
+    report = analyze(two_ranks())
+    (link,) = report["links"]
+    assert (link["waited_late"], link["waited_on_its_way"], link["transfer"]) == (80_000, 60_000, 60_000)
+    assert link["bytes_per_second"] == round(1000 / 60e-6)
+    causes = {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]}
+    # Rank 1 waited 80 µs while rank 0 computed (60-140), then 60 µs for the link; rank 0's own wait is the link's too.
+    assert causes["compute", 0, -1] == {"1": 80_000}
+    assert causes["link", 0, 1] == {"0": 10_000, "1": 60_000}
+
+
+def test_a_step_reaches_to_the_next_one():
+    report = analyze(two_ranks())
+    spans = {(s["step"], r["rank"]): r["span"] for s in report["steps"] for r in s["ranks"]}
+    assert spans == {(0, 0): 100_000, (1, 0): 50_000, (0, 1): 60_000, (1, 1): 200_000}
+
+
+def test_a_delay_that_is_passed_on_is_traced_to_where_it_began():
+    """Rank 0 computes 500 µs; rank 1 waits for it, and passes on late; rank 2 waits for rank 1, which is not slow."""
+    zero, one, two = Maker(0), Maker(1), Maker(2)
+    zero.compute(0, 0, 500)
+    zero.message(0, 1, sends=True, posted=500, start=500, end=501, issued=0)
+    one.compute(0, 0, 100)
+    one.message(1, 0, sends=False, posted=0, start=100, end=510)
+    one.compute(1, 510, 600)
+    one.message(1, 2, sends=True, posted=600, start=600, end=601, owner=1, issued=1)
+    two.compute(0, 0, 100)
+    two.message(1, 1, sends=False, posted=0, start=100, end=620, owner=1)
+    report = analyze([m.records() for m in (zero, one, two)])
+    causes = {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]}
+    assert causes["compute", 0, -1] == {"1": 400_000, "2": 400_000}
+    assert causes["compute", 1, -1] == {"2": 90_000}
+    assert causes["link", 0, 1] == {"0": 1_000, "1": 10_000, "2": 10_000}
+    assert causes["link", 1, 2] == {"1": 1_000, "2": 20_000}
+
+
+def test_whoever_comes_last_to_a_collective_is_waited_for():
+    makers = [Maker(rank) for rank in range(3)]
+    for maker, begins in zip(makers, (0, 100, 30), strict=True):
+        maker.compute(0, begins - 20, begins)
+        maker.collective(0, begins, 110)
+    makers[1].compute(0, 20, 80)
+    report = analyze([m.records() for m in makers])
+    causes = {(c["kind"], c["rank"]): c["waited"] for c in report["causes"]}
+    assert causes["agreement", -1] == {"0": 10_000, "1": 10_000, "2": 10_000}
+    assert causes["compute", 1] == {"0": 80_000, "2": 70_000}  # 20-100 and 30-100
+
+
+def test_clocks_of_two_hosts_are_aligned_on_messages():
+    """Host b is 7 ms ahead; messages take 40 and 60 µs: the offset lies within half their sum."""
+    a, b = Maker(0, "a"), Maker(1, "b")
+    ahead = 7000
+    a.compute(0, 0, 10)
+    a.message(0, 1, sends=True, posted=10, start=20, end=21)
+    b.message(0, 0, sends=False, posted=ahead, start=ahead + 1, end=ahead + 50)
+    b.message(1, 0, sends=True, posted=ahead + 100, start=ahead + 110, end=ahead + 111, owner=1)
+    a.message(1, 1, sends=False, posted=50, start=60, end=160, owner=1)
+    aligned, clocks = align([a.records(), b.records()])
+    assert clocks.method == "messages"
+    assert clocks.uncertainty_ns == 50_000
+    assert clocks.offsets_ns[0] == 0
+    assert abs(clocks.offsets_ns[1] - ahead * 1000) <= clocks.uncertainty_ns
+    assert len(match(aligned)) == 2
+    assert analyze([a.records(), b.records()])["clock"]["uncertainty_ns"] == 50_000
+
+
+def test_hosts_that_cannot_be_aligned_are_not_compared():
+    a, b = Maker(0, "a"), Maker(1, "b")
+    a.compute(0, 0, 10)
+    b.compute(0, 7000, 7010)
+    report = analyze([a.records(), b.records()])
+    assert report["clock"]["method"] == "none"
+    assert report["causes"] == []
+
+
+def test_a_transfer_that_a_stream_watched_by_hand():
+    """It was on its way from 200 to 300, behind a kernel that ran from 100 to 330; nobody stood waiting for it."""
+    zero, one = Maker(0), Maker(1)
+    zero.compute(0, 0, 200)
+    zero.message(0, 1, sends=True, posted=200, start=200, end=201, issued=0)
+    one.compute(0, 0, 330)
+    one.message(1, 0, sends=False, posted=50, arrived=300, start=330, end=331, issued=0)
+    one.compute(1, 331, 400)
+    report = analyze([zero.records(), one.records()])
+    (link,) = report["links"]
+    assert (link["seen"], link["transfer"], link["waited_late"], link["waited_on_its_way"]) == (1, 100_000, 0, 0)
+    rank = report["ranks"][1]
+    assert (rank["overlap"], rank["comm"], rank["exposed_comm"], rank["compute"]) == (100_000, 100_000, 0, 399_000)
+    assert rank["idle"] == 1_000, "from 330 to 331 nothing was on its way"
+    assert {"transfer"} <= {report["events"]["kinds"][kind] for kind in report["events"]["ranks"][1]["kind"]}
+
+
+def test_a_stream_that_stands_idle_for_its_host_does_not_wait_for_a_message():
+    """Both posted from 0 to 20; it came at 130, and only at 160 did the host say to go on.
+
+    ::
+
+        rank 1   compute 20-100 | waits 100-130, stands idle 130-160 | compute 160-200
+    """
+    zero, one = Maker(0), Maker(1)
+    zero.compute(0, 20, 200)
+    zero.message(1, 1, sends=True, posted=0, left=20, arrived=130, start=200, end=210, issued=0)
+    one.message(1, 0, sends=False, posted=0, left=20, arrived=130, start=100, end=160, issued=0)
+    one.compute(0, 20, 100)
+    one.compute(1, 160, 200)
+    report = analyze([zero.records(), one.records()])
+    (link,) = report["links"]
+    assert (link["transfer"], link["waited_late"], link["waited_on_its_way"]) == (110_000, 0, 30_000)
+    sender, rank = report["ranks"]
+    assert (rank["overlap"], rank["blocking"], rank["idle"]) == (80_000, 30_000, 30_000)
+    assert rank["exposed_comm"] == 20_000 + 30_000, "posting, and waiting"
+    assert sender["blocking"] == 0
+    events = report["events"]["ranks"][1]
+    drawn = [d for kind, d in zip(events["kind"], events["duration"], strict=True) if LANE_KINDS[kind] == "wait"]
+    assert drawn == [30_000]
+    assert counted(report) == "", "the picture shows what is counted"
+    assert {(c["kind"], c["rank"], c["peer"]): c["waited"] for c in report["causes"]} == {("link", 0, 1): {"1": 30_000}}
+
+
+@pytest.mark.parametrize(
+    ("posted", "start", "took", "seen"),
+    [
+        (0, 20_000, 41, False),  # it was there; asking took as long as asking takes
+        (0, 1_000, 219, False),
+        (0, 1_000, 221, True),  # more than ten times the 22 that the shorter waits took
+        (
+            0,
+            20_000,
+            2_000,
+            False,
+        ),  # under a tenth of the time in which it may have come: as likely the host was held up
+        (0, 18_000, 2_000, True),
+        (1_005, 1_000, 30, True),  # not even sent when the wait for it began
+    ],
+)
+def test_a_wait_is_a_transfer_only_where_it_must_have_waited(posted, start, took, seen):
+    """Rank 1 also waits 22 and 25 µs for what it sent: a quarter of its waits take 22 or less."""
+    zero, one = Maker(0), Maker(1)
+    zero.compute(0, 0, 900)
+    zero.message(1, 1, sends=True, posted=posted, start=30_000, end=30_005, issued=0)
+    one.compute(0, 0, start)
+    one.message(1, 0, sends=False, posted=0, start=start, end=start + took, issued=0)
+    for at, asking in ((30_000, 22), (31_000, 25)):
+        one.message(2, 0, sends=True, posted=start, start=at, end=at + asking, owner=1, issued=1)
+    report = analyze([zero.records(), one.records()])
+    (link,) = report["links"]
+    transfer = 1000 * (start + took - posted) if seen else 0
+    assert (link["messages"], link["seen"], link["transfer"]) == (1, int(seen), transfer)
+    assert report["ranks"][1]["overlap"] == (1000 * max(0, start - posted) if seen else 0)
+    assert report["ranks"][1]["blocking"] == 1000 * (took + 22 + 25), "a wait stays a wait"
+
+
+def test_copies_by_hand():
+    """::
+
+    compute  0-100                            140-200
+    copies        90 ........ 130
+    waits                 120 ... 140
+    """
+    zero, one = Maker(0), Maker(1)
+    zero.compute(0, 0, 200)
+    zero.message(1, 1, sends=True, posted=50, start=200, end=200, issued=0)
+    one.compute(0, 0, 100)
+    one.copy(1, 90, 130)
+    one.message(1, 0, sends=False, posted=50, start=120, end=140, issued=0)
+    one.compute(1, 140, 200)
+    report = analyze([zero.records(), one.records()])
+    rank = report["ranks"][1]
+    parts = [rank[name] for name in ("compute", "exposed_comm", "exposed_copy", "idle")]
+    assert parts == [160_000, 20_000, 20_000, 0]
+    assert counted(report) == ""
+    before, after = (step["ranks"][1]["exposed_copy"] for step in report["steps"])
+    assert (before, after) == (0, 20_000)
+
+
+def test_events_that_take_no_time_make_no_window_longer():
+    """The last wait, at 250, is for what came at 130: nothing is in the window from 200 on."""
+    zero, one = Maker(0), Maker(1)
+    zero.compute(0, 20, 200)
+    zero.message(1, 1, sends=True, posted=0, left=20, start=190, end=195, issued=0)
+    one.message(1, 0, sends=False, posted=0, left=20, arrived=130, start=250, end=250, issued=0)
+    one.compute(0, 20, 200)
+    report = analyze([zero.records(), one.records()])
+    assert report["ranks"][1]["span"] == 200_000
+    assert counted(report) == ""
+
+
+@pytest.mark.parametrize("layout_rank", [0, 2])
+def test_an_uneven_plan_is_named(layout_rank):
+    makers = [Maker(rank) for rank in range(3)]
+    for maker in makers:
+        took = 300 if maker.rank == layout_rank else 100
+        maker.compute(0, 0, took, flops=took * 10)
+        maker.collective(0, took, 301, backward=1)
+    verdict = analyze([m.records() for m in makers])["verdict"]
+    assert (verdict["kind"], verdict["rank"]) == ("uneven plan", layout_rank)
+    assert verdict["lost"] == pytest.approx(300_000 - 500_000 / 3, abs=2)
+    assert "zigzag" in verdict["advice"]
+
+
+def test_a_run_that_only_computes_has_no_loss():
+    a, b = Maker(0), Maker(1)
+    for maker in (a, b):
+        maker.compute(0, 0, 1000)
+        maker.compute(1, 1000, 2000)
+    verdict = analyze([a.records(), b.records()])["verdict"]
+    assert verdict["kind"] == "none"
+    assert "100.0 %" in verdict["text"]
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
+def test_golden_traces_give_their_numbers(path):
+    golden = json.loads(path.read_text(encoding="utf-8"))
+    assert golden["columns"] == {kind: list(columns) for kind, columns in COLUMNS.items()}
+    records = []
+    for one in golden["ranks"]:
+        tables = {kind: Table.of(kind, one["tables"].get(kind, [])) for kind in COLUMNS}
+        records.append(RankRecords(one["rank"], one["host"], "host clock", tables))
+    report = analyze(records)
+    for rank, expected in zip(report["ranks"], golden["expected"]["ranks"], strict=True):
+        assert {name: rank[name] for name in expected} == expected
+    found = [[c["kind"], c["rank"], c["peer"], c["waited"]] for c in report["causes"]]
+    assert sorted(found, key=str) == sorted(golden["expected"]["causes"], key=str)
+
+
+def test_the_readme_names_every_field():
+    readme = (GOLDEN.parent / "README.md").read_text(encoding="utf-8")
+    report = analyze(ring(2, 3))
+    names = {*report, *report["ranks"][0], *report["links"][0], *report["losses"][0], *report["causes"][0]}
+    names |= {*report["steps"][0]["ranks"][0], *report["prediction"][0], *report["clock"], *report["plans"][0]}
+    names |= {*report["events"], *report["events"]["ranks"][0]}
+    assert sorted(name for name in names if f"`{name}`" not in readme) == []
+    assert SCHEMA in readme

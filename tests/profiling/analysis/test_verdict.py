@@ -1,0 +1,302 @@
+"""Every kind of loss by hand: it is the largest, its time is right, and the advice names what to change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import burst_portable as bp
+from burst_portable.profiling.analysis.analyze import analyze
+from burst_portable.profiling.analysis.verdict import _speeds, losses_of
+from burst_portable.profiling.recorder import layouts
+from burst_portable.profiling.records import RankRecords
+from burst_portable.profiling.report.tables import loss_name
+from burst_portable.strategies.ring import RingStrategy
+from tests.support.synthetic_records import Maker
+
+SIZES: dict[str, Any] = {"seq_len": 256, "ranks": 2, "head_dim": 16, "itemsize": 2}
+
+
+def verdict(records: list[RankRecords], kind: str, lost: float, rank: int = -1) -> str:
+    """The advice of a verdict of that kind, microseconds and rank."""
+    found = analyze(records)["verdict"]
+    assert (found["kind"], found["rank"]) == (kind, rank), found["text"]
+    assert found["lost"] == pytest.approx(1000 * lost, abs=2)
+    return found["advice"]
+
+
+def exposed(plan: bp.plans.Plan | None = None, size: int = 1 << 20, **facts: Any) -> list[RankRecords]:
+    """Two ranks compute for 100 µs, wait 300 for bytes on their way, and compute for 100."""
+    makers = Maker(0), Maker(1)
+    for one in makers:
+        other = 1 - one.rank
+        one.compute(0, 0, 100)
+        one.message(1, other, sends=True, posted=100, start=100, end=100, owner=one.rank, size=size, issued=0)
+        one.message(1, other, sends=False, posted=0, start=100, end=400, owner=other, size=size, issued=0)
+        one.compute(1, 400, 500)
+    records = [one.records(plan) for one in makers]
+    return [replace(one, facts={**one.facts, **facts}) for one in records]
+
+
+def test_a_report_of_many_ranks_does_not_wait_for_layouts_to_be_tried():
+    """Striped, the keys of 1,024 ranks are as many segments: to try that takes a minute, on every rank."""
+    told = layouts(bp.plan(heads=2, **{**SIZES, "seq_len": 1 << 20, "ranks": 1024}).call)
+    assert "striped" not in told
+    assert (told["contiguous"], told["zigzag"]) == (pytest.approx(2 - 1 / 1024, rel=1e-4), 1)
+
+
+def test_a_slow_rank():
+    a, b, c = makers = [Maker(rank) for rank in range(3)]
+    for one, took in zip(makers, (100, 400, 100), strict=True):
+        one.compute(0, 0, took)
+        one.collective(0, took, 401, backward=1)
+    advice = verdict([a.records(), b.records(), c.records()], "slow rank", 300, 1)
+    assert "look at rank 1: other processes on its device or cores, clocks" in advice
+
+
+@pytest.mark.parametrize(("ran", "kind", "lost"), [(100, "late launches", 300), (380, "slow rank", 280)])
+def test_a_host_that_launches_late_is_no_slow_device(ran, kind, lost):
+    """Rank 1's marks are 400 us apart. Between them its tracer saw a kernel of 100, as long as the others'; or 380."""
+    makers = [Maker(rank) for rank in range(3)]
+    for one, took, kernel in zip(makers, (100, 400, 100), (100, ran, 100), strict=True):
+        one.compute(0, 0, took)
+        one.collective(0, took, 401, backward=1)
+        one.traced(0, took - kernel, took)
+    advice = verdict([one.records() for one in makers], kind, lost, 1)
+    assert ("tracing slows hosts" in advice) == (kind == "late launches")
+    assert loss_name("late launches") == "kernels launched late"
+
+
+@pytest.mark.parametrize(("mask", "best"), [("causal", "zigzag"), ("documents", "document_zigzag")])
+def test_an_uneven_plan_and_the_layout_that_is_not(mask, best):
+    """Causal, contiguous: pairs of two ranks are as 1 to 3 (give or take the diagonal)."""
+    made = bp.Mask.causal() if mask == "causal" else bp.Mask.documents([0, 100, 256])
+    plan = bp.plan(mask=made, layout="contiguous", heads=2, **SIZES)
+    told = layouts(plan.call)
+    assert min(told, key=told.get) == best
+    flops = [sum(s.compute.tiles.area for s in plan.forward.steps_of(r) if s.compute) for r in range(2)]
+    assert told["contiguous"] == pytest.approx(2 * max(flops) / sum(flops))
+    makers = [Maker(rank) for rank in range(2)]
+    for one, work in zip(makers, flops, strict=True):
+        one.compute(0, 0, work / 10, flops=work)
+        one.collective(0, work / 10, max(flops) / 10 + 1, backward=1)
+    lost = (max(flops) - sum(flops) / 2) / 10
+    rank = flops.index(max(flops))
+    advice = verdict([one.records(plan) for one in makers], "uneven plan", lost, rank)
+    assert f"take layout={best!r}: its busiest rank has {told[best]:.3g} times the mean" in advice
+
+
+def test_layouts_are_as_even_as_their_plans():
+    for name, told in layouts(bp.plan(heads=2, **SIZES).call).items():
+        plan = bp.plan(layout=name, heads=2, strategy="ring", **SIZES)
+        pairs = [sum(s.compute.tiles.area for s in plan.forward.steps_of(r) if s.compute) for r in range(2)]
+        assert told == pytest.approx(2 * max(pairs) / sum(pairs)), name
+
+
+def test_a_slow_rank_does_not_make_an_uneven_plan_dearer():
+    """FLOPs as 1 to 3 to 2, a nanosecond each, but ten on rank 0: the plan costs what rank 1 has above the mean."""
+    makers = [Maker(rank) for rank in range(3)]
+    for one, flops, took in zip(makers, (1000, 3000, 2000), (10, 3, 2), strict=True):
+        one.compute(0, 0, took, flops=flops)
+        one.collective(0, took, 10.1, backward=1)
+    losses = analyze([one.records() for one in makers])["losses"]
+    assert [loss["lost"] for loss in losses if loss["kind"] == "uneven plan"] == [1000]
+
+
+def test_a_slow_link_is_charged_once_however_many_wait_for_it():
+    """Four ranks in a ring: what rank 2 waits for on the link from 1, ranks 3, 0 and 1 wait for in their turn."""
+    makers = [Maker(rank) for rank in range(4)]
+    for one in makers:
+        one.compute(0, 0, 100)
+        source, target = (one.rank - 1) % 4, (one.rank + 1) % 4
+        took = 1000 if one.rank == 2 else 10
+        one.message(1, target, sends=True, posted=0, start=100, end=100, owner=one.rank, issued=0)
+        one.message(1, source, sends=False, posted=0, start=100, end=100 + took, owner=source, issued=0)
+        one.compute(1, 100 + took, 200 + took)
+        one.collective(0, 200 + took, 1210, backward=1)
+    report = analyze([one.records() for one in makers])
+    assert (report["verdict"]["kind"], report["verdict"]["rank"], report["verdict"]["peer"]) == ("slow link", 1, 2)
+    assert report["verdict"]["lost"] == 990_000
+    assert "strategy='ulysses'" in report["verdict"]["advice"]
+    (everywhere,) = (loss for loss in report["losses"] if loss["kind"] == "communication")
+    # 10 µs of each link, the agreement's last 10 of each rank, and what the three others waited at the usual pace.
+    assert everywhere["lost"] < 60_000
+
+
+@pytest.mark.parametrize(("others", "kind"), [(250_000_000, "slow link"), (150_000_000, "communication")])
+def test_a_link_as_fast_as_the_others_is_not_slow_though_it_is_waited_for(others, kind):
+    """It brings 100 MB/s. Only where the others bring twice that is it the link, and not that one rank was early."""
+    report = analyze(exposed())
+    report["links"][0]["bytes_per_second"], report["links"][1]["bytes_per_second"] = 100_000_000, others
+    causes = {(c["rank"], c["peer"]): c for c in report["causes"] if c["kind"] == "link"}
+    first, second = ((link["source"], link["target"]) for link in report["links"])
+    causes[second]["waited"] = {who: lost // 10 for who, lost in causes[second]["waited"].items()}
+    assert losses_of(report)[0]["kind"] == kind, causes[first]
+
+
+def test_what_a_slow_link_brings_is_told_in_a_unit_that_fits():
+    links = [{"source": 0, "target": 1, "bytes_per_second": 12_500_000_000}]
+    links.append({"source": 1, "target": 0, "bytes_per_second": 45_000_000_000})
+    assert _speeds({"links": links}, (0, 1)) == "it brings 12.5 GB/s, others 45 GB/s"
+
+
+def test_exposed_communication_and_the_side_that_travels_less():
+    as_many = bp.plan(strategy="ring", heads=8, kv_heads=8, **SIZES)
+    advice = verdict(exposed(as_many), "communication", 300)
+    assert advice.startswith("try BurstStrategy(moves='fetch'), which sends 0.")
+    assert "(Q and dO travel backward)" in advice
+    few = bp.plan(strategy="burst", heads=8, kv_heads=1, **SIZES)
+    advice = verdict(exposed(few), "communication", 300)
+    assert advice.startswith("try RingStrategy(moves='fetch'), which sends 0.")
+    assert "(K and V travel backward)" in advice
+
+
+def test_exposed_communication_and_a_transport_of_the_backend_s_own():
+    plan = bp.plan(strategy=RingStrategy(), heads=8, kv_heads=1, **SIZES)
+    told = {"transport": {"used": "messages", "direct": "copies"}}
+    advice = verdict(exposed(plan, **told), "communication", 300)
+    assert "try the transport copies (BURST_TRANSPORT=copies) in place of messages, with blocks straight" in advice
+    told = {"transport": {"used": "copies", "direct": "copies"}}
+    assert "BURST_TRANSPORT" not in verdict(exposed(plan, **told), "communication", 300)
+
+
+def test_exposed_communication_of_messages_that_are_too_small():
+    """256 tokens are some kB; at the rates of a CPU a hop costs 200 µs whatever it carries. 64 MB are another thing."""
+    small = bp.plan(strategy="ring", heads=2, kv_heads=1, **SIZES)
+    advice = verdict(exposed(small, size=4096), "communication", 300)
+    assert "send larger messages: of 4 KiB each, latency costs more than bytes" in advice
+    large = bp.plan(strategy="ring", heads=2, kv_heads=1, **{**SIZES, "seq_len": 1 << 20})
+    assert "send larger messages" not in verdict(exposed(large), "communication", 300)
+
+
+def test_nothing_better_is_known():
+    large = bp.plan(mask="full", strategy="ring", heads=8, kv_heads=1, **{**SIZES, "seq_len": 1 << 20})
+    advice = verdict(exposed(large), "communication", 300)
+    assert advice.startswith("no other strategy sends fewer bytes here than ring: give each rank more tokens")
+
+
+def asked(question: float, blocks: float, agreement: bool) -> list[RankRecords]:
+    """Two ranks that exchange all at once for so many microseconds, then wait for blocks on their way."""
+    makers = Maker(0), Maker(1)
+    for one in makers:
+        other = 1 - one.rank
+        one.collective(0, 0, question, agreement=agreement)
+        one.compute(0, question, question + 100)
+        at = question + 100
+        one.message(1, other, sends=True, posted=question, start=at, end=at, owner=one.rank, size=4096, issued=0)
+        one.message(1, other, sends=False, posted=question, start=at, end=at + blocks, owner=other, size=4096, issued=0)
+        one.compute(1, at + blocks, at + blocks + 100)
+    plan = bp.plan(strategy="ring", heads=2, kv_heads=1, **SIZES)  # small: its messages are mostly latency
+    return [one.records(plan) for one in makers]
+
+
+def test_asking_whether_ranks_agree_is_no_block_on_its_way():
+    """500 µs of the question and 100 of blocks: what is asked is 32 bytes, and no larger message makes it shorter."""
+    advice = verdict(asked(500, 100, True), "agreement", 500)
+    assert "messages carry" in advice
+    assert "fewer calls" in advice
+    assert "larger messages" not in advice
+    report = analyze(asked(500, 100, True))
+    assert "whether they make the same call" in report["verdict"]["text"]
+    assert [loss["lost"] for loss in report["losses"] if loss["kind"] == "communication"] == [100_000]
+    assert "send larger messages" in verdict(asked(100, 500, True), "communication", 500)
+    assert "send larger messages" in verdict(asked(500, 100, False), "communication", 600), "a reshard's blocks"
+
+
+def test_a_rank_that_comes_late():
+    """Rank 1 begins its second attention 500 µs after rank 0."""
+    a, b = Maker(0), Maker(1)
+    for one, begins in ((a, 110), (b, 610)):
+        one.compute(0, 0, 100)
+        one.call = 1
+        one.collective(0, begins, 611)
+        one.compute(0, 611, 711)
+    advice = verdict([a.records(), b.records()], "late rank", 500, 1)
+    assert "what rank 1 does between attentions: data loading" in advice
+
+
+def test_ranks_that_are_late_in_turn():
+    """Rank 1 begins its second attention 500 µs after rank 0, rank 0 its third 450 µs after rank 1."""
+    a, b = Maker(0), Maker(1)
+    for one, second, third in ((a, 110, 1210), (b, 610, 760)):
+        one.compute(0, 0, 100)
+        for call, begins, ends in ((1, second, 611), (2, third, 1211)):
+            one.call = call
+            one.collective(0, begins, ends)
+            one.compute(0, ends, ends + 100)
+    advice = verdict([a.records(), b.records()], "late ranks", 500)
+    assert "no rank stands out" in advice
+
+
+def test_gaps_between_kernels():
+    a, b = Maker(0), Maker(1)
+    for one in (a, b):
+        for step in range(3):
+            one.compute(step, 300 * step, 300 * step + 100)
+    advice = verdict([a.records(), b.records()], "host", 400)
+    assert "give each rank more tokens, or fewer steps" in advice
+
+
+def apart(gap: float, wait: float) -> list[RankRecords]:
+    """Two attentions of 1000 µs, so far apart; the second waits so long for bytes on their way."""
+    makers = Maker(0), Maker(1)
+    for one in makers:
+        one.compute(0, 0, 1000)
+        one.call = 1
+        one.collective(0, 1000 + gap, 1000 + gap + wait)
+        one.compute(0, 1000 + gap + wait, 2000 + gap + wait)
+    return [one.records() for one in makers]
+
+
+def test_no_large_loss_says_what_the_rest_of_the_time_is():
+    """2000 µs computing, 40 of communication and 1960 of something else: nothing that attention could save."""
+    verdict = analyze(apart(1960, 40))["verdict"]
+    assert verdict["kind"] == "none"
+    assert verdict["text"].endswith(
+        "50.0 % of the time it computes, 1.0 % is exposed communication, 0.0 % idle between kernels, "
+        "49.0 % idle outside of attention."
+    )
+    assert verdict["advice"].startswith("look at a whole step with torch.profiler")
+    assert analyze(apart(200, 40))["verdict"]["advice"] == "", "a tenth of the time needs no word"
+
+
+def test_copies_are_no_communication_in_words():
+    maker = Maker(0)
+    maker.compute(0, 0, 970)
+    maker.copy(0, 970, 1000)
+    text = analyze([maker.records()])["verdict"]["text"]
+    assert "97.0 % of the time it computes, 0.0 % is exposed communication, 3.0 % exposed copies, 0.0 % idle" in text
+
+
+def test_a_loss_says_how_much_more_is_outside_of_attention():
+    assert analyze(apart(1700, 300))["verdict"]["text"].endswith(
+        "300 µs lost, 7.5 % of the time. 42.5 % is idle outside of attention, which this profile does not look into."
+    )
+    assert "outside" not in analyze(apart(900, 1100))["verdict"]["text"]
+
+
+def test_kernels_that_communication_slows():
+    """The same kernel takes 100 µs alone and 180 beside a transfer that a stream watched."""
+    a, b = Maker(0), Maker(1)
+    a.compute(0, 0, 180)
+    a.message(1, 1, sends=True, posted=0, start=280, end=280, issued=0)
+    b.compute(0, 0, 180)
+    b.message(1, 0, sends=False, posted=0, arrived=180, start=180, end=180, issued=0)
+    for one in (a, b):
+        one.compute(1, 180, 280)
+    told = {"transport": {"used": "messages", "direct": "copies"}}
+    records = [replace(one.records(), facts={"device": "cpu", **told}) for one in (a, b)]
+    advice = verdict(records, "contention", 80, 0)
+    assert "BURST_TRANSPORT=copies" in advice
+
+
+def test_waiting_of_which_only_one_end_is_known():
+    a, b = Maker(0), Maker(1)
+    for one in (a, b):
+        one.compute(0, 0, 100)
+        one.message(1, 1 - one.rank, sends=False, posted=0, start=100, end=300, issued=0)
+        one.compute(1, 300, 400)
+    records = [replace(one.records(), facts={"device": "cpu", "light": True}) for one in (a, b)]
+    assert "level='session'" in verdict(records, "waiting", 200)

@@ -1,0 +1,81 @@
+"""Test the comparison of two reports."""
+
+from __future__ import annotations
+
+import json
+
+from burst_portable.cli import main
+
+
+def test_comparing_says_what_became_slower(files, capsys):
+    even, slow = str(files / "even.json"), str(files / "slow.json")
+    assert main(["compare", even, even]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[-1] for row in rows if row[:1] == ["span"]] == ["1.00"]
+    assert main(["compare", slow, even]) == 0, "faster is no failure"
+    capsys.readouterr()
+    assert main(["compare", even, slow]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("SLOWER")
+    assert "computing" in printed.splitlines()[0]
+    assert main(["compare", even, slow, "--threshold", "5"]) == 0
+
+
+def changed(files, name: str, change) -> str:
+    """The even report with something else in it."""
+    data = json.loads((files / "even.json").read_text())
+    change(data)
+    (files / name).write_text(json.dumps(data))
+    return str(files / name)
+
+
+def test_other_work_is_not_compared(files, capsys):
+    """Sixteen times the FLOPs for four times the tokens: neither is slower, whatever the times."""
+
+    def longer(data):
+        for one in (one for rank in data["ranks"] for one in rank["passes"].values()):
+            one["flops"] *= 16
+        for plan in data["plans"]:
+            plan["seq_len"] *= 4
+
+    tokens = json.loads((files / "even.json").read_text())["plans"][0]["seq_len"]
+    even, long = str(files / "even.json"), changed(files, "long.json", longer)
+    for pair in ((even, long), (long, even)):
+        assert main(["compare", *pair]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "other work, so that neither can be called slower" in told
+    assert f"got tokens {4 * tokens} and {tokens}; " in told
+    assert "of attention a step; profile both with the same model" in told
+
+
+def test_the_same_work_in_more_steps_is_compared(files):
+    def twice(data):
+        data["iterations"] += data["iterations"]
+        for rank in data["ranks"]:
+            for one in rank["passes"].values():
+                one["flops"] *= 2
+
+    assert main(["compare", str(files / "even.json"), changed(files, "twice.json", twice)]) == 0
+
+
+def test_what_else_differs_is_told(files, capsys):
+    even, light = str(files / "even.json"), changed(files, "light.json", lambda data: data.update(light=True))
+
+    def other(data):
+        data["device"] = "cuda"
+        for plan in data["plans"]:
+            plan["strategy"] = "ulysses"
+
+    assert main(["compare", even, even]) == 0
+    assert not {"warning", "differs"} & set(capsys.readouterr().out.split())
+    assert main(["compare", even, light]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "warning level: session before, light after: levels cost different times of their own" in told
+    other = changed(files, "other.json", other)
+    assert main(["compare", even, other]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "differs strategy: ring before, ulysses after" in told
+    assert "warning device: cpu before, cuda after" in told
+    assert main(["compare", even, other, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {"name": "strategy", "before": "ring", "after": "ulysses"} in told["differs"]

@@ -1,0 +1,140 @@
+"""Test the report of a profile: what it holds, and the files that are made of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.cli import main
+from burst_portable.profiling.ablation import Ablation
+from burst_portable.profiling.report import Report
+from burst_portable.profiling.report.tables import ablation_text
+from tests.support.synthetic_records import Maker, ablated, ring
+
+
+def test_what_was_not_seen_is_written_and_read_again(tmp_path):
+    """A link whose bytes were all there before anyone looked; hosts whose clocks nothing relates."""
+    a, b = Maker(0), Maker(1)
+    for one in (a, b):
+        one.compute(0, 0, 100)
+        one.message(1, 1 - one.rank, sends=True, posted=10, start=90, end=91, owner=one.rank, issued=0)
+        one.message(1, 1 - one.rank, sends=False, posted=10, start=100, end=101, owner=1 - one.rank, issued=0)
+    far = Maker(1, "another host")
+    far.compute(0, 0, 100)
+    plan = bp.plan(seq_len=256, ranks=2, heads=2, head_dim=16)
+    for name, makers in (("links", (a, b)), ("hosts", (a, far))):
+        report = Report.of([one.records(plan) for one in makers])
+        report.write_json(tmp_path / name)
+        report.write_html(tmp_path / f"{name}.html")
+        assert Report.load(tmp_path / name).data == report.data
+    assert [link["bytes_per_second"] for link in Report.load(tmp_path / "links").data["links"]] == [None, None]
+    assert Report.load(tmp_path / "hosts").data["clock"]["uncertainty_ns"] is None
+
+
+def test_a_light_report_tells_no_totals_that_were_not_recorded(tmp_path, capsys):
+    """Nothing says what it sent or hid; the agreement's 24 bytes are not all that was sent."""
+    maker = Maker(0)
+    maker.collective(0, 0, 10)
+    maker.compute(0, 10, 110)
+    for light in (True, False):
+        record = maker.records()
+        report = Report.of([replace(record, facts={**record.facts, "light": light})])
+        report.print()
+        printed = " ".join(capsys.readouterr().out.split())
+        report.write_html(tmp_path / "l.html")
+        page = (tmp_path / "l.html").read_text(encoding="utf-8")
+        for text in (printed, page, report.markdown()):
+            assert ("a light report" in text) == light
+        assert ("communication hidden" in printed) == ("24 B sent" in printed) == (not light), printed
+        assert ('data-path="ranks.0.sent_bytes"' in page) == (not light)
+        assert ('data-path="ranks.0.exposed_copy"' in page) == (not light)
+        assert ("| 10.0 µs | - | 0 ns |" in report.markdown()) == light, report.markdown()
+
+
+def test_other_forms_are_written(files, capsys):
+    names = [files / name for name in ("p.html", "p.json", "p.md")]
+    wanted = ["--html", names[0], "--chrome", names[1], "--markdown", names[2]]
+    assert main(["profile", str(files / "slow.json"), *map(str, wanted), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    report = Report.load(files / "slow.json")
+    assert printed["ranks"] == report.data["ranks"]
+    assert printed["verdict"]["rank"] == 2
+    assert report.verdict in names[0].read_text(encoding="utf-8").replace("\u00a0", " ")
+    assert report.verdict in names[2].read_text(encoding="utf-8")
+
+
+def test_an_ablation_is_in_every_form(tmp_path, capsys):
+    report = Report.of(ablated(ring(2, 3)))
+    report.write_json(tmp_path / "a.json")
+    wanted = ["--html", str(tmp_path / "a.html"), "--markdown", str(tmp_path / "a.md")]
+    assert main(["profile", str(tmp_path / "a.json"), *wanted]) == 0
+    printed = capsys.readouterr().out
+    row = ("20.0 ms", "3.00 ms", "5.00 ms", "2.00 ms", "10.0 ms")
+    assert f"rank 1 {' '.join(row)}" in " ".join(printed.split())
+    assert max(map(len, printed.splitlines()[2:])) <= 80
+    assert f"| rank 1 | {' | '.join(row)} |" in (tmp_path / "a.md").read_text(encoding="utf-8")
+    assert ">Ablation<" in (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert main(["profile", str(tmp_path / "a.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ablation"] == report.data["ablation"]
+    assert "a step of 20.0 ms on rank 0" in ablation_text(report.data)
+    told = {name: text for names, text in report.data["evidence"].items() for name in names.split(", ")}
+    assert told["hidden"].startswith("ablation: ")
+
+
+def test_an_ablation_of_less_than_runs_differ_by_is_told_so():
+    """Steps that were shorter with messages, or with kernels, than without: the words name no time below zero."""
+    facts = {"rank": 1, **Ablation(0.0200, 0.0203, 0.0199, 0.0198).facts()}
+    told = ablation_text({"ablation": [facts]})
+    assert facts["exposed_communication"] == -300_000
+    assert "attention's messages add no more than runs differ by, its kernels add 100 µs, 400 µs are hidden" in told
+    assert "-" not in ablation_text({"ablation": [{"rank": 0, **Ablation(0.0200, 0.0203, 0.0201, 0.0206).facts()}]})
+
+
+def test_a_report_says_how_far_device_clocks_drift(tmp_path, capsys):
+    records = ring(2, 3)
+    told = [{"ppm": 12.5 * one.rank, "uncertainty_ppm": 0.2, "corrected": True} for one in records]
+    report = Report.of([replace(r, facts={**r.facts, "drift": t}) for r, t in zip(records, told, strict=True)])
+    assert [row["ppm"] for row in report.data["drift"]] == [0.0, 12.5]
+    report.write_json(tmp_path / "d.json")
+    assert main(["profile", str(tmp_path / "d.json"), "--html", str(tmp_path / "d.html")]) == 0
+    text = "device clocks drift by up to 12 ppm, taken out"
+    assert text in " ".join(capsys.readouterr().out.split())
+    assert text in (tmp_path / "d.html").read_text(encoding="utf-8")
+
+
+def test_idle_is_cut_where_the_window_ends():
+    """Of a message that came at 50 us nothing is waited for from 110 to 130: the last event ends at 100, idle is 0."""
+    one = Maker(0)
+    one.compute(0, 0, 100)
+    one.message(1, 1, sends=False, posted=0, start=110, end=130, arrived=50)
+    (rank,) = Report.of([one.records()]).data["ranks"]
+    assert (rank["span"], rank["idle"]) == (100_000, 0)
+    assert (rank["idle_between_kernels"], rank["idle_outside_attention"]) == (0, 0)
+
+
+def test_steps_that_were_all_skipped_are_told_from_none_recorded():
+    """One step, for nobody marked where it ends; and three of which as many are skipped."""
+    with bp.profile() as session:
+        bp.attention(*(torch.randn(1, 8, 1, 8) for _ in range(3)))
+        bp.attention(*(torch.randn(1, 8, 1, 8) for _ in range(3)))
+    assert session.report() is not None
+    with pytest.raises(
+        bp.BurstError, match=r"everything that was recorded is skipped.*1 training step, skip=1.*mark\(\)"
+    ):
+        session.report(skip=1)
+    maker = Maker(0)
+    for maker.iteration in range(3):
+        maker.compute(0, 100 * maker.iteration, 100 * maker.iteration + 50)
+    assert Report.of([maker.records()], skip=2).data["ranks"][0]["span"] == 50_000
+    with pytest.raises(bp.BurstError, match="3 training steps, skip=3"):
+        Report.of([maker.records()], skip=3)
+
+
+@pytest.mark.parametrize("skip", [-1, 1.5, "x", True])
+def test_a_number_of_steps_to_skip(skip):
+    with pytest.raises(bp.BurstError, match="skip must be a number of training steps"):
+        Report.of(ring(2, 3), skip=skip)

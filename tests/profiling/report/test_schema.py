@@ -1,0 +1,46 @@
+"""Test which files are refused as reports."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import burst_portable as bp
+from burst_portable.cli import main
+from burst_portable.profiling.report import Report
+from burst_portable.profiling.report.schema import what_is_wrong
+from tests.support.synthetic_records import Maker, ring
+
+
+def test_what_is_no_report_is_refused(files, capsys):
+    (files / "other.json").write_text('{"schema": "something/1"}')
+    assert main(["profile", str(files / "other.json")]) == 2
+    assert "something/1" in capsys.readouterr().err
+    assert main(["compare", str(files / "missing.json"), str(files / "even.json")]) == 2
+    Report.of(ring(2, 3)).write_json(files / "two.json")
+    assert main(["compare", str(files / "two.json"), str(files / "even.json")]) == 2
+    with pytest.raises(bp.BurstError, match="nothing was recorded"), bp.profile() as session:
+        session.report()
+
+
+def test_a_traced_kernel_of_no_place_is_refused():
+    """The page names it: "most of it at step 0: q0 x kv0"."""
+    one = Maker(0)
+    one.compute(0, 0, 100)
+    one.traced(0, 0, 90)
+    data = Report.of([one.records(bp.plan(seq_len=64, ranks=1, heads=2, head_dim=16))]).data
+    assert what_is_wrong(data) == ""
+    del data["traced"][0]["kernels"][0]["what"]
+    assert what_is_wrong(data) == "report.traced[0].kernels[0] has no what"
+
+
+def test_times_that_do_not_add_up_are_refused(files, tmp_path):
+    written = json.loads((files / "even.json").read_text())
+    for name, row in (("ranks", written["ranks"][0]), ("steps", written["steps"][0]["ranks"][0])):
+        for more in (1, -(1 << 40)):
+            row["idle"] += more
+            (tmp_path / "changed.json").write_text(json.dumps(written))
+            row["idle"] -= more
+            with pytest.raises(bp.BurstError, match=rf"report\.{name}\[0\] whose parts do not add up"):
+                Report.load(tmp_path / "changed.json")

@@ -1,0 +1,169 @@
+"""The clock of devices with streams, on events that are made up: order, late reading, reuse, long sessions."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from burst_portable.profiling import clocks
+from burst_portable.profiling.clocks import DeviceClock, HostClock, make_clock
+
+
+class FakeEvent:
+    """An event of a device whose stream is always idle. Elapsed times are what devices give: float32 milliseconds."""
+
+    now = 0  # nanoseconds of the pretended device
+    made = 0
+
+    def __init__(self, *_: object, **__: object) -> None:
+        FakeEvent.made += 1
+
+    def record(self) -> None:
+        self.time = FakeEvent.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return float(np.float32((later.time - self.time) / 1e6))
+
+
+def clock_of_fakes(monkeypatch) -> DeviceClock:
+    monkeypatch.setattr(clocks.torch, "Event", FakeEvent)
+    FakeEvent.now = FakeEvent.made = 0
+    return DeviceClock(torch.device("cpu"))
+
+
+def test_a_long_session_keeps_microseconds(monkeypatch):
+    """Ten minutes, marked all along: float32 milliseconds from one base alone would be 60 µs off."""
+    clock = clock_of_fakes(monkeypatch)
+    marks = []
+    for index in range(6000):
+        FakeEvent.now = index * 100_000_000 + 137
+        marks.append(clock.mark())
+    first, *others = [clock.read(mark) for mark in marks]
+    for index, time in enumerate(others, 1):
+        assert abs(time - first - index * 100_000_000) < 15_000 * (1 + index / 512)
+    assert clock.read(marks[-1]) == others[-1], "reading twice gives the same"
+
+
+def test_a_host_that_is_late_sets_the_clock_wrong_by_little(monkeypatch):
+    """It learns that an event is over when it is scheduled again; the shortest wait of several tells best."""
+    host = {"now": 1_000_000_000}
+    delays = iter([9_000_000, 7_000_000, 20_000, 12_000_000, 8_000_000])
+
+    def synchronize(self):
+        host["now"] += next(delays)
+
+    monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
+    monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: host["now"])
+    clock = clock_of_fakes(monkeypatch)
+    assert abs(clock._start(clock._base) - (1_000_000_000 + 16_000_000)) <= 20_000
+
+
+def drifting(monkeypatch, ppm: float, wait: int = 10_000):
+    """A clock of a device that is slower than the host by so many millionths, and the host's time to set; every anchor
+    is waited for as long as told, in nanoseconds."""
+    host = {"now": 5_000_000_000}
+    begin = host["now"]
+
+    def record(self):
+        self.time = (host["now"] - begin) * (1 - ppm * 1e-6)
+
+    def synchronize(self):
+        host["now"] += wait
+
+    monkeypatch.setattr(FakeEvent, "record", record)
+    monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
+    monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: host["now"])
+    return clock_of_fakes(monkeypatch), host
+
+
+@pytest.mark.parametrize("ppm", [40.0, -15.0])
+def test_a_device_whose_clock_drifts_is_put_back_on_the_host_s(ppm, monkeypatch):
+    """Ten minutes at 40 ppm are 24 ms; what is left is what an anchor is uncertain by, and rounding."""
+    clock, host = drifting(monkeypatch, ppm)
+    marks = []
+    for _ in range(6000):
+        host["now"] += 100_000_000
+        marks.append((host["now"], clock.mark()))
+    drift = clock.end()
+    assert drift.ppm == pytest.approx(ppm, abs=0.1)
+    assert drift.corrected
+    assert drift.uncertainty_ppm < 0.1
+    assert max(abs(clock.read(mark) - at) for at, mark in marks) < 60_000
+
+
+def test_a_drift_that_the_anchors_cannot_tell_is_left_alone(monkeypatch):
+    """Ten milliseconds: what the host waits for an anchor is a thousand millionths of them."""
+    clock, host = drifting(monkeypatch, 40.0)
+    marks = [clock.mark()]
+    host["now"] += 10_000_000
+    marks.append(clock.mark())
+    drift = clock.end()
+    assert not drift.corrected
+    assert abs(drift.ppm) < drift.uncertainty_ppm
+    first, last = (clock.read(mark) for mark in marks)
+    assert abs(last - first - 10_000_000 * (1 - 40e-6)) < 10
+
+
+def test_steps_between_neighbours_are_exact_to_a_microsecond(monkeypatch):
+    clock = clock_of_fakes(monkeypatch)
+    marks = []
+    for index in range(2000):
+        FakeEvent.now = index * 50_000
+        marks.append(clock.mark())
+    times = [clock.read(mark) for mark in marks]
+    assert max(abs(b - a - 50_000) for a, b in pairwise(times)) < 4000
+    assert times == sorted(times)
+
+
+def test_events_are_used_again(monkeypatch):
+    clock = clock_of_fakes(monkeypatch)
+    for _ in range(5):
+        for mark in [clock.mark() for _ in range(10)]:
+            clock.read(mark)
+    assert FakeEvent.made <= 12
+
+
+def test_an_arrival_is_watched_by_a_stream_of_its_own(monkeypatch):
+    """The wait happens on the watcher, and never on the stream that computes."""
+    current = ["compute"]
+
+    class FakeStream:
+        def __init__(self, *_: object) -> None:
+            self.waited: list[object] = []
+
+        def wait_stream(self, other: object) -> None:
+            self.waited.append(other)
+
+        def __enter__(self) -> None:
+            current.append("watcher")
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    def wait() -> None:
+        assert current[-1] == "watcher"
+        FakeEvent.now = 7_000_000  # there when the transfer is over
+
+    clock = clock_of_fakes(monkeypatch)
+    monkeypatch.setattr(clocks.torch, "Stream", FakeStream)
+    before = clock.mark()
+    arrived = clock.arrival(wait)
+    assert current == ["compute"]
+    assert clock.read(arrived) - clock.read(before) == 7_000_000
+    compute = FakeStream()
+    monkeypatch.setattr(clocks.torch.accelerator, "current_stream", lambda device: compute)
+    for _ in range(2):  # the watcher is waited for once
+        clock.rejoin()
+        assert compute.waited == [clock._watcher]
+
+
+def test_what_is_done_when_it_returns_is_timed_by_the_host():
+    clock = make_clock(torch.device("cpu"), streams=False)
+    assert isinstance(clock, HostClock)
+    assert clock.read(clock.mark()) <= clock.read(clock.mark())

@@ -1,0 +1,265 @@
+"""What is recorded: nothing when off, everything the plan says when on, and never another bit of the result."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.comm.local import LocalTransport
+from burst_portable.planning.cost import rank_cost
+from burst_portable.planning.rates import Rates
+from burst_portable.profiling import recorder as module
+from burst_portable.profiling.recorder import Recorder, RecordingRuntime
+from burst_portable.profiling.records import NEVER, pack, unpack
+from tests.support.recorded_calls import LENGTH, RANKS, inputs, one_step
+
+
+def recorded(strategy, level="session", steps=1, mask="causal"):
+    """Results and records of every rank."""
+
+    def work(mesh):
+        with bp.profile(level, mesh=mesh) as session:
+            for _ in range(steps):
+                results = one_step(mesh, strategy, mask)
+                session.mark()
+        return results, session.gather()
+
+    done = bp.run_local(RANKS, work)
+    assert [gathered is None for _, gathered in done] == [False, True, True]
+    return [results for results, _ in done], done[0][1]
+
+
+@pytest.mark.parametrize("level", ["session", "light"])
+@pytest.mark.parametrize("strategy", ["ring", "burst", "ulysses"])
+def test_results_are_the_same_bits_on_and_off(strategy, level):
+    off = bp.run_local(RANKS, lambda mesh: one_step(mesh, strategy))
+    on, _ = recorded(strategy, level)
+    for mine, theirs in zip(off, on, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_posting_an_exchange_is_no_copying(monkeypatch):
+    """Marks of copies lie around what a rank copies, not around what it gives to the transport."""
+    inside, posted = threading.local(), []
+    copying, post = RecordingRuntime.copying, LocalTransport.post
+
+    @contextmanager
+    def marked(self, *arguments, **options):
+        inside.now = True
+        with copying(self, *arguments, **options):
+            yield
+        inside.now = False
+
+    def watched(self, sends, receives, label=""):
+        posted.append(label)
+        assert not getattr(inside, "now", False), label
+        return post(self, sends, receives, label)
+
+    monkeypatch.setattr(RecordingRuntime, "copying", marked)
+    monkeypatch.setattr(LocalTransport, "post", watched)
+    recorded("ulysses")
+    assert {"to heads", "to sequence"} <= set(posted)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "burst"])
+def test_flops_and_bytes_are_the_plan_s(strategy):
+    _, records = recorded(strategy, steps=2)
+    plan = bp.plan(
+        seq_len=LENGTH, ranks=RANKS, heads=6, kv_heads=3, head_dim=8, batch=2, itemsize=4,
+        strategy=strategy, layout="contiguous",
+    )  # fmt: skip
+    for one in records:
+        compute, message = one.tables["compute"], one.tables["message"]
+        assert sorted(set(compute["iteration"])) == [0, 1]
+        for backward, name in enumerate(("forward", "backward")):
+            cost = rank_cost(plan, name, one.rank, Rates(1, 1))
+            assert compute["flops"][compute["backward"] == backward].sum() == 2 * cost.flops
+            sent = message.where((message["backward"] == backward) & (message["sends"] == 1))
+            assert sent["bytes"].sum() == 2 * cost.sent
+            planned = one.plans[0]["planned"][name]
+            assert (planned["flops"], planned["sent"]) == (cost.flops, cost.sent)
+
+
+def test_every_message_has_two_ends():
+    _, records = recorded("burst")
+    ends = []
+    for one in records:
+        m = one.tables["message"]
+        for i in range(len(m)):
+            pair = (one.rank, m["peer"][i]) if m["sends"][i] else (m["peer"][i], one.rank)
+            ends.append((*pair, m["backward"][i], m["owner"][i], m["result"][i]))
+            assert m["posted"][i] <= m["left"][i] <= m["start"][i] <= m["end"][i]
+    assert ends
+    assert all(ends.count(end) == 2 for end in ends)
+
+
+def test_the_passes_of_a_reshard_are_told_apart():
+    _, records = recorded("ulysses")
+    for one in records:
+        c = one.tables["collective"]
+        reshards = c.where(c["agreement"] == 0)
+        # q, k, v to heads and the output back; then dO to heads and three gradients back.
+        assert [int((reshards["backward"] == b).sum()) for b in (0, 1)] == [2, 2]
+        assert list(one.tables["compute"]["backward"]) == [0, 1]
+
+
+def test_records_survive_the_way_to_another_rank():
+    _, records = recorded("ring")
+    again = unpack(pack(records[1]))
+    assert again.rank == 1
+    assert again.plans == records[1].plans
+    for kind, table in records[1].tables.items():
+        assert (again.tables[kind].data == table.data).all()
+
+
+@pytest.mark.parametrize(("strategy", "forward", "backward"), [("ring", 1, 5), ("burst", 1, 5), ("ulysses", 5, 7)])
+def test_copies_are_recorded_where_the_plan_has_them(strategy, forward, backward):
+    """In rings a rank's own block is packed, each pass; of two foreign ones, gradients are cleared, and added to.
+
+    Ulysses packs, puts its own piece beside what comes, and what came in order: to heads 2; back 3, of 3 gradients 5.
+    """
+    _, records = recorded(strategy, mask="full")
+    for one in records:
+        copies = one.tables["copy"]
+        assert [int((copies["backward"] == when).sum()) for when in (0, 1)] == [forward, backward]
+        assert (copies["end"] >= copies["start"]).all()
+
+
+def test_light_keeps_kernels_and_waits_for_blocks():
+    _, records = recorded("ring", "light")
+    message = records[0].tables["message"]
+    assert len(records[0].tables["compute"])
+    assert len(message)
+    assert not message["sends"].any()
+    assert not len(records[0].tables["copy"])
+
+
+def test_a_session_outside_run_local_sees_every_rank():
+    with bp.profile() as session:
+        bp.run_local(RANKS, lambda mesh: one_step(mesh, "ring"))
+    assert [one.rank for one in session.gather()] == list(range(RANKS))
+
+
+def test_an_unknown_level_is_refused():
+    with pytest.raises(bp.BurstError, match="session, light, deep"):
+        bp.profile("deeper")
+
+
+def test_off_nothing_of_it_is_imported():
+    source = (
+        "import sys, torch, burst_portable as bp\n"
+        "x = torch.randn(1, 8, 2, 4)\n"
+        "bp.attention(x, x, x)\n"
+        "assert not [name for name in sys.modules if 'burst_portable.profiling' in name]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_rank_alone_and_the_light_level_have_reports():
+    with bp.profile() as session:
+        one_step(bp.Mesh.single(), "ring")
+    alone = session.report()
+    assert alone.data["ranks"][0]["compute"] > 0
+    assert alone.data["links"] == []
+    assert alone.verdict
+
+    def work(mesh):
+        with bp.profile("light", mesh=mesh) as light:
+            one_step(mesh, "ring")
+        return light.report()
+
+    report = bp.run_local(RANKS, work)[0]
+    assert report.data["light"]
+    assert report.data["verdict"]["kind"] != "slow link", "what is not recorded is not blamed"
+    for rank in report.data["ranks"]:
+        assert rank["span"] == rank["compute"] + rank["exposed_comm"] + rank["exposed_copy"] + rank["idle"]
+
+
+def test_backward_after_the_session_was_closed_is_still_recorded():
+    q, k, v, dout = inputs(0)
+    with bp.profile() as session:
+        out = bp.attention(q, k, v)
+    out.backward(dout)
+    assert list(session.records()[0].tables["compute"]["backward"]) == [0, 1]
+    session.mark()
+    with pytest.raises(bp.BurstError, match="open already"), session, session:
+        pass
+
+
+class Arrived:
+    def wait(self):
+        """It is there."""
+
+
+def test_a_batch_is_watched_once_and_sends_of_their_own_are_not():
+    plan = bp.plan(seq_len=64, ranks=2, heads=1, head_dim=16, mask="full", layout="contiguous", strategy="ring")
+    step = plan.forward.steps_of(0)[0]
+    buffer, log = torch.empty(8, dtype=torch.uint8), []
+    batch, apart = Arrived(), Arrived()
+    clock = SimpleNamespace(
+        mark=lambda: 1, arrival=lambda wait: log.append(wait) or 5, rejoin=lambda: log.append("over")
+    )
+
+    def arrivals(sending):
+        inner = SimpleNamespace(
+            transport=SimpleNamespace(
+                name="",
+                rank=0,
+                size=2,
+                host="",
+                lasting=True,
+                picks=False,
+                goes_first=False,
+                end=lambda: log.append("end"),
+            ),
+            post=lambda *_, **__: ([sending], [batch]),
+        )
+        recorder = Recorder(0, "host", light=False)
+        recorder._clocks[buffer.device] = clock
+        runtime = RecordingRuntime(inner, plan, recorder)
+        leaving, arriving = runtime.post([(step.sends[0], buffer)], [(step.receives[0], buffer)], 0, backward=False)
+        for handle in (*leaving, *arriving):
+            handle.wait()
+        runtime.transport.end()
+        table = recorder.records().tables["message"]
+        return dict(zip(table["sends"].tolist(), table["arrived"].tolist(), strict=True))
+
+    assert arrivals(batch) == {1: 5, 0: 5}
+    assert arrivals(apart) == {1: NEVER, 0: 5}
+    assert log == [batch.wait, "over", "end"] * 2, "the pass waits for those who watch, before it is over"
+
+
+def test_a_device_s_marks_are_read_by_its_clock_whatever_the_host_marks_later(monkeypatch):
+    """Messages between passes are marked by the host's clock, which may be made after the device's."""
+    mark = object()
+
+    class DeviceClock(SimpleNamespace):
+        def read(self, what):
+            return 77 if what is mark else pytest.fail("not a mark of this clock")
+
+    made = {
+        "cuda": DeviceClock(evidence="device events", end=lambda: None),
+        "cpu": SimpleNamespace(evidence="host clock", end=lambda: None),
+    }
+    monkeypatch.setattr(module, "make_clock", lambda device, *, streams: made[device.type])
+    monkeypatch.setattr(
+        module,
+        "for_device",
+        lambda name: SimpleNamespace(capabilities=SimpleNamespace(streams=name == "cuda", direct_transport="")),
+    )
+    recorder = Recorder(0, "host", light=True)
+    for name in ("cuda", "cpu"):
+        assert recorder.clock(torch.device(name)) is made[name]
+    first = module.COLUMNS["message"].index("arrived")
+    recorder.rows["message"].append(tuple(mark if i == first else 0 for i in range(len(module.COLUMNS["message"]))))
+    records = recorder.records()
+    assert records.tables["message"]["arrived"].tolist() == [77]
+    assert (records.evidence, records.facts["device"]) == ("device events", "cuda")

@@ -1,0 +1,91 @@
+"""Beside data parallelism every sequence group has ranks 0, 1, ...: sessions without mesh= never mix them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.profiling.report import Report
+from tests.support.profiled_groups_ranks import RANKS
+from tests.support.recorded_calls import one_step
+from tests.support.synthetic_records import ring
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What each of four processes was told, two groups of two."""
+    folder = tmp_path_factory.mktemp("groups")
+    command = [sys.executable, "-m", "tests.support.profiled_groups_ranks", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def test_each_sequence_group_has_a_report_of_its_own(told):
+    reports = [one["report"] for one in told]
+    assert [report is None for report in reports] == [False, True, False, True]
+    for report in (reports[0], reports[2]):
+        assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+        assert sum(plan["calls"] for plan in report["plans"]) == 3
+    assert (reports[2]["verdict"]["kind"], reports[2]["verdict"]["rank"]) == ("slow rank", 1)
+
+
+def test_what_does_not_say_which_mesh_is_refused_and_names_the_argument(told):
+    for rank, one in enumerate(told):
+        group = "0, 1" if rank < 2 else "2, 3"
+        assert "no call of this mesh was recorded" in one["everybody"]
+        assert f"mesh= of ranks 0, 1, 2, 3, calls of ranks {group}" in one["everybody"]
+        assert "calls of several meshes were recorded" in one["several"]
+        assert "pass mesh= to profile() or report()" in one["several"]
+        assert "nothing was recorded here" in one["empty"]
+        assert "pass mesh= to profile()" in one["empty"]
+
+
+def test_with_a_mesh_only_its_calls_are_reported(told):
+    for one in (told[0]["one of several"], told[2]["one of several"]):
+        assert [rank["rank"] for rank in one["ranks"]] == [0, 1]
+        assert [(plan["ranks"], plan["calls"]) for plan in one["plans"]] == [(2, 1)]
+
+
+def test_a_rank_that_does_not_call_report_is_named_with_what_it_did_not_call(told):
+    assert [bool(one["missing"]) for one in told] == [True, False, False, True]
+    for one, absent in ((told[0], 1), (told[3], 0)):
+        assert (
+            f"whether all ranks call session.report() or gather(): receiving from rank {absent} took too long"
+            in one["missing"]
+        )
+        assert one["missing"].endswith("; every rank of the mesh must call session.report() or gather()")
+
+
+def test_ranks_that_are_threads_take_the_mesh_of_their_calls_too():
+    def work(mesh):
+        with bp.profile() as session:
+            one_step(mesh, "ring")
+        return session.report()
+
+    report, *others = bp.run_local(3, work)
+    assert others == [None, None]
+    assert [rank["rank"] for rank in report.data["ranks"]] == [0, 1, 2]
+
+
+def test_records_of_several_meshes_are_no_report():
+    with pytest.raises(bp.BurstError, match=r"a rank is there twice.*0, 0, 1, 1.*mesh="):
+        Report.of([*ring(2, 3), *ring(2, 3)])
+
+
+def test_a_deep_session_of_several_meshes_is_refused():
+    """The tracer's names hold a rank and no mesh: rank 0 of one and rank 0 of the other would be one."""
+    x = torch.randn(1, 32, 1, 8)
+    with bp.profile("deep") as session:
+        bp.run_local(2, lambda mesh: bp.attention(x, x, x, mesh=mesh))
+        bp.attention(x, x, x, mesh=bp.Mesh.single())
+    with pytest.raises(bp.BurstError, match="deep session cannot tell calls of several meshes apart"):
+        session.records()

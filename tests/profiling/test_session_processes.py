@@ -1,0 +1,87 @@
+"""Real processes over gloo with 50 ms of delay in one place: the verdict names the place and the time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from burst_portable.profiling.ablation import REPEAT
+from burst_portable.profiling.report import Report
+from tests.support.profiled_gloo_ranks import DELAY, SLOW_RANK, slow_link
+
+pytestmark = pytest.mark.alone
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def reports(request, tmp_path_factory):
+    """ranks, and for "link" and "compute" the report and the delays that there really were, in seconds."""
+    ranks, folder = request.param, tmp_path_factory.mktemp("gloo")
+    command = [sys.executable, "-m", "tests.support.profiled_gloo_ranks", str(ranks), str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {}
+    for what in ("link", "compute", "hidden", *(["ablated"] if ranks == 2 else [])):
+        delays = json.loads((folder / f"{what}.delays").read_text())
+        assert min(delays) >= DELAY
+        found[what] = Report.load(folder / f"{what}.json").data, delays
+    return ranks, found
+
+
+def test_a_slow_rank_is_named_with_the_time_it_costs(reports):
+    data, delays = reports[1]["compute"]
+    verdict = data["verdict"]
+    assert (verdict["kind"], verdict["rank"]) == ("slow rank", SLOW_RANK), verdict["text"]
+    assert f"ank {SLOW_RANK} " in verdict["text"]
+    kernels = sum(p["kernels"] for p in data["ranks"][SLOW_RANK]["passes"].values())
+    assert len(delays) == kernels
+    assert verdict["lost"] == pytest.approx(sum(delays) * 1e9, rel=0.1)
+
+
+def test_a_slow_link_is_named_with_the_time_it_costs(reports):
+    ranks, (data, delays) = reports[0], reports[1]["link"]
+    source, target = slow_link(ranks)
+    verdict = data["verdict"]
+    assert (verdict["kind"], verdict["rank"], verdict["peer"]) == ("slow link", source, target), verdict["text"]
+    assert f"from rank {source} to rank {target}" in verdict["text"]
+    link = next(x for x in data["links"] if (x["source"], x["target"]) == (source, target))
+    assert len(delays) == link["messages"]
+    assert verdict["lost"] == pytest.approx(sum(delays) * 1e9, rel=0.1)
+
+
+def test_what_came_behind_a_long_kernel_is_no_transfer_as_long_as_the_kernel(reports):
+    """Some kB, sent 50 ms before anybody waits for them: when they came nobody saw."""
+    data, _ = reports[1]["hidden"]
+    for link in data["links"]:
+        assert link["messages"] > 0
+        assert link["transfer"] <= link["seen"] * DELAY / 2 * 1e9, link
+    assert all(rank["overlap"] < 0.1 * rank["compute"] for rank in data["ranks"])
+
+
+def test_an_ablation_finds_the_slow_kernels_without_any_event(reports):
+    ranks, found = reports
+    if ranks == 2:
+        data, delays = found["ablated"]
+        rows = data["ablation"]
+        assert [row["rank"] for row in rows] == [0, 1]
+        # two kernels a step: one step before, one that warms up, then a whole one and one without messages in turns
+        steps = [a + b for a, b in zip(delays[::2], delays[1::2], strict=True)]
+        assert len(steps) == 2 + 2 * REPEAT
+        assert rows[SLOW_RANK]["exposed_computing"] == pytest.approx(min(steps[2::2]) * 1e9, rel=0.1)
+        for row in rows:
+            parts = ("without_both", "exposed_communication", "exposed_computing", "hidden")
+            assert row["whole"] == sum(row[name] for name in parts)
+
+
+def test_partitions_add_up_and_clocks_are_one(reports):
+    for data, _ in reports[1].values():
+        assert (data["clock"]["method"], data["clock"]["uncertainty_ns"]) == ("one clock", 0)
+        cut = [row for kind in ("steps", "layers", "iterations") for one in data[kind] for row in one["ranks"]]
+        for row in (*data["ranks"], *cut):
+            assert row["span"] == row["compute"] + row["exposed_comm"] + row["exposed_copy"] + row["idle"]
+            assert min(row[name] for name in ("compute", "exposed_comm", "exposed_copy", "idle")) >= 0

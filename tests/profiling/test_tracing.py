@@ -1,0 +1,173 @@
+"""The deep level: a tracer's events under the plan's names, by hand on a made-up device and for real on this one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.profiling.records import Place, RankRecords, pack, unpack
+from burst_portable.profiling.tracing import join, traced_facts
+from tests.support.synthetic_records import Maker
+
+RANKS = 2
+
+
+def span(category, name, ts, dur, tid=1, correlation=None):
+    args = {} if correlation is None else {"correlation": correlation}
+    return {"ph": "X", "cat": category, "name": name, "ts": ts, "dur": dur, "pid": 0, "tid": tid, "args": args}
+
+
+def here(backward, iteration, step, what):
+    return str(Place(3, "ring", backward, iteration, 0, step, what))
+
+
+# Host thread 1 launches; the device runs later, on streams 7 and 8. Microseconds.
+EVENTS = [
+    span("user_annotation", here(False, 0, 1, "q3 x kv2"), 0, 10),
+    span("cuda_driver", "cuLaunchKernelEx", 2, 1, correlation=11),
+    span("cuda_runtime", "cudaLaunchKernel", 12, 1, correlation=12),  # between annotations: the model's own
+    span("user_annotation", here(False, 0, 1, "posts messages"), 20, 10),
+    span("cuda_runtime", "cudaLaunchKernel", 21, 1, correlation=13),
+    span("cuda_runtime", "cudaLaunchKernelExC", 23, 1, correlation=14),
+    span("cuda_runtime", "cudaLaunchKernel", 22, 1, tid=2, correlation=15),  # another thread, at the same time
+    span("user_annotation", here(True, 1, 0, "q3 x kv3"), 40, 10),
+    span("cuda_driver", "cuLaunchKernelEx", 41, 1, correlation=16),
+    span("kernel", "_forward", 100, 50, tid=7, correlation=11),
+    span("kernel", "gemm", 150, 500, tid=7, correlation=12),
+    span("kernel", "elementwise_copy", 150, 10, tid=8, correlation=13),
+    span("kernel", "ncclDevKernel_SendRecv", 140, 60, tid=8, correlation=14),
+    span("kernel", "somebody's", 0, 900, tid=9, correlation=15),
+    span("kernel", "_backward", 190, 30, tid=7, correlation=16),
+    span("gpu_user_annotation", here(False, 0, 1, "q3 x kv2"), 100, 50, tid=7, correlation=11),
+]
+
+
+def test_a_device_by_hand():
+    (rank, traced), *others = join({"traceEvents": EVENTS}).items()
+    assert (rank, traced.on_device, others) == (3, True, [])
+    facts = traced_facts(traced)
+    assert facts["partition"] == {
+        "span": 120_000,  # 100 to 220
+        "compute": 80_000,  # 100-150, 190-220
+        "exposed_comm": 40_000,  # 150-190
+        "exposed_copy": 0,
+        "idle": 0,
+        "comm": 60_000,
+        "overlap": 20_000,
+        "blocking": 0,
+    }
+    told = {(k["backward"], k["step"], k["what"], k["kind"], k["name"]): k["time"] for k in facts["kernels"]}
+    assert told == {
+        (0, 1, "q3 x kv2", "compute", "_forward"): 50_000,
+        (0, 1, "posts messages", "copy", "elementwise_copy"): 10_000,
+        (0, 1, "posts messages", "comm", "ncclDevKernel_SendRecv"): 60_000,
+        (1, 0, "q3 x kv3", "compute", "_backward"): 30_000,
+    }
+
+
+def test_contention_by_hand():
+    """One kernel twice alone (100), once beside a transfer (130); others beside it too."""
+
+    def launched(at, what, name, start, stop):
+        place = Place(0, "ring", False, 0, 0, at, what)
+        return [
+            span("user_annotation", str(place), 10 * at, 5),
+            span("cuda_driver", "cuLaunchKernelEx", 10 * at + 1, 1, correlation=at),
+            span("kernel", name, start, stop - start, tid=7, correlation=at),
+        ]
+
+    events = [
+        *launched(0, "q0 x kv0", "_forward", 1000, 1100),
+        *launched(1, "q0 x kv1", "_forward", 1100, 1200),
+        *launched(2, "posts messages", "ncclDevKernel_SendRecv", 1205, 1700),
+        *launched(3, "q0 x kv3", "_forward", 1210, 1340),
+        *launched(4, "q0 x kv4", "_forward", 1340, 1400),
+        *launched(5, "q0 x kv5", "_merge", 1400, 1500),
+    ]
+    made = Maker(0)
+    for step, flops in enumerate((1000, 1000, 0, 1000, 500, 0)):
+        made.compute(step, 0, 1, flops=flops)
+    traced = join({"traceEvents": events})[0]
+    found = traced_facts(traced, made.records().tables["compute"])["contention"]
+    assert found == {"beside": 1, "alone": 2, "ratio": 1.3, "lost": 30_000}
+    assert traced_facts(join({"traceEvents": EVENTS})[3])["contention"] is None
+
+
+def test_it_survives_the_way_to_another_rank():
+    traced = join({"traceEvents": EVENTS})[3]
+    there = unpack(pack(RankRecords(3, "host", "device events", {}, traced=traced))).traced
+    assert there.names == traced.names
+    assert there.on_device
+    assert (there.rows == traced.rows).all()
+
+
+def results(mesh):
+    own = torch.Generator().manual_seed(mesh.rank)
+    found = []
+    for _ in range(2):
+        q, k, v = (torch.randn(1, 48, 2, 8, generator=own).requires_grad_() for _ in range(3))
+        out = bp.attention(q, k, v, mesh=mesh, strategy="ring", layout="contiguous")
+        out.square().sum().backward()
+        found += [out.detach(), q.grad, k.grad, v.grad]
+    return found
+
+
+@pytest.fixture(scope="module")
+def session():
+    with bp.profile("deep") as session:
+        session.results = bp.run_local(RANKS, results)
+    return session
+
+
+def test_results_are_the_same_bits(session):
+    for mine, theirs in zip(session.results, bp.run_local(RANKS, results), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_operators_of_this_machine_lie_in_the_kernels_that_were_marked(session):
+    report = session.report()
+    assert [one["rank"] for one in report.data["traced"]] == [0, 1]
+    for one in report.data["traced"]:
+        assert not one["on_device"]
+        assert one["partition"] is None
+        # Contiguous causal: rank 1 meets two blocks, rank 0 its own; two calls, forward and backward.
+        met = {(k["backward"], k["what"]) for k in one["kernels"] if k["kind"] == "compute"}
+        owners = range(one["rank"] + 1)
+        assert met == {(backward, f"q{one['rank']} x kv{owner}") for backward in (0, 1) for owner in owners}
+        marked = sum(p["compute"] for p in report.data["ranks"][one["rank"]]["passes"].values())
+        traced = sum(k["time"] for k in one["kernels"] if k["kind"] == "compute")
+        assert 0 < traced <= marked
+        kernels = [k for k in one["kernels"] if "flash_attention" in k["name"]]
+        assert {k["times"] for k in kernels} == {2}
+
+
+def test_the_reports_show_it(session, tmp_path, capsys):
+    report = session.report()
+    report.print()
+    assert "the tracer saw" in capsys.readouterr().out
+    report.write_html(tmp_path / "page.html")
+    assert "_scaled_dot_product_flash_attention_for_cpu" in (tmp_path / "page.html").read_text()
+    session.write_trace(tmp_path / "trace.json")
+    names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert str(Place(1, "ring", True, 0, 1, 1, "q1 x kv0")) in names
+
+
+def test_one_tracer_a_process():
+    with (
+        bp.profile("deep"),
+        pytest.raises(bp.BurstError, match=r"a tracer runs in this process already.*around run_local"),
+        bp.profile("deep"),
+    ):
+        pass
+
+
+def test_a_session_without_a_tracer_has_no_trace(tmp_path):
+    with bp.profile() as session:
+        pass
+    with pytest.raises(ValueError, match="no tracer"):
+        session.write_trace(tmp_path / "trace.json")
+    with bp.profile("deep") as session, pytest.raises(ValueError, match="not over"):
+        session.write_trace(tmp_path / "trace.json")

@@ -1,0 +1,39 @@
+"""No rank holds more than its own shard and the blocks in flight: live tensor memory, counted op by op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.live_memory import KV_BYTES, LENGTH, RESULT_BYTES, LiveMemory, measured
+
+
+@pytest.mark.parametrize("strategy", ["ring", "burst", "double_ring"])
+def test_memory_falls_with_the_ranks(strategy):
+    peaks = {ranks: max(m.peak for m in measured(ranks, strategy)) for ranks in (1, 2, 4, 8)}
+    # One rank has its results alone; two merge and add theirs in wider numbers (float64 out, of float32 tensors), and
+    # hold blocks besides. From two to four a second block is in flight (a third for the outer ring); from there on all
+    # is in proportion to the shard.
+    assert peaks[1] < 1.1 * RESULT_BYTES
+    assert peaks[2] < (1.5 if strategy == "ring" else 1.82) * RESULT_BYTES
+    assert peaks[4] < 0.85 * peaks[2]
+    assert peaks[8] < 0.8 * peaks[4]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "burst", "double_ring"])
+def test_nothing_is_as_large_as_the_whole(strategy):
+    """On 8 ranks: no tensor of S x S, none of a whole sequence's keys and values, none near it."""
+    for memory in measured(8, strategy):
+        assert memory.largest < KV_BYTES / 2
+        assert memory.largest < LENGTH * LENGTH * 4 / 16
+
+
+def test_the_count_itself_sees_what_is_alive():
+    with LiveMemory() as memory:
+        a = torch.zeros(1000)
+        b = a + 1
+        del a
+        torch.zeros(500)
+        assert memory.peak == 8000
+        assert b.numel() == 1000
+    assert memory.largest == 4000

@@ -1,0 +1,134 @@
+"""Attention that one kernel call of a rank computes as a whole: nothing is merged there, and nothing is added up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.conformance.oracle import dense_mask
+from burst_portable.kernels import base
+from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.planning import schedule
+
+
+def qkv():
+    return [torch.randn(1, 16, heads, 8) for heads in (4, 2, 2)]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Which methods for attention as a whole the reference kernel is asked for; it has them here, and gives 16 bits."""
+    names = []
+
+    def attend_whole(self, *arguments):
+        names.append("attend_whole")
+        out, lse = self.attend(*arguments)
+        return out.bfloat16(), lse
+
+    def gradients(self, dout, q, k, v, out, lse, tiles, options):
+        names.append("gradients")
+        assert out.dtype == torch.bfloat16
+        return tuple(x.bfloat16() for x in base.added_up(self, dout, q, k, v, out, lse, tiles, options))
+
+    monkeypatch.setattr(ReferenceKernel, "attend_whole", attend_whole, raising=False)
+    monkeypatch.setattr(ReferenceKernel, "gradients", gradients, raising=False)
+    return names
+
+
+def test_on_one_rank_a_kernel_is_asked_for_the_whole(asked):
+    """Nothing is merged and nothing added, so it may give 16 bits. Sinks come before out is rounded."""
+    for layout in ("contiguous", "zigzag"):
+        asked.clear()
+        q, k, v = (x.bfloat16().requires_grad_() for x in qkv())
+        out = bp.attention(q, k, v, mesh=bp.Mesh.single(), kernel="reference", layout=layout)
+        weights = torch.randn(out.shape)
+        made = torch.autograd.grad((out * weights).sum(), (q, k, v))
+        assert asked == ["attend_whole", "gradients"]
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        good = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in exact), is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
+        torch.testing.assert_close(out.double(), good, rtol=0, atol=2e-2)
+        for mine, other in zip(made, torch.autograd.grad((good * weights).sum(), exact), strict=True):
+            torch.testing.assert_close(mine.double(), other, rtol=2e-2, atol=5e-2)
+        bp.attention(q, k, v, mesh=bp.Mesh.single(), kernel="reference", sinks=torch.zeros(q.shape[2])).sum().backward()
+        assert asked == ["attend_whole", "gradients", "gradients"]
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout", "forward", "backward"),
+    [
+        # Each rank holds whole documents: nothing moves.
+        (bp.Mask.documents((0, 8, 13, 16)), "contiguous", [True, True], [True, True]),
+        # Rank 0 sees no other's rows, but what it sends is used, and its gradients come back.
+        (bp.Mask.window(3), "contiguous", [True, False], [False, False]),
+        ("causal", "zigzag", [False, False], [False, False]),
+    ],
+    ids=["documents", "window", "causal"],
+)
+def test_of_several_ranks_those_that_compute_once_ask_for_the_whole(asked, mask, layout, forward, backward):
+    """Nothing is merged there, or added. A result that is rounded before it is merged would be rounded twice."""
+    whole_q, whole_k, whole_v = (x.bfloat16() for x in qkv())
+    weights = torch.randn(whole_q.shape)
+
+    def work(mesh):
+        mine = [bp.shard(x, mesh, layout=layout).requires_grad_() for x in (whole_q, whole_k, whole_v)]
+        use = {"mask": mask, "mesh": mesh, "layout": layout, "strategy": "ring", "kernel": "reference"}
+        out = bp.attention(*mine, **use)
+        rows = bp.positions(mesh, seq_len=16, layout=layout)
+        return rows, out.detach(), *torch.autograd.grad((out * bp.shard(weights, mesh, layout=layout)).sum(), mine)
+
+    made = bp.run_local(2, work)
+    assert asked.count("attend_whole") == sum(forward)
+    assert asked.count("gradients") == sum(backward)
+    exact = [x.double().requires_grad_() for x in (whole_q, whole_k, whole_v)]
+    sees = dense_mask(bp.Mask.parse(mask, 16) if isinstance(mask, str) else mask, 16)
+    q, k, v = (x.transpose(1, 2) for x in exact)
+    good = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=True).transpose(1, 2)
+    right = good.detach(), *torch.autograd.grad((good * weights).sum(), exact)
+    for rows, *found in made:
+        for mine, other in zip(found, right, strict=True):
+            torch.testing.assert_close(mine.double(), other[:, rows], rtol=2e-2, atol=2e-2)
+
+
+def test_rows_that_one_step_completes_are_written_once(monkeypatch):
+    """Under a window, a kernel that writes where it is told gives 16 bits for all rows but those that are merged."""
+    monkeypatch.setattr(schedule, "_WORTH_A_LAUNCH", 1)
+    written = []
+
+    def attend_into(self, q, k, v, tiles, options, out, lse):
+        written.append((out.dtype, out.shape[1]))
+        made, made_lse = self.attend(q, k, v, tiles, options)
+        out.copy_(made)
+        lse.copy_(made_lse)
+
+    length, mask = 1536, bp.Mask.window(100)
+    whole_q, whole_k, whole_v = (torch.randn(1, length, heads, 4).bfloat16() for heads in (2, 1, 1))
+
+    def work(mesh, sinks=None):
+        mine = [bp.shard(x, mesh, layout="contiguous") for x in (whole_q, whole_k, whole_v)]
+        use = {"mask": mask, "mesh": mesh, "layout": "contiguous", "kernel": "reference", "strategy": "ring"}
+        return bp.attention(*mine, **use, sinks=sinks, return_lse=True)
+
+    merged = bp.run_local(3, work)  # this kernel does not write where it is told: all rows are merged, and rounded last
+    monkeypatch.setattr(ReferenceKernel, "attend_into", attend_into, raising=False)
+    made = bp.run_local(3, work)
+    assert sorted(map(str, written)) == sorted(map(str, [(torch.float32, 128), (torch.bfloat16, 384)] * 2))
+    q, k, v = (x.double().transpose(1, 2) for x in (whole_q, whole_k, whole_v))
+    scores = (q @ k.mT / 2).masked_fill(~dense_mask(mask, length), -torch.inf)
+    out, lse = (torch.cat([one[i] for one in made], 1 + i) for i in (0, 1))
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=1e-5)
+    exact = (scores.softmax(-1) @ v).transpose(1, 2)
+    assert (out != exact.bfloat16()).double().mean() < 0.01  # rounded once
+    assert (torch.cat([one[0] for one in merged], 1) != exact.bfloat16()).double().mean() < 0.01
+    written.clear()
+    bp.run_local(3, lambda mesh: work(mesh, torch.zeros(2)))  # sinks are merged into all rows
+    assert not written
+    profiled = bp.run_local(3, lambda mesh: _profiled(mesh, work))
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(profiled, made, strict=True))
+
+
+def _profiled(mesh, work):
+    with bp.profile(mesh=mesh):
+        return work(mesh)

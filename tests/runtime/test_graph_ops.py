@@ -1,0 +1,383 @@
+"""`attention` inside the graphs of torch.compile: the numbers of the same code uncompiled, to the bit."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils.checkpoint import checkpoint
+
+import burst_portable as bp
+from burst_portable.errors import InputError, MismatchError, ShapeError, UnknownNameError, UnsupportedError
+from burst_portable.runtime import graph_ops
+from tests.support.compiled_ranks import on_threads
+
+# torch's own: the compiler looks at .grad of what it is handed.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")]
+LENGTH = 23
+MESH = bp.Mesh.single()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+    gc.collect()
+    assert not graph_ops._kept, "what backward passes needed is let go of with their tickets"
+    assert not graph_ops._turns, "and turns with the graphs that are made"
+
+
+def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def whole() -> list[Tensor]:
+    """q, k, v and sinks of a whole sequence."""
+    sizes = ((2, LENGTH, 4, 16), (2, LENGTH, 2, 16), (2, LENGTH, 2, 8), (4,))
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=generator) for size in sizes]
+
+
+def results(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """What it gives, and the gradients of its inputs."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    out.float().square().sum().backward()
+    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def assert_same(one: list[Tensor], other: list[Tensor], tolerance: float = 0.0) -> None:
+    assert len(one) == len(other)
+    for x, y in zip(one, other, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Attention between other operators, which a compiler fuses, reorders, and whose memory it takes again."""
+    out: Tensor = bp.attention(q * 2, k.sin(), v + 1, mesh=MESH, **options)
+    return out.cos() * out
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "ulysses, sinks": {"strategy": "ulysses", "sinks": True, "layout": "striped"},
+    "ring, window": {"strategy": "ring", "mask": "window:5"},
+    "ulysses": {"strategy": "ulysses"},
+    "ring, sinks": {"strategy": "ring", "sinks": True},
+    "burst, documents": {"strategy": "burst", "mask": f"documents:0,5,{LENGTH}", "layout": "contiguous"},
+    "all options": {"mask": "full", "softcap": 5.0, "scale": 0.3, "deterministic": True, "kernel": "reference"},
+}
+
+
+@on_threads
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("case", [*CASES][:3] + [pytest.param(case, marks=pytest.mark.full) for case in [*CASES][3:]])
+def test_one_graph(case: str, ranks: int):
+    options = dict(CASES[case])
+    with_sinks = options.pop("sinks", False)
+    layout, mask = options.get("layout", "zigzag"), options.get("mask", "causal")
+
+    def work(mesh: bp.Mesh, wrap: Callable[..., Any]) -> list[Tensor]:
+        def step(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+            given = {"sinks": sinks.exp() if with_sinks else None, "mesh": mesh, "seq_len": LENGTH, "return_lse": True}
+            out, lse = bp.attention(q * 2, k.sin(), v + 1, **given, **options)
+            return out.cos() * out, lse
+
+        *rows, sinks = whole()
+        mine = [*(bp.shard(x, mesh, layout=layout, mask=mask) for x in rows), sinks]
+        call, found = wrap(step), []
+        for _ in range(2):  # the second time as remembered
+            found += results(lambda *leaves: call(*leaves)[0], mine)
+        with torch.no_grad():
+            return [*found, *call(*mine)]
+
+    plain = bp.run_local(ranks, lambda mesh: work(mesh, lambda step: step))
+    for expected, found in zip(plain, bp.run_local(ranks, lambda mesh: work(mesh, compiled)), strict=True):
+        assert_same(found, expected)
+
+
+@on_threads
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_inductor(strategy: str):
+    """Which takes the memory of q, k and v again once the graph has read them for the last time."""
+
+    def work(mesh: bp.Mesh, wrap: Callable[..., Any]) -> list[Tensor]:
+        def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = bp.attention(q * 2, k.sin(), v + 1, mesh=mesh, seq_len=LENGTH, strategy=strategy)
+            return out.cos() * out
+
+        return results(wrap(step), [bp.shard(x, mesh) for x in whole()[:3]])
+
+    plain = bp.run_local(2, lambda mesh: work(mesh, lambda step: step))
+    made = bp.run_local(2, lambda mesh: work(mesh, lambda step: compiled(step, "inductor")))
+    for expected, found in zip(plain, made, strict=True):
+        assert_same(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside the graph", "around it"])
+def test_checkpoints(inside: bool):
+    def again(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *x: checkpoint(function, *x, use_reentrant=False)
+
+    call = compiled(again(alone)) if inside else again(compiled(alone))
+    assert_same(results(call, whole()[:3]), results(alone, whole()[:3]))
+
+
+def test_autocast():
+    def narrow(*tensors: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return alone(*tensors)
+
+    found = results(compiled(narrow), whole()[:3])
+    assert found[0].dtype == torch.bfloat16
+    assert_same(found, results(narrow, whole()[:3]))
+
+
+def test_lengths_and_numbers_that_change():
+    """Lengths that differ from call to call have one graph, a scale another."""
+    counter = CompileCounterWithBackend("aot_eager")
+    call = compiled(alone, counter)
+    for rows, scale in ((23, 0.1), (12, 0.1), (20, 0.1), (9, 0.1), (15, 0.2)):
+        tensors = [x[:, :rows] for x in whole()[:3]]
+        options = {"scale": scale, "seq_len": rows}
+        assert_same(
+            results(lambda *x, o=options: call(*x, **o), tensors),
+            results(lambda *x, o=options: alone(*x, **o), tensors),
+        )
+        assert counter.frame_count <= 2 or scale == 0.2
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.3), np.float32(0.3)], ids=["tensor", "array"])
+def test_numbers_in_tensors_are_read_outside(scale: Any):
+    outside = lambda *x: bp.attention(*x, mesh=MESH, scale=scale)  # noqa: E731
+    assert_same(results(torch.compile(outside, backend="aot_eager"), whole()[:3]), results(outside, whole()[:3]))
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"outside of graphs where .* a number is in a tensor"):
+        compiled(outside)(*whole()[:3])
+
+
+TRANSFORMED: dict[str, Callable[..., Any]] = {
+    "vmap": lambda f, q, k, v: torch.vmap(lambda *x: f(*(y[None] for y in x)))(q, k, v),
+    "grad": lambda f, q, k, v: torch.func.grad(lambda x: f(x, k, v).sum())(q),
+    "jvp": lambda f, q, k, v: torch.func.jvp(lambda x: f(x, k, v), (q,), (q,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in jvp
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transforms_inside_a_compiled_function_are_refused(name: str):
+    """In a graph, the tangents of jvp were 0."""
+    transformed = partial(TRANSFORMED[name], partial(bp.attention, mesh=MESH))
+    with pytest.raises(UnsupportedError, match=r"cannot be transformed by torch\.func"):
+        torch.compile(transformed, backend="aot_eager")(*whole()[:3])
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"outside of graphs where .* torch\.func transforms"):
+        compiled(transformed)(*whole()[:3])
+
+
+@on_threads
+def test_two_attentions_keep_their_order_on_every_rank():
+    """Inductor orders what does not depend on each other by the sizes of a rank, which may have other graphs."""
+
+    def work(mesh: bp.Mesh, wrap: Callable[..., Any]) -> list[Tensor]:
+        def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            attend = partial(bp.attention, mesh=mesh, seq_len=LENGTH, strategy="ring")
+            one: Tensor = attend(q, k, v)
+            return one - attend(q.sin(), k.cos(), v + 1)
+
+        call, mine = wrap(step, mesh.rank), [bp.shard(x, mesh) for x in whole()[:3]]
+        with torch.no_grad():
+            out: Tensor = call(*mine)
+        return [out, *results(call, mine)]
+
+    def late_first(graph: torch.fx.GraphModule, _: Any) -> Any:
+        """As a compiler may: what the end of the graph needs last is computed first."""
+        order: dict[torch.fx.Node, None] = {}
+
+        def visit(node: torch.fx.Node) -> None:
+            for needed in reversed(node.all_input_nodes):
+                visit(needed)
+            order[node] = None
+
+        *_, end = graph.graph.nodes
+        visit(end)
+        for node in order:
+            if node.op not in ("placeholder", "output"):
+                end.prepend(node)
+        graph.recompile()
+        return make_boxed_func(graph.forward)
+
+    otherwise = aot_autograd(fw_compiler=late_first, bw_compiler=late_first)
+    plain = bp.run_local(2, lambda mesh: work(mesh, lambda step, _: step))
+    made = bp.run_local(
+        2, lambda mesh: work(mesh, lambda step, rank: compiled(step, otherwise if rank else "aot_eager"))
+    )
+    for expected, found in zip(plain, made, strict=True):
+        assert_same(found, expected)
+
+
+def test_no_cuda_graph_holds_the_operators():
+    """Replayed, it would neither send nor plan. Operators of tensors on a GPU are recorded unless they say so."""
+    for operator in (graph_ops.attend, graph_ops.attend_backward):
+        assert torch.Tag.cudagraph_unsafe in operator._opoverload.tags
+
+
+def test_one_tensor_for_all_and_gradients_of_some():
+    q, k, v, _ = whole()
+    assert_same(results(compiled(lambda x: bp.attention(x, x, x)), [q]), results(lambda x: bp.attention(x, x, x), [q]))
+    assert_same(results(compiled(lambda x: alone(x, k, v)), [q]), results(lambda x: alone(x, k, v), [q]))
+
+
+def test_a_graph_that_is_kept():
+    leaves = [x.requires_grad_() for x in whole()[:3]]
+    out = compiled(alone)(*leaves).sum()
+    assert_same(list(torch.autograd.grad(out, leaves, retain_graph=True)), list(torch.autograd.grad(out, leaves)))
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "sizes", "options"),
+    [
+        (ShapeError, "not a multiple", ((1, 8, 3, 8), (1, 8, 2, 8), (1, 8, 2, 8)), {}),
+        (ShapeError, "no usable shape", ((8, 2, 8),) * 3, {}),
+        (UnknownNameError, "unknown mask", ((1, 8, 2, 8),) * 3, {"mask": "nope"}),
+        (InputError, "return_lse must be a bool", ((1, 8, 2, 8),) * 3, {"return_lse": 1}),
+    ],
+)
+def test_what_is_refused_is_refused_in_the_same_words(error: type, match: str, sizes: Any, options: Any):
+    tensors = [torch.randn(size) for size in sizes]
+    with pytest.raises(error, match=match):
+        compiled(lambda q, k, v: bp.attention(q, k, v, mesh=MESH, **options))(*tensors)
+
+
+@on_threads
+def test_every_rank_hears_of_a_refusal():
+    def work(mesh: bp.Mesh) -> str:
+        call = compiled(lambda q, k, v: bp.attention(q, k, v, mesh=mesh))
+        kv = torch.randn(1, 8, 2, 8)
+        with pytest.raises((ShapeError, MismatchError)) as refusal:
+            call(torch.randn(1, 8, 2 if mesh.rank else 3, 8), kv, kv)
+        assert call(kv, kv, kv).shape == kv.shape  # and the mesh is as good as before
+        return type(refusal.value).__name__
+
+    assert bp.run_local(2, work) == ["ShapeError", "MismatchError"]
+
+
+@pytest.mark.parametrize("mask", [bp.Mask.causal(), bp.Mask.window(4, 1), bp.Mask.sink_window(2, 3)], ids=str)
+def test_masks_with_a_short_form(mask: bp.Mask):
+    assert_same(
+        results(compiled(partial(alone, mask=mask)), whole()[:3]), results(partial(alone, mask=mask), whole()[:3])
+    )
+
+
+def test_masks_that_list_positions_stay_outside():
+    """Each batch of documents has one of its own, and each would be a graph of its own."""
+    mask = bp.Mask.documents([0, 5, LENGTH])
+    outside = lambda *x: alone(*x, mask=mask)  # noqa: E731
+    assert_same(results(torch.compile(outside, backend="aot_eager"), whole()[:3]), results(outside, whole()[:3]))
+    torch.compiler.reset()
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="burst_portable runs attention outside of graphs where its mask"
+    ):
+        compiled(outside)(*whole()[:3])
+
+
+def test_an_exported_program_names_nothing_of_this_process():
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = bp.attention(x, x, x, mesh=MESH, kernel="reference")
+            return out
+
+    q = whole()[0]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="export makes the graph"):
+        torch.export.export(Model(), (q,), strict=True)
+    program = torch.export.export(Model(), (q,))
+    assert not [node for node in program.graph.nodes if "burst_portable" in str(node.target)]
+    torch.testing.assert_close(program.module()(q), Model()(q))
+
+
+def test_names_tell_meshes_and_arguments_apart():
+    arguments = ("causal", "auto", "zigzag", None, None, None, "auto", None)
+    one = graph_ops.Given(MESH, False, arguments)
+    others = [
+        graph_ops.Given(bp.Mesh.single(), False, arguments),
+        graph_ops.Given(MESH, True, arguments),
+        graph_ops.Given(MESH, False, ("full", *arguments[1:])),
+        graph_ops.Given(MESH, False, (*arguments[:4], 0.5, *arguments[5:])),
+    ]
+    names = [graph_ops.named(given) for given in (one, *others)]
+    assert len(set(names)) == 5
+    assert names[0] == graph_ops.named(graph_ops.Given(MESH, False, arguments))
+    assert [graph_ops.given_as(name) for name in names] == [one, *others]
+
+
+@on_threads
+def test_checkpoints_in_graphs_of_ranks():
+    """What is computed again keeps the program's order too. It counts as a new pass, which it does not uncompiled."""
+
+    def work(mesh: bp.Mesh, wrap: Callable[..., Any]) -> list[Tensor]:
+        def layer(x: Tensor) -> Tensor:
+            out: Tensor = bp.attention(x.sin(), x.cos(), x + 1, mesh=mesh, seq_len=LENGTH, strategy="ring")
+            return x + out
+
+        def step(x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+        return results(wrap(step, mesh.rank), [bp.shard(whole()[0], mesh)])
+
+    plain = bp.run_local(2, lambda mesh: work(mesh, lambda step, _: step))
+    made = bp.run_local(2, lambda mesh: work(mesh, lambda step, rank: compiled(step, dynamic=bool(rank))))
+    for expected, found in zip(plain, made, strict=True):
+        assert_same(found, expected)
+    with pytest.raises(MismatchError, match="backward of the pass: 3 on rank 0 but 2 on rank 1"):
+        bp.run_local(2, lambda mesh: work(mesh, lambda step, rank: step if rank else compiled(step)))
+
+
+@on_threads
+def test_ranks_with_other_graphs_and_none():
+    """One has a graph for every length, one a graph for all, one runs uncompiled."""
+
+    def work(mesh: bp.Mesh, wrap: Callable[..., Any]) -> list[Tensor]:
+        step = wrap(partial(bp.attention, mesh=mesh, strategy="ring"), mesh.rank)
+        found = []
+        for rows in (23, 12, 20):
+            mine = [bp.shard(x[:, :rows], mesh) for x in whole()[:3]]
+            found += results(partial(step, seq_len=rows), mine)
+        return found
+
+    def own(step: Callable[..., Any], rank: int) -> Callable[..., Any]:
+        return step if rank == 2 else compiled(step, dynamic=False if rank == 1 else None)
+
+    plain = bp.run_local(3, lambda mesh: work(mesh, lambda step, _: step))
+    for expected, found in zip(plain, bp.run_local(3, lambda mesh: work(mesh, own)), strict=True):
+        assert_same(found, expected)
+
+
+def test_a_graph_of_another_process_is_refused():
+    q = torch.randn(1, 8, 2, 8)
+    with pytest.raises(UnsupportedError, match="as nobody did in this process"):
+        torch.ops.burst_portable.attend(q, q, q, None, None, None, "0123456789abcdef", False, False)
+    with pytest.raises(UnsupportedError, match="kept for its backward pass is gone"):
+        torch.ops.burst_portable.attend_backward(q, torch.zeros(1, dtype=torch.int64), None, None, [q] * 5, 2, 8)
+
+
+def test_a_wrong_guess_of_what_is_kept_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    """While a graph is made, `auto` may expect another strategy than the one that then runs."""
+    expected = results(alone, whole()[:3])
+    monkeypatch.setattr(graph_ops, "_keeps_copies", lambda *_: True)
+    assert_same(results(compiled(alone), whole()[:3]), expected)
+    torch.compiler.reset()
+    monkeypatch.setattr(graph_ops, "_keeps_copies", lambda *_: False)
+    assert_same(results(compiled(lambda *x: alone(*x, strategy="ulysses")), whole()[:3]), expected, 1e-5)

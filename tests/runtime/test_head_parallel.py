@@ -1,0 +1,322 @@
+"""Resharded heads: in groups, rows as they come or in natural order, with every kernel; only what is needed is sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.backends.registry import for_device
+from burst_portable.comm.local import Fabric, LocalTransport
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.oracle import judge
+from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.kernels.base import Options
+from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.layout import Layout, Segment, make_layout
+from burst_portable.mask import Mask
+from burst_portable.planning.cost import plan_cost, reshard_bytes
+from burst_portable.planning.plans import can_group, head_groups
+from burst_portable.planning.rates import Rates
+from burst_portable.planning.tiles import find_tiles
+from burst_portable.planning.verify import verify
+from burst_portable.runtime import executor
+from burst_portable.runtime.head_parallel import _orders
+from burst_portable.runtime.observer import PlainRuntime
+from burst_portable.runtime.prepare import choose, requested
+from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.strategies.base import make_strategy
+from burst_portable.strategies.ulysses import in_rank_order
+from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
+from tests.support.thread_peers import World, run_peers
+
+CASES = [
+    Case(strategy="ulysses", ranks=3, heads="gqa"),
+    Case(strategy="ulysses+groups", ranks=3, heads="gqa", layout="striped", mask="window"),
+    Case(
+        strategy="ulysses+groups", ranks=2, heads="mqa", mask="custom", sinks=True
+    ),  # one K/V head, both groups read it
+    Case(strategy="ulysses+groups", ranks=6, heads="wide_values", layout="contiguous", dtype=torch.bfloat16),
+    Case(strategy="ulysses+groups", ranks=3, heads="mha", batch=1, mask="documents", layout="document_zigzag"),
+    Case(strategy="ulysses+groups", ranks=2, heads="mha", mask="rows_see_nothing", dtype=torch.float64),
+]
+
+
+@pytest.mark.parametrize("peers", [False, True], ids=["messages", "peer_copies"])
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention(case, kernel, peers):
+    """The reference kernel takes rows in the order of ranks; the CPU's own is given them in natural order."""
+    inputs = make_inputs(case)
+    exact, plain = expected(case, inputs)
+
+    def work(mesh):
+        return on_one_rank(mesh, case, inputs, kernel)
+
+    for answer in run_peers(World(case.ranks), work) if peers else bp.run_local(case.ranks, work):
+        assert judge(answer, exact, plain, case.dtype) == {}
+
+
+@pytest.mark.parametrize("peers", [False, True], ids=["messages", "peer_copies"])
+@pytest.mark.parametrize("strategy", ["ulysses", "ulysses+groups"])
+def test_a_kernel_that_is_faster_on_squares_is_given_squares(monkeypatch, strategy, peers):
+    """The numbers are right, and each call of the kernel is one causal square, though ranks hold two segments each."""
+    case, seen = Case(strategy=strategy, ranks=3, heads="gqa", layout="zigzag"), []
+    inputs, attend, backward = make_inputs(case), ReferenceKernel.attend, ReferenceKernel.attend_backward
+    monkeypatch.setattr(ReferenceKernel, "faster_squares", True, raising=False)
+    monkeypatch.setattr(ReferenceKernel, "attend", lambda *a, **k: seen.append(a[4]) or attend(*a, **k))
+    monkeypatch.setattr(ReferenceKernel, "attend_backward", lambda *a, **k: seen.append(a[6]) or backward(*a, **k))
+
+    def work(mesh):
+        return on_one_rank(mesh, case, inputs, "reference")
+
+    for answer in run_peers(World(case.ranks), work) if peers else bp.run_local(case.ranks, work):
+        assert judge(answer, *expected(case, inputs), case.dtype) == {}
+    assert {tuple(tiles) for tiles in seen} == {tuple(find_tiles(Mask.causal(), *[(Segment(0, case.length),)] * 2))}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whoever_is_late(seed):
+    """Groups and passes that overtake each other on the copy stream: the bits of a calm run."""
+    cases = [Case(strategy="ulysses+groups", ranks=3, heads="gqa"), Case(strategy="ulysses", ranks=3, heads="mqa")]
+
+    def work(mesh):
+        return [on_one_rank(mesh, case, make_inputs(case), "reference").quantities() for case in (*cases, cases[0])]
+
+    calm, late = (run_peers(World(3, delay=delay, seed=seed), work) for delay in (0.0, 0.004))
+    for before, after in zip(calm, late, strict=True):
+        for one, other in zip(before, after, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("groups", "heads"), [(1, "4x4x20x12"), (2, "8x4x20x12"), (2, "4x1x20x12")])
+def test_what_a_rank_gets_of_another_is_one_message_a_group(groups, heads):
+    """Q, K and V side by side in every row; with sizes that leave gaps between them, and as many bytes as planned."""
+    case = Case(strategy="ulysses+groups" if groups > 1 else "ulysses", ranks=2, heads=heads, dtype=torch.bfloat16)
+    inputs, sizes = make_inputs(case), []
+    exact, plain = expected(case, inputs)
+
+    def work(mesh):
+        transport = mesh.transport("cpu")
+        post = transport.post
+
+        def counted(sends, receives, label=""):
+            if label == "to heads" and mesh.rank == 0:
+                sizes.append([message.buffer.numel() for message in sends])
+            return post(sends, receives, label)
+
+        transport.post = counted
+        return on_one_rank(mesh, case, inputs)
+
+    for answer in bp.run_local(2, work):
+        assert judge(answer, exact, plain, case.dtype) == {}
+    count, kv_count, d, dv = case.sizes
+    made = bp.plan(
+        seq_len=case.length, ranks=2, heads=count, kv_heads=kv_count, head_dim=d, value_dim=dv, batch=case.batch,
+        strategy=case.make_strategy(),
+    )  # fmt: skip
+    planned = [there for name in ("forward", "backward") for there, _ in reshard_bytes(made, name, 0)]
+    assert sizes == [[there] for there in planned]
+    assert len(sizes) == 2 * groups
+
+
+def chosen(kernel, **options):
+    q, k, v = (torch.empty(1, 16, heads, 8) for heads in (4, 2, 2))
+    request = requested("causal", "ulysses", options.get("layout", "zigzag"), 64, None, None, kernel, True)
+    return choose(q, k, v, None, bp.Mesh(0, 4, lambda device: None), request).plan
+
+
+def test_rows_stay_as_they_come_for_kernels_of_one_launch():
+    natural, as_they_come = chosen("cpu_flash"), chosen("reference")
+    assert [s.start for s in natural.forward.call.layout.shards[0]] == [0]
+    assert [s.start for s in as_they_come.forward.call.layout.shards[0]] == [0, 56, 8, 48, 16, 40, 24]
+    for plan in (natural, as_they_come):
+        assert verify(plan) == []
+        assert plan.forward.steps_of(0)[0].compute.tiles.area == 64 * 65 // 2
+        assert plan.backward.call.k_layout == plan.forward.call.layout
+
+
+@pytest.mark.parametrize(
+    ("mask", "natural"),
+    [("causal", True), ("full", True), ("window:9", False), ("prefix:20", False), ("documents:0,20,64", False)],
+)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_rows_are_put_in_order_for_kernels_that_are_faster_on_squares(mask, natural, groups):
+    strategy = make_strategy("ulysses", groups=groups)
+    made = bp.plan(seq_len=64, ranks=2, heads=4, mask=mask, layout="zigzag", strategy=strategy)
+    as_it_comes = in_rank_order(made)
+    assert as_it_comes is not made
+    assert in_rank_order(made, faster_squares=True) == (made if natural else as_it_comes)
+
+
+def test_rows_of_many_segments_are_put_in_order():
+    mask = Mask.documents(tuple(range(0, 65, 8)))
+    made = bp.plan(seq_len=64, ranks=2, heads=4, mask=mask, layout="document_zigzag", strategy="ulysses")
+    assert in_rank_order(made) is made
+
+
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
+def test_rows_of_several_steps_are_put_in_order(kernel):
+    """As they come they could not meet: a kernel that takes rows in any order refused what another one computed."""
+    mixed = Layout("mixed", 16, ((Segment(0, 8),), (Segment(8, 4, 2), Segment(9, 4, 2))))
+    q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+    plain = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+
+    def work(mesh):
+        mine = (bp.shard(x, mesh, layout=mixed) for x in (q, k, v))
+        return bp.attention(*mine, mesh=mesh, layout=mixed, strategy="ulysses", kernel=kernel)
+
+    for rank, out in enumerate(bp.run_local(2, work)):
+        torch.testing.assert_close(out, plain.transpose(1, 2)[:, mixed.positions(rank)], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "groups", "keys", "shared"),
+    [
+        (8, 2, 2, [(0, 1), (1, 2)], [(True, True)] * 2),
+        (8, 2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)], [(True, False), (False, True)] * 2),
+        (8, 4, 2, [(0, 2), (2, 4)], [(True, True)] * 2),
+        (6, 1, 3, [(0, 1)] * 3, [(True, False), (False, False), (False, True)]),
+    ],
+)
+def test_groups(heads, kv_heads, groups, keys, shared):
+    made = head_groups(heads, kv_heads, groups)
+    assert [g.keys for g in made] == keys
+    assert [(g.first, g.last) for g in made] == shared
+    assert [g.queries for g in made] == [(i, i + heads // groups) for i in range(0, heads, heads // groups)]
+
+
+def test_groups_that_cannot_be():
+    assert not can_group(6, 3, 2)  # three heads would read one K/V head and a half
+    with pytest.raises(InputError, match="groups must be a number of groups; got 0"):
+        bp.make_strategy("ulysses", groups=0)
+    with pytest.raises(
+        UnsupportedError, match="in 2 groups; got 6 query and 3 K/V heads per rank; allowed: groups of 1"
+    ):
+        bp.plan(seq_len=64, ranks=2, heads=12, kv_heads=6, strategy=bp.make_strategy("ulysses", groups=2))
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ulysses+groups"])
+@pytest.mark.parametrize("heads", ["gqa", "mqa", "wide_values"])
+def test_bytes_are_those_of_the_plan(strategy, heads):
+    """No LSE unless it is asked for; K and V once, however many groups read them."""
+    case = Case(strategy=strategy, ranks=3, heads=heads, dtype=torch.bfloat16)
+    sent, planned = sent_and_planned(case)
+    assert sent == planned
+
+
+def test_no_gradients_are_wanted():
+    """The same out, and LSE where it is asked for; nothing is kept."""
+    case = Case(strategy="ulysses+groups", ranks=3)
+    x, where = make_inputs(case), case.make_layout()
+
+    def work(mesh):
+        q, k, v = (bp.shard(t, mesh, layout=where) for t in (x.q, x.k, x.v))
+        call = {"mesh": mesh, "strategy": case.make_strategy(), "layout": where}
+        out, lse = bp.attention(q, k, v, **call, return_lse=True)
+        with_gradients = bp.attention(q.requires_grad_(), k, v, **call)
+        return torch.equal(out, with_gradients), tuple(lse.shape) == (case.batch, 12, q.shape[1])
+
+    assert bp.run_local(3, work) == [(True, True)] * 3
+
+
+def test_groups_hide_what_moves():
+    """Two groups: half of what moves is exposed, at the cost of a launch; more is sent nowhere."""
+    rates = Rates(tflops=400.0, gbps=100.0, hop_latency=0.0, launch_latency=0.0, direct=((1, 100.0),))
+    size = {"seq_len": 32768, "ranks": 4, "heads": 32, "kv_heads": 16}
+    one, two, four = (
+        plan_cost(bp.plan(strategy=bp.make_strategy("ulysses", groups=n), **size), rates).per_rank["forward"][0]
+        for n in (1, 2, 4)
+    )
+    assert one.seconds == pytest.approx(one.compute_seconds + one.link_seconds)
+    assert two.seconds == pytest.approx(one.compute_seconds + one.link_seconds / 2)
+    assert four.seconds == pytest.approx(one.compute_seconds + one.link_seconds / 4)
+    assert one.sent == two.sent == four.sent
+    assert (one.flops, one.launches, four.launches) == (four.flops, 1, 4)
+    slow = replace(rates, launch_latency=1.0)
+    assert bp.plan(strategy=AutoStrategy(rates=slow), **size).groups == 1
+
+
+def test_whole_gradients_are_handed_through():
+    """A mask that is one call of the operator: its gradients are not added to zeros first."""
+    kernel = next(k for k in for_device("cpu").kernels() if k.name == "cpu_flash")
+    case = Case(mask="causal", ranks=1, layout="contiguous", heads="mha")
+    seen: list[tuple[torch.Tensor, ...]] = []
+    backward = kernel.backward
+
+    def watched(*arguments):
+        seen.append(backward(*arguments))
+        return seen[-1]
+
+    x = make_inputs(case)
+    tiles = bp.plan(seq_len=case.length, ranks=1, heads=12, layout="contiguous").forward.steps_of(0)[0].compute.tiles
+    options = Options(0.3)
+    out, lse = kernel.attend(x.q, x.k, x.v, tiles, options)
+    kernel.backward = watched
+    try:
+        made = kernel.gradients(x.dout, x.q, x.k, x.v, out, lse, tiles, options)
+    finally:
+        del kernel.backward
+    assert all(a is b for a, b in zip(made, seen[0], strict=True))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "document_zigzag"])
+def test_orders_of_rows(layout):
+    """There and back, by runs where they are few and by indices where they are many."""
+    mask = Mask.documents(tuple(range(0, 1001, 100)))
+    where, one = make_layout(layout, 1000, 4, mask), make_layout("contiguous", 1000, 1)
+    to_ranks, to_plan = _orders(where, one, 0, torch.device("cpu"))
+    natural = torch.arange(1000)
+    by_rank = torch.tensor([p for rank in range(4) for p in where.positions(rank)])
+    if layout == "contiguous":
+        assert (to_ranks, to_plan) == (None, None)
+    else:
+        assert torch.equal(to_ranks(natural), by_rank)
+        assert torch.equal(to_plan(by_rank), natural)
+    assert _orders(where, where.joined(), 0, torch.device("cpu")) == (None, None)
+
+
+class RoundsWhole(ReferenceKernel):
+    """As kernels of devices do: out in q's dtype where one call is all of it."""
+
+    def attend_whole(self, q, k, v, tiles, options):
+        out, lse = self.attend(q, k, v, tiles, options)
+        return out.to(q.dtype), lse
+
+
+def test_sinks_are_merged_before_out_is_rounded():
+    """Rounded once, it is the nearest number to the exact one; rounded twice, one in four is another."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 64, 4, 16, generator=generator).bfloat16() for _ in range(3))
+    sinks = torch.randn(4, generator=generator)
+    plan = bp.plan(seq_len=64, ranks=1, heads=4, kv_heads=4, head_dim=16, strategy="ulysses", mask="full")
+    runtime = PlainRuntime(RoundsWhole(), LocalTransport(Fabric(1, 1.0), 0))
+    out, _ = executor.run_forward(plan.forward, runtime, Options(0.25), q, k, v, sinks)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 0.25
+    weights = torch.cat([scores, sinks.double().view(1, 4, 1, 1).expand(1, 4, 64, 1)], -1).softmax(-1)[..., :-1]
+    exact = torch.einsum("bhqk,bkhd->bqhd", weights, v.double()).bfloat16()
+    assert (out.bfloat16() != exact).double().mean() < 0.01
+
+
+def test_kernels_may_move_only_what_has_no_kernel_beside_it():
+    """The first rows that come, and the last results that leave; in one group, both exchanges."""
+
+    def work(mesh, groups):
+        transport, told = mesh.transport("cpu"), []
+        exchange = transport.exchange
+
+        def noted(leaving, arriving, label, *, alone=False):
+            told.append((label, alone))
+            return exchange(leaving, arriving, label, alone=alone)
+
+        transport.exchange = noted
+        q, k, v = (torch.ones(1, 3, 4, 8, requires_grad=True) for _ in "qkv")
+        bp.attention(q, k, v, mesh=mesh, strategy=bp.make_strategy("ulysses", groups=groups)).sum().backward()
+        return told
+
+    one = [("to heads", True), ("to sequence", True)]
+    two = [("to heads", True), ("to heads", False), ("to sequence", False), ("to sequence", True)]
+    assert bp.run_local(2, lambda mesh: work(mesh, 1)) == [one * 2] * 2
+    assert bp.run_local(2, lambda mesh: work(mesh, 2)) == [two * 2] * 2

@@ -1,0 +1,321 @@
+"""Heads are shared out inside nodes, blocks go round between them: against float64, beside Ulysses and rings, bytes."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.comm.base import Transport
+from burst_portable.comm.local import LocalTransport, run_threads
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.oracle import judge
+from burst_portable.conformance.running import plan_of
+from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError
+from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.rates import Rates
+from burst_portable.profiling.analysis.causes import _add_collectives
+from burst_portable.profiling.session import profile
+from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
+from tests.support.live_memory import KV_BYTES, RESULT_BYTES, measured
+from tests.support.thread_peers import World, run_peers
+
+
+@dataclass(frozen=True)
+class Nodes(Case):
+    """With nodes of a size."""
+
+    strategy: str = "usp"
+    inner: int = 2
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-nodes of {self.inner}"
+
+    def make_strategy(self):
+        return replace(super().make_strategy(), inner=self.inner)
+
+
+FEW = [
+    Nodes(ranks=4, inner=2, heads="gqa"),
+    Nodes(ranks=6, inner=3, heads="wide_values", layout="striped", mask="window", sinks=True),
+    Nodes(ranks=6, inner=2, heads="mqa", strategy="usp+fetch", layout="contiguous", mask="custom", sinks=True),
+    Nodes(ranks=8, inner=4, heads="wide_heads", strategy="usp+fetch", layout="document_zigzag", mask="documents"),
+    Nodes(ranks=8, inner=2, heads="gqa", mask="sink_window", dtype=torch.bfloat16, softcap=5.0, batch=1),
+    Nodes(ranks=4, inner=2, heads="12x6x5x3", strategy="usp+fetch", mask="documents", layout="whole_documents"),
+]
+
+
+def check(case: Case, kernel: str) -> None:
+    inputs = make_inputs(case)
+    exact, plain = expected(case, inputs)
+    for answer in bp.run_local(case.ranks, lambda mesh: on_one_rank(mesh, case, inputs, kernel)):
+        assert judge(answer, exact, plain, case.dtype) == {}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("usp", "rows that cross nodes: .* 'reference' takes on rank 0, 1 but .*'cpu_flash'.*; name one kernel="),
+        ("usp+fetch", ""),  # takes rows in natural order, whatever the kernel
+        ("ulysses", ""),  # each rank for itself
+    ],
+)
+def test_ranks_with_other_kernels(strategy, why):
+    """Rows from another node in another order than the kernel here takes would be computed with, and wrong."""
+    case = Case(ranks=4, mask="causal", layout="zigzag", heads="8x4x16x16", strategy=strategy)
+    inputs = make_inputs(case)
+    exact, plain = expected(case, inputs)
+
+    def work(mesh):
+        try:
+            return on_one_rank(mesh, case, inputs, "reference" if mesh.rank < 2 else "cpu_flash")
+        except MismatchError as error:
+            return str(error)
+
+    for answer in bp.run_local(4, work):
+        if why:
+            assert re.search(why, str(answer)), answer
+        else:
+            assert judge(answer, exact, plain, case.dtype) == {}
+
+
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_attention(case, kernel):
+    """The reference kernel takes rows in the order of ranks; the CPU's own is given a node's in natural order."""
+    check(case, kernel)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "value_dim"), [("4", "4", 8), ("4", "2", 5), ("2", "1", 8), ("2", "one", 8)]
+)
+@pytest.mark.parametrize("strategy", ["usp", "usp+fetch"])
+@pytest.mark.parametrize(("ranks", "inner"), [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4), (12, 3), (12, 6)])
+def test_nodes_of_every_shape(ranks, inner, strategy, heads, kv_heads, value_dim, kernel):
+    """Heads a rank; of K and V too, or one of all ranks."""
+    kv_heads = 1 if kv_heads == "one" else int(kv_heads) * inner
+    heads = f"{int(heads) * inner}x{kv_heads}x8x{value_dim}"
+    for layout, mask in (("zigzag", "causal"), ("striped", "window_both"), ("contiguous", "custom")):
+        check(Nodes(ranks=ranks, inner=inner, strategy=strategy, heads=heads, layout=layout, mask=mask), kernel)
+
+
+@pytest.mark.parametrize(
+    ("inner", "other"), [(1, Case(ranks=4)), (4, Case(ranks=4, strategy="ulysses", heads="mha"))], ids=str
+)
+def test_one_rank_a_node_is_a_ring_and_one_node_is_ulysses(inner, other):
+    """To the bit, sinks and LSE too."""
+    other = replace(other, sinks=True, mask="documents", layout="striped")
+    case = Nodes(**{**vars(other), "strategy": "usp"}, inner=inner)
+    x = make_inputs(case)
+    mine, theirs = (bp.run_local(4, lambda mesh, c=c: on_one_rank(mesh, c, x).quantities()) for c in (case, other))
+    for one, another in zip(mine, theirs, strict=True):
+        assert one.keys() >= {"out", "lse", "dq", "dk", "dv"}
+        assert all(torch.equal(one[name], another[name]) for name in one)
+
+
+@pytest.mark.parametrize("strategy", ["usp", "usp+fetch"])
+@pytest.mark.parametrize("heads", ["gqa", "12x1x8x8", "wide_values"])
+def test_bytes_are_those_of_the_plan(strategy, heads):
+    """Rank by rank; what goes between nodes stays among ranks of one place, what is resharded in the node."""
+    case = Nodes(strategy=strategy, ranks=6, inner=3, heads=heads, dtype=torch.bfloat16)
+    pairs = {}
+
+    def watch(transport: LocalTransport):
+        post = transport.post
+
+        def watched(sends, receives, label=""):
+            kind = "between" if "step" in label else label
+            pairs.setdefault(kind, set()).update((transport.rank, m.peer) for m in sends)
+            return post(sends, receives, label)
+
+        transport.post = watched
+
+    sent, planned = sent_and_planned(case, watch)
+    assert sent == planned
+    assert pairs["between"] == {(rank, (rank + 3) % 6) for rank in range(6)}
+    inside = {(a, b) for a in range(6) for b in range(6) if a // 3 == b // 3 and a != b}
+    assert pairs["to heads"] == pairs["to sequence"] == inside
+
+
+@pytest.mark.parametrize("case", [FEW[2], FEW[3], FEW[0]], ids=str)
+def test_peer_copies(case):
+    """Where blocks are fetched everything is direct, and exchanges of some ranks lie beside messages in the inboxes."""
+    inputs = make_inputs(case)
+    exact, plain = expected(case, inputs)
+
+    for answer in run_peers(World(case.ranks), lambda mesh: on_one_rank(mesh, case, inputs)):
+        assert judge(answer, exact, plain, case.dtype) == {}
+    assert plan_of(case).direct == (case.strategy == "usp+fetch")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whoever_is_late(seed):
+    """Exchanges, messages and passes that overtake each other on the copy stream: the bits of a calm run."""
+    cases = [replace(FEW[2], ranks=4, heads=heads) for heads in ("mha", "mqa")]
+
+    def work(mesh):
+        return [on_one_rank(mesh, case, make_inputs(case), "reference").quantities() for case in (*cases, cases[0])]
+
+    calm, late = (run_peers(World(4, delay=delay, seed=seed), work) for delay in (0.0, 0.004))
+    for before, after in zip(calm, late, strict=True):
+        for one, other in zip(before, after, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Mute(Transport):
+    """Another one; its rank posts nothing of a step."""
+
+    def __init__(self, inner: Transport, step: str) -> None:
+        self.inner, self.step = inner, step
+        self.name, self.rank, self.size = inner.name, inner.rank, inner.size
+
+    def post(self, sends, receives, label=""):
+        if label == self.step:
+            raise CommunicationError("planted")
+        return self.inner.post(sends, receives, label)
+
+    def share(self, data, label="share", deadline=None):
+        return self.inner.share(data, label, deadline)
+
+
+@pytest.mark.parametrize(("step", "waits"), [("forward step 0", 1), ("to heads", 5), ("backward step 1", 1)])
+def test_errors_name_ranks_and_not_members_of_rings(step, waits):
+    """Of nodes of 3, rank 4 has place 1 in the second: in its ring is rank 1, in its node 3 and 5."""
+
+    def work(transport: LocalTransport):
+        own = Mute(transport, step) if transport.rank == 4 else transport
+        mesh = bp.Mesh(transport.rank, 6, lambda _: own)
+        q = torch.ones(1, 4, 6, 8, requires_grad=True)
+        try:
+            out = bp.attention(q, q, q, mask="full", mesh=mesh, strategy=bp.make_strategy("usp", inner=3))
+            out.sum().backward()
+        except CommunicationError as error:
+            return str(error)
+        return ""
+
+    told = run_threads(6, work, deadline=20.0)
+    assert told[4] == "planted"
+    assert told[waits].startswith(f"rank {waits}, {step}: rank 4 returned without this call"), told
+
+
+def test_ranks_that_do_not_agree_on_their_nodes():
+    def work(mesh):
+        q = torch.ones(1, 4, 4, 8)
+        told = "strategy: usp in nodes of 2 by all_to_all, ring.* on rank 0, 1, 2 but usp by ring.* on rank 3"
+        with pytest.raises(MismatchError, match=told):
+            bp.attention(q, q, q, mesh=mesh, strategy=bp.make_strategy("usp", inner=1 if mesh.rank == 3 else 2))
+
+    bp.run_local(4, work)
+
+
+def test_heads_that_do_not_fit_are_refused_on_every_rank():
+    def work(mesh):
+        q, k = torch.ones(1, 4, 6, 8), torch.ones(1, 4, 3, 8)
+        with pytest.raises(UnsupportedError, match=r"6 query and 3 K/V heads, inner=2; allowed: inner of 1 on 4 ranks"):
+            bp.attention(q, k, k, mesh=mesh, strategy=bp.make_strategy("usp", inner=2))
+        assert bp.attention(q, k, k, mesh=mesh, strategy="usp").shape == q.shape
+
+    bp.run_local(4, work)
+
+
+@pytest.mark.parametrize("strategy", ["usp", "double_ring"])
+def test_named_without_nodes_it_takes_the_mesh_s(strategy):
+    """Eight ranks in nodes of two: left to itself it would take nodes of four, half of whose links are not there."""
+
+    def work(local):
+        mesh = bp.Mesh(local.rank, 8, local.transport, inner=2)
+        x = torch.empty(1, 8, 8, 8)
+        told = bp.explain(x, x, x, mesh=mesh, strategy=strategy)
+        return told, bp.plan_on(mesh, seq_len=64, heads=8, strategy=strategy)
+
+    told, made = bp.run_local(8, work)[0]
+    assert told.strategy.why == "named"
+    assert made == bp.plan(seq_len=64, ranks=8, heads=8, strategy=bp.make_strategy(strategy, inner=2), layout="auto")
+    ring = made.forward.route
+    assert (ring.ranks, getattr(ring, "inner", made.inner)) == ((4, 2) if strategy == "usp" else (8, 2))
+
+
+def test_explain_tells_both_ways():
+    def work(mesh):
+        q, k = torch.empty(1, 4, 4, 8), torch.empty(1, 4, 2, 8)
+        return bp.explain(q, k, k, mesh=mesh, strategy=bp.make_strategy("usp", inner=2, gradients="narrow")).moves
+
+    told = bp.run_local(4, work)[0]
+    assert told["forward"].endswith("between nodes K and V travel (all_to_all, ring, nodes of 2 ranks)")
+    assert told["backward"].startswith("all rows of the node of some heads of dO come before")
+
+    default = bp.run_local(4, lambda mesh: bp.explain(*[torch.empty(1, 4, 2, 8)] * 3, mesh=mesh, strategy="usp"))[0]
+    assert default.strategy.why == "named; nodes of 2: no node size was given"
+
+
+def test_what_is_recorded_is_the_plan_s():
+    """Bytes, FLOPs and kernels of every rank; messages name ranks."""
+    case = Nodes(ranks=4, inner=2, mask="full", layout="contiguous", dtype=torch.float32)
+    x, where = make_inputs(case), case.make_layout()
+
+    def work(mesh):
+        with profile(mesh=mesh) as session:
+            q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
+            out = bp.attention(q, k, v, mask="full", mesh=mesh, strategy=case.make_strategy(), layout=where)
+            out.backward(bp.shard(x.dout, mesh, layout=where))
+        return session.gather()
+
+    records = bp.run_local(4, work)[0]
+    count, kv_heads, d, _ = case.sizes
+    plan = bp.plan(seq_len=case.length, ranks=4, heads=count, kv_heads=kv_heads, head_dim=d, batch=case.batch,
+                   itemsize=4, mask="full", strategy=case.make_strategy(), layout=where)  # fmt: skip
+    costs = plan_cost(plan, Rates(1.0, 1.0)).per_rank
+    for one in records:
+        messages, collectives, compute = (one.tables[kind] for kind in ("message", "collective", "compute"))
+        for backward, name in enumerate(("forward", "backward")):
+            m, c, k = (table.where(table["backward"] == backward) for table in (messages, collectives, compute))
+            resharded, sent = c["bytes"][c["agreement"] == 0].sum(), m["bytes"][m["sends"] == 1].sum()
+            assert resharded + sent == costs[name][one.rank].sent
+            assert sent > 0
+            assert resharded > 0
+            assert k["flops"].sum() == costs[name][one.rank].flops
+            assert len(k) == 2
+        assert set(messages["peer"]) == {(one.rank + 2) % 4}
+        assert {int(q) for q in compute["q_owner"]} == {one.rank}
+        assert {int(k) for k in compute["k_owner"]} == {one.rank, (one.rank + 2) % 4}
+
+
+def test_who_is_late_is_sought_in_the_own_node():
+    """Ranks 1 and 3 come late to their exchanges, 3 the later: each is waited for by the other rank of its node."""
+    case = Nodes(ranks=4, inner=2, mask="full", layout="contiguous")
+    x = make_inputs(case)
+
+    def work(mesh):
+        transport, exchange = mesh.transport("cpu"), mesh.transport("cpu").exchange
+
+        def held(leaving, arriving, label, *, alone=False):
+            time.sleep(0.3 * mesh.rank if mesh.rank % 2 and label == "to heads" else 0.0)
+            return exchange(leaving, arriving, label, alone=alone)
+
+        transport.exchange = held
+        with profile(mesh=mesh) as session:
+            q, k, v = (bp.shard(t, mesh, layout="contiguous") for t in (x.q, x.k, x.v))
+            call = {"mask": "full", "mesh": mesh, "layout": "contiguous", "seq_len": case.length}
+            bp.attention(q, k, v, strategy=case.make_strategy(), **call)
+        return session.gather()
+
+    records = bp.run_local(4, work)[0]
+    segments = {one.rank: [] for one in records}
+    _add_collectives(segments, records)
+    waited = {rank: {s.late for s in own if s.end - s.start > 200_000_000} for rank, own in segments.items()}
+    assert waited == {0: {1}, 1: set(), 2: {3}, 3: set()}
+
+
+def test_memory_falls_with_the_ranks():
+    """What a rank has of its node's rows is as much as its own rows of all heads; it is kept, and results besides."""
+    peaks = {ranks: max(m.peak for m in measured(ranks, "usp")) for ranks in (1, 4, 8)}
+    assert peaks[1] < 1.1 * RESULT_BYTES
+    assert peaks[4] < 1.35 * RESULT_BYTES
+    assert peaks[8] < 0.75 * peaks[4]
+    assert max(m.largest for m in measured(8, "usp")) < KV_BYTES / 2

@@ -1,0 +1,210 @@
+"""What is predicted to be the fastest, and what `auto` makes of it: beside what was measured on H200."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import burst_portable as bp
+from benchmarks.ring_rows import ROWS
+from burst_portable.backends.cuda.machines import rates_of_machine
+from burst_portable.planning.cost import plan_cost
+from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.strategies.base import make_strategy
+from tests.support.plans import plan
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+LABELS = {"ahead": "fetch, all ahead", "together": "fetch, all together"}
+LABELS |= {f"{how}+{own}": f"{label}, own {own}" for how, label in LABELS.items() for own in ("last", "divided")}
+FIRST = ("first", "gqa", "window")  # runs on four H200
+OUTLIER = ("fa4-merged", "32k", "ulysses, 4 groups")  # forward 18.4 ms; 7.2 ms for the two groups of 32k-gqa
+LONG = ("128k", "128k-gqa", "128k-few", "512k-gqa")
+LATER = ("hopper", "cudnn", "hopper-later", "cudnn-later")
+LINES = ("lines", "lines-cudnn", "lines-fa4")
+"""Since nothing is packed for Ulysses over peer copies. Without `auto`: contestants ran in one order on all rows, which
+left it 2 to 3 % behind the same strategy under its own name."""
+AGAIN = ("lines-again", "lines-cudnn-again", "lines-fa4-again")
+ENGINES = ("engines", "paired-after", "groups-128k", "groups-512k", "512k-again")
+FAIR = ("fair", "fair-long", "priced")
+LATEST = ("one-group", "ordered", "priced-cudnn", "short")
+HIDDEN = (*ENGINES, *FAIR, *LATEST)
+"""Since what goes beside a kernel waits for no multiprocessor: before, groups of heads hid nothing."""
+
+
+def as_auto_says(one):
+    """A contestant's strategy in the words of `auto`, and its transport."""
+    name, _, transport = one["contestant"].rpartition(" ")
+    base, _, how = name.partition("+")
+    if name == "auto":
+        return one["chose"], transport
+    if base == "ulysses":
+        return f"{base}, {how} groups" if how else base, transport
+    return f"{base}+{LABELS.get(how, how)}" if how else base, transport
+
+
+def measured(ranks, runs):
+    """(row, kernel, transport) -> {(strategy, layout): milliseconds of both passes}, the least of several measurements.
+
+    What disturbs them only makes them longer.
+
+    From the first runs only what computes today as it did then: not Ulysses, and no operators on pieces; and on eight,
+    where Ulysses waited for its host on short rows, its long ones.
+    """
+    found = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        (found_file,) = RESULTS.glob(f"ring-h200x{ranks}-{run}-2026-*.json")
+        for one in json.loads(found_file.read_text())["results"]:
+            label, transport = as_auto_says(one)
+            old = run in FIRST and (label.startswith("ulysses") or one["kernel"] == "cudnn")
+            old |= run == "before" and label.startswith("ulysses") and one["row"] not in LONG
+            priced = transport == "nccl" or (transport == "peer_copy" and label not in ("ring", "burst"))
+            old |= (run, one["row"], label) == OUTLIER
+            packed = run not in (*LINES, *AGAIN)
+            old |= packed and label.startswith("ulysses") and transport == "peer_copy" and ranks == 4
+            old |= run not in HIDDEN and "groups" in label and transport == "peer_copy"
+            old |= run in LINES and one["contestant"].startswith("auto")
+            if priced and one["milliseconds"] and not old:
+                total = one["milliseconds"]["forward"] + one["milliseconds"]["backward"]
+                layout = one.get("layout") or ROWS[one["row"]].layout  # of its own where `auto` chose it
+                found[one["row"], one["kernel"], transport][label, layout].append(total)
+    least = {case: {label: min(t) for label, t in times.items()} for case, times in found.items()}
+    return {case: times for case, times in least.items() if len(times) > 1}
+
+
+MEASURED = {
+    "four": measured(4, (*FIRST, *LATER)),
+    "four, later": measured(4, ("noon", "long", "512k", "fa4", "fa4-long")),
+    "four, merged once": measured(4, LINES),
+    "four, merged once, again": measured(4, AGAIN),
+    "four, engines": measured(4, ENGINES[:1]),
+    "two": measured(2, ("night-first", "night", "128k", "fa4")),
+    "two, merged once": measured(2, ("cudnn", "fa4-merged")),
+    "two, engines": measured(2, ENGINES),
+    "two, fair": measured(2, FAIR),
+    "two, latest": measured(2, LATEST),
+    "eight": measured(8, ("before", "exchange")),
+}
+TOO_SHORT = {("eight", "32k", "zigzag"), ("eight", "128k-documents", "document_zigzag")}
+"""There a ring that computes all foreign blocks in one launch is predicted to take 0.76 and 0.83 of what it took, for
+reasons that are not understood. It is the fastest neither way."""
+OF_FOUR = 540.0  # TFLOP/s of the Hopper backward when the first on four were measured
+
+
+@pytest.mark.parametrize(("runs", "case"), [(runs, case) for runs, cases in MEASURED.items() for case in cases])
+def test_what_is_predicted_to_be_fastest_was_fastest(runs, case):
+    """On H200: of the strategies that were measured, the one that `auto` prefers is within 3 % of the best.
+
+    Times of one strategy, measured twice, differ by up to 5 % at 32K, so predictions cannot be held much closer.
+    """
+    (name, kernel, transport), times = case, MEASURED[runs][case]
+    ranks = 8 if runs == "eight" else 2 if runs.startswith("two") else 4
+    row, rates = ROWS[name], rates_of_machine("NVIDIA H200", ranks, kernel)
+    pieces = kernel in ("cudnn", "flash-attn-4")
+    rates = replace(
+        rates,
+        in_pieces=pieces,
+        merged_once="merged" in runs,
+        writes_gradients=kernel == "hopper",
+        direct=rates.direct if transport == "peer_copy" else (),
+    )
+    if runs == "four" and kernel == "hopper":
+        rates = replace(rates, backward=OF_FOUR)
+    predicted = {}
+    usual = {"seq_len": row.length, "ranks": ranks, "heads": row.heads[0], "kv_heads": row.heads[1], "mask": row.mask}
+    for label, strategy in AutoStrategy(rates=rates)._candidates(bp.plan(**usual).call):
+        for layout in {layout for found, layout in times if found == label}:
+            if transport == "nccl" or label not in ("ring", "burst"):
+                made = bp.plan(**usual, layout=layout, strategy=strategy)
+                predicted[label, layout] = plan_cost(made, rates).seconds * 1e3
+    assert len(predicted) >= 2
+    chosen = min(predicted, key=predicted.__getitem__)
+    # On two ranks some names stand for one plan, which then was measured twice.
+    took = min(times[one] for one in predicted if predicted[one] == predicted[chosen])
+    close = took <= 1.03 * min(times[one] for one in predicted)
+    assert close, (chosen, predicted, times)
+    for one, seconds in predicted.items():
+        if (runs, name, one[1]) in TOO_SHORT and "all together" in one[0]:
+            assert one != chosen
+            assert 0.75 * times[one] < seconds < 0.85 * times[one]
+            continue
+        if one[1] == "document_zigzag":  # what its short rows cost besides blocks is not in the rates
+            assert times[one] / 1.2 < seconds < times[one], one
+        else:
+            assert seconds == pytest.approx(times[one], rel=0.12), one
+
+
+@pytest.mark.parametrize("run", ["groups-128k", "groups-512k"])
+def test_more_groups_of_heads_must_save_something(run):
+    """On two H200 more groups are predicted to save up to 0.9 % of the time, and took as long, or longer."""
+    (one,) = RESULTS.glob(f"ring-h200x2-{run}-2026-*.json")
+    results = json.loads(one.read_text())["results"]
+    took = {as_auto_says(r)[0]: sum(r["milliseconds"][p] for p in ("forward", "backward")) for r in results}
+    row, rates = ROWS[results[0]["row"]], replace(rates_of_machine("NVIDIA H200", 2), writes_gradients=True)
+    made = bp.plan(
+        seq_len=row.length, ranks=2, heads=row.heads[0], kv_heads=row.heads[1], strategy=AutoStrategy(rates=rates)
+    )
+    chosen, _, why = made.reason.removeprefix("chose ").partition(" by predicted time")
+    assert why.startswith(", since ulysses, 4 groups would save under 0.5 %,")
+    assert took[chosen] < 1.002 * min(took.values())
+
+
+def test_squares_are_had_from_contiguous_rows_for_nothing():
+    """Where the mask is causal, Ulysses takes as long on any layout, unless the kernel is faster on squares."""
+    rates = rates_of_machine("NVIDIA H200", 2)
+    for faster, best in ((False, "zigzag"), (True, "contiguous")):
+        planner = AutoStrategy(rates=replace(rates, faster_squares=faster))
+        made = plan(planner, 2, seq_len=131072, kv_heads=32, layout="auto")
+        assert (made.strategy, made.layout.name) == ("ulysses", best)
+
+
+def test_half_a_million_tokens_on_two():
+    """There a ring with nothing sent took 2 % longer than one plain call, Ulysses by the book with all sent 0.6 %."""
+    told = json.loads((RESULTS / "ring-h200x2-512k-2026-11-22.json").read_text())["results"]
+    took = {one["contestant"]: sum(one["milliseconds"][name] for name in ("forward", "backward")) for one in told[:4]}
+    assert took["ulysses by the book"] < 0.99 * took["auto peer_copy, nothing sent"]
+    row = ROWS["512k-gqa"]
+    for direct in (True, False):
+        rates = rates_of_machine("NVIDIA H200", 2)
+        rates = rates if direct else replace(rates, direct=())
+        usual = {"seq_len": row.length, "heads": row.heads[0], "kv_heads": row.heads[1]}
+        assert plan(AutoStrategy(rates=rates), 2, **usual).reason.startswith("chose ulysses")
+
+
+def test_more_ahead_is_never_predicted_slower_and_costs_memory():
+    rates = rates_of_machine("NVIDIA H200", 8)
+    for name in ("ring", "burst"):
+        one, more = (plan_cost(plan(make_strategy(name, moves="fetch", ahead=n)), rates) for n in (1, 7))
+        assert more.seconds <= one.seconds
+        assert more.sent == one.sent
+        assert more.per_rank["forward"][0].blocks_held > one.per_rank["forward"][0].blocks_held
+
+
+def test_auto_on_a_known_machine():
+    """Short sequences over many ranks: few launches win.
+
+    Where peer copies cannot be had, nothing counts on them.
+    """
+    assert rates_of_machine("NVIDIA GeForce RTX 9090", 8) is None
+    rates = replace(rates_of_machine("NVIDIA H200", 8), writes_gradients=True)
+    reason = plan(AutoStrategy(rates=rates)).reason
+    assert reason.startswith(
+        "chose ulysses by predicted time, since ulysses, 2 groups would save under 0.5 %, at rates of hopper on H200"
+    )
+    assert "all ahead" in reason
+    without = plan(AutoStrategy(rates=replace(rates, direct=()))).reason
+    assert "all ahead" in without
+    assert "4 groups" in reason
+    assert "groups" not in without
+    nodes = plan(AutoStrategy(inner=4, rates=rates)).reason  # peer copies end at the node
+    assert "groups" not in nodes
+    assert "double_ring" in nodes
+    assert "all ahead" not in plan(AutoStrategy(rates=rates_of_machine("NVIDIA H100 80GB HBM3", 8))).reason
+    assert "all ahead" not in plan(AutoStrategy(rates=rates), ranks=32, seq_len=4096).reason  # blocks of too many
+    window = plan(AutoStrategy(rates=rates), seq_len=131072, mask="window:4096", layout="contiguous").reason
+    assert window.startswith("chose ring+fetch")
+    few_heads = plan(AutoStrategy(rates=rates), seq_len=524288, heads=12, kv_heads=3).reason
+    assert "not ulysses: " in few_heads

@@ -1,0 +1,64 @@
+"""What plans cannot be made of: options of no meaning, and what does not go together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from burst_portable.errors import InputError, LayoutError, UnknownNameError, UnsupportedError
+from burst_portable.layout import make_layout
+from burst_portable.mask import Mask
+from burst_portable.strategies.base import NAMES, make_strategy
+from burst_portable.strategies.planner import plan
+from tests.support.plans import make_plan
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"strategy": "brst"}, UnknownNameError, "did you mean 'burst'"),
+        ({"strategy": "ring+fetch"}, InputError, "options are not part of its name"),
+        ({"strategy": "ring", "inner": 2}, InputError, "no option 'inner'"),
+        ({"strategy": "double_ring", "inner": 3}, InputError, "does not divide"),
+        ({"strategy": "ring", "own": "last"}, InputError, "begins with its owner"),
+        ({"strategy": "ulysses", "heads": 6}, UnsupportedError, "cannot share these heads"),
+        ({"strategy": "ulysses", "heads": 12, "kv_heads": 3}, UnsupportedError, "cannot share these heads"),
+        ({"ranks": 65}, LayoutError, "more ranks than tokens"),
+        ({"ranks": 0}, InputError, "ranks is not a size"),
+        ({"layout": "zig"}, UnknownNameError, "did you mean 'zigzag'"),
+        ({"layout": "document_zigzag", "mask": Mask.prefix_lm(4)}, LayoutError, "documents that fill"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        make_plan(**options)
+
+
+WRONG = {
+    "inner": (2.0, "inner is not a size; got 2.0"),
+    "travels": ("k", "travelling side"),
+    "moves": ("teleport", "fetch, neighbour"),
+    "ahead": (0, "ahead is not a number of steps; got 0"),
+    "together": (0, "together is not a number of blocks; got 0"),
+    "own": ("middle", "first, last"),
+    "gradients": ("bf16", "narrow, wide"),
+    "groups": (0, "groups must be a number of groups; got 0"),
+    "rates": (1.0, "rates"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_strategy_refuses_options_of_no_meaning(name):
+    for field in dataclasses.fields(make_strategy(name)):
+        if field.name != "name":
+            value, told = WRONG[field.name]
+            with pytest.raises(InputError, match=told):
+                make_strategy(name, **{field.name: value})
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(32, 2), (16, 4)])
+def test_a_plan_for_another_layout_is_refused(length, ranks):
+    """`plan` checks a layout that was made before as `attention` does."""
+    with pytest.raises(LayoutError, match=r"another mesh or sequence.*allowed: 2 ranks and 16 tokens"):
+        plan(seq_len=16, ranks=2, heads=2, layout=make_layout("zigzag", length, ranks))

@@ -1,0 +1,41 @@
+"""A ring whose own block is computed in two parts, around all others: the numbers of float64, whoever is late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.oracle import judge
+from tests.support.attention_cases import expected, make_inputs, on_one_rank
+from tests.support.thread_peers import World, run_peers
+
+CASES = [
+    Case(strategy="ring+divided", ranks=2, heads="gqa", length=701),
+    Case(strategy="ring+divided", ranks=3, heads="mqa", length=907, layout="contiguous", batch=1),
+    Case(strategy="ring+divided", ranks=3, heads="mha", length=800, layout="striped", mask="full", batch=1),
+    Case(strategy="ring+divided", ranks=2, heads="wide_values", length=641, dtype=torch.bfloat16, sinks=True),
+]
+
+
+@pytest.mark.parametrize("peers", [False, True], ids=["messages", "peer_copies"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention(case, peers):
+    inputs = make_inputs(case)
+    exact, plain = expected(case, inputs)
+    heads, kv_heads, dim, value_dim = case.sizes
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "value_dim": value_dim}
+    made = bp.plan(
+        seq_len=case.length, ranks=case.ranks, mask=case.make_mask(), layout=case.make_layout(),
+        strategy=case.make_strategy(), **sizes,
+    )  # fmt: skip
+    computed = [s.compute.k_owners for s in made.backward.steps_of(case.ranks - 1) if s.compute]
+    assert computed[0] == computed[-1] == (case.ranks - 1,), "the case is one where it is divided"
+
+    def work(mesh):
+        return on_one_rank(mesh, case, inputs)
+
+    world = World(case.ranks, delay=2e-3, seed=1)
+    for answer in run_peers(world, work) if peers else bp.run_local(case.ranks, work):
+        assert judge(answer, exact, plain, case.dtype) == {}

@@ -1,0 +1,130 @@
+"""A rank has an error of its own, somewhere in a call, and goes on to another. As a program it is pairs of gloo ranks.
+
+python -m tests.support.after_errors FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import burst_portable as bp
+from burst_portable.comm.base import Transport
+from burst_portable.comm.torch_dist import TorchDistTransport
+from burst_portable.config import Config
+from burst_portable.errors import BurstError
+from tests.support.forked import run_forked
+
+RANKS = 2
+DEADLINE = 2.0
+
+
+class Planted(BaseException):
+    """As KeyboardInterrupt, which nobody tells the other ranks of."""
+
+
+def attention(mesh: bp.Mesh) -> torch.Tensor:
+    x = torch.ones(1, 4, 2, 8)
+    return bp.attention(x, x, x, mask="full", mesh=mesh, strategy="ring")
+
+
+def unshard(mesh: bp.Mesh) -> torch.Tensor:
+    return bp.unshard(torch.ones(1, 4, 2, 8), mesh, seq_len=8)
+
+
+def sum_over_ranks(mesh: bp.Mesh) -> torch.Tensor:
+    return bp.sum_over_ranks(torch.ones(64), mesh)
+
+
+def sum_gradients(mesh: bp.Mesh) -> torch.Tensor:
+    parameter = torch.nn.Parameter(torch.ones(64))
+    parameter.grad = torch.ones(64)
+    bp.sum_gradients([parameter], mesh)
+    return parameter.grad / 2
+
+
+def refused(mesh: bp.Mesh) -> torch.Tensor:
+    """Refused on this rank alone, which tells the others."""
+    return bp.unshard(torch.ones(1, 3, 2, 8), mesh, seq_len=8)
+
+
+CALLS = {one.__name__: one for one in (attention, unshard, sum_over_ranks, sum_gradients, refused)}
+
+
+class Waited:
+    """A handle after whose wait something is done."""
+
+    def __init__(self, inner, then: Callable[[], None]) -> None:
+        self._inner, self._then = inner, then
+
+    def wait(self) -> None:
+        self._inner.wait()
+        self._then()
+
+
+def plant(transport: Transport, at: int) -> None:
+    """Of the posts from now on, after the `at`-th the wait for what arrives ends with an error.
+
+    Over gloo what ranks tell each other is posted as well.
+    """
+    name = "_post" if isinstance(transport, TorchDistTransport) else "post"
+    post, left = getattr(transport, name), [at]
+
+    def strike() -> None:
+        raise Planted
+
+    def planted(*arguments):
+        leaving, arriving = post(*arguments)
+        left[0] -= 1
+        return leaving, [Waited(one, strike) for one in arriving] if not left[0] else arriving
+
+    setattr(transport, name, planted)
+
+
+def told(call: Callable[[bp.Mesh], torch.Tensor], mesh: bp.Mesh) -> str:
+    """What a call ends with: an error's name and text, or whether all its numbers are as if no rank had had one."""
+    try:
+        out = call(mesh)
+    except (BurstError, Planted) as error:
+        return f"{type(error).__name__}: {error}"
+    right = 2.0 if call is sum_over_ranks else 1.0
+    return "right" if torch.equal(out, torch.full_like(out, right)) else "wrong"
+
+
+def play(mesh: bp.Mesh, transport: Transport, before: str, at: int, after: str, then: bp.Mesh) -> list[str]:
+    """What both calls end with on this rank, the second by the mesh `then`, if rank 1 fails in the first."""
+    if mesh.rank == 1:
+        plant(transport, at)
+    return [told(CALLS[before], mesh), told(CALLS[after], then)]
+
+
+GLOO = (
+    ("attention", 1, "unshard"),
+    ("attention", 2, "attention"),
+    ("unshard", 2, "sum_gradients"),
+    ("sum_over_ranks", 1, "attention"),
+)
+"""First call, how many of its posts are waited for, second call: the first post of each is a question."""
+
+
+def main(process: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    number, rank = divmod(process, RANKS)
+    store = dist.FileStore(str(folder / f"store{number}"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    transport = TorchDistTransport(None, "gloo", batched=False, deadline=DEADLINE)
+    mesh = bp.Mesh(rank, RANKS, lambda _: transport, config=Config(deadline=DEADLINE))
+    assert [told(CALLS[name], mesh) for name in GLOO[number][::2]] == ["right"] * 2  # connected, and values compared
+    other = bp.Mesh.from_group(config=Config(deadline=DEADLINE))
+    found = play(mesh, transport, *GLOO[number], mesh if number < 2 else other)
+    (folder / f"{number}rank{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_forked(RANKS * len(GLOO), main, Path(sys.argv[1]))

@@ -1,0 +1,116 @@
+"""Run one case over ranks, and the oracle on the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import burst_portable as bp
+from burst_portable.comm.local import LocalTransport, run_threads
+from burst_portable.conformance import oracle
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.oracle import Answer
+from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.plans import PASSES
+from burst_portable.planning.rates import Rates
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    sinks: torch.Tensor | None
+
+
+def make_inputs(case: Case, seed: int = 0) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads, d, dv = case.sizes
+
+    def normal(count: int, dim: int) -> torch.Tensor:
+        return torch.randn(case.batch, case.length, count, dim, generator=generator).to(case.dtype)
+
+    sinks = torch.randn(heads, generator=generator).to(case.dtype) if case.sinks else None
+    return Inputs(normal(heads, d), normal(kv_heads, d), normal(kv_heads, dv), normal(heads, dv), sinks)
+
+
+def on_one_rank(
+    mesh: bp.Mesh,
+    case: Case,
+    x: Inputs,
+    kernel: str = "auto",
+    use: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Answer:
+    """What a user writes, with all results brought back whole. Sinks are a parameter: its gradients are summed.
+
+    use: what becomes of out before it gets its gradient.
+    """
+    where = case.make_layout()
+    q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
+    sinks = None if x.sinks is None else x.sinks.clone().requires_grad_()
+    out, lse = bp.attention(
+        q,
+        k,
+        v,
+        mask=case.make_mask(),
+        mesh=mesh,
+        strategy=case.make_strategy(),
+        layout=where,
+        softcap=case.softcap,
+        sinks=sinks,
+        kernel=kernel,
+        return_lse=True,
+    )
+    used = out if use is None else use(out)
+    used.backward(bp.shard(x.dout, mesh, layout=where))
+
+    def whole(t: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        return bp.unshard(t.detach(), mesh, seq_len=case.length, layout=where, dim=dim)
+
+    dsinks = None
+    if sinks is not None:
+        parts = [torch.empty_like(sinks) for _ in range(mesh.size)]
+        flat = [part.view(torch.uint8) for part in parts]
+        mesh.transport("cpu").all_gather(sinks.grad.view(torch.uint8), flat)
+        dsinks = torch.stack(parts).sum(0)
+    return Answer(whole(out), whole(lse, dim=2), whole(q.grad), whole(k.grad), whole(v.grad), dsinks)
+
+
+def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:
+    """The oracle's answer in float64, and plain attention's in the case's dtype."""
+    seen = oracle.dense_mask(case.make_mask(), case.length)
+    scale = case.sizes[2] ** -0.5
+    exact, plain = (
+        oracle.attention(x.q, x.k, x.v, x.dout, seen, scale=scale, softcap=case.softcap, sinks=x.sinks, dtype=dtype)
+        for dtype in (torch.float64, case.dtype)
+    )
+    return exact, plain
+
+
+def sent_and_planned(
+    case: Case, watch: Callable[[LocalTransport], None] = lambda transport: None
+) -> tuple[list[int], list[int]]:
+    """Bytes that each rank sends to others forward and backward, over threads, and those of the plan.
+
+    watch: is given every rank's transport before the call.
+    """
+    x, where, strategy = make_inputs(case), case.make_layout(), case.make_strategy()
+
+    def work(transport: LocalTransport) -> dict[int, int]:
+        watch(transport)
+        mesh = bp.Mesh(transport.rank, case.ranks, lambda device_type: transport)
+        q, k, v = (bp.shard(t, mesh, layout=where).requires_grad_() for t in (x.q, x.k, x.v))
+        out = bp.attention(q, k, v, mesh=mesh, strategy=strategy, layout=where)
+        out.backward(bp.shard(x.dout, mesh, layout=where))
+        return transport.fabric.sent
+
+    sent = run_threads(case.ranks, work)[0]
+    heads, kv_heads, d, dv = case.sizes
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": d, "value_dim": dv, "batch": case.batch}
+    plan = bp.plan(seq_len=case.length, ranks=case.ranks, strategy=strategy, layout=where, **sizes)
+    costs = plan_cost(plan, Rates(1.0, 1.0)).per_rank
+    planned = [sum(costs[name][rank].sent for name in PASSES) for rank in range(case.ranks)]
+    return [sent[rank] for rank in range(case.ranks)], planned

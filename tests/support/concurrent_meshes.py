@@ -1,0 +1,143 @@
+"""Attention on several threads at once, a mesh each, with random delays. As a program it is four gloo ranks.
+
+python -m tests.support.concurrent_meshes FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import burst_portable as bp
+from burst_portable.comm.base import Transport
+from burst_portable.comm.torch_dist import TorchDistTransport
+from burst_portable.config import Config
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.oracle import judge
+from tests.support.attention_cases import expected, make_inputs, on_one_rank
+from tests.support.forked import run_forked
+
+RANKS = 4
+GROUPS = {  # two models over the same ranks, a pair of which there is another, and groups that overlap
+    "model": (0, 1, 2, 3),
+    "other_model": (0, 1, 2, 3),
+    "pair": (0, 1),
+    "other_pair": (2, 3),
+    "first_three": (0, 1, 2),
+    "last_three": (1, 2, 3),
+}
+_CHOICES = (("ring", "causal"), ("burst", "documents"), ("ulysses", "window"), ("burst+fetch", "prefix"))
+_LONGEST = 0.003  # seconds of a delay
+
+
+class Pool:
+    """The bug that is looked for: buffers that are used in turns, by whoever asks. Right as long as that is one."""
+
+    def __init__(self, ranks: int) -> None:
+        self._free: dict[int, deque[torch.Tensor]] = defaultdict(deque)
+        self._most = 3 * ranks  # buffers of a size: more than one attention has under way, Ulysses' exchange the most
+
+    def __call__(self, size: int) -> torch.Tensor:
+        rounded = 1 << (size - 1).bit_length()
+        buffers = self._free[rounded]
+        if len(buffers) < self._most:
+            buffers.append(torch.empty(rounded, dtype=torch.uint8))
+        buffers.rotate()
+        return buffers[0][:size]
+
+
+class Delaying(Transport):
+    """Another transport, at random moments; its buffers from a pool if there is one."""
+
+    def __init__(self, inner: Transport, seed: int, pool: Pool | None = None) -> None:
+        self._inner, self._pool, self._random = inner, pool, random.Random(seed)
+        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
+
+    def delay(self) -> None:
+        time.sleep(self._random.random() * _LONGEST)
+
+    def buffer(self, size, device):
+        return self._pool(size) if self._pool else self._inner.buffer(size, device)
+
+    def share(self, data, label="share", deadline=None):
+        return self._inner.share(data, label, deadline)
+
+    def post(self, sends, receives, label=""):
+        self.delay()
+        leaving, arriving = self._inner.post(sends, receives, label)
+        return [Delayed(h, self) for h in leaving], [Delayed(h, self) for h in arriving]
+
+
+class Delayed:
+    def __init__(self, inner, transport: Delaying) -> None:
+        self._inner, self._transport = inner, transport
+
+    def wait(self) -> None:
+        self._inner.wait()
+        self._transport.delay()
+
+
+def compare(mesh: bp.Mesh, seed: int, steps: int) -> int:
+    """Some attentions with their gradients; how many are wrong."""
+    wrong = 0
+    for step in range(steps):
+        strategy, mask = _CHOICES[step % len(_CHOICES)]
+        case = Case(strategy=strategy, ranks=mesh.size, heads="mha", mask=mask)
+        inputs = make_inputs(case, seed=100 * seed + step)
+        wrong += bool(judge(on_one_rank(mesh, case, inputs), *expected(case, inputs), case.dtype))
+    return wrong
+
+
+def at_once(work: Mapping[str, Callable[[], int]]) -> dict[str, int]:
+    """Each on a thread of its own."""
+    found: dict[str, int] = {}
+
+    def run(name: str, one: Callable[[], int]) -> None:
+        found[name] = one()
+
+    threads = [threading.Thread(target=run, args=item) for item in work.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found.keys() == work.keys(), "a thread has raised"
+    return found
+
+
+def work_of(rank: int, groups: dict[str, dist.ProcessGroup], pool: Pool | None, steps: int) -> dict[str, partial[int]]:
+    """What this rank does in each of its groups, with a mesh of its own each."""
+    work = {}
+    for seed, (name, ranks) in enumerate(GROUPS.items()):
+        if rank in ranks:
+            inner = TorchDistTransport(groups[name], "gloo", batched=False, deadline=60)
+            transport = Delaying(inner, 10 * seed + rank, pool)
+            mesh = bp.Mesh(inner.rank, len(ranks), lambda _, t=transport: t, config=Config(deadline=60))
+            work[name] = partial(compare, mesh, seed, steps)
+    return work
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    groups = {name: dist.new_group(list(ranks)) for name, ranks in GROUPS.items()}
+    found: dict[str, object] = {"right": at_once(work_of(rank, groups, None, 3))}
+    alone = work_of(rank, groups, Pool(RANKS), 3)
+    found["pool, one at a time"] = {name: one() for name, one in alone.items() if name == "model"}
+    found["pool, at once"] = [at_once(work_of(rank, groups, Pool(RANKS), 3)) for _ in range(3)]
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_forked(RANKS, main, Path(sys.argv[1]))

@@ -1,0 +1,121 @@
+"""Train under DDP, FSDP2 and Trainer: the ranks of tests/integration/test_data_parallel.py.
+
+Two sequences are trained at a time, each over two ranks.
+
+python -m tests.support.data_parallel_ranks FOLDER
+
+Each writes down, by case, how far its gradients are from one device's, and the losses of Trainer.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from burst_portable import Mesh
+from burst_portable.config import Config
+from burst_portable.errors import InputError
+from burst_portable.integrations.transformers import Parallel, parallelize, sum_gradients
+from tests.support.forked import run_forked
+from tests.support.models import make, on_one_device, tokens
+
+TRAIN = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_with_trainer.py"))["train"]
+DATA, SEQUENCE = 2, 2
+
+
+def batches() -> tuple[Tensor, Tensor]:
+    """ids and labels ``[data, 2, 47]``; the second of the data ranks has fewer labels."""
+    ids = torch.stack([tokens(seed=1), tokens(seed=2)])
+    labels = ids.clone()
+    labels[1, :, :30] = -100
+    return ids, labels
+
+
+def backward(model: Any, handle: Parallel, data: DeviceMesh, averaged: int) -> None:
+    """As a trainer would: divided by the labels of all data ranks, times the ranks that gradients are averaged over."""
+    ids, labels = (x[data.get_local_rank()] for x in batches())
+    inputs = handle.shard(ids, labels)
+    dist.all_reduce(inputs["num_items_in_batch"], group=data.get_group())
+    (model(**inputs).loss * averaged).backward()
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters()}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+
+
+def under_ddp(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
+    handle = parallelize(model, mesh)
+    wrapped = DistributedDataParallel(model)
+    backward(wrapped, handle, grid["data"], averaged=grid.size())
+    return gradients(model)
+
+
+def under_fsdp(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
+    """Parameters over all ranks."""
+    handle = parallelize(model, mesh)
+    everybody = grid["data", "sequence"]._flatten()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=everybody)
+    fully_shard(model, mesh=everybody)
+    backward(model, handle, grid["data"], averaged=grid.size())
+    with pytest.raises(InputError, match="already"):
+        sum_gradients(model.parameters(), mesh)
+    sum_gradients(model.parameters(), Mesh.single())  # no other rank shares such a sequence: they stay as they are
+    return gradients(model)
+
+
+def under_fsdp_over_data(model: Any, mesh: Mesh, grid: DeviceMesh) -> dict[str, Tensor]:
+    """Parameters over the data axis alone; gradients are then summed over the sequence."""
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=grid["data"])
+    fully_shard(model, mesh=grid["data"])
+    handle = parallelize(model, mesh)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    backward(model, handle, grid["data"], averaged=DATA)
+    sum_gradients(model.parameters(), mesh)
+    return gradients(model)
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    # As torchrun would; accelerate reads them.
+    size = str(DATA * SEQUENCE)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, and not used: the store is a file
+    store = dist.FileStore(str(folder / "store"), DATA * SEQUENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=DATA * SEQUENCE)
+    grid = init_device_mesh("cpu", (DATA, SEQUENCE), mesh_dim_names=("data", "sequence"))
+    mesh = Mesh.from_device_mesh(grid, "sequence", config=Config(deadline=60))
+    model = make("mistral")
+    ids, labels = (x.flatten(0, 1) for x in batches())
+    expected = on_one_device(model, ids, labels).gradients
+    found: dict[str, Any] = {}
+    for case in (under_ddp, under_fsdp, under_fsdp_over_data):
+        got = case(copy.deepcopy(model), mesh, grid)
+        assert got.keys() == expected.keys()
+        apart = {name: ((got[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
+        found[case.__name__] = max(apart.values())
+    found["one_sequence"] = TRAIN(mesh=Mesh.from_group(config=Config(deadline=60)))
+    found["two_sequences"] = TRAIN(mesh=mesh, held_out=12)
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_forked(DATA * SEQUENCE, main, Path(sys.argv[1]))

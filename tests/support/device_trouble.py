@@ -1,0 +1,243 @@
+"""Run one rank of tests/device/test_trouble.py.
+
+It has two meshes on two streams under random delays, or a peer with a planted fault.
+
+python -m tests.support.device_trouble RANKS FOLDER RANK WHAT TRANSPORT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import burst_portable as bp
+from burst_portable.backends.registry import for_device
+from burst_portable.config import Config
+from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError
+from burst_portable.strategies.base import make_strategy
+
+DEADLINE = 5.0
+HEADS, KV_HEADS, DIM = 8, 4, 64
+
+
+def join(ranks: int, folder: Path, rank: int) -> torch.device:
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    device = torch.device(kind.type, rank)
+    torch.accelerator.set_device_index(rank)
+    group = for_device(device.type).capabilities.process_group
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group(group, store=store, rank=rank, world_size=ranks, device_id=device)
+    return device
+
+
+def shards(mesh: bp.Mesh, device: torch.device, length: int, seed: int, kv_heads: int) -> list[torch.Tensor]:
+    """This rank's q, k, v, dout; the same on every run."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, length, heads, DIM) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
+    whole = [torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes]
+    return [bp.shard(x, mesh) for x in whole]
+
+
+def train(
+    mesh: bp.Mesh, device: torch.device, length: int, seed: int, strategy: str = "ring", kv_heads: int = KV_HEADS
+) -> list[torch.Tensor]:
+    """(out, dq, dk, dv) of one call."""
+    return attend(mesh, shards(mesh, device, length, seed, kv_heads), seed, strategy)
+
+
+def attend(mesh: bp.Mesh, mine: list[torch.Tensor], seed: int = 0, strategy: str = "ring") -> list[torch.Tensor]:
+    """(out, dq, dk, dv) of these shards."""
+    *inputs, dout = mine
+    leaves = [x.requires_grad_() for x in inputs]
+    groups = 2 if HEADS // mesh.size > 1 else 1
+    options = {"groups": groups} if strategy == "ulysses" else {"moves": "fetch", "ahead": 1 + seed % 3}
+    chosen = make_strategy(strategy, **options)
+    out = bp.attention(*leaves, mesh=mesh, strategy=chosen, deterministic=True)
+    out.backward(dout)
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def busy(device: torch.device, chance: random.Random) -> None:
+    """Work of random length on the current stream, and a host that comes late."""
+    x = torch.ones(2048, 2048, device=device)
+    for _ in range(chance.randrange(6)):
+        x = x @ x * 1e-3
+    time.sleep(chance.random() * 2e-3)
+
+
+def stress(rank: int, device: torch.device, config: Config, *, groups: bool = False) -> dict[str, object]:
+    """Two meshes, of one group or of two, each with memory of its own, on two streams; bits against a calm run."""
+    other = dist.new_group() if groups else None
+    meshes = [bp.Mesh.from_group(group, config=config) for group in (None, other)]
+    jobs = [
+        (index % 2, (256, 1024, 4096)[index % 3], index, ("ring", "burst", "ulysses")[index % 3]) for index in range(12)
+    ]
+    calm = [train(meshes[which], device, length, seed, strategy) for which, length, seed, strategy in jobs]
+    torch.accelerator.synchronize()
+    streams = [torch.Stream(device) for _ in range(2)]
+    chance, wrong = random.Random(rank), []
+    for turn in range(5):
+        hurried = []
+        for which, length, seed, strategy in jobs:
+            with streams[(which + turn) % 2]:
+                busy(device, chance)
+                hurried.append(train(meshes[which], device, length, seed, strategy))
+        torch.accelerator.synchronize()
+        for job, one, other in zip(jobs, calm, hurried, strict=True):
+            if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
+                wrong.append(f"turn {turn}: {job}")
+    names = sorted({call.runtime.transport.name for mesh in meshes for call in mesh._calls.values()})
+    return {"wrong": wrong, "transports": names}
+
+
+def allocations(rank: int, device: torch.device, config: Config) -> dict[str, object]:
+    """How often the device was asked for memory by calls that were made before."""
+    mesh = bp.Mesh.from_group(config=config)
+    asked: list[int] = []
+    # How much is under way at once depends on how far the host runs ahead: it takes some turns to see the most of it.
+    # What each call asked for anew, none of this many turns in a row would be without.
+    steady = 10
+    for _ in range(60):
+        for seed, strategy in enumerate(("ring", "burst", "ulysses")):
+            train(mesh, device, 4096, seed, strategy)
+        torch.accelerator.synchronize()
+        asked.append(torch.get_device_module(device).memory_stats()["num_device_alloc"])
+    steady_from = len(asked) - asked[::-1].count(asked[-1])
+    return {"wrong": [] if steady_from <= len(asked) - steady else [f"asked for memory so often: {asked}"]}
+
+
+def graph(rank: int, device: torch.device, config: Config) -> dict[str, object]:
+    """Forward and backward of all ranks in a graph: replayed, it computes what is in its tensors then."""
+    wrong = []
+    for strategy in ("ring", "burst", "ulysses"):
+        mesh, stream = bp.Mesh.from_group(config=config), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            mine = [x.requires_grad_() for x in shards(mesh, device, 1024, 0, KV_HEADS)]
+
+            def step(
+                mesh: bp.Mesh = mesh, mine: list[torch.Tensor] = mine, strategy: str = strategy
+            ) -> list[torch.Tensor]:
+                out = bp.attention(*mine[:3], mesh=mesh, strategy=strategy, deterministic=True)
+                return [out.detach(), *torch.autograd.grad(out, mine[:3], mine[3].detach())]
+
+            for _ in range(3):  # plans, agreement, tables and compiled kernels are made before anything is captured
+                step()
+        stream.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        # Other threads (torch's own watchdog) look at events meanwhile.
+        with torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
+            held = step()
+        for seed in (1, 2):
+            with torch.cuda.stream(stream), torch.no_grad():
+                for x, new in zip(mine, shards(mesh, device, 1024, seed, KV_HEADS), strict=True):
+                    x.copy_(new)
+                captured.replay()
+                stream.synchronize()
+                found = [x.clone() for x in held]
+            with torch.cuda.stream(stream):
+                expected = step()
+            stream.synchronize()
+            if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
+                wrong.append(f"{strategy}, inputs {seed}")
+    return {"wrong": wrong}
+
+
+def fault(rank: int, device: torch.device, config: Config, what: str, folder: Path) -> dict[str, object]:
+    """Rank 1 is late or killed in its third step; the others say so and end."""
+    mesh = bp.Mesh.from_group(config=config)
+    for _ in range(2):
+        train(mesh, device, 1024, 0)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    torch.accelerator.synchronize()
+    if rank == 1:
+        (folder / "struck").touch()
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+        os._exit(0)
+    started = time.monotonic()
+
+    def until_it_is_noticed() -> None:
+        while time.monotonic() < started + 60:
+            train(mesh, device, 1024, 0)
+            torch.accelerator.synchronize()
+
+    return raised(until_it_is_noticed)
+
+
+def disagree(rank: int, device: torch.device, config: Config) -> None:
+    """Rank 1 calls with other shapes, when each rank's last call was known."""
+    mesh = bp.Mesh.from_group(config=config)
+    for kv_heads in (KV_HEADS, KV_HEADS, KV_HEADS // 2 if rank == 1 else KV_HEADS * 2):
+        train(mesh, device, 1024, 0, kv_heads=kv_heads)
+        torch.accelerator.synchronize()
+
+
+def run_out_of_memory(rank: int, device: torch.device, config: Config) -> None:
+    """Rank 1 has its longer inputs, and room for nothing else."""
+    mesh = bp.Mesh.from_group(config=config)
+    train(mesh, device, 1024, 0)
+    longer = shards(mesh, device, 65536, 0, KV_HEADS)
+    dist.barrier()
+    held, size = [], 1 << 30
+    while rank == 1 and size >= 1 << 20:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device=device))
+        except torch.OutOfMemoryError:
+            size //= 2
+    attend(mesh, longer)
+    torch.accelerator.synchronize()
+
+
+def raised(work: Callable[[], None]) -> dict[str, object]:
+    """What it raises, and after how long."""
+    started = time.monotonic()
+    try:
+        work()
+    except (CommunicationError, MismatchError, torch.OutOfMemoryError) as error:
+        return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started}
+    return {"error": "", "message": "nothing was noticed", "seconds": time.monotonic() - started}
+
+
+FAULTS = ("late", "killed", "shapes", "memory")
+PLAYS: dict[str, Callable[[int, torch.device, Config, Path], dict[str, object]]] = {
+    "stress": lambda rank, device, config, _: stress(rank, device, config),
+    "stress_groups": lambda rank, device, config, _: stress(rank, device, config, groups=True),
+    "allocations": lambda rank, device, config, _: allocations(rank, device, config),
+    "graph": lambda rank, device, config, _: graph(rank, device, config),
+    "late": lambda rank, device, config, folder: fault(rank, device, config, "late", folder),
+    "killed": lambda rank, device, config, folder: fault(rank, device, config, "killed", folder),
+    "shapes": lambda rank, device, config, _: raised(lambda: disagree(rank, device, config)),
+    "memory": lambda rank, device, config, _: raised(lambda: run_out_of_memory(rank, device, config)),
+}
+
+
+def main(ranks: int, folder: Path, rank: int, what: str, transport: str) -> None:
+    device = join(ranks, folder, rank)
+    config = Config(deadline=DEADLINE if what in FAULTS else 60.0, transport=transport, kernel="triton")
+    try:
+        found = PLAYS[what](rank, device, config, folder)
+    except UnsupportedError as error:  # this machine has no such transport
+        found = {"absent": str(error)}
+    # Whatever else it is, the test should see it, and not miss a rank.
+    except Exception:  # noqa: BLE001
+        found = {"error": "unforeseen", "message": traceback.format_exc(), "seconds": 0.0, "wrong": ["unforeseen"]}
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    sys.stderr.flush()
+    os._exit(0)  # after a fault there is nothing left to take down in order
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

@@ -1,0 +1,120 @@
+"""What rank 1 does otherwise, and what each rank then raises. Run as a program it is three ranks over gloo.
+
+python -m tests.support.disagreements FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import burst_portable as bp
+from burst_portable.config import Config
+from burst_portable.errors import BurstError
+from tests.support.forked import run_forked
+
+RANKS = 3
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A strategy with a mistake in it."""
+
+    name: str = "broken"
+
+    def plan(self, problem):
+        raise TypeError("planning fell over")
+
+
+USUAL = {"heads": 4, "kv_heads": 2, "dim": 8, "rows": 8, "dtype": torch.float32, "batch": 1}
+
+# name -> (what rank 1 does otherwise, what every rank must be told)
+DISAGREEMENTS: dict[str, tuple[dict, str]] = {
+    "heads": ({"heads": 8}, "heads: 4, 2 of K and V on rank 0, 2 but 8"),
+    "kv_heads": ({"kv_heads": 4}, "heads: 4, 2 of K and V"),
+    "head_size": ({"dim": 16}, "head sizes: 8"),
+    "batch": ({"batch": 2}, "batch: 1 on rank 0, 2 but 2 on rank 1"),
+    "dtype": ({"dtype": torch.bfloat16}, "dtype: float32 on rank 0, 2 but bfloat16 on rank 1"),
+    "mask": ({"mask": "full"}, "mask: causal on rank 0, 2 but full on rank 1"),
+    "strategy": ({"strategy": "burst"}, "strategy: ring by ring with kv backward"),
+    "moves": ({"strategy": bp.make_strategy("ring", moves="fetch")}, "by fetch"),
+    "gradients": (
+        {"strategy": bp.make_strategy("ring", gradients="narrow"), "dtype": torch.bfloat16},
+        "narrow gradients on rank 1",
+    ),
+    "layout": ({"layout": "striped"}, "layout: zigzag on rank 0, 2 but striped on rank 1"),
+    "scale": ({"scale": 0.5}, "scale: 0.35"),
+    "softcap": ({"softcap": 5.0}, "softcap: None"),
+    "sinks": ({"sinks": True}, "sinks: no on rank 0, 2 but yes on rank 1"),
+    "length": ({"rows": 9, "seq_len": 27}, "tokens: 24 on rank 0, 2 but 27 on rank 1"),
+    "rows": ({"rows": 9, "seq_len": 24}, "rank 1 holds a different number of rows"),
+    "boundaries": (
+        {"mask": bp.Mask.documents((0, 7, 24))},
+        "documents(2) on rank 0, 2 but another of that name on rank 1",
+    ),
+    "refusal": ({"strategy": "brst"}, "did you mean 'burst'"),
+    "own_error": ({"strategy": Broken()}, "planning fell over"),
+    "one_call_more": ({"twice": True}, "pass"),
+}
+
+COMMON = {"boundaries": {"mask": bp.Mask.documents((0, 8, 24))}, "gradients": {"dtype": torch.bfloat16}}
+"""What all the others do, where it is not the usual."""
+
+
+def call(mesh: bp.Mesh, *, twice: bool = False, **changes) -> torch.Tensor:
+    facts = {**USUAL, **{name: changes.pop(name) for name in list(changes) if name in USUAL}}
+    q, k = (
+        torch.randn(facts["batch"], facts["rows"], heads, facts["dim"], dtype=torch.float32).to(facts["dtype"])
+        for heads in (facts["heads"], facts["kv_heads"])
+    )
+    if changes.pop("sinks", False):
+        changes["sinks"] = torch.zeros(facts["heads"])
+    options = {"mask": "causal", "strategy": "ring", "seq_len": 24, **changes}
+    out = bp.attention(q.requires_grad_(), k, k, mesh=mesh, **options)
+    if twice:  # a second forward pass where the others go backward
+        bp.attention(q, k, k, mesh=mesh, **options)
+    out.sum().backward()
+    return out
+
+
+def told_by(mesh: bp.Mesh, name: str) -> str:
+    """What this rank raised; empty if it got a number."""
+    changes, _ = DISAGREEMENTS[name]
+    try:
+        call(mesh, **(changes if mesh.rank == 1 else COMMON.get(name, {})))
+    except (BurstError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+def told_when_swapped(rank: int) -> str:
+    """Rank 1 goes backward in another order, of calls that name no mesh: its passes are counted by the group."""
+    q = torch.randn(1, 8, 2, 4, requires_grad=True)
+    outs = [bp.attention(q, q, q, strategy="ring") for _ in range(2)]
+    try:
+        outs[rank == 1].sum().backward()
+    except BurstError as error:
+        return str(error)
+    return ""
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    mesh = bp.Mesh.from_group(config=Config(deadline=20))
+    call(mesh)  # so that all have a plan of the usual call cached
+    found = {name: told_by(mesh, name) for name in DISAGREEMENTS}
+    found["cached"] = {name: told_by(mesh, name) for name in DISAGREEMENTS}  # by now all have these plans too
+    found["swapped"] = told_when_swapped(rank)
+    found["afterwards"] = "right" if bool(call(mesh).isfinite().all()) else "wrong"
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_forked(RANKS, main, Path(sys.argv[1]))

@@ -1,0 +1,66 @@
+"""`launch.Compiled` on a `Machine`: so the Hopper kernel's host side runs as it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_portable.backends.cuda.hopper import backward as hopper_backward
+from burst_portable.backends.cuda.hopper import forward as hopper_forward
+from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
+from burst_portable.backends.cuda.hopper import launch as launch_tables
+from burst_portable.backends.cuda.hopper.launch import tma_strides
+from burst_portable.kernels.operator_kernel import in_steps
+from tests.support.emulator.machine import Machine
+from tests.support.emulator.memory import Descriptor
+
+_PROCESSORS = 3
+
+
+class EmulatedKernels:
+    """Launches run on the machine at once; descriptors and counters are made anew each time."""
+
+    def __init__(
+        self, machine: Machine, forward: ModuleType = hopper_forward, backward: ModuleType = hopper_backward
+    ) -> None:
+        self.OUT_16, self.OUT_32, self.MERGE_32 = forward.OUT_16, forward.OUT_32, forward.MERGE_32
+        self.forward = self._launcher(machine, forward.forward_kernel)
+        self.backward = self._launcher(machine, backward.backward_kernel)
+        self.prepare = self._launcher(machine, backward.prepare_kernel)
+
+    @staticmethod
+    def _launcher(machine: Machine, kernel: Any) -> Callable[..., None]:
+        def launch(key: Hashable, grid: Sequence[int], args: Sequence[Any], constants: Sequence[Any], *_: Any) -> None:
+            machine.launch(kernel, grid, *args, *constants)
+
+        return launch
+
+    def rows(self, name: str, x: Tensor, rows: int, columns: int) -> Descriptor:
+        tma_strides(name, x)
+        return Descriptor(x, (1, rows, 1, columns))
+
+    def readable(self, name: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Descriptor]:
+        x = in_steps(x)
+        return x, self.rows(name, x, rows, columns)
+
+    def vector(self, x: Tensor, rows: int) -> Descriptor:
+        return Descriptor(x, (1, rows))
+
+    def strides(self, name: str, x: Tensor, unit: int) -> tuple[int, ...]:
+        return tuple(s // unit for s in tma_strides(name, x)[:3])
+
+    def counter(self, device: torch.device, stream: int) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32)
+
+
+def emulate(monkeypatch: Any, kernels: EmulatedKernels) -> None:
+    """From now on, and until the test ends, the Hopper kernel launches them."""
+    monkeypatch.setattr(hopper_kernel, "compiled_kernels", lambda: kernels)
+    monkeypatch.setattr(launch_tables, "processors", lambda device: _PROCESSORS)
+    monkeypatch.setattr(hopper_kernel, "current_stream", lambda device: 0)
+    monkeypatch.setattr(hopper_kernel, "on", lambda device: nullcontext())

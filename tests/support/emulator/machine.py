@@ -1,0 +1,196 @@
+"""Gluon kernels for Hopper on the CPU: their numbers, their races and their deadlocks, without a GPU.
+
+    Machine(seed=0, eager=0.5).launch(kernel, grid, *arguments)    # tensors, Descriptors, numbers
+
+A kernel's Python runs as it stands; only the language's names mean what `language` says. Each partition of
+gl.warp_specialize is a thread, of which one runs at a time. What the hardware does on its own, TMA copies and wgmma,
+is done somewhere between its start and the wait for it: as soon as possible with eager=1, only when no thread can go
+on with eager=0. So a wait too few does not hide::
+
+    a slot        holds NaN from the start of a TMA load into it to its end
+    a store       of a thread into shared memory is NaN to TMA and wgmma until fence_async_shared
+    a product     has no value before warpgroup_mma_wait
+    a barrier     that is waited for for ever is an error, which says where everybody stands
+
+Not seen: layouts and registers, order between the warps of one warpgroup, and what a compiler makes of it all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import JITFunction
+
+from tests.support.emulator.language import language_of
+from tests.support.emulator.memory import Pointer, Product, Shared
+from tests.support.one_core import one_core
+
+
+class Deadlock(AssertionError):
+    """Nobody can go on."""
+
+
+class _Stopped(BaseException):
+    """Another thread has failed."""
+
+
+def closed() -> threading.Lock:
+    """Whoever acquires it waits until somebody else releases it, once: a semaphore of 0 and 1, and in C."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+@dataclass(eq=False)
+class Thread:
+    """A partition of a program, and what the hardware is doing for it."""
+
+    name: str
+    program: tuple[int, ...]
+    grid: tuple[int, ...]
+    go: threading.Lock = field(default_factory=closed)
+    ready: Callable[[], bool] = lambda: True
+    waits_for: str = ""
+    over: bool = False
+    products: deque[Product] = field(default_factory=deque)
+    stores: int = 0
+    """TMA copies out of shared memory that have not read it yet."""
+    unfenced: list[Shared] = field(default_factory=list)
+
+
+class Machine:
+    """Runs launches one after the other.
+
+    Args:
+        seed: of the order in which threads and engines take turns.
+        eager: how often an engine's work goes before a thread's.
+        together: programs of a launch that run side by side.
+    """
+
+    def __init__(self, seed: int = 0, eager: float = 0.5, together: int = 3) -> None:
+        self._random = random.Random(seed)
+        self._eager, self._together = eager, together
+        self._threads: list[Thread] = []
+        self._host = closed()
+        self._functions: dict[Any, FunctionType] = {}
+        self._failure: BaseException | None = None
+        self._language = language_of(self)
+        self.copies: list[Callable[[], None]] = []
+        self.me: Thread = Thread("host", (), ())
+
+    def launch(self, kernel: JITFunction, grid: Sequence[int], *arguments: Any) -> None:
+        """Raises what a thread raised, or `Deadlock`."""
+        function = self._bound(kernel)
+        given = [Pointer.to(x) if isinstance(x, Tensor) else x for x in arguments]
+        programs = list(itertools.product(*(range(n) for n in grid)))
+        with one_core():
+            for first in range(0, len(programs), self._together):
+                self._run_together(programs[first : first + self._together], tuple(grid), function, given)
+
+    def _run_together(
+        self, programs: Sequence[tuple[int, ...]], grid: tuple[int, ...], function: FunctionType, given: list[Any]
+    ) -> None:
+        for at in programs:
+            self.start(Thread(f"program {at}", at, grid), function, given)
+        self._hand_to(self._next())
+        self._host.acquire()
+        self._threads.clear()
+        while self.copies and self._failure is None:
+            self.copies.pop()()
+        if self._failure is not None:
+            raise self._failure
+
+    def start(self, thread: Thread, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        """It begins when its turn comes."""
+        self._threads.append(thread)
+        threading.Thread(target=self._body, args=(thread, function, arguments), daemon=True).start()
+
+    def turn(self, ready: Callable[[], bool] = lambda: True, waits_for: str = "") -> None:
+        """Other threads and engines may go on, until this one's turn comes again; not before it is ready."""
+        me = self.me
+        me.ready, me.waits_for = ready, waits_for
+        following = self._next()
+        if following is not me:
+            self._hand_to(following)
+            me.go.acquire()
+        if self._failure is not None:
+            raise _Stopped
+
+    def _body(self, me: Thread, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        me.go.acquire()
+        try:
+            if self._failure is None:
+                function(*arguments)
+                assert not me.products, f"{me.name} ends before its products do"
+                assert not me.stores, f"{me.name} ends before TMA has read what it stores"
+        except _Stopped:
+            pass
+        except Exception as error:  # `launch` raises it  # noqa: BLE001
+            self._failure = self._failure or error
+        me.over = True
+        following = self._next()
+        if following is None:
+            self._host.release()
+        else:
+            self._hand_to(following)
+
+    def _hand_to(self, thread: Thread) -> None:
+        self.me = thread
+        thread.go.release()
+
+    def _next(self) -> Thread | None:
+        """Who runs now; engines do their work on the way. None when all are over."""
+        alive = [one for one in self._threads if not one.over]
+        while alive and self._failure is None:
+            able = [one for one in alive if one.ready()]
+            busy = [one.products for one in alive if one.products]
+            if (busy or self.copies) and (not able or self._random.random() < self._eager):
+                self._work(busy)
+            elif able:
+                return self._random.choice(able)
+            else:
+                stand = "; ".join(f"{one.name} waits for {one.waits_for}" for one in alive)
+                self._failure = Deadlock(f"nobody can go on: {stand}")
+        return alive[0] if alive else None
+
+    def _work(self, busy: list[deque[Product]]) -> None:
+        """One product or copy; a thread's products in order, copies in any."""
+        which = self._random.randrange(len(busy) + len(self.copies))
+        if which < len(busy):
+            busy[which].popleft().run()
+        else:
+            self.copies.pop(which - len(busy))()
+
+    def _bound(self, function: JITFunction) -> FunctionType:
+        """The Python of a jit function, with this machine's language."""
+        python = function.fn
+        if python not in self._functions:
+            names = {name: self._meaning(name, value) for name, value in python.__globals__.items()}
+            self._functions[python] = FunctionType(python.__code__, names, python.__name__, python.__defaults__)
+        return self._functions[python]
+
+    def _meaning(self, name: str, value: Any) -> Any:
+        if name in self._language:
+            return self._language[name]
+        if isinstance(value, gl.constexpr):
+            return value.value
+        return _Bound(self, value) if isinstance(value, JITFunction) else value
+
+
+class _Bound:
+    """A jit function that another one calls."""
+
+    def __init__(self, machine: Machine, function: JITFunction) -> None:
+        self._machine, self._function = machine, function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._machine._bound(self._function)(*arguments)

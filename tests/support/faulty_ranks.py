@@ -1,0 +1,197 @@
+"""Ranks with a planted fault. As a program, a server that forks them, so that torch is imported once for all faults.
+
+python -m tests.support.faulty_ranks        reads scenarios, a JSON list, from each line of stdin, answers with a line
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import burst_portable as bp
+from burst_portable.comm.torch_dist import TorchDistTransport
+from burst_portable.config import Config
+from burst_portable.errors import CommunicationError
+from burst_portable.runtime.observer import installed
+
+RANKS = 3
+GAVE_UP = 3
+"""The exit code of a rank that raised what the library raises."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """`fault` strikes on rank 1 at its `at`-th event: a question, a post, or a kernel call, forward or backward."""
+
+    folder: str
+    fault: str
+    at: int = 1
+    strategy: str = "ring"
+    deadline: float = 4.0  # a busy machine must not be taken for a fault
+
+
+def raise_memory_error() -> None:
+    raise torch.OutOfMemoryError("planted: out of memory")
+
+
+def raise_own_error() -> None:
+    raise ZeroDivisionError("planted: an error of the model")
+
+
+FAULTS = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "late": lambda: time.sleep(60),
+    "out_of_memory": raise_memory_error,
+    "raises": raise_own_error,
+}
+OTHER_GROUP = "other_group"
+"""No fault that strikes: rank 1 uses the two groups that there are in the other order."""
+
+
+class Countdown:
+    """Strikes at the n-th event."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario, self._left = scenario, scenario.at
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            Path(self._scenario.folder, "struck").write_text(str(time.monotonic()))
+            FAULTS[self._scenario.fault]()
+
+
+class Striking(TorchDistTransport):
+    """Questions and posts are events."""
+
+    def __init__(self, deadline: float, group: dist.ProcessGroup | None, event) -> None:
+        super().__init__(group, "gloo", batched=False, deadline=deadline)
+        self._event = event
+
+    def post(self, sends, receives, label=""):
+        self._event()
+        return super().post(sends, receives, label)
+
+    def share(self, data, label="share", deadline=None):
+        self._event()
+        return super().share(data, label, deadline)
+
+
+class StrikingRuntime:
+    """Kernel calls are events: between a transfer that is under way and the wait for it."""
+
+    def __init__(self, inner, event) -> None:
+        self._inner, self._event, self.transport = inner, event, inner.transport
+        self.inbox, self.post, self.copying = inner.inbox, inner.post, inner.copying
+
+    def attend(self, *arguments):
+        self._event()
+        return self._inner.attend(*arguments)
+
+    def attend_backward(self, *arguments):
+        self._event()
+        self._inner.attend_backward(*arguments)
+
+    def attend_whole(self, *arguments):
+        self._event()
+        return self._inner.attend_whole(*arguments)
+
+    @property
+    def parts_rows(self):
+        return self._inner.parts_rows
+
+    def attend_first(self, *arguments):
+        self._event()
+        return self._inner.attend_first(*arguments)
+
+    def gradients(self, *arguments):
+        self._event()
+        return self._inner.gradients(*arguments)
+
+
+def train(meshes: list[bp.Mesh], strategy: str) -> None:
+    """More steps than any fault waits for."""
+    for _ in range(40):
+        for mesh in meshes:
+            q, k, v = (torch.randn(1, 8, heads, 8, requires_grad=True) for heads in (6, 3, 3))
+            bp.attention(q, k, v, mask="full", mesh=mesh, strategy=strategy).sum().backward()
+
+
+def run_rank(rank: int, scenario: Scenario) -> None:
+    torch.set_num_threads(1)
+    folder = Path(scenario.folder)
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 2)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    event = Countdown(scenario) if rank == 1 and scenario.fault in FAULTS else lambda: None
+    installed.set(lambda runtime, plan, mesh: StrikingRuntime(runtime, event))
+    config = Config(deadline=scenario.deadline)
+
+    def mesh(group: dist.ProcessGroup | None) -> bp.Mesh:
+        transport = Striking(scenario.deadline, group, event)
+        return bp.Mesh(rank, RANKS, lambda device_type: transport, config=config)
+
+    meshes = [mesh(None)]
+    if scenario.fault == OTHER_GROUP:
+        meshes.append(mesh(dist.new_group()))
+    dist.barrier()
+    if scenario.fault == OTHER_GROUP:
+        (folder / "struck").write_text(str(time.monotonic()))
+        meshes = meshes[::-1] if rank == 1 else meshes
+    try:
+        train(meshes, scenario.strategy)
+    except CommunicationError as error:
+        told = {"error": type(error).__name__, "message": str(error), "at": time.monotonic()}
+        dist.destroy_process_group()
+        told["torn_down"] = time.monotonic()
+        (folder / f"rank{rank}.json").write_text(json.dumps(told))
+        os._exit(GAVE_UP)  # a user's program would end here
+
+
+def play(scenarios: list[Scenario]) -> list[dict]:
+    """All at the same time, as most of it is waiting.
+
+    Exit codes of the ranks (None: it had to be killed), and what each rank said, of each scenario.
+    """
+    context = multiprocessing.get_context("fork")
+    groups = [[context.Process(target=run_rank, args=(rank, one)) for rank in range(RANKS)] for one in scenarios]
+    for ranks in groups:
+        for rank in ranks:
+            rank.start()
+    until = time.monotonic() + 60
+    return [outcome(scenario, ranks, until) for scenario, ranks in zip(scenarios, groups, strict=True)]
+
+
+def outcome(scenario: Scenario, ranks: list[multiprocessing.Process], until: float) -> dict:
+    waited = ranks if scenario.fault == OTHER_GROUP else [ranks[0], ranks[2]]
+    for rank in waited:
+        rank.join(max(0.1, until - time.monotonic()))
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    folder = Path(scenario.folder)
+    said = {path.stem: json.loads(path.read_text()) for path in folder.glob("rank*.json")}
+    struck = folder / "struck"
+    logs = {path.stem: path.read_text()[-2000:] for path in folder.glob("rank*.log")}
+    return {
+        "codes": codes,
+        "said": said,
+        "logs": logs,
+        "struck": float(struck.read_text() if struck.exists() else "nan"),
+    }
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(play([Scenario(**one) for one in json.loads(line)])), flush=True)

@@ -1,0 +1,48 @@
+"""What the Hopper kernel with flash-attn-4 must give, on a device and emulated: compared with the float64 reference."""
+
+from __future__ import annotations
+
+import torch
+
+from burst_portable.kernels.base import Options, attend_whole, gradients
+from burst_portable.numerics import row_delta
+from burst_portable.planning.tiles import Tile, Tiles
+from tests.support.hopper_cases import ORACLE, TOLERANCE, gap, randn, wide
+
+OPTIONS = Options(scale=0.1, deterministic=False)
+
+
+def box(rows, columns):
+    return Tiles([Tile(0, rows, 0, columns, -columns, rows)])
+
+
+def causal(length):
+    return Tiles([Tile(0, length, 0, length, 0, length)])
+
+
+def inputs(rows, columns, heads, dim, device, dtype=torch.bfloat16, batch=2):
+    """(dout, q, k, v)"""
+    sizes = ((rows, heads[0]), (rows, heads[0]), (columns, heads[1]), (columns, heads[1]))
+    return tuple(randn(batch, s, h, dim, device=device, dtype=dtype, seed=i) for i, (s, h) in enumerate(sizes))
+
+
+def compare_whole(kernel, dout, q, k, v, tiles, merged=False):
+    """Forward, and backward from what forward gave, as calls that compute all; `merged`: of pieces, in wider dtypes."""
+    tolerance = TOLERANCE[q.dtype]
+    out, lse = attend_whole(kernel, q, k, v, tiles, OPTIONS)
+    if merged:
+        out, lse = out.to(q.dtype), lse.float()
+    exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, OPTIONS)
+    assert out.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    assert gap(out, exact_out) < 1.5 * tolerance[0], "out"
+    seen = exact_lse > -torch.inf
+    assert (lse[~seen] == -torch.inf).all()
+    assert gap(lse[seen], exact_lse[seen]) < tolerance[1]
+    made = gradients(kernel, dout, q, k, v, out, lse, tiles, OPTIONS)
+    exact = tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    delta = row_delta(dout.double(), exact_out)
+    ORACLE.attend_backward(*wide(dout, q, k, v), exact_lse, tiles, OPTIONS, delta=delta, into=exact)
+    for name, mine, good in zip("qkv", made, exact, strict=True):
+        assert mine.shape == good.shape
+        assert gap(mine, good) < 1.5 * tolerance[2], f"d{name}"

@@ -1,0 +1,220 @@
+"""What the Hopper kernel must give, on a device and on the emulator: compared with the float64 reference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from burst_portable.backends.cuda.hopper import block_tables, configs
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel
+from burst_portable.backends.cuda.hopper.launch import LaunchTables
+from burst_portable.kernels.base import Options, attend_first, writes_gradients
+from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.layout import Segment
+from burst_portable.mask import Mask
+from burst_portable.numerics import empty_state, finished, row_delta
+from burst_portable.planning.tiles import Tiles, banded_box, find_tiles
+
+KERNEL, ORACLE = HopperKernel(), ReferenceKernel()
+# (out, LSE, gradients): relative Frobenius error, of which bf16 attention itself has about 2e-3 to 4e-3.
+TOLERANCE = {torch.bfloat16: (6e-3, 2e-5, 1e-2), torch.float16: (1e-3, 2e-5, 2e-3)}
+MASKS = [
+    "full", "causal", "window:200", "window:300:100", "documents:0,100,357,600", "full_documents:0,300,301,600",
+    "prefix:130", "sink:4:150", "global:70:100:100", "block_causal:96", "share_question:100,200,150,150",
+]  # fmt: skip
+
+
+def tiles_of(text: str, length: int) -> Tiles:
+    whole = (Segment(0, length),)
+    return find_tiles(Mask.parse(text, length), whole, whole)
+
+
+def randn(*shape, device, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator(device).manual_seed(100_000 * seed + sum(shape))
+    return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+
+def wide(*tensors):
+    return tuple(x.double() for x in tensors)
+
+
+def fresh_state(q):
+    return finished(empty_state(q, q.shape[-1]), q.dtype)
+
+
+def tall_where_it_can(monkeypatch):
+    """Forward passes at head size 64 are cut as those of long rows, however short they are."""
+    monkeypatch.setattr(configs, "TALL_BLOCKS", 0)
+    monkeypatch.setattr(configs, "TALL_ITEMS", 0)
+    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
+
+
+def one_program_for_all_heads_of_a_key(monkeypatch):
+    """Backward passes are cut as where there are many programs, however few there are."""
+    monkeypatch.setattr(configs, "LATE", 0)
+    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
+
+
+def long_blocks_where_they_can(monkeypatch):
+    """Key blocks that more queries see than others do are served apart, however short the sequence is."""
+    monkeypatch.setattr(block_tables, "_SHORT", 0)
+    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
+
+
+def small_l2(monkeypatch):
+    """Boxes of four key blocks and more are walked from other blocks on, as those that the L2 does not hold."""
+    monkeypatch.setattr(block_tables, "_ABREAST", 2)
+    monkeypatch.setattr(configs, "_mebibyte", lambda keys, dim: 1)
+    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
+
+
+def making_way(monkeypatch, room):
+    """Programs that make way end after about so many key blocks of heads of 128."""
+    monkeypatch.setattr(configs, "ROOM", room)
+    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
+
+
+def seen_by_all(first, last):
+    """Of 1030 keys, those [first, last) that the first 900 queries see, besides a window."""
+    boxes = ((0, first, 0, 60), (first, last, -2000, 2000), (last, 1030, 0, 60))
+    tiles = (banded_box(0, 900, *box) for box in boxes)
+    return Tiles(tile for tile in tiles if tile is not None)
+
+
+def served_apart(q, k, tiles):
+    """[start, stop) of the keys that `gradients` serves by a launch of their own; None if there is none."""
+    cuts = [table.cut for table in KERNEL._tables.writing(q, k, tiles)]
+    return cuts[1].keys if len(cuts) > 1 else None
+
+
+def compare_forward(q, k, v, tiles):
+    """A forward pass, and one merged into a state that nothing was added to, against float64."""
+    options = Options(scale=1 / math.sqrt(q.shape[-1]))
+    exact = ORACLE.attend(*wide(q, k, v), tiles, options)
+    seen = exact[1] > -torch.inf
+    for state in (None, fresh_state(q)):
+        out, lse = KERNEL.attend(q, k, v, tiles, options, state=state)
+        assert gap(out, exact[0]) < TOLERANCE[q.dtype][0]
+        assert gap(lse[seen], exact[1][seen]) < TOLERANCE[q.dtype][1]
+        assert (lse[~seen] == -torch.inf).all()
+
+
+def compare_making_way(q, k, v, tiles):
+    """A forward pass, and one merged into a state, by programs that make way: the same bits as by those that stay."""
+    options = Options(scale=1 / math.sqrt(q.shape[-1]))
+    for state in (lambda: None, lambda: KERNEL.attend(q, k, v, tiles, options)):
+        stays = KERNEL.attend(q, k, v, tiles, options, state=state())
+        makes_way = KERNEL.attend(q, k, v, tiles, replace(options, makes_way=True), state=state())
+        assert all(map(torch.equal, stays, makes_way))
+
+
+def compare_as_they_come(q, k, v, dout, tiles):
+    """Inputs as TMA cannot address them: odd steps between rows, an odd beginning, one batch for all."""
+
+    def odd_steps(x):
+        wide = torch.full((*x.shape[:3], x.shape[3] + 1), torch.nan, device=x.device, dtype=x.dtype)
+        wide[..., :-1] = x
+        return wide[..., :-1]
+
+    def odd_beginning(x):
+        flat = torch.full((x.numel() + 1,), torch.nan, device=x.device, dtype=x.dtype)
+        flat[1:] = x.flatten()
+        return flat[1:].view(x.shape)
+
+    def one_for_all(x):
+        return x[:1].expand_as(x)
+
+    ways = (odd_steps, odd_beginning, one_for_all)
+    for turn in range(len(ways)):
+        *inputs, gradient = (ways[(i + turn) % len(ways)](x) for i, x in enumerate((q, k, v, dout)))
+        compare_forward(*inputs, tiles)
+        compare_backward(*inputs, tiles, dout=gradient)
+
+
+def gap(x, exact):
+    """Relative Frobenius error; where the exact result is as good as 0 (one key a row), an absolute one."""
+    assert not torch.isnan(x).any()
+    floor = 0.01 * exact.numel() ** 0.5
+    return ((x.double() - exact).norm() / exact.norm().clamp(min=floor)).item()
+
+
+def compare(q, k, v, tiles, *, seed=0):
+    """Forward, backward with delta and with out, all against float64."""
+    tolerance = TOLERANCE[q.dtype]
+    options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
+    out, lse = KERNEL.attend(q, k, v, tiles, options)
+    exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, options)
+    assert out.dtype == lse.dtype == torch.float32
+    seen = exact_lse > -torch.inf
+    assert (lse[~seen] == -torch.inf).all()
+    assert (out.transpose(1, 2)[~seen] == 0).all()
+    assert gap(out, exact_out) < tolerance[0]
+    assert gap(lse[seen], exact_lse[seen]) < tolerance[1]
+    narrow, narrow_lse = KERNEL.attend(q, k, v, tiles, options, out_dtype=q.dtype)
+    assert narrow.dtype == q.dtype
+    assert gap(narrow, exact_out) < 1.5 * tolerance[0]
+    assert torch.equal(lse, narrow_lse)
+    compare_backward(q, k, v, tiles, seed=seed)
+
+
+def compare_rows_that_are_merged(dim, device):
+    """The first of two computations writes the rows that it completes in 16 bits; the second merges into others."""
+    length, others, options = 500, 90, Options(scale=0.1)
+    sizes = ((length, 4), (length + others, 2), (length + others, 2))
+    q, k, v = (randn(2, rows, heads, dim, device=device, seed=i) for i, (rows, heads) in enumerate(sizes))
+    first, second = tiles_of("window:150", length), Tiles([banded_box(140, 200, 0, others, -20, 190)])
+    for merged in ((128, 256), (0, 256), (128, length)):
+        out = torch.full_like(q, torch.nan)
+        state = attend_first(KERNEL, q, k[:, :length], v[:, :length], first, options, merged, out)
+        state = KERNEL.attend(q, k[:, length:], v[:, length:], second, options, state=state)
+        rows = slice(*merged)
+        assert out[:, rows].isnan().all()
+        out[:, rows] = state[0][:, rows].to(out.dtype)
+        both = Tiles([*first, *(tile.shifted(0, length) for tile in second)])
+        exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), both, options)
+        assert gap(out, exact_out) < 1.5 * TOLERANCE[q.dtype][0]
+        assert gap(state[1], exact_lse) < TOLERANCE[q.dtype][1]
+
+
+def compare_backward(q, k, v, tiles, *, seed=0, dout=None):
+    """With delta, with out, and of the whole."""
+    given = _given_to_backward(q, k, v, tiles, seed, dout)
+    dout, exact_out, exact_lse, exact = given
+    options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
+    delta = row_delta(dout.double(), exact_out)
+    for way in ({"delta": delta.float()}, {"out": exact_out.to(q.dtype)}, {"out": exact_out.float()}):
+        start = tuple(torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v))
+        KERNEL.attend_backward(dout, q, k, v, exact_lse.float(), tiles, options, into=start, **way)
+        for name, mine, good in zip("qkv", start, exact, strict=True):
+            assert gap(mine - 0.25, good) < TOLERANCE[q.dtype][2], f"d{name} with {next(iter(way))}"
+    _compare_whole(q, k, v, tiles, given)
+
+
+def compare_whole(q, k, v, tiles, *, seed=0):
+    """Of the whole alone: what `gradients` cuts in another way than `attend_backward`, and writes in 16 bits."""
+    _compare_whole(q, k, v, tiles, _given_to_backward(q, k, v, tiles, seed, None), written=True)
+
+
+def _given_to_backward(q, k, v, tiles, seed, dout):
+    """dout, and in float64 out, LSE and the gradients."""
+    options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
+    exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, options)
+    if dout is None:
+        dout = randn(*exact_out.shape, device=q.device, dtype=q.dtype, seed=seed + 7)
+    exact = tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    delta = row_delta(dout.double(), exact_out)
+    ORACLE.attend_backward(*wide(dout, q, k, v), exact_lse, tiles, options, delta=delta, into=exact)
+    return dout, exact_out, exact_lse, exact
+
+
+def _compare_whole(q, k, v, tiles, given, *, written=False):
+    dout, exact_out, exact_lse, exact = given
+    options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
+    made = KERNEL.gradients(dout, q, k, v, exact_out.to(q.dtype), exact_lse.float(), tiles, options)
+    if written:
+        assert writes_gradients(KERNEL)
+        assert made[1].dtype is made[2].dtype is q.dtype
+    for name, mine, good in zip("qkv", made, exact, strict=True):
+        assert gap(mine, good) < 1.5 * TOLERANCE[q.dtype][2], f"d{name} of the whole"

@@ -1,0 +1,369 @@
+"""Wrong backends: a real one with one bug each, around its kernels and transport. `--backend` of pytest names it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_portable.backends.base import Capabilities, Probe
+from burst_portable.backends.registry import load
+from burst_portable.comm.base import Transport
+from burst_portable.errors import UnsupportedError
+from burst_portable.kernels import base
+from burst_portable.kernels.base import Kernel
+from burst_portable.numerics import Compensated, State
+from burst_portable.planning.tiles import Tile, Tiles, banded_box
+from tests.support.planted_transports import Through
+
+
+class Around:
+    """A kernel that does what the real one does; a bug overrides a part."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.name = kernel, kernel.name
+
+    def supports(self, problem: Any) -> Any:
+        return self.kernel.supports(problem)
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        return self.kernel.attend(q, k, v, tiles, options, state=state)
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        self.kernel.attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+def changed_state(state: State, *, out: Tensor | None = None, lse: Tensor | None = None) -> State:
+    """The same kind of running state with other numbers."""
+    new = state[0] if out is None else out, state[1] if lse is None else lse
+    return Compensated(*new, state.lost) if isinstance(state, Compensated) else new
+
+
+class WrongScale(Around):
+    """1/D in place of 1/sqrt(D)."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        return super().attend(q, k, v, tiles, replace(options, scale=options.scale**2), state=state)
+
+
+class OwnScale(Around):
+    """1/sqrt(D), forward and backward, whatever scale is given."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        return super().attend(q, k, v, tiles, replace(options, scale=q.shape[-1] ** -0.5), state=state)
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        own = replace(options, scale=q.shape[-1] ** -0.5)
+        super().attend_backward(dout, q, k, v, lse, tiles, own, delta=delta, out=out, into=into)
+
+
+class OtherTiles(Around):
+    """Other pairs than asked for, forward and backward alike."""
+
+    def changed(self, tile: Tile) -> Tile | None:
+        raise NotImplementedError
+
+    def _changed(self, tiles: Tiles) -> Tiles:
+        return Tiles(t for t in map(self.changed, tiles) if t is not None)
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        return super().attend(q, k, v, self._changed(tiles), options, state=state)
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        super().attend_backward(dout, q, k, v, lse, self._changed(tiles), options, delta=delta, out=out, into=into)
+
+
+class BandOffByOne(OtherTiles):
+    """A window that ends one token too early."""
+
+    def changed(self, tile):
+        bounded = tile.hi < tile.q_stop - 1 - tile.k_start
+        hi = tile.hi - 1 if bounded else tile.hi
+        return banded_box(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop, tile.lo, hi)
+
+
+class FewBlocks(OtherTiles):
+    """Of a long row of keys, those past the first 512 are not seen: two blocks of 256."""
+
+    def changed(self, tile):
+        stop = min(tile.k_stop, tile.k_start + 512)
+        return banded_box(tile.q_start, tile.q_stop, tile.k_start, stop, tile.lo, tile.hi)
+
+
+class FewHeads(Around):
+    """Of many heads, those past the first 32 are left at 0."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        state = super().attend(q, k, v, tiles, options, state=state)
+        return changed_state(state, out=torch.cat([state[0][:, :, :32], torch.zeros_like(state[0][:, :, 32:])], 2))
+
+
+class FewSequences(FewHeads):
+    """The same of a batch, past the first 8."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        state = Around.attend(self, q, k, v, tiles, options, state=state)
+        return changed_state(state, out=torch.cat([state[0][:8], torch.zeros_like(state[0][8:])]))
+
+
+class BottomRight(OtherTiles):
+    """Causal tiles that are not square, aligned at their last row and column."""
+
+    def changed(self, tile):
+        if tile.full or tile.rows == tile.columns:
+            return tile
+        shift = (tile.q_stop - tile.k_stop) - (tile.q_start - tile.k_start)
+        return banded_box(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop, tile.lo + shift, tile.hi)
+
+
+class StaleKeys(Around):
+    """The backward pass keeps the first K and V of a shape that it was ever given (by a thread)."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(kernel)
+        self._kept = threading.local()
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        kept = self._kept.__dict__.setdefault((*k.shape, *v.shape, k.dtype), (k.clone(), v.clone()))
+        super().attend_backward(dout, q, *kept, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+class Base2(Around):
+    """LSE as a logarithm to base 2; the kernel understands itself."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        state = None if state is None else changed_state(state, lse=state[1] * math.log(2))
+        state = super().attend(q, k, v, tiles, options, state=state)
+        return changed_state(state, lse=state[1] / math.log(2))
+
+
+class EmptyRows(Around):
+    """Rows that see nothing get an LSE of their own."""
+
+    value = 0.0
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        state = super().attend(q, k, v, tiles, options, state=state)
+        return changed_state(state, lse=torch.where(state[1] == -math.inf, self.value, state[1]))
+
+
+class EmptyRowsInfinite(EmptyRows):
+    """As aten's flash attention on CUDA."""
+
+    value = math.inf
+
+
+class SixteenBits(Around):
+    """Sums in bfloat16: the running out, and the gradients."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        state = super().attend(q, k, v, tiles, options, state=state)
+        return changed_state(state, out=state[0].bfloat16().to(state[0].dtype))
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+        for total in into:
+            total.copy_(total.bfloat16())
+
+
+class SixteenBitsOf16(SixteenBits):
+    """The same where inputs have 16 bits, and right elsewhere: one rounding is hidden, thirty are not."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        way = SixteenBits if q.dtype.itemsize == 2 else Around
+        return way.attend(self, q, k, v, tiles, options, state=state)
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        way = SixteenBits if q.dtype.itemsize == 2 else Around
+        way.attend_backward(self, dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+class Coarse(Around):
+    """Multiplies numbers of so many bits of mantissa, and says that they have 10."""
+
+    bits, rounding = 10, 2**-10
+
+    def _rounded(self, *tensors):
+        low = 23 - self.bits
+        return (
+            ((x.view(torch.int32) + (1 << (low - 1))) >> low << low).view(x.dtype) if x.dtype is torch.float32 else x
+            for x in tensors
+        )
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        return super().attend(*self._rounded(q, k, v), tiles, options, state=state)
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        dout, q, k, v = self._rounded(dout, q, k, v)
+        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+class CoarserThanItSays(Coarse):
+    bits = 7
+
+
+class SaysNothingOfIt(Coarse):
+    rounding = 0.0
+
+
+class SwappedGradients(Around):
+    """dK where dV belongs, where shapes allow."""
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        dq, dk, dv = into
+        into = (dq, dv, dk) if dk.shape == dv.shape else into
+        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+class SwappedAsAWhole(Around):
+    """dk and dv in each other's place, where all gradients are asked for at once."""
+
+    def gradients(self, dout, q, k, v, out, lse, tiles, options):
+        dq, dk, dv = base.gradients(self.kernel, dout, q, k, v, out, lse, tiles, options)
+        return dq, dv, dk
+
+
+class WritesInParts(Around):
+    """Right, and writes where it is told."""
+
+    def attend_into(self, q, k, v, tiles, options, out, lse):
+        for told, made in zip((out, lse), self.attend(q, k, v, tiles, options), strict=True):
+            told.copy_(made)
+
+
+class WritesItsLseElsewhere(WritesInParts):
+    """Of parts of the rows, LSE goes to the first rows of all."""
+
+    def attend_into(self, q, k, v, tiles, options, out, lse):
+        start = lse.as_strided(lse.shape, lse.stride(), 0)
+        super().attend_into(q, k, v, tiles, options, out, start)
+
+
+class Overwrites(Around):
+    """Gradients written, not added."""
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        for total in into:
+            total.zero_()
+        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+class ForgetsRows(Around):
+    """Rows outside every tile are left as memory was."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        state = super().attend(q, k, v, tiles, options, state=state)
+        blind = (state[1] == -math.inf).transpose(1, 2).unsqueeze(-1)
+        return changed_state(state, out=torch.where(blind, torch.empty_like(state[0]), state[0]))
+
+
+class SinksEveryHop(Around):
+    """Counts the calls of a pass, so that a test can have `add_sinks` merge the sinks once for each of them."""
+
+    calls = threading.local()
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        self.calls.count = 1 if state is None else self.calls.count + 1
+        return super().attend(q, k, v, tiles, options, state=state)
+
+
+class ClaimsTooMuch(Around):
+    """Says yes to everything."""
+
+    def supports(self, problem):
+        return type(self.kernel.supports(problem))(True)
+
+
+class NoReasons(Around):
+    """Says no without saying why."""
+
+    def supports(self, problem):
+        support = self.kernel.supports(problem)
+        return type(support)(support.ok)
+
+
+class CannotBeAsked(Around):
+    """Raises where it is to say whether it serves a problem."""
+
+    def supports(self, problem):
+        raise KeyError(problem.head_dim)
+
+
+class SaysTrue(Around):
+    """A bool where a `Support` is due."""
+
+    def supports(self, problem):
+        return True
+
+
+class FewSizes(Around):
+    """Nothing is wrong with it: it serves what kernels for tensor cores often do, and refuses all else."""
+
+    def supports(self, problem):
+        support = self.kernel.supports(problem)
+        if problem.dtype.itemsize == 2 and problem.head_dim == 64 and not problem.deterministic:
+            return support
+        return type(support)(False, "16 bits, head size 64, sums in any order")
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        if options.deterministic:
+            raise UnsupportedError("sums come in any order")
+        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+class Unsteady(Around):
+    """Other bits every time."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        state = super().attend(q, k, v, tiles, options, state=state)
+        return changed_state(state, out=state[0] * (1 + float(torch.rand(())) * 4e-7))
+
+
+class SideStream(Around):
+    """On a stream of its own, which neither waits for the current one nor is waited for. For devices with streams."""
+
+    def attend(self, q, k, v, tiles, options, *, state=None):
+        with torch.Stream(q.device):
+            return super().attend(q, k, v, tiles, options, state=state)
+
+    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+        with torch.Stream(q.device):
+            super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A backend with a bug around each of its kernels, or around its own transport between processes."""
+
+    bug: Callable[[Kernel], Kernel] = Around
+    wire: Callable[[Transport], Transport] = Through
+    real: Any = field(default_factory=lambda: load("cpu"))
+    name: str = "planted"
+    direct_transport: str = ""  # named, and not there
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name: kernels may keep tensors of a device, and those are no other process's."""
+        return planted_again, (self.bug, self.wire, self.real.name, self.name, self.direct_transport)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.real.capabilities, direct_transport=self.direct_transport)
+
+    def probe(self) -> Probe:
+        return self.real.probe()
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return tuple(self.bug(kernel) for kernel in self.real.kernels())
+
+    def transport(self, group: Any, deadline: float) -> Transport:
+        return self.wire(self.real.transport(group, deadline))
+
+
+def planted_again(bug: Any, wire: Any, real: str, name: str, direct_transport: str) -> Planted:
+    """In another process."""
+    return Planted(bug, wire, load(real), name, direct_transport)

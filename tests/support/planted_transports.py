@@ -1,0 +1,112 @@
+"""Wrong transports: a real one with one bug each, around its messages. See `planted_bugs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from burst_portable.comm.base import Handle, Message, Transport
+
+
+class Through(Transport):
+    """A transport that does what the real one does."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
+
+    @property
+    def agreed(self) -> set[bytes]:
+        return self.inner.agreed
+
+    def post(
+        self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
+    ) -> tuple[list[Handle], list[Handle]]:
+        return self.inner.post(sends, receives, label)
+
+    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
+        return self.inner.share(data, label, deadline)
+
+    def buffer(self, size: int, device: torch.device) -> Tensor:
+        return self.inner.buffer(size, device)
+
+
+class DropsLastHop(Through):
+    """What comes in the last hop of a lap is taken off the wire and thrown away."""
+
+    posts = 0
+
+    def post(self, sends, receives, label=""):
+        self.posts += bool(receives)
+        if self.size > 1 and receives and self.posts % (self.size - 1) == 0:
+            receives = [Message(torch.empty_like(m.buffer), m.peer) for m in receives]
+        return super().post(sends, receives, label)
+
+
+class ReusesBuffers(Through):
+    """One buffer for each size, handed out again while it is in use."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self._buffers: dict[int, Tensor] = {}
+
+    def buffer(self, size, device):
+        return self._buffers.setdefault(size, super().buffer(size, device))
+
+
+class _Nothing:
+    def wait(self) -> None:
+        """Does not wait."""
+
+
+class DoesNotWait(Through):
+    """Receives are said to be there when they are only posted."""
+
+    def post(self, sends, receives, label=""):
+        leaving, arriving = super().post(sends, receives, label)
+        return leaving, [_Nothing() for _ in arriving]
+
+
+class SentTooEarly(Through):
+    """Sends are said to be over when they are only posted."""
+
+    def post(self, sends, receives, label=""):
+        leaving, arriving = super().post(sends, receives, label)
+        self.leaving = leaving  # torch would wait for a transfer that nobody holds
+        return [_Nothing() for _ in leaving], arriving
+
+
+class SendsOthersShares(Through):
+    """Of what all ranks exchange at once, each gets what is meant for the one before it."""
+
+    def exchange(self, leaving, arriving, label, *, alone=False):
+        (one,) = leaving
+        peers = [part.peer for part in one.parts]
+        turned = one._replace(
+            parts=tuple(p._replace(peer=q) for p, q in zip(one.parts, peers[1:] + peers[:1], strict=True))
+        )
+        return super().exchange([turned], arriving, label, alone=alone)
+
+
+class HearsItself(Through):
+    """What this rank says is told as what all say: ranks that make different calls would never hear of it."""
+
+    def share(self, data, label="share", deadline=None):
+        return [data] * self.size
+
+
+class TellsOfOthers(Through):
+    """What ranks say, in another order."""
+
+    def share(self, data, label="share", deadline=None):
+        said = super().share(data, label, deadline)
+        return said[1:] + said[:1]
+
+
+class BeginsAnyhow(Through):
+    """A pass begins though the last one has not ended."""
+
+    def check_in_step(self):
+        """Nothing is checked."""

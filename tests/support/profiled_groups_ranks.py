@@ -1,0 +1,98 @@
+"""The ranks of tests/profiling/test_session_groups.py: two sequence groups of two processes, beside data parallelism.
+
+python -m tests.support.profiled_groups_ranks FOLDER
+
+Each process writes what its sessions told; kernels are slow on global rank 3, the second rank of the second group.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import burst_portable as bp
+from burst_portable.backends.cpu.attention import CpuFlashKernel
+from burst_portable.config import Config
+from burst_portable.errors import BurstError
+from tests.support.forked import run_forked
+
+RANKS, SLOW_RANK, DELAY = 4, 3, 0.05
+MISSED = 2.0  # seconds that a rank waits for one that never comes
+
+
+def slow_kernel() -> None:
+    fast = CpuFlashKernel.attend
+
+    def slow(*arguments, **options):
+        time.sleep(DELAY)
+        return fast(*arguments, **options)
+
+    CpuFlashKernel.attend = slow
+
+
+def call(mesh: bp.Mesh) -> None:
+    bp.attention(*(torch.randn(1, 64, 2, 16) for _ in range(3)), mesh=mesh, mask="full", strategy="ring")
+
+
+def refusal(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except BurstError as error:
+        return str(error)
+    return ""
+
+
+def told(mesh: bp.Mesh) -> dict[str, object]:
+    call(mesh)
+    with bp.profile() as session:
+        for _ in range(3):
+            call(mesh)
+    report = session.report()
+    found: dict[str, object] = {"report": report and report.data}
+    found["everybody"] = refusal(lambda: session.report(bp.Mesh.from_group()))
+    with bp.profile() as several:
+        call(mesh)
+        call(bp.Mesh.single())
+    found["several"] = refusal(several.report)
+    one = several.report(mesh)
+    found["one of several"] = one and one.data
+    with bp.profile() as empty:
+        pass
+    found["empty"] = refusal(empty.report)
+    return found
+
+
+def missing(mesh: bp.Mesh) -> str:
+    """What a rank is told whose neighbour does not call report: rank 1 of the first group, rank 0 of the second.
+
+    The last thing on its group, whose messages are out of step then.
+    """
+    with bp.profile() as session:
+        call(mesh)
+    if mesh.rank == 1 - mesh.members[0] // 2:
+        return ""
+    return refusal(session.report)
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    if rank == SLOW_RANK:
+        slow_kernel()
+    found = told(bp.Mesh.from_device_mesh(grid, "sequence"))
+    found["missing"] = missing(bp.Mesh.from_device_mesh(grid, "sequence", config=Config(deadline=MISSED)))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    run_forked(RANKS, main, Path(sys.argv[1]))

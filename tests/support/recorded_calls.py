@@ -1,0 +1,23 @@
+"""One forward and backward pass of a rank, to be recorded by a session."""
+
+from __future__ import annotations
+
+import torch
+
+import burst_portable as bp
+
+RANKS = 3
+LENGTH = 96
+
+
+def inputs(rank: int):
+    own = torch.Generator().manual_seed(rank)  # ranks are threads, and torch's own generator is shared
+    q, k, v, dout = (torch.randn(2, LENGTH // RANKS, heads, 8, generator=own) for heads in (6, 3, 3, 6))
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+
+
+def one_step(mesh, strategy, mask="causal"):
+    q, k, v, dout = inputs(mesh.rank)
+    out = bp.attention(q, k, v, mask=mask, mesh=mesh, strategy=strategy, layout="contiguous")
+    out.backward(dout)
+    return out.detach(), q.grad, k.grad, v.grad

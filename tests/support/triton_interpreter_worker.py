@@ -1,0 +1,93 @@
+"""Runs cases in Triton's interpreter, in a process of its own: the switch must be set before kernels are imported.
+
+Reads one JSON line a case from standard input and answers each with one line.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from tests.support.triton_cases import Case, check
+from tests.support.triton_checks import CHECKS
+
+
+def patch_once_a_launch() -> None:
+    """Triton looks through all of its language for every function that a kernel calls: a third of the time here.
+
+    What it puts there is the same each time, and stays until the launch ends. A release that does it otherwise is left
+    as it is.
+    """
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
+    patch, patched = interpreter._patch_lang, set()
+
+    class Scope(interpreter._LangPatchScope):
+        def restore(self) -> None:
+            patched.clear()
+            super().restore()
+
+    def once(function: Callable[..., object]) -> Scope:
+        names = id(function.__globals__)
+        if names in patched:
+            return Scope()
+        patched.add(names)
+        return patch(function)
+
+    interpreter._LangPatchScope, interpreter._patch_lang = Scope, once
+
+
+def skip_sums_that_nobody_asserts() -> None:
+    """Of every sum and product of integers Triton works out whether it overflows: two fifths of the time here.
+
+    It asserts that only in debug mode, which the interpreter is not in; a release in which it is is left as it is.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def main() -> None:
+    from burst_portable.backends.ascend.triton_launch import AscendTritonKernel, Cut
+    from burst_portable.kernels.triton.triton_kernel import TritonKernel
+    from burst_portable.kernels.triton.tuning import HALF, Blocks, Tuning
+
+    patch_once_a_launch()
+    skip_sums_that_nobody_asserts()
+    gc.freeze()  # what is imported stays
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "overflow encountered in exp2")  # a softcap that saturates, as it should
+    kernel = TritonKernel()
+    blocks = (Blocks(32, 16, 1, 1, tma=True),)
+    tables = {**HALF, "interpreter": {256: Tuning(blocks, blocks, blocks)}}
+    kernels = {"pointers": kernel, "descriptors": TritonKernel(tables, tables)}
+    small = {256: (Cut(32, 16), Cut(16, 32))}
+    kernels["ascend"] = AscendTritonKernel(small, small, programs=3)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            chosen = kernels[request.pop("loads", "pointers")]
+            if name := request.pop("check", None):
+                CHECKS[name](chosen, "cpu")
+                answer: object = {}
+            else:
+                answer = check(chosen, Case(**{**request, "dtype": getattr(torch, request["dtype"])}), "cpu")
+            print(json.dumps({"errors": answer}), flush=True)
+        except Exception:  # noqa: BLE001 - the asking test fails with it
+            print(json.dumps({"failed": traceback.format_exc()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
