@@ -134,7 +134,7 @@ def draw() -> str:
 
 def photograph(page: Path) -> None:
     """The top of a page, for readers in the light and in the dark."""
-    from tests.profiling import chromium
+    from tests.support import chromium
 
     if chromium.path() is None:
         print("no chromium on this machine: profile.png and profile-dark.png stay as they are")
