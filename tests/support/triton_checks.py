@@ -167,7 +167,8 @@ def check_merging(kernel: Kernel, device: str) -> None:
 
 def check_push(kernel: Kernel, device: str) -> None:
     """Every line of every message of a launch lands where it belongs, and nothing beside it."""
-    from burst_portable.backends.cuda.peers.push_kernel import AT_ONCE, push_kernel
+    from burst_portable.backends.cuda.peers.push import AT_ONCE
+    from burst_portable.backends.cuda.peers.push_kernel import push_kernel
 
     generator = torch.Generator().manual_seed(3)
     # Lines, their width, and from one to the next here and there, in 16 bytes; a program takes 1024 of these at once.
@@ -175,16 +176,15 @@ def check_push(kernel: Kernel, device: str) -> None:
     apart = [(7, 1, 3, 2), (5, 3, 3, 9), (200, 16, 64, 48), (33, 200, 200, 201), (1, 40, 7, 7), (9, 5, 0, 5)]
     shapes = whole + apart + [(n, n + 1, 2 * n + 1, n + 2) for n in range(1, AT_ONCE - len(whole) - len(apart))]
     for some in (shapes, shapes[3:9]):
-        spare = AT_ONCE - len(some)
         rooms = [4 * (lines * (width + max(step, jump)) + 2) for lines, width, step, jump in some]
         sources = [torch.randint(1, 1 << 30, (n,), dtype=torch.int32, generator=generator).to(device) for n in rooms]
         targets = [torch.zeros_like(x) for x in sources]
-        filled = [*sources, *sources[:1] * spare], [*targets, *targets[:1] * spare]
-        sizes, widths = [lines * width for lines, width, _, _ in some], [max(1, width) for _, width, _, _ in some]
-        counts = [*sizes, *[0] * spare, *widths, *[1] * spare]
-        for i in (2, 3):
-            counts += [*(shape[i] for shape in some), *[0] * spare]
-        push_kernel[(3, len(some))](*filled[0], *filled[1], *counts)
+        messages = [
+            (source.data_ptr(), target.data_ptr(), lines * width, max(1, width), step, jump)
+            for source, target, (lines, width, step, jump) in zip(sources, targets, some, strict=True)
+        ]
+        spare = [(0,) * 6] * (AT_ONCE - len(some))
+        push_kernel[(3, len(some))]((*messages, *spare))
         for source, target, (lines, width, step, jump) in zip(sources, targets, some, strict=True):
             right = torch.zeros_like(target)
             right.as_strided((lines, 4 * width), (4 * jump, 1)).copy_(

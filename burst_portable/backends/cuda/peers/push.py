@@ -17,7 +17,10 @@ from itertools import islice
 from burst_portable.backends.cuda.driver import Bound, Ready, kernel_driver, ready
 from burst_portable.comm.base import Part, Parts, Strip, Strips
 
-_AT_ONCE = 24  # messages in a launch
+AT_ONCE = 24
+"""Messages in a launch."""
+
+_NUMBERS = 6  # of a message
 _UNIT = 16  # bytes that a thread moves at once
 _PROGRAMS = 256  # for all messages of a launch
 _KEPT = 4096  # launches, 4 KB each: tensors lie in the same places again and again, but differ in every layer
@@ -71,25 +74,23 @@ def _raw(one: Parts | Strips, part: Part | Strip, address: Address) -> RawMessag
 
 def _batches(messages: list[RawMessage]) -> Iterator[list[RawMessage]]:
     rest = iter(messages)
-    while some := list(islice(rest, _AT_ONCE)):
+    while some := list(islice(rest, AT_ONCE)):
         yield some
 
 
 def _launch(messages: list[RawMessage]) -> tuple[tuple[int, int, int], list[int]]:
-    """Its grid and its parameters."""
-    spare = [(0,) * 6] * (_AT_ONCE - len(messages))
-    sources, targets, *counts = zip(*messages, *spare, strict=True)
-    programs = max(1, _PROGRAMS // len(messages))
-    return (programs, len(messages), 1), [*sources, *targets, *(n // _UNIT for some in counts for n in some)]
+    """Return its grid and its parameters."""
+    numbers = [n for source, target, *counts in messages for n in (source, target, *(c // _UNIT for c in counts))]
+    spare = [0] * (_NUMBERS * AT_ONCE - len(numbers))
+    return (max(1, _PROGRAMS // len(messages)), len(messages), 1), numbers + spare
 
 
 def _compiled() -> Ready | None:
-    """For the current device; it is compiled now."""
-    import torch
-
+    """Compile the kernel for the current device."""
     from burst_portable.backends.cuda.peers.push_kernel import push_kernel
 
-    pointers, counts = [torch.int32] * (2 * _AT_ONCE), [1 << 10] * (4 * _AT_ONCE)
-    kernel = push_kernel.warmup(*pointers, *counts, grid=(1,), num_warps=8)
+    # Types alone count, but Triton would use it that a number is 1 or that 16 divides it.
+    types = (1 << 40 | 1, 1 << 40 | 1, 1023, 1023, 1023, 1023)
+    kernel = push_kernel.warmup((types,) * AT_ONCE, grid=(1,), num_warps=8)
     kernel[(1, 1, 1)]  # so that the driver has it
-    return ready(kernel_driver(), kernel, [0] * (6 * _AT_ONCE))
+    return ready(kernel_driver(), kernel, [0] * (_NUMBERS * AT_ONCE))

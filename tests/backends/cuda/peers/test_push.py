@@ -26,6 +26,11 @@ def machine(monkeypatch):
     return two_gpus(monkeypatch)
 
 
+def batched(numbers):
+    """The six numbers of each message."""
+    return zip(*[iter(numbers)] * 6, strict=True)
+
+
 class Pushes:
     """Stands in for the compiled kernel of `push`: does what its parameters say, and counts the messages."""
 
@@ -34,9 +39,8 @@ class Pushes:
 
     def bound(self, grid, numbers):
         def launch(stream):
-            lists = (numbers[i : i + push._AT_ONCE] for i in range(0, len(numbers), push._AT_ONCE))
             self.launches.append(grid[1])
-            for source, target, size, width, step, jump in list(zip(*lists, strict=True))[: grid[1]]:
+            for source, target, size, width, step, jump in list(batched(numbers))[: grid[1]]:
                 for line in range(size // width):
                     ctypes.memmove(target + 16 * line * jump, source + 16 * line * step, 16 * width)
 
@@ -194,25 +198,25 @@ def test_a_launch_is_packed_as_the_kernel_reads_it():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from burst_portable.backends.cuda.peers.push_kernel import AT_ONCE, push_kernel
+    from burst_portable.backends.cuda.peers.push_kernel import push_kernel
 
-    assert push._AT_ONCE == AT_ONCE
-    types = ["*i32"] * (2 * AT_ONCE) + ["i32"] * (4 * AT_ONCE) + ["constexpr"]
-    names = push_kernel.arg_names
-    even = {(i,): [["tt.divisibility", 16]] for i in range(2 * AT_ONCE)}
-    source = ASTSource(push_kernel, dict(zip(names, types, strict=True)), {"BLOCK": 1024}, even)
+    types = {"messages": (("i64",) * 2 + ("i32",) * 4,) * push.AT_ONCE, "BLOCK": "constexpr"}
+    source = ASTSource(push_kernel, types, {"BLOCK": 1024})
     ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
     wide = re.findall(r"\.param \.[ub](32|64)", ptx.split(".entry", 1)[1].split(")", 1)[0])
     places = [(0, 0)]
     for size in (int(bits) // 8 for bits in wide):  # a parameter is aligned to its size
         places.append((-(-sum(places[-1]) // size) * size, size))
-    messages = [(1 << 40 | i << 4, 1 << 41 | i << 4, *(16 * (8 * i + n) for n in range(4))) for i in range(AT_ONCE - 1)]
+    at_once = push.AT_ONCE
+    messages = [(1 << 40 | i << 4, 1 << 41 | i << 4, *(16 * (8 * i + n) for n in range(4))) for i in range(at_once - 1)]
     grid, numbers = push._launch(messages)
     packed = packing(numbers, places[1:]).pack(*numbers, 0, 0)
     read = [int.from_bytes(packed[start : start + size], "little") for start, size in places[1:]]
-    sources, targets, *counts = zip(*messages, (0,) * 6, strict=True)
-    assert read == [*sources, *targets, *(n // 16 for some in counts for n in some), 0, 0]
-    assert grid[1:] == (AT_ONCE - 1, 1)
+    sent = [n for source, target, *counts in messages for n in (source, target, *(c // 16 for c in counts))]
+    assert read == [*sent, *[0] * 6, 0, 0]
+    assert grid[1:] == (at_once - 1, 1)
+    for what in ("ld", "st"):
+        assert re.search(rf"{what}\.global\.v4", ptx), "16 bytes at once"
 
 
 @pytest.fixture
