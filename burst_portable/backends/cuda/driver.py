@@ -1,6 +1,17 @@
-"""The few calls of NVIDIA's driver that torch has no function for: flags that streams set and wait for, raw copies.
+"""The calls of NVIDIA's driver that torch has no function for: stream flags, raw copies, launches, tensor maps.
 
-Addresses and streams are plain ints, so that a call costs the host a microsecond.
+Addresses and streams are plain ints, so that a call costs little host time. Launches and tensor maps go through
+cuda.bindings, which takes 2 microseconds less a launch than ctypes. Flags and copies keep ctypes: two flags in one call
+take 2.2 to 3.8 microseconds by it and 7.7 to 12.6 by cuda.bindings, which wants an object for each (one H200, driver
+580.159, cuda-bindings 13.3.1, 2026-11-24).
+
+Triton encodes every tensor map anew at each launch and builds a list of all that belongs to it, which for the nine of
+a backward costs the host more than the rest of the call. Here a launch packs its parameters into one buffer::
+
+    tensor map 128 | extents 4 each | strides 8 each | ... | pointer 8 | number 4 or 8 | ... | two pointers, unused
+
+Where each one lies the driver says (`cuFuncGetParamInfo`). A kernel whose parameters are not these, or a driver
+that cannot say, is launched by Triton: nothing but the host's time differs.
 """
 
 from __future__ import annotations
@@ -129,13 +140,10 @@ def leave_captures_alone() -> None:
 MAP = 128
 """Bytes of a tensor map."""
 
-_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, by bytes
-_L2_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _BUFFER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
-_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 # Up to this version the driver encodes tensors below so many bytes with a bit that must not be set.
-_WRONG_UNTIL, _WRONG_BELOW, _WRONG_BIT = 13010, 128 << 10, 1 << 21
+_WRONG_UNTIL, _WRONG_BELOW, _WRONG_BYTE, _WRONG_BIT = 13010, 128 << 10, 10, 1 << 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,110 +173,120 @@ class _Extra(ctypes.Structure):
 class KernelDriver:
     """libcuda's calls that a launch needs.
 
-    Raises OSError or AttributeError where the library or one of the functions is missing.
+    Args:
+        library: `cuda.bindings.driver`.
     """
 
-    def __init__(self) -> None:
-        self._library = library = ctypes.CDLL("libcuda.so.1")
-        number, pointer = ctypes.c_uint, ctypes.c_void_p
-        self._info = library.cuFuncGetParamInfo
-        self._info.argtypes = (pointer, ctypes.c_size_t, pointer, pointer)
-        self._launch = library.cuLaunchKernel
-        self._launch.argtypes = (pointer, *[number] * 7, pointer, pointer, pointer)
-        self._encode = library.cuTensorMapEncodeTiled
-        self._encode.argtypes = (pointer, number, number, *[pointer] * 5, *[number] * 4)
-        version = ctypes.c_int()
-        self._checked(library.cuDriverGetVersion(ctypes.byref(version)))
-        self._version = version.value
+    def __init__(self, library: Any) -> None:
+        self._library, self._launch = library, library.cuLaunchKernel
+        self._success, self._no_context = library.CUresult.CUDA_SUCCESS, library.CUresult.CUDA_ERROR_INVALID_CONTEXT
+        (self._version,) = self._checked(library.cuDriverGetVersion())
 
     def parameters(self, function: int) -> list[tuple[int, int]]:
         """Offset and size of each, in bytes."""
-        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         found: list[tuple[int, int]] = []
-        while not self._info(function, len(found), ctypes.byref(offset), ctypes.byref(size)):
-            found.append((offset.value, size.value))
-        return found
+        while True:
+            code, offset, size = self._library.cuFuncGetParamInfo(function, len(found))
+            if code is not self._success:
+                return found
+            found.append((offset, size))
 
-    def launch(
-        self, function: int, grid: tuple[int, int, int], threads: int, shared: int, stream: int, packed: bytes
-    ) -> None:
-        """On torch's current device, with its parameters as they lie in memory."""
-        Bound(self, function, grid, threads, shared, packed)(stream)
+    def launch(self, what: tuple[int, ...], stream: int, extra: int) -> None:
+        """Launch on torch's current device.
 
-    def start(self, what: tuple[Any, ...], stream: int, extra: Any) -> None:
-        """A kernel, whose function, grid, threads and shared memory `what` says."""
-        code = self._launch(*what, stream, None, extra)
-        if code == _NO_CONTEXT:  # a thread that has asked nothing of the device yet
+        Args:
+            what: function, grid, threads and shared memory.
+            extra: address of an `_Extra`.
+        """
+        (code,) = self._launch(*what, stream, 0, extra)
+        if code is self._success:
+            return
+        if code is self._no_context:  # a thread that has asked nothing of the device yet
             self._enter(torch.cuda.current_device())
-            code = self._launch(*what, stream, None, extra)
-        if code:
-            self._checked(code)
+            (code,) = self._launch(*what, stream, 0, extra)
+        self._checked((code,))
 
     def _enter(self, device: int) -> None:
-        """This thread uses the device's context, which torch uses too."""
-        number, context = ctypes.c_int(), ctypes.c_void_p()
-        self._checked(self._library.cuDeviceGet(ctypes.byref(number), device))
-        self._checked(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number))
+        """Let this thread use the device's context, which torch uses too."""
+        (number,) = self._checked(self._library.cuDeviceGet(device))
+        (context,) = self._checked(self._library.cuDevicePrimaryCtxRetain(number))
         self._checked(self._library.cuCtxSetCurrent(context))
 
     def tensor_map(
         self, address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], box: Sequence[int],
         swizzle: int,
     ) -> bytes:  # fmt: skip
-        """As cuTensorMapEncodeTiled makes it; strides in elements, the last one 1; the swizzle in bytes."""
-        rank, size = len(shape), dtype.itemsize
+        """Return what cuTensorMapEncodeTiled makes; strides in elements, the last one 1; the swizzle in bytes."""
+        cuda, rank, size = self._library, len(shape), dtype.itemsize
+        kinds = cuda.CUtensorMapDataType
+        kind = {
+            torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            torch.float32: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+            torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        }[dtype]
         steps = [size * s for s in strides[:-1]]
-        room = (ctypes.c_uint64 * (2 * MAP // 8))()
-        at = -(-ctypes.addressof(room) // MAP) * MAP  # the driver wants multiples of 64
-        extents = (ctypes.c_uint64 * rank)(*reversed(shape))
-        jumps = (ctypes.c_uint64 * rank)(*reversed(steps), 0)
-        sides, ones = (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank)
-        self._checked(
-            self._encode(
-                at, _DTYPES[dtype], rank, address, extents, jumps, sides, ones, 0, _SWIZZLES[swizzle], _L2_128, 0
+        (made,) = self._checked(
+            cuda.cuTensorMapEncodeTiled(
+                kind,
+                rank,
+                address,
+                [cuda.cuuint64_t(n) for n in reversed(shape)],
+                [cuda.cuuint64_t(n) for n in (*reversed(steps), 0)],
+                [cuda.cuuint32_t(n) for n in reversed(box)],
+                [cuda.cuuint32_t(1)] * rank,
+                cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+                cuda.CUtensorMapSwizzle(_SWIZZLES[swizzle]),
+                cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         )
+        packed = bytearray(ctypes.string_at(made.getPtr(), MAP))
         last = sum((n - 1) * s for n, s in zip(shape, [*steps, size], strict=True))
         if self._version <= _WRONG_UNTIL and last + 1 < _WRONG_BELOW:
-            word = ctypes.c_uint64.from_address(at + 8)
-            word.value &= ~_WRONG_BIT
-        return ctypes.string_at(at, MAP)
+            packed[_WRONG_BYTE] &= ~_WRONG_BIT
+        return bytes(packed)
 
-    def _checked(self, code: int) -> None:
-        if code:
+    def _checked(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what a call gave besides its code."""
+        code, *values = result
+        if code is not self._success:
             raise DeviceError(
                 explain(
                     "the CUDA driver refused a kernel or a tensor map",
-                    got=error_text(self._library, code),
+                    got=code.name,
                     next_step="an earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1 to see which",
                 )
             )
+        return tuple(values)
 
 
 @cache
 def kernel_driver() -> KernelDriver | None:
-    """One for all devices; None where there is none."""
+    """Return the one for all devices; None without cuda-bindings, which torch for CUDA brings, or without libcuda."""
     try:
-        return KernelDriver()
-    except (OSError, AttributeError):
+        from cuda.bindings import driver as library
+
+        library.cuDriverGetVersion()
+    except (ImportError, RuntimeError):  # the latter where it finds no libcuda
         return None
+    return KernelDriver(library)
 
 
 class Bound:
     """A launch whose parameters stay as they are."""
 
-    __slots__ = ("_count", "_driver", "_extra", "_packed", "_pointer", "_what")
+    __slots__ = ("_address", "_count", "_driver", "_extra", "_what")
 
     def __init__(
         self, driver: KernelDriver, function: int, grid: tuple[int, int, int], threads: int, shared: int, packed: bytes
     ) -> None:
-        self._driver, self._packed, self._count = driver, packed, ctypes.c_size_t(len(packed))
-        self._extra = _Extra(_BUFFER, packed, _SIZE, ctypes.addressof(self._count), None)
-        self._pointer = ctypes.byref(self._extra)
+        self._driver, self._count = driver, ctypes.c_size_t(len(packed))
+        self._extra = _Extra(_BUFFER, packed, _SIZE, ctypes.addressof(self._count), None)  # keeps `packed`
+        self._address = ctypes.addressof(self._extra)
         self._what = (function, *grid, threads, 1, 1, shared)
 
     def __call__(self, stream: int) -> None:
-        self._driver.start(self._what, stream, self._pointer)
+        self._driver.launch(self._what, stream, self._address)
 
 
 class Ready:
@@ -283,8 +301,8 @@ class Ready:
         self._described = [i for i, a in enumerate(args) if isinstance(a, Described)]
         self._tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
 
-    def bound(self, grid: tuple[int, int, int], args: Sequence[int]) -> Bound:
-        """A launch of it with these numbers and addresses."""
+    def bound(self, grid: tuple[int, int, int], args: Sequence[Any]) -> Bound:
+        """A launch of it with these numbers, addresses and packed descriptions."""
         packed = self._form.pack(*args, 0, 0)
         return Bound(self._driver, self._function, grid, self._threads, self._shared, packed)
 
@@ -295,8 +313,7 @@ class Ready:
             values[i] = values[i].packed
         for i in self._tensors:
             values[i] = values[i].data_ptr()
-        packed = self._form.pack(*values, 0, 0)
-        self._driver.launch(self._function, grid, self._threads, self._shared, stream, packed)
+        self.bound(grid, values)(stream)
 
 
 def ready(driver: KernelDriver | None, kernel: Any, args: Sequence[Any]) -> Ready | None:

@@ -1,5 +1,7 @@
 """How a launch packs its parameters: where the compiled kernel's own PTX says that they lie."""
 
+import ctypes
+import enum
 import re
 import struct
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ if _triton_reason():
     pytest.skip(_triton_reason(), allow_module_level=True)
 
 from backends.cuda import aot
+from burst_portable.backends.cuda.hopper import launch
 from burst_portable.backends.cuda.hopper.launch import Descriptors
 
 SIZES = {"u32": 4, "f32": 4, "u64": 8}
@@ -95,8 +98,10 @@ class FakeDriver:
     def parameters(self, function):
         return self._parameters
 
-    def launch(self, *launch):
-        self.launches.append(launch)
+    def launch(self, what, stream, extra):
+        buffer, packed, size, count, end = (ctypes.c_uint64 * 5).from_address(extra)
+        assert (buffer, size, end) == (1, 2, 0), "CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END"
+        self.launches.append((what, stream, ctypes.string_at(packed, ctypes.c_size_t.from_address(count).value)))
 
 
 def test_a_launch(compiled, args, parameters):
@@ -104,11 +109,14 @@ def test_a_launch(compiled, args, parameters):
     kernel = SimpleNamespace(function=77, metadata=compiled.metadata)
     launch = ready(driver, kernel, args)
     launch((3, 1, 1), args, stream=9)
-    ((function, grid, threads, shared, stream, packed),) = driver.launches
-    assert (function, grid, stream) == (77, (3, 1, 1), 9)
-    assert threads == 12 * 32, "two workers, the loader, and those that fill its group up"
+    (((function, *grid, threads, one, other, shared), stream, packed),) = driver.launches
+    assert (function, grid, stream) == (77, [3, 1, 1], 9)
+    assert (threads, one, other) == (12 * 32, 1, 1), "two workers, the loader, and those that fill its group up"
     assert shared == compiled.metadata.shared > 100_000
     assert len(packed) == sum(parameters[-1])
+    values = [a.packed if isinstance(a, Described) else a for a in args]
+    values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in values]
+    assert packed == packing(args, parameters).pack(*values, 0, 0)
 
 
 def test_what_is_not_packed_is_left_to_triton(compiled, args, parameters):
@@ -121,38 +129,92 @@ def test_what_is_not_packed_is_left_to_triton(compiled, args, parameters):
         assert ready(driver, SimpleNamespace(function=77, metadata=about), args) is None
 
 
-class Library:
-    """libcuda, of which a thread has asked nothing yet."""
+class Result(enum.Enum):
+    """Of CUresult, what these tests need."""
 
-    def __init__(self, refusals):
-        self.refusals, self.calls = refusals, []
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
+
+
+class Library:
+    """Stands in for `cuda.bindings.driver`, of which a thread has asked nothing yet."""
+
+    CUresult = Result
+
+    def __init__(self, *refusals):
+        self.refusals, self.calls = list(refusals), []
 
     def __getattr__(self, name):
-        def call(*_):
-            self.calls.append(name)
-            return self.refusals.pop(0) if name == "cuLaunchKernel" and self.refusals else 0
+        def call(*arguments):
+            self.calls.append((name, *arguments))
+            refused = self.refusals and name == "cuLaunchKernel"
+            code = self.refusals.pop(0) if refused else Result.CUDA_SUCCESS
+            return (code,) if name in ("cuLaunchKernel", "cuCtxSetCurrent") else (code, f"of {name}")
 
         return call
 
 
-@pytest.mark.parametrize(("refusals", "launches"), [([], 1), ([201], 2)], ids=["known", "new"])
-def test_a_thread_that_is_new_to_the_device(refusals, launches, monkeypatch):
-    library = Library(refusals)
-    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+class Names:
+    """Stands in for an enumeration of which the numbers do not matter."""
+
+    def __getattr__(self, name):
+        return name
+
+
+WHAT = (77, 1, 1, 1, 384, 1, 1, 0)
+LAUNCH = ("cuLaunchKernel", *WHAT, 9, 0, 64)
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["known", "new"])
+def test_a_thread_that_is_new_to_the_device(new, monkeypatch):
+    library = Library(*[Result.CUDA_ERROR_INVALID_CONTEXT] * new)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    KernelDriver().launch(77, (1, 1, 1), 384, 0, 0, b"packed")
-    asked = [name for name in library.calls if name != "cuDriverGetVersion"]
-    bound = ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"] * (launches - 1)
-    assert asked == ["cuLaunchKernel", *bound, "cuLaunchKernel"][: 1 + len(bound) + (launches - 1)]
+    KernelDriver(library).launch(WHAT, 9, 64)
+    bound = [
+        ("cuDeviceGet", 1),
+        ("cuDevicePrimaryCtxRetain", "of cuDeviceGet"),
+        ("cuCtxSetCurrent", "of cuDevicePrimaryCtxRetain"),
+    ]
+    assert library.calls == [("cuDriverGetVersion",), LAUNCH, *[*bound, LAUNCH] * new]
 
 
-def test_a_launch_that_the_driver_refuses(monkeypatch):
-    monkeypatch.setattr("ctypes.CDLL", lambda name: Library([700]))
-    with pytest.raises(DeviceError, match="code 700"):
-        KernelDriver().launch(77, (1, 1, 1), 384, 0, 0, b"packed")
+def test_a_launch_that_the_driver_refuses():
+    with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        KernelDriver(Library(Result.CUDA_ERROR_ILLEGAL_ADDRESS)).launch(WHAT, 9, 64)
 
 
-def test_what_tma_cannot_read_is_copied_and_the_copy_described():
+@pytest.mark.parametrize(
+    ("version", "rows", "cleared"), [(13000, 300, True), (13000, 3000, False), (13020, 300, False)]
+)
+def test_a_bit_that_some_drivers_set_wrongly(version, rows, cleared):
+    """Of small tensors, it is cleared; nothing else of a tensor map changes."""
+    room = ctypes.create_string_buffer(b"\xff" * 128, 128)
+    asked = []
+
+    class Encoding(Library):
+        CUtensorMapDataType = CUtensorMapInterleave = CUtensorMapL2promotion = CUtensorMapFloatOOBfill = Names()
+        CUtensorMapSwizzle = cuuint32_t = cuuint64_t = staticmethod(int)
+
+        def cuDriverGetVersion(self):
+            return Result.CUDA_SUCCESS, version
+
+        def cuTensorMapEncodeTiled(self, *arguments):
+            asked.append(arguments)
+            return Result.CUDA_SUCCESS, SimpleNamespace(getPtr=lambda: ctypes.addressof(room))
+
+    made = KernelDriver(Encoding()).tensor_map(
+        1 << 40, torch.bfloat16, [1, rows, 1, 64], [rows * 64, 64, 64, 1], (1, 64, 1, 64), 128
+    )
+    ((_, rank, address, extents, steps, box, ones, _, swizzle, *_),) = asked
+    assert (rank, address, swizzle, ones) == (4, 1 << 40, 3, [1] * 4)
+    assert (extents, box) == ([64, 1, rows, 1], [64, 1, 64, 1]), "the last one first"
+    assert steps[:3] == [128, 128, rows * 128], "bytes"
+    assert int.from_bytes(made, "little") == (1 << 1024) - 1 - ((1 << 64 + 21) if cleared else 0)
+
+
+def test_what_tma_cannot_read_is_copied_and_the_copy_described(monkeypatch):
+    monkeypatch.setattr(launch, "kernel_driver", lambda: None)  # one that is there has no device initialized here
     kept = Descriptors()
     x = torch.randn(2, 8, 3, 64).bfloat16()
     same, described = kept.readable("q", x, 4, 64)
