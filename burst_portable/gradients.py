@@ -19,13 +19,14 @@ from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.runtime.validation import check_tensor, tell_the_others
 from burst_portable.utils.torch_modes import outside_graphs
+from burst_portable.utils.values import size
 
 Groups: TypeAlias = dict[tuple[torch.dtype, torch.device], list[Tensor]]
 _VALUES = "values of the parameters"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of a number."""
-_BUCKET = 1 << 28
-"""Bytes of gradients that are exchanged together: an exchange holds three more copies of them."""
+BUCKET_BYTES = 1 << 28
+"""Default number of bytes of gradients per exchange, which holds three more copies of them."""
 
 
 @outside_graphs
@@ -60,13 +61,13 @@ def _summed(x: Tensor, mesh: Mesh) -> Tensor:
         return x.clone()
     transport = mesh.transport(x.device.type)
     flat = x.reshape(-1)
-    size = -(-flat.numel() // mesh.size)
-    padded = flat.new_zeros(size * mesh.size)
+    part_size = -(-flat.numel() // mesh.size)
+    padded = flat.new_zeros(part_size * mesh.size)
     padded[: flat.numel()] = flat
     mine = torch.empty_like(padded)
     transport.all_to_all(_pieces(padded, mesh.size), _pieces(mine, mesh.size), "summing gradients")
-    total = torch.zeros(size, dtype=_summed_in(x.dtype), device=x.device)
-    for part in mine.view(mesh.size, size):
+    total = torch.zeros(part_size, dtype=_summed_in(x.dtype), device=x.device)
+    for part in mine.view(mesh.size, part_size):
         total += part if x.is_floating_point() else part.to(total.dtype)  # torch adds few unsigned integers to others
     transport.all_gather(total.to(x.dtype).view(torch.uint8), _pieces(padded, mesh.size), "gathering gradients")
     return padded[: flat.numel()].view(x.shape)
@@ -80,8 +81,8 @@ def _summed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 @outside_graphs
-def sum_gradients(parameters: Iterable[Tensor], mesh: MeshLike = None) -> None:
-    """Add up every parameter's gradient over the ranks, in place; one exchange a dtype, device and 256 MiB.
+def sum_gradients(parameters: Iterable[Tensor], mesh: MeshLike = None, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Add up every parameter's gradient over the ranks, in place; one exchange a dtype, device and bucket.
 
     Once a step: after the last batch whose gradients are accumulated, before they are unscaled, clipped and used.
 
@@ -93,6 +94,8 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: MeshLike = None) -> None:
     Args:
         parameters: as an optimizer takes them, ``model.parameters()``.
         mesh: the ranks that share the sequence, as `attention` takes it.
+        bucket_bytes: Gradients are exchanged together up to this many bytes; the same on all ranks. A larger gradient
+            has an exchange for itself. Default: 256 MiB.
 
     Raises:
         InputError: what is not a list of parameters, parameters that are sharded over these ranks (FSDP has reduced
@@ -105,8 +108,9 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: MeshLike = None) -> None:
     listed, missing = list[Tensor](), set[Tensor]()
     try:
         listed = _listed(parameters)
+        bucket_bytes = size("bucket_bytes", bucket_bytes)
         groups = _grouped(listed, mesh, missing)
-        _agree_on(groups, listed, mesh)
+        _agree_on(groups, listed, mesh, bucket_bytes)
     except Exception as refusal:
         for parameter in missing:
             parameter.grad = None
@@ -114,7 +118,7 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: MeshLike = None) -> None:
         raise
     for (_, device), members in groups.items():
         with mesh.transport(device.type).between_passes():
-            for bucket in _buckets(members):
+            for bucket in _buckets(members, bucket_bytes):
                 _sum_bucket(bucket, missing, mesh)
 
 
@@ -133,7 +137,7 @@ def _grouped(parameters: list[Tensor], mesh: Mesh, missing: set[Tensor]) -> Grou
     return groups
 
 
-def _agree_on(groups: Groups, listed: list[Tensor], mesh: Mesh) -> None:
+def _agree_on(groups: Groups, listed: list[Tensor], mesh: Mesh, bucket_bytes: int) -> None:
     """Ask whether all ranks sum the same: buffers of other sizes would end a process, or leave it waiting.
 
     The first time, also whether their parameters hold the same values: ranks with models of their own would each train
@@ -145,7 +149,11 @@ def _agree_on(groups: Groups, listed: list[Tensor], mesh: Mesh) -> None:
     shapes = [(str(dtype), [tuple(_gradient(p).shape) for p in members]) for (dtype, _), members in groups.items()]
     numbers = sum(_gradient(p).numel() for members in groups.values() for p in members)
     told = f"{sum(map(len, groups.values())):,} tensors of {numbers:,} numbers"
-    facts: dict[str, str | Named] = {"pass": "sum_gradients", "parameters": named(told, shapes)}
+    facts: dict[str, str | Named] = {
+        "pass": "sum_gradients",
+        "parameters": named(told, shapes),
+        "bucket_bytes": str(bucket_bytes),
+    }
     agree(transport, statement(facts))
     compared = statement({**facts, _VALUES: "compared"}).digest
     if transport.size > 1 and compared not in transport.agreed:
@@ -191,16 +199,16 @@ def _sum_bucket(bucket: list[Tensor], missing: set[Tensor], mesh: Mesh) -> None:
             parameter.grad = None
 
 
-def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """In order (there are some), as many together as their gradients come to `_BUCKET` bytes; a larger one alone."""
+def _buckets(parameters: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield parameters in order, as many together as their gradients fit in a bucket; a larger one alone."""
     bucket, held = list[Tensor](), 0
     for parameter in parameters:
-        size = _gradient(parameter).nbytes
-        if bucket and held + size > _BUCKET:
+        nbytes = _gradient(parameter).nbytes
+        if bucket and held + nbytes > bucket_bytes:
             yield bucket
             bucket, held = [], 0
         bucket.append(parameter)
-        held += size
+        held += nbytes
     yield bucket
 
 

@@ -63,6 +63,7 @@ FUNCTIONS = {
         bp.shard_batch,
         {"input_ids": IDS, "labels": IDS, "position_ids": IDS, "documents": (0, 16), "mesh": MESH, "ignore_index": -1},
     ),
+    "sum_gradients": (lambda **a: bp.sum_gradients([], MESH, **a), {"bucket_bytes": 8}),
     "Mask": (bp.Mask, {"regions": (bp.Region(0, 4, 0, 4),), "name": "mine"}),
     "Region": (bp.Region, {"q_start": 0, "q_stop": 4, "k_start": 0, "k_stop": 4, "lo": 0, "hi": 3}),
     "documents": (bp.Mask.documents, {"cumulative": (0, 16), "causal": True, "window": 3}),

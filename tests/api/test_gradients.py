@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 import burst_portable as bp
-from burst_portable import gradients
+from burst_portable.comm.base import Transport, WrappedTransport
 from burst_portable.errors import BurstError, InputError, MismatchError
 
 
@@ -162,29 +162,59 @@ def test_frozen_tensors_whose_values_are_not_compared(beside: torch.Tensor):
     assert bp.run_local(2, work) == [[2.0] * 3] * 2
 
 
-def test_gradients_that_are_exchanged_together(monkeypatch: pytest.MonkeyPatch):
+class Counting(WrappedTransport):
+    """Record the bytes of each buffer of an exchange among all ranks, by its label."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self.sizes: list[tuple[str, list[int]]] = []
+
+    def all_to_all(
+        self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], label: str = "all_to_all"
+    ) -> None:
+        self.sizes.append((label, [x.numel() for x in sends]))
+        super().all_to_all(sends, receives, label)
+
+
+def exchanged(mesh: bp.Mesh, work: Callable[[bp.Mesh], Any]) -> tuple[Any, list[tuple[str, list[int]]]]:
+    """Run work over a transport that counts; return its result and the bytes for each rank of each exchange."""
+    counting = Counting(mesh.transport("cpu"))
+    made = work(bp.Mesh(mesh.rank, mesh.size, lambda device_type: counting))
+    return made, counting.sizes
+
+
+def test_gradients_that_are_exchanged_together():
     """As many as fill a bucket of 8 bytes exactly; a larger one alone."""
-    monkeypatch.setattr(gradients, "_BUCKET", 8)
-    sizes = []
-    summed = gradients._summed
 
-    def noted(x: torch.Tensor, mesh: bp.Mesh) -> torch.Tensor:
-        sizes.append(x.numel())
-        return summed(x, mesh)
+    def work(mesh: bp.Mesh) -> list[int]:
+        mine = parameters(1, 1, 1, 3, 1, 1)
+        _, sizes = exchanged(mesh, lambda counted: bp.sum_gradients(mine, counted, bucket_bytes=8))
+        return [sum(parts) // 4 for label, parts in sizes if label == "summing gradients"]
 
-    monkeypatch.setattr(gradients, "_summed", noted)
-    mine = parameters(1, 1, 1, 3, 1, 1)
-    bp.sum_gradients(mine, bp.Mesh.single())
-    assert sizes == [2 + 2, 1 + 1, 3 + 1, 2 + 2]  # besides, for each gradient a number that says who has one
+    # Besides, for each gradient a number that says who has one. Two ranks divide all of these.
+    assert bp.run_local(2, work) == [[2 + 2, 1 + 1, 3 + 1, 2 + 2]] * 2
 
 
-def test_five_numbers_over_three_ranks_are_sent_as_six(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_with_other_buckets_are_told():
+    def work(mesh: bp.Mesh) -> str:
+        with pytest.raises(MismatchError) as caught:
+            bp.sum_gradients(parameters(1, 1, 1), mesh, bucket_bytes=4 if mesh.rank else 8)
+        return str(caught.value)
+
+    for message in bp.run_local(2, work):
+        assert "bucket_bytes: 8 on rank 0 but 4 on rank 1" in message
+
+
+def test_five_numbers_over_three_ranks_are_sent_as_six():
     """What is cut into a part for each rank is padded to equal parts, and no more."""
-    cut = []
-    pieces = gradients._pieces
-    monkeypatch.setattr(gradients, "_pieces", lambda x, count: cut.append((x.numel(), count)) or pieces(x, count))
-    assert bp.run_local(3, lambda mesh: bp.sum_over_ranks(torch.arange(5.0), mesh).tolist()) == [[0, 3, 6, 9, 12]] * 3
-    assert set(cut) == {(6, 3)}
+
+    def work(mesh: bp.Mesh) -> tuple[list[float], set[tuple[int, ...]]]:
+        made, sizes = exchanged(mesh, lambda counted: bp.sum_over_ranks(torch.arange(5.0), counted).tolist())
+        return made, {tuple(parts) for label, parts in sizes if label in ("summing gradients", "gathering gradients")}
+
+    for total, sent in bp.run_local(3, work):
+        assert total == [0, 3, 6, 9, 12]
+        assert sent == {(8, 8, 8)}  # a third of six numbers to each rank
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.float8_e4m3fn], ids=str)
@@ -245,28 +275,26 @@ def test_complex_parameters():
     assert bp.run_local(3, work) == [[3 + 6j, 3j]] * 3
 
 
-def test_a_parameter_that_is_passed_twice_is_summed_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_parameter_that_is_passed_twice_is_summed_once():
     """Weights that two modules share are in both of their lists: here in two buckets."""
-    monkeypatch.setattr(gradients, "_BUCKET", 4)
 
     def work(mesh: bp.Mesh) -> list[float]:
         tied, other = (Parameter(torch.zeros(1)) for _ in range(2))
         tied.grad, other.grad = torch.ones(1), torch.full((1,), float(mesh.rank))
-        bp.sum_gradients([tied, other, tied], mesh)
+        bp.sum_gradients([tied, other, tied], mesh, bucket_bytes=4)
         return [tied.grad.item(), other.grad.item()]
 
     assert bp.run_local(3, work) == [[3.0, 3.0]] * 3
 
 
-def test_a_parameter_that_no_rank_used_stays_without_a_gradient(monkeypatch: pytest.MonkeyPatch):
+def test_a_parameter_that_no_rank_used_stays_without_a_gradient():
     """As on one device, where the optimizer then leaves it alone: with a gradient of zeros it would decay."""
-    monkeypatch.setattr(gradients, "_BUCKET", 8)
 
     def work(mesh: bp.Mesh) -> list[float | None]:
         unused, everywhere, here = parameters = [Parameter(torch.ones(1)) for _ in range(3)]
         everywhere.grad = torch.full((1,), 5.0)
         here.grad = torch.full((1,), 7.0) if mesh.rank == mesh.size - 1 else None
-        bp.sum_gradients(parameters, mesh)
+        bp.sum_gradients(parameters, mesh, bucket_bytes=8)
         torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5).step()
         assert unused.item() == 1.0
         return [None if p.grad is None else p.grad.item() for p in parameters]

@@ -28,6 +28,7 @@ from transformers import (
 from burst_portable import Mesh, run_local, unshard
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.config import Config
+from burst_portable.gradients import BUCKET_BYTES
 from burst_portable.integrations.transformers import parallelize, sum_gradients, sum_over_ranks
 
 SIZES: dict[str, Any] = {
@@ -92,7 +93,14 @@ def on_one_device(model: Any, ids: Tensor, labels: Tensor | None = None) -> Answ
 
 
 def on_ranks(
-    ranks: int, model: Any, ids: Tensor, labels: Tensor | None = None, *, wrap: Any = None, **options: Any
+    ranks: int,
+    model: Any,
+    ids: Tensor,
+    labels: Tensor | None = None,
+    *,
+    wrap: Any = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    **options: Any,
 ) -> list[Answer]:
     """Each rank's answer, with logits brought back whole and loss and gradients summed. `wrap` is put around models."""
     models = [copy.deepcopy(model) for _ in range(ranks)]
@@ -102,7 +110,7 @@ def on_ranks(
         handle = parallelize(mine, mesh, **options)
         out = (wrap(mine) if wrap else mine)(**handle.shard(ids, labels))
         out.loss.backward()
-        sum_gradients(mine.parameters(), mesh)
+        sum_gradients(mine.parameters(), mesh, bucket_bytes=bucket_bytes)
         loss = sum_over_ranks(out.loss.detach().reshape(1), mesh).item()
         layout = handle.layout_of(ids.shape[1], None)
         logits = unshard(out.logits.detach(), mesh, seq_len=ids.shape[1], layout=layout)

@@ -17,8 +17,8 @@ from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import tell_the_others
 from burst_portable.utils.torch_modes import never_compiled
 
-_PART = 1 << 28
-"""Bytes of logits in float32 that a loss holds at a time."""
+LOGITS_BYTES = 1 << 28
+"""Default number of bytes of logits in float32 that a causal loss holds at a time."""
 
 OWN_LOSS = "pass no labels and compute the loss from the logits; burst_portable.shard cuts the labels"
 
@@ -64,8 +64,9 @@ class ShardedLoss:
     does not pass these on, is noticed and refused.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, *, logits_bytes: int = LOGITS_BYTES) -> None:
         self.function = function
+        self.logits_bytes = logits_bytes
         self.awaited = False
 
     @property
@@ -97,7 +98,7 @@ class ShardedLoss:
             )
         self.awaited = False
         if self.function is ForCausalLMLoss:
-            return causal_loss(*args, **kwargs)
+            return causal_loss(*args, logits_bytes=self.logits_bytes, **kwargs)
         loss: Tensor = self.function(*args, **kwargs)
         return loss
 
@@ -119,14 +120,15 @@ def causal_loss(
     shift_labels: Tensor,
     num_items_in_batch: Tensor | int,
     ignore_index: int = -100,
+    logits_bytes: int = LOGITS_BYTES,
     **others: Any,
 ) -> Tensor:
-    """transformers' `ForCausalLMLoss`, with some rows of the logits at a time in float32.
+    """transformers' `ForCausalLMLoss`, with at most `logits_bytes` of the logits at a time in float32.
 
     It would hold two or three copies of all of them: of 16,384 tokens and 128,256 words, 8 GiB each. Here the backward
     pass needs the logits and their gradient, in their own dtype.
     """
-    rows = max(1, _PART // (4 * vocab_size))
+    rows = max(1, logits_bytes // (4 * vocab_size))
     if logits.numel() <= rows * vocab_size:
         arguments = (logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
         whole: Tensor = ForCausalLMLoss(*arguments, **others)

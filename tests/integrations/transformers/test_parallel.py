@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from burst_portable import Mesh, run_local
-from burst_portable import gradients as summing
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers import loss as losses
 from burst_portable.integrations.transformers import parallelize, sum_gradients, sum_over_ranks
@@ -76,40 +75,42 @@ def test_counts_of_labels_add_up(ranks: int):
     run_local(ranks, work)
 
 
-def test_large_logits_and_gradients_in_parts(monkeypatch: pytest.MonkeyPatch):
+def test_large_logits_and_gradients_in_parts():
     """Of 7 rows, and of what a small parameter takes."""
     model, ids = make("llama"), tokens()
     labels = ids.clone()
     labels[0, 5:30] = -100
     expected = on_one_device(model, ids, labels)
-    monkeypatch.setattr(losses, "_PART", 7 * 64 * 4)
-    monkeypatch.setattr(summing, "_BUCKET", 8 * 32 * 32)
-    for answer in on_ranks(2, model, ids, labels):
+
+    def with_small_parts(mine):
+        losses.sharded_loss(mine).logits_bytes = 7 * 64 * 4
+        return mine
+
+    for answer in on_ranks(2, model, ids, labels, wrap=with_small_parts, bucket_bytes=8 * 32 * 32):
         assert_same(answer, expected)
 
 
-def test_no_float32_copy_of_large_logits(monkeypatch: pytest.MonkeyPatch):
+def test_no_float32_copy_of_large_logits():
     logits = torch.randn(1, 60, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     labels = tokens(1, 60)
     alone = logits.detach().clone().requires_grad_()
     expected = ForCausalLMLoss(alone, labels, 64, shift_labels=labels, num_items_in_batch=60)
     expected.backward()
-    monkeypatch.setattr(losses, "_PART", 7 * 64 * 4)
+    sharded = losses.ShardedLoss(ForCausalLMLoss, logits_bytes=7 * 64 * 4)
     with _Largest() as seen:
-        found = losses.ShardedLoss(ForCausalLMLoss)(logits, labels, 64, shift_labels=labels, num_items_in_batch=60)
+        found = sharded(logits, labels, 64, shift_labels=labels, num_items_in_batch=60)
         found.backward()
     assert seen.size == 7 * 64
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     assert torch.equal(logits.grad, alone.grad)
 
 
-def test_large_logits_that_are_part_of_others(monkeypatch: pytest.MonkeyPatch):
+def test_large_logits_that_are_part_of_others():
     """Rows of a longer sequence, as a model gives them that leaves some out: no view has them one after the other."""
     logits = torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(0)).bfloat16()[:, :30]
     options = {"labels": None, "vocab_size": 64, "shift_labels": tokens(2, 30), "num_items_in_batch": 60}
     expected = losses.causal_loss(logits, **options)
-    monkeypatch.setattr(losses, "_PART", 7 * 64 * 4)
-    torch.testing.assert_close(losses.causal_loss(logits, **options), expected)
+    torch.testing.assert_close(losses.causal_loss(logits, **options, logits_bytes=7 * 64 * 4), expected)
 
 
 def _own_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
