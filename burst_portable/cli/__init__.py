@@ -8,11 +8,15 @@ reads the output any more. An exception that nobody foresaw keeps its traceback.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from burst_portable.cli.process import Ended, ended_by_signals, told
 from burst_portable.errors import BurstError, CommunicationError, shown
+
+if TYPE_CHECKING:
+    from burst_portable.cli.app import Command
 
 PROGRAM = "burst-portable"
 EXIT_CODES = (
@@ -21,29 +25,35 @@ EXIT_CODES = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command line, `sys.argv` unless given; returns the exit code."""
+def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command] | None = None) -> int:
+    """Run one command line and return the exit code.
+
+    Args:
+        arguments: Default: those of the process, `sys.argv`.
+        commands: Commands by name. Default: `app.COMMANDS`.
+    """
     if missing := [name for name in ("typer", "rich") if find_spec(name) is None]:
         return _fail(f"the command line needs {' and '.join(missing)}; in the clone, run: pip install '.[cli]'", 2)
     try:
         with ended_by_signals(last=arguments is None):
             given = list(sys.argv[1:] if arguments is None else arguments)
-            return told(lambda: _run(given), _fail)
+            return told(lambda: _run(given, commands), _fail)
     except Ended as ended:
         return 128 + ended.number
     except KeyboardInterrupt:  # elsewhere than in the main thread of a process
         return 130
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], commands: Mapping[str, Command] | None) -> int:
     import typer
 
-    from burst_portable.cli.app import command_line, help_line, with_json_value
+    from burst_portable.cli.app import COMMANDS, command_line, help_line, with_json_value
     from burst_portable.cli.output import UnwrittenError
 
+    commands = COMMANDS if commands is None else commands
     try:
         arguments = with_json_value(arguments)
-        return command_line(arguments).main(args=arguments, prog_name=PROGRAM, standalone_mode=False) or 0
+        return command_line(arguments, commands).main(args=arguments, prog_name=PROGRAM, standalone_mode=False) or 0
     except (CommunicationError, UnwrittenError) as error:
         return _fail(str(error), 1)
     except BurstError as error:
@@ -55,7 +65,7 @@ def _run(arguments: list[str]) -> int:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
             message = _with_value(error.format_message(), error, arguments).rstrip(".")
             joint = " " if message.endswith("?") else "; "
-            return _fail(f"{message}{joint}`{help_line(arguments)}` shows what there is", 2)
+            return _fail(f"{message}{joint}`{help_line(arguments, commands)}` shows what there is", 2)
         raise
 
 

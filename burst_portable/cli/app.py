@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from inspect import cleandoc
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from typer.main import get_command
@@ -13,9 +13,12 @@ from typer.main import get_command
 from burst_portable import __version__
 from burst_portable.cli import EXIT_CODES, PROGRAM
 
+Command: TypeAlias = str | Callable[..., int | None]
+"""A command as ``module:function``, or the function itself."""
+
 # A command's module is imported when that command runs, or when help lists it; what is heavy it imports inside its
 # function, so that planning does not wait for torch. A command returns its exit code, or None for 0.
-COMMANDS = {
+COMMANDS: Mapping[str, Command] = {
     "run": "burst_portable.cli.run.command:run",
     "plan": "burst_portable.cli.plan:plan",
     "profile": "burst_portable.cli.profile:profile",
@@ -30,13 +33,13 @@ _READERS = ("profile", "compare", "trace")
 """Commands whose arguments are files to read: none of them may be taken for the file that --json writes."""
 
 
-def command_line(arguments: list[str]) -> Any:
+def command_line(arguments: list[str], commands: Mapping[str, Command] = COMMANDS) -> Any:
     """The application with the one command that is asked for, or with all of them for help and for typos."""
     app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, add_completion=False)
     app.callback(invoke_without_command=True, help=_paragraphs(_options.__doc__ or ""), epilog=EXIT_CODES)(_options)
     asked = _asked(arguments)
-    for name in [asked] if asked in COMMANDS else COMMANDS:
-        function = _load(COMMANDS[name])
+    for name in [asked] if asked is not None and asked in commands else commands:
+        function = _load(commands[name])
         app.command(name, help=_paragraphs(function.__doc__ or ""), epilog=EXIT_CODES)(function)
     return get_command(app)
 
@@ -54,18 +57,20 @@ def with_json_value(arguments: list[str]) -> list[str]:
     return made
 
 
-def help_line(arguments: list[str]) -> str:
+def help_line(arguments: list[str], commands: Mapping[str, Command] = COMMANDS) -> str:
     """What to type for the help of the command that these arguments ask for, or of all."""
     asked = _asked(arguments)
-    return f"{PROGRAM} {asked} --help" if asked in COMMANDS else f"{PROGRAM} --help"
+    return f"{PROGRAM} {asked} --help" if asked in commands else f"{PROGRAM} --help"
 
 
 def _asked(arguments: list[str]) -> str | None:
     return next((a for a in arguments if not a.startswith("-")), None)
 
 
-def _load(target: str) -> Callable[..., int | None]:
-    module, _, name = target.partition(":")
+def _load(command: Command) -> Callable[..., int | None]:
+    if not isinstance(command, str):
+        return command
+    module, _, name = command.partition(":")
     function: Callable[..., int | None] = getattr(import_module(module), name)
     return function
 

@@ -15,7 +15,8 @@ from time import monotonic, sleep
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PATIENCE = 1.0  # seconds in which signals to end count as one; a later one also ends the cleaning up
+SIGNAL_INTERVAL = 1.0
+"""Default seconds in which several signals count as one; a later signal also ends the cleaning up."""
 _AGAIN = 0.01  # seconds after which a signal is repeated if Python could not raise its exception
 
 
@@ -27,16 +28,16 @@ class Ended(BaseException):
 
 
 @contextmanager
-def ended_by_signals(*, last: bool) -> Iterator[None]:
+def ended_by_signals(*, last: bool, interval: float = SIGNAL_INTERVAL) -> Iterator[None]:
     """What batch systems and closed terminals send ends as Ctrl-C does: ranks are ended, temporary folders removed.
 
     Signals that this process was started deaf to, as by nohup, are left alone. If this command is the `last` thing that
-    the process does, Ctrl-C is not heard after a signal that ended it.
+    the process does, Ctrl-C is not heard after a signal that ended it. Signals within `interval` seconds count as one.
     """
     if threading.current_thread() is not threading.main_thread():  # the only one that may ask for signals
         yield
         return
-    raising = _Raising()
+    raising = _Raising(interval)
     sys.unraisablehook = raising.lost
     heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before: dict[int, Any] = {number: signal.signal(number, raising.end) for number in heard}
@@ -62,15 +63,16 @@ class _Raising:
     transformers runs many. There the exception is printed and lost, and a single SIGTERM with it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interval: float) -> None:
         self.hook = sys.unraisablehook  # for all other exceptions that are lost
-        self._asked = -_PATIENCE
+        self._interval = interval
+        self._asked = -interval
         self._repeating: threading.Timer | None = None
         self._noting = False  # while `lost` runs, where Python cannot raise either
 
     def end(self, number: int, frame: Any) -> None:
         """The handler of the signals."""
-        if monotonic() - self._asked >= _PATIENCE:  # else it is the same wish again, and cleaning up goes on
+        if monotonic() - self._asked >= self._interval:  # else it is the same wish again, and cleaning up goes on
             self._asked = monotonic()
             raise Ended(number)
 
@@ -92,7 +94,7 @@ class _Raising:
     def _repeat(self, number: int) -> None:
         while self._noting:  # on a busy machine the timer may be over before `lost` is
             sleep(_AGAIN)
-        self._asked = -_PATIENCE  # only now: until then it is the same wish
+        self._asked = -self._interval  # only now: until then it is the same wish
         main_thread = threading.main_thread().ident
         assert main_thread is not None, "it runs"
         signal.pthread_kill(main_thread, number)

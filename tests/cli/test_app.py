@@ -14,8 +14,8 @@ from burst_portable.cli import app, main
 GOOD = ("plan", "--seq-len", "64", "--ranks", "2", "--heads", "4")
 
 
-def refused(capsys, *arguments: str, code: int = 2) -> str:
-    assert main(arguments) == code
+def refused(capsys, *arguments: str, code: int = 2, commands=None) -> str:
+    assert main(arguments, commands) == code
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("burst-portable: ")
@@ -149,30 +149,28 @@ def test_a_value_of_another_kind_is_shown(capsys):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_errors_of_this_library_are_one_line(capsys, monkeypatch, error, code):
-    command(monkeypatch, error)
-    assert refused(capsys, "fails", code=code) == "burst-portable: no such text\n"
+def test_errors_of_this_library_are_one_line(capsys, error, code):
+    assert refused(capsys, "fails", code=code, commands=failing(error)) == "burst-portable: no such text\n"
 
 
-def command(monkeypatch, error: BaseException) -> None:
+def failing(error: BaseException) -> dict[str, app.Command]:
+    """Return the one command `fails`, which raises an error."""
+
     def fails() -> None:
         raise error
 
-    monkeypatch.setitem(app.COMMANDS, "fails", "nowhere:fails")
-    monkeypatch.setattr(app, "_load", lambda target: fails)
+    return {"fails": fails}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), typer.Abort()], ids=lambda value: type(value).__name__)
-def test_an_interruption_is_quiet(capsys, monkeypatch, error):
-    command(monkeypatch, error)
-    assert main(["fails"]) == 130
+def test_an_interruption_is_quiet(capsys, error):
+    assert main(["fails"], failing(error)) == 130
     assert not capsys.readouterr().out
 
 
-def test_what_nobody_foresaw_keeps_its_traceback(monkeypatch):
-    command(monkeypatch, ZeroDivisionError("ours"))
+def test_what_nobody_foresaw_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError, match="ours"):
-        main(["fails"])
+        main(["fails"], failing(ZeroDivisionError("ours")))
 
 
 def test_version_and_help(capsys):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from burst_portable.backends import registry
+from burst_portable.backends.base import Probe
 from burst_portable.cli import doctor, main
 
 
@@ -107,7 +108,7 @@ def test_a_backend_that_cannot_run_is_a_row_with_its_reason(capsys, backends, so
 
 
 def test_no_backend_at_all_exits_with_1(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "_backends", lambda: {"some": doctor._refused("nowhere", "it is ill")})
+    monkeypatch.setattr(doctor, "probed", lambda backend: Probe(ok=False, reason="it is ill"))
     assert main(["doctor"]) == 1
     assert "no: it is ill" in capsys.readouterr().out
 

@@ -151,7 +151,8 @@ def test_a_closed_standard_output(monkeypatch, capsys):
     ids=lambda command: command[0],
 )
 def test_tables_of_a_narrow_terminal_are_whole(capsys, monkeypatch, command):
-    monkeypatch.setattr(output, "_PIPE_WIDTH", 80)
+    monkeypatch.setenv("TERM", "dumb")  # rich takes such a terminal for 80 columns wide, without colors
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     sentences = ("SLOW LINK", "  what to do", "  3 training steps", "  peaks of")  # which the terminal wraps

@@ -12,8 +12,7 @@ import time
 
 import pytest
 
-from burst_portable.cli import app, main
-from burst_portable.cli import process as signals
+from burst_portable.cli import main, process
 
 ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -28,19 +27,13 @@ def heard():
         signal.signal(number, handler)
 
 
-@pytest.fixture
-def command(monkeypatch):
-    """Makes a function the command `work`."""
-
-    def made(work) -> None:
-        monkeypatch.setitem(app.COMMANDS, "work", "nowhere:work")
-        monkeypatch.setattr(app, "_load", lambda target: work)
-
-    return made
+def run(work) -> int:
+    """Run a function as the command `work`; return the exit code."""
+    return main(["work"], {"work": work})
 
 
 @pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
-def test_what_was_begun_is_taken_back_whatever_comes_meanwhile(command, capsys, tmp_path, number):
+def test_what_was_begun_is_taken_back_whatever_comes_meanwhile(capsys, tmp_path, number):
     before, gone_on = [signal.getsignal(each) for each in ENDING], []
 
     def work() -> None:
@@ -53,8 +46,7 @@ def test_what_was_begun_is_taken_back_whatever_comes_meanwhile(command, capsys, 
                     os.kill(os.getpid(), each)
                 gone_on.append(number)
 
-    command(work)
-    assert main(["work"]) == 128 + number
+    assert run(work) == 128 + number
     assert gone_on == [number]
     assert list(tmp_path.iterdir()) == []
     assert [signal.getsignal(each) for each in ENDING] == before
@@ -62,8 +54,7 @@ def test_what_was_begun_is_taken_back_whatever_comes_meanwhile(command, capsys, 
     assert captured.out + captured.err == ""
 
 
-def test_a_signal_that_comes_later_ends_what_hangs_in_taking_back(command, monkeypatch):
-    monkeypatch.setattr(signals, "_PATIENCE", 0.0)
+def test_a_signal_that_comes_later_ends_what_hangs_in_taking_back():
     gone_on = []
 
     def work() -> None:
@@ -73,15 +64,15 @@ def test_a_signal_that_comes_later_ends_what_hangs_in_taking_back(command, monke
             os.kill(os.getpid(), signal.SIGTERM)
             gone_on.append(True)
 
-    command(work)
-    assert main(["work"]) == 128 + signal.SIGTERM
+    with pytest.raises(process.Ended) as ended, process.ended_by_signals(last=False, interval=0.0):
+        work()
+    assert ended.value.number == signal.SIGTERM
     assert not gone_on
 
 
-def test_what_nohup_keeps_away_stays_away(command):
+def test_what_nohup_keeps_away_stays_away():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    command(lambda: os.kill(os.getpid(), signal.SIGHUP))
-    assert main(["work"]) == 0
+    assert run(lambda: os.kill(os.getpid(), signal.SIGHUP)) == 0
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
@@ -96,7 +87,7 @@ class Deaf:
 
 
 @pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
-def test_a_signal_that_comes_where_python_cannot_raise_is_not_lost(command, capsys, number):
+def test_a_signal_that_comes_where_python_cannot_raise_is_not_lost(capsys, number):
     """A single SIGTERM, such as that of `timeout`, found `run` in a `__del__` of what it imports, and was forgotten."""
     taken_back, hook = [], sys.unraisablehook
 
@@ -108,9 +99,8 @@ def test_a_signal_that_comes_where_python_cannot_raise_is_not_lost(command, caps
         finally:
             taken_back.append(number)
 
-    command(work)
     begun = time.monotonic()
-    assert main(["work"]) == 128 + number
+    assert run(work) == 128 + number
     assert time.monotonic() - begun < 10
     assert taken_back == [number]
     assert sys.unraisablehook is hook
@@ -118,7 +108,7 @@ def test_a_signal_that_comes_where_python_cannot_raise_is_not_lost(command, caps
     assert captured.out + captured.err == ""
 
 
-def test_nor_where_the_machine_is_too_busy_to_note_it_in_time(command, monkeypatch, capsys):
+def test_nor_where_the_machine_is_too_busy_to_note_it_in_time(monkeypatch, capsys):
     """The signal was repeated while Python still noted the one before, where it cannot raise either."""
 
     class Slow(threading.Timer):
@@ -126,19 +116,18 @@ def test_nor_where_the_machine_is_too_busy_to_note_it_in_time(command, monkeypat
             super().start()
             time.sleep(0.1)
 
-    monkeypatch.setattr(signals.threading, "Timer", Slow)
+    monkeypatch.setattr(process.threading, "Timer", Slow)
 
     def work() -> None:
         Deaf(signal.SIGTERM)
         time.sleep(5)
 
-    command(work)
-    assert main(["work"]) == 128 + signal.SIGTERM
+    assert run(work) == 128 + signal.SIGTERM
     captured = capsys.readouterr()
     assert captured.out + captured.err == ""
 
 
-def test_other_mistakes_where_python_cannot_raise_are_told(command, monkeypatch):
+def test_other_mistakes_where_python_cannot_raise_are_told(monkeypatch):
     told = []
     monkeypatch.setattr(sys, "unraisablehook", lambda one: told.append(type(one.exc_value)))
 
@@ -146,15 +135,14 @@ def test_other_mistakes_where_python_cannot_raise_are_told(command, monkeypatch)
         def __del__(self) -> None:
             raise ValueError
 
-    command(lambda: Broken() and None)
-    assert main(["work"]) == 0
+    assert run(lambda: Broken() and None) == 0
     assert told == [ValueError]
 
 
 SLOW_TO_END = """
 import atexit, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs deaf to Ctrl-C
-from burst_portable.cli import app, main
+from burst_portable.cli import main
 
 def work():
     try:
@@ -165,28 +153,27 @@ def work():
         print("taken back", flush=True)
 
 atexit.register(time.sleep, 0.3)
-app.COMMANDS["work"], app._load = "nowhere:work", lambda target: work
 sys.argv = ["burst-portable", "work"]
-sys.exit(main())
+sys.exit(main(commands={"work": work}))
 """
 
 
 def test_ctrl_c_again_and_again_to_the_end_of_the_process():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", SLOW_TO_END], **pipes)
+    command = subprocess.Popen([sys.executable, "-c", SLOW_TO_END], **pipes)
     try:
-        assert process.stdout.readline() == "begun\n"
-        asking = threading.Thread(target=_ask, args=(process,))
+        assert command.stdout.readline() == "begun\n"
+        asking = threading.Thread(target=_ask, args=(command,))
         asking.start()
-        out, err = process.communicate(timeout=60)
+        out, err = command.communicate(timeout=60)
         asking.join()
     finally:
-        process.kill()
-    assert (process.returncode, out, err) == (128 + signal.SIGINT, "taken back\n", "")
+        command.kill()
+    assert (command.returncode, out, err) == (128 + signal.SIGINT, "taken back\n", "")
 
 
-def _ask(process: subprocess.Popen[str]) -> None:
+def _ask(command: subprocess.Popen[str]) -> None:
     """Ctrl-C every hundredth of a second."""
-    while process.poll() is None:
-        process.send_signal(signal.SIGINT)
+    while command.poll() is None:
+        command.send_signal(signal.SIGINT)
         time.sleep(0.01)

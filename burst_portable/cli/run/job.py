@@ -37,21 +37,31 @@ def check_numbers(seq_len: int, ranks: int, steps: int | None, batch: int, rate:
         raise InputError(explain("more ranks than tokens", got=got, allowed=f"at most {seq_len} ranks"))
 
 
-def check_processes(ranks: int) -> None:
-    """Refuse more processes than the cores of this machine can serve in turns."""
-    most = max(_RANKS_ANYWHERE, _RANKS_A_CORE * cores())
+def check_processes(ranks: int, available_cores: int | None = None) -> None:
+    """Refuse more processes than the cores of this machine can serve in turns. Default: `cores()`."""
+    found = cores() if available_cores is None else available_cores
+    most = max(_RANKS_ANYWHERE, _RANKS_A_CORE * found)
     if ranks > most:
         raise InputError(
             explain(
                 "more ranks than this machine's cores can serve, and each is a process with what it holds",
-                got=f"--ranks {ranks}, {cores()} cores",
+                got=f"--ranks {ranks}, {found} cores",
                 allowed=f"at most {most} ({_RANKS_A_CORE} a core, {_RANKS_ANYWHERE} anywhere)",
                 next_step="`burst-portable plan` takes any number of ranks and needs no device",
             )
         )
 
 
-def check_memory(parameters: int, vocabulary: int, *, tokens: int, copies: int, itemsize: int, training: bool) -> None:
+def check_memory(
+    parameters: int,
+    vocabulary: int,
+    *,
+    tokens: int,
+    copies: int,
+    itemsize: int,
+    training: bool,
+    available: float | None = None,
+) -> None:
     """Refuse what cannot fit this machine's memory: a lower bound, from weights and logits alone.
 
     Args:
@@ -60,16 +70,18 @@ def check_memory(parameters: int, vocabulary: int, *, tokens: int, copies: int, 
         copies: processes that hold the model.
         itemsize: bytes of a weight.
         training: gradients, AdamW's two moments and the gradient of the logits come on top.
+        available: Bytes of memory. Default: `memory()`.
     """
+    available = memory() if available is None else available
     weights = copies * parameters * itemsize * (4 if training else 1)
     logits = tokens * vocabulary * 4 * (2 if training else 1)
-    if weights + logits > (there := _memory()):
+    if weights + logits > available:
         raise InputError(
             explain(
                 "the run does not fit this machine's memory",
                 got=f"{bytes_text(weights)} of weights{', gradients and moments' if training else ''} over all ranks "
                 f"and {bytes_text(logits)} of logits",
-                allowed=f"{bytes_text(there)} together",
+                allowed=f"{bytes_text(available)} together",
                 next_step="take a smaller model, --seq-len, --batch or --ranks",
             )
         )
@@ -77,7 +89,7 @@ def check_memory(parameters: int, vocabulary: int, *, tokens: int, copies: int, 
 
 def check_room(size: int, copies: int) -> None:
     """Refuse tensors of `size` bytes in each of `copies` processes if this machine's memory cannot hold them."""
-    if size * copies > (there := _memory()):
+    if size * copies > (there := memory()):
         raise InputError(
             explain(
                 "what is measured does not fit this machine's memory",
@@ -95,8 +107,8 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _memory() -> float:
-    """Bytes of this machine; infinite where the system does not tell."""
+def memory() -> float:
+    """Return the bytes of memory of this machine; infinite if the system does not report them."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 from burst_portable.config import environment_of_children
 from burst_portable.errors import BurstError, CommunicationError, InputError, PeerLostError, explain
 
-_GRACE = 3.0  # seconds for other ranks to report their own reason, and then to end when asked
+GRACE = 3.0
+"""Default seconds for other ranks to report their own reason, and then to end when asked."""
 _LAST_LINES = 12
 
 Event = dict[str, Any]
@@ -37,7 +38,12 @@ class Job(Protocol):
 
 
 def run_processes(
-    job: Job, folder: Path, on_step: Callable[[Event], None], worker: str = "burst_portable.cli.run.worker"
+    job: Job,
+    folder: Path,
+    on_step: Callable[[Event], None],
+    worker: str = "burst_portable.cli.run.worker",
+    *,
+    grace: float = GRACE,
 ) -> list[Event]:
     """Run every rank of a job to its end; what each said when it was done, in rank order.
 
@@ -45,13 +51,14 @@ def run_processes(
         folder: an empty folder of ours: the job, the rendezvous, the ranks' output.
         on_step: hears the "step" events of rank 0.
         worker: the module that is a rank, see `worker.main`.
+        grace: Seconds for the other ranks to report their reason after one failed, and then to end.
 
     Raises:
         BurstError: what the first failing rank raised, or `PeerLostError` with the last lines of one that died.
     """
     path = folder / "job.json"
     job.save(path)
-    ranks = _Ranks(path, job.ranks, worker)
+    ranks = _Ranks(path, job.ranks, worker, grace)
     try:
         return ranks.listen(on_step)
     finally:
@@ -59,7 +66,8 @@ def run_processes(
 
 
 class _Ranks:
-    def __init__(self, job: Path, count: int, worker: str) -> None:
+    def __init__(self, job: Path, count: int, worker: str, grace: float) -> None:
+        self._grace = grace
         self._folder = folder = job.parent
         self._said: queue.SimpleQueue[tuple[int, Event | None]] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -114,7 +122,7 @@ class _Ranks:
     def _failure(self, rank: int, event: Event | None) -> BurstError:
         """The error of the rank that failed by itself: others only lose it, and may be heard first."""
         heard: dict[int, Event | None] = {rank: event}
-        until = monotonic() + _GRACE
+        until = monotonic() + self._grace
         while len(heard) < len(self._processes) and (left := until - monotonic()) > 0:
             try:
                 other, said = self._said.get(timeout=left)
@@ -159,12 +167,12 @@ class _Ranks:
                 process.terminate()
         for process in self._processes:
             try:
-                process.wait(_GRACE)
+                process.wait(self._grace)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
         for process, listener in zip(self._processes, self._listeners, strict=True):
-            listener.join(_GRACE)
+            listener.join(self._grace)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()

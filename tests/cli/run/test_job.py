@@ -8,16 +8,13 @@ from burst_portable.cli.run import job
 from burst_portable.errors import InputError
 
 
-def test_what_this_machine_cannot_serve(monkeypatch):
-    monkeypatch.setattr(job, "cores", lambda: 2)
-    job.check_processes(16)
+def test_what_this_machine_cannot_serve():
+    job.check_processes(16, available_cores=2)
     with pytest.raises(InputError, match="at most 16"):
-        job.check_processes(17)
-    monkeypatch.setattr(job, "cores", lambda: 64)
-    job.check_processes(512)
-    monkeypatch.setattr(job, "_memory", lambda: 1000)
+        job.check_processes(17, available_cores=2)
+    job.check_processes(512, available_cores=64)
     # 10 weights of 4 bytes on 2 ranks, with gradients and 2 moments; 20 tokens of 4 logits, with their gradients
-    sizes = {"tokens": 20, "copies": 2, "itemsize": 4}
+    sizes = {"tokens": 20, "copies": 2, "itemsize": 4, "available": 1000}
     job.check_memory(10, 4, **sizes, training=True)
     with pytest.raises(InputError, match="320 B of weights, gradients and moments over all ranks and 704 B of logits"):
         job.check_memory(10, 4, **{**sizes, "tokens": 22}, training=True)

@@ -52,7 +52,7 @@ globals()[DOES[RANK]]()
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Runs as many ranks as there are deeds; what is left of their processes is asked by their folder."""
 
-    def run(*deeds: str):
+    def run(*deeds: str, **options: float):
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).parents[3]}")
         (tmp_path / "sitecustomize.py").write_text(f"DOES = {deeds!r}\n{DEEDS}", encoding="utf-8")
         folder = tmp_path / "job"
@@ -60,7 +60,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         job = SimpleNamespace(ranks=len(deeds), save=lambda path: path.write_text("{}"))
         steps: list[dict[str, object]] = []
         try:
-            return spawn.run_processes(job, folder, steps.append), steps
+            return spawn.run_processes(job, folder, steps.append, **options), steps
         finally:
             assert not [p for p in Path("/proc").glob("[0-9]*") if str(folder).encode() in command(p)]
 
@@ -109,8 +109,7 @@ def test_the_rank_that_failed_by_itself_is_told(launched, capfd, deeds, kind, to
     assert capfd.readouterr().err == before
 
 
-def test_ranks_that_go_on_are_ended(launched, monkeypatch):
+def test_ranks_that_go_on_are_ended(launched):
     """After a while, in which they might say what they know; the fixture sees that none is left."""
-    monkeypatch.setattr(spawn, "_GRACE", 0.5)
     with pytest.raises(PeerLostError, match="rank 1 ended with code 9"):
-        launched("goes_on", "gives_up")
+        launched("goes_on", "gives_up", grace=0.5)
