@@ -62,9 +62,10 @@ def gigabytes_a_second(size: float, seconds: float) -> float:
 
 
 ROUNDS, LEAST_ROUNDS = 5, 3
-_HELD = 100  # passes over _HOLD bytes: 2 to 10 ms
+_HELD = 100  # passes over HELD_BYTES: 2 to 10 ms
 _HELD_AT_MOST = 8 * _HELD
-_HOLD = 64 << 20
+HELD_BYTES = 64 << 20
+"""Default bytes that a device adds to while it is held until its host is ahead."""
 _ENOUGH = 1.5  # seconds, after which `LEAST_ROUNDS` rounds are enough
 
 
@@ -149,11 +150,13 @@ class TransportClock(Clock):
     time counts after all.
     """
 
-    def __init__(self, transport: Transport, device: torch.device, *, streams: bool) -> None:
+    def __init__(
+        self, transport: Transport, device: torch.device, *, streams: bool, held_bytes: int = HELD_BYTES
+    ) -> None:
         super().__init__(device, streams=streams)
         self._transport = transport
         self._passes = _HELD
-        self._held = torch.zeros(_HOLD // 4 if streams else 1, device=device)
+        self._held = torch.zeros(held_bytes // 4 if streams else 1, device=device)
         self._mine = torch.zeros(1, dtype=torch.uint8, device=device)
         self._all = [torch.empty_like(self._mine) for _ in range(transport.size)]
 
@@ -255,7 +258,8 @@ def memory_rate(clock: Clock, size: int) -> float:
 
 
 CALLS = 10  # messages back to back
-_ROOM = 640 << 20  # bytes of a lap: two long messages are enough, and peer memory must hold a lap of every rank
+LAP_BYTES = 640 << 20
+"""Default bytes of a lap: two long messages are enough, and peer memory must hold a lap of every rank."""
 _LONG = 2.0  # seconds of a lap, after which larger messages are left out
 _SMALL = 256  # bytes of a message that is all latency
 
@@ -320,13 +324,18 @@ def lap(transport: Transport, block: Tensor, peers: Peers, calls: int = CALLS) -
     return run
 
 
-def curve(clock: Clock, transport: Transport, peers: Peers, sizes: Sequence[int]) -> Curve:
-    """GB/s per rank in each direction by bytes: of a message, or of those to several ranks together."""
+def curve(
+    clock: Clock, transport: Transport, peers: Peers, sizes: Sequence[int], *, lap_bytes: int = LAP_BYTES
+) -> Curve:
+    """GB/s per rank in each direction by bytes: of a message, or of those to several ranks together.
+
+    Larger messages are sent less often, so that a lap has at most `lap_bytes`, but at least two messages.
+    """
     points: list[tuple[int, float]] = []
     for size in sizes:
         each = max(1, size // len(peers.there))
         block = torch.ones(each, dtype=torch.uint8, device=clock.device)
-        calls = max(2, min(CALLS, _ROOM // size))
+        calls = max(2, min(CALLS, lap_bytes // size))
         run = lap(transport, block, peers, calls)
         run()
         seconds = clock.median(run)

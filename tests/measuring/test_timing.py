@@ -10,7 +10,6 @@ import torch
 
 import burst_portable as bp
 from burst_portable.kernels.base import KernelProblem
-from burst_portable.measuring import timing
 from burst_portable.measuring.measurement import held_up
 from burst_portable.measuring.timing import (
     Block,
@@ -66,13 +65,12 @@ def test_a_link_by_size():
     assert spread == ((999_999, pytest.approx(999_999 / (3e-3 + 999_999e-9) / 1e9)),)
 
 
-def test_long_messages_are_fewer(monkeypatch):
+def test_long_messages_are_fewer():
     """Ten that take the room of a lap, and never less than two: they have to fit into peer memory."""
-    monkeypatch.setattr(timing, "_ROOM", 640)
     begun: list[int] = []
     machine = Machine(per_byte=1e-9)
     machine.begin = lambda digest, inbox: begun.append(inbox)
-    points = curve(Simulated(machine), machine, Peers([1], [1]), (64, 512))
+    points = curve(Simulated(machine), machine, Peers([1], [1]), (64, 512), lap_bytes=640)
     assert sorted(set(begun)) == [640, 1024]
     assert [gbps for _, gbps in points] == pytest.approx([1.0, 1.0])
 
@@ -149,9 +147,9 @@ class Device:
 @pytest.mark.parametrize(("late", "passes"), [(0, 100), (1, 200), (3, 800), (4, 0), (99, 0)])
 def test_a_device_is_held_until_its_host_is_ahead(monkeypatch, late, passes):
     """For longer each time; a host that is never ahead counts in the end."""
-    monkeypatch.setattr(timing, "_HOLD", 1 << 10)  # how many passes is asked here, and a CPU would take them slowly
     device = Device(monkeypatch, late)
-    clock = TransportClock(bp.Mesh.single().transport("cpu"), CPU, streams=True)
+    transport = bp.Mesh.single().transport("cpu")
+    clock = TransportClock(transport, CPU, streams=True, held_bytes=1 << 10)  # a CPU takes many bytes slowly
     began = []
     assert clock.time(lambda: began.append(clock._held[0].item()), 2) == pytest.approx(3.5e-3)
     tries = min(late, 4) + 1
