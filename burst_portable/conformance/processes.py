@@ -31,8 +31,10 @@ from burst_portable.conformance.running import Shard, fresh_memory_is_nan, run_r
 from burst_portable.conformance.trial import Subject, as_it_is, raised
 from burst_portable.errors import CommunicationError
 
-_START = 120.0  # seconds until all ranks have imported torch and met
-_LAST_WORDS = 3.0  # seconds that the others get when one has failed, which need not be the culprit
+START = 120.0
+"""Default seconds until all ranks have imported torch and met."""
+LAST_WORDS = 3.0
+"""Default seconds for the other ranks to report when one has failed, since it need not be the one with the fault."""
 _JOBS = "jobs"
 
 Work = str | Case
@@ -99,7 +101,7 @@ def _spawn(subject: Subject, ranks: int, work: Work) -> list[Any]:
             pipes.append(mine)
             processes.append(process)
         try:
-            return _collect(pipes, processes)
+            return collect(pipes, processes)
         finally:
             for process in processes:
                 process.join(2)
@@ -108,29 +110,46 @@ def _spawn(subject: Subject, ranks: int, work: Work) -> list[Any]:
                     process.join()
 
 
-def _collect(pipes: Sequence[Connection], processes: Sequence[BaseProcess]) -> list[Any]:
+def collect(
+    pipes: Sequence[Connection],
+    processes: Sequence[BaseProcess],
+    *,
+    start: float = START,
+    last_words: float = LAST_WORDS,
+) -> list[Any]:
+    """Return what each rank sends through its pipe, in rank order.
+
+    Args:
+        pipes, processes: One for each rank.
+        start: Seconds until the first rank reports, and from each report to the next.
+        last_words: Seconds for the other ranks to report after one has failed.
+
+    Raises:
+        RankError: A rank failed, ended without a report, or sent none in time. The message names the rank whose own
+            error it was, if one had such an error.
+    """
     told: dict[int, Any] = {}
     failed: list[tuple[bool, str]] = []  # whether another rank may have caused it, and what to say
     waiting = dict(enumerate(pipes))
-    until = time.monotonic() + _START
+    until = time.monotonic() + start
     while waiting and (ready := wait(waiting.values(), max(0.0, until - time.monotonic()))):
         for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
             try:
                 ok, result = pickle.loads(waiting.pop(rank).recv_bytes())
             except EOFError:
-                processes[rank].join(_LAST_WORDS)
+                processes[rank].join(last_words)
                 ok, result = False, (False, f"ended without a word, with exit code {processes[rank].exitcode}")
             if ok:
                 told[rank] = result
             else:
                 failed.append((result[0], f"rank {rank}: {result[1]}"))
-            until = time.monotonic() + (_LAST_WORDS if failed else _START)
+            until = time.monotonic() + (last_words if failed else start)
     silent = [f"rank {rank} said nothing" for rank in waiting]
     if failed:
         # What a rank raised of its own explains more than what others raised because of it.
         raise RankError("; ".join([min(failed, key=lambda one: one[0])[1], *silent]))
     if silent:
-        raise RankError(f"{'; '.join(silent)} for {_START:g} s")
+        raise RankError(f"{'; '.join(silent)} for {start:g} s")
     return [told[rank] for rank in range(len(pipes))]
 
 

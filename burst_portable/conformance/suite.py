@@ -188,7 +188,8 @@ def rerun(subject: Subject, text: str) -> str:
 
 
 _LAST_WORDS = 5.0  # seconds that a process gets to end
-_LONGEST = 900.0  # seconds for a trial, including the process's start and everything compiled for it
+TRIAL_TIMEOUT = 900.0
+"""Default seconds for a trial, including the process's start and everything compiled for it."""
 
 Made = tuple[Outcome, Result]
 
@@ -201,9 +202,13 @@ def side_by_side(
     processes: int,
     *,
     shrink: bool,
+    timeout: float = TRIAL_TIMEOUT,
 ) -> Generator[Made]:
-    """The result of each trial, in order; `only` and `cases` list the same trials in the other processes."""
-    workers = [_Worker(subject, only, cases, shrink) for _ in range(min(processes, len(trials)))]
+    """Yield the result of each trial, in order; `only` and `cases` list the same trials in the other processes.
+
+    A trial that takes more than `timeout` seconds fails, and its process is killed.
+    """
+    workers = [_Worker(subject, only, cases, shrink, timeout) for _ in range(min(processes, len(trials)))]
     idle: SimpleQueue[_Worker] = SimpleQueue()
     for worker in workers:
         idle.put(worker)
@@ -230,8 +235,11 @@ def side_by_side(
 class _Worker:
     """A process, started with its first trial, and again after one that failed."""
 
-    def __init__(self, subject: Subject, only: Sequence[str], cases: Sequence[str], shrink: bool) -> None:
+    def __init__(
+        self, subject: Subject, only: Sequence[str], cases: Sequence[str], shrink: bool, timeout: float
+    ) -> None:
         self._subject, self._arguments = subject, (carried(subject), only, cases, shrink)
+        self._timeout = timeout
         self._process: multiprocessing.process.BaseProcess | None = None
 
     def make(self, number: int, trial: Trial) -> Made:
@@ -240,7 +248,7 @@ class _Worker:
             self._start()
         try:
             self._pipe.send(number)
-            made = self._pipe.recv() if self._pipe.poll(_LONGEST) else self._hangs(trial)
+            made = self._pipe.recv() if self._pipe.poll(self._timeout) else self._hangs(trial)
         except (EOFError, OSError):
             made = self._died(trial)
         if not made[0].ok:
@@ -271,8 +279,8 @@ class _Worker:
 
     def _hangs(self, trial: Trial) -> Made:
         self.give_up()
-        outcome = Outcome(wrong=f"it had not ended after {_LONGEST:g} s, and its process was ended")
-        return outcome, result_of(self._subject, trial, outcome, _LONGEST)
+        outcome = Outcome(wrong=f"it had not ended after {self._timeout:g} s, and its process was ended")
+        return outcome, result_of(self._subject, trial, outcome, self._timeout)
 
     def _died(self, trial: Trial) -> Made:
         assert self._process is not None, "it was asked"
@@ -316,6 +324,7 @@ def check_backend(
     deadline: float = 60.0,
     processes: int = 1,
     progress: Progress | None = None,
+    trial_timeout: float = TRIAL_TIMEOUT,
 ) -> Report:
     """Try everything that a backend must fulfil, and say how it went.
 
@@ -334,6 +343,7 @@ def check_backend(
         processes: how many make trials side by side, all on the same devices; 1 is this process alone. They are
             spawned: a script that asks for several starts from ``if __name__ == "__main__":``.
         progress: told about every trial, in order.
+        trial_timeout: Seconds for one trial, if trials run in other processes.
 
     Raises:
         InputError: a name that is none, or numbers that are out of range.
@@ -346,7 +356,7 @@ def check_backend(
     only, cases = tuple(only), tuple(cases)
     started = time.monotonic()
     with examining():
-        results = tuple(_made(subject, only, cases, processes, fail_fast, progress))
+        results = tuple(_made(subject, only, cases, processes, fail_fast, progress, trial_timeout))
     return Report(
         backend=found.name,
         tier=tier or str(facts.get("tier", "device")),
@@ -364,14 +374,20 @@ def check_backend(
 
 
 def _made(
-    subject: Subject, only: Sequence[str], cases: Sequence[str], processes: int, fail_fast: bool, told: Progress | None
+    subject: Subject,
+    only: Sequence[str],
+    cases: Sequence[str],
+    processes: int,
+    fail_fast: bool,
+    told: Progress | None,
+    timeout: float,
 ) -> Iterator[Result]:
     trials = listed(subject, only, cases)
     if processes == 1:
         maker = Maker(subject, shrink=not fail_fast)
         every: Generator[Made] = (maker.make(trial) for trial in trials)
     else:
-        every = side_by_side(subject, only, cases, trials, processes, shrink=not fail_fast)
+        every = side_by_side(subject, only, cases, trials, processes, shrink=not fail_fast, timeout=timeout)
     with closing(every):
         for number, trial in enumerate(trials):
             if told:

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from burst_portable.conformance import processes
-from burst_portable.conformance.processes import RankError, _collect
+from burst_portable.conformance.processes import RankError, collect
 from burst_portable.conformance.trial import raised
 
 CAME = (True, "shard")
@@ -17,10 +16,8 @@ LOST = (False, (True, "PeerLostError: receiving from rank 1 failed"))
 OWN = (False, (False, "KeyError: 'lane 7' (in wire.py:95)"))
 
 
-def collect(monkeypatch, *said):
+def collected(*said):
     """What comes of ranks that say these things: None says nothing, an exit code is all that is left of a process."""
-    monkeypatch.setattr(processes, "_START", 0.2)
-    monkeypatch.setattr(processes, "_LAST_WORDS", 0.1)
     ends, pipes, ranks = [], [], []
     for word in said:
         mine, theirs = multiprocessing.Pipe(duplex=False)
@@ -31,11 +28,11 @@ def collect(monkeypatch, *said):
         ends.append(theirs)
         pipes.append(mine)
         ranks.append(SimpleNamespace(join=lambda seconds: None, exitcode=word))
-    return _collect(pipes, ranks)
+    return collect(pipes, ranks, start=0.2, last_words=0.1)
 
 
-def test_all_that_came_is_in_the_order_of_ranks(monkeypatch):
-    assert collect(monkeypatch, (True, "a"), (True, "b"), (True, "c")) == ["a", "b", "c"]
+def test_all_that_came_is_in_the_order_of_ranks():
+    assert collected((True, "a"), (True, "b"), (True, "c")) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -47,9 +44,9 @@ def test_all_that_came_is_in_the_order_of_ranks(monkeypatch):
         "one that hangs, unnoticed": ((CAME, None), "rank 1 said nothing for 0.2 s"),
     }.values(),
 )
-def test_the_rank_whose_fault_it_is_is_named(monkeypatch, said, text):
+def test_the_rank_whose_fault_it_is_is_named(said, text):
     with pytest.raises(RankError) as caught:
-        collect(monkeypatch, *said)
+        collected(*said)
     assert str(caught.value) == text
 
 
