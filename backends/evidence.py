@@ -18,11 +18,11 @@ from burst_portable.conformance.report import Report, Result
 _PACKAGE = Path(__file__).parents[1] / "burst_portable"
 
 
-def fingerprint(*folders: str) -> str:
+def fingerprint(*folders: str, package: Path = _PACKAGE) -> str:
     """Of the compiled kernels in some folders of the package: their code alone, without comments and docstrings."""
     digest = hashlib.sha256()
     for folder in folders:
-        for path in sorted((_PACKAGE / folder).glob("*.py")):
+        for path in sorted((package / folder).glob("*.py")):
             text = path.read_text(encoding="utf-8")
             if "@triton.jit" in text or "@gluon.jit" in text:
                 digest.update(ast.unparse(_bare(ast.parse(text))).encode())

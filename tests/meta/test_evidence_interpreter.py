@@ -22,10 +22,7 @@ def test_it_passed_and_is_of_these_kernels(backend):
     assert report.device["sources"] == fingerprint(*interpreter.SOURCES[backend]), "kernels changed: make it again"
 
 
-def test_comments_are_no_code_and_code_is(tmp_path, monkeypatch):
-    from backends import evidence
-
-    monkeypatch.setattr(evidence, "_PACKAGE", tmp_path)
+def test_comments_are_no_code_and_code_is(tmp_path):
     kernel, found = tmp_path / "kernel.py", []
     for text in (
         "@triton.jit\ndef add(x):\n    return x + 1\n",
@@ -34,5 +31,5 @@ def test_comments_are_no_code_and_code_is(tmp_path, monkeypatch):
     ):
         kernel.write_text(text)
         (tmp_path / "host.py").write_text(text.replace("@triton.jit", f"# {len(found)}"))
-        found.append(fingerprint("."))
+        found.append(fingerprint(".", package=tmp_path))
     assert found[0] == found[1] != found[2]

@@ -178,28 +178,31 @@ class Origin:
     register: str
 
 
-def faults(compiled: Any) -> tuple[str, ...]:
+def faults(compiled: Any, tool: Path | None = None) -> tuple[str, ...]:
     """`check` of a kernel that Triton compiled and that is about to run; nothing but for sm_90.
 
-    The answer lies in Triton's cache from then on. Where there is no nvdisasm, that is warned of.
+    The answer lies in Triton's cache from then on. Where there is no nvdisasm, that is warned of. `tool` is the path of
+    nvdisasm. Default: `disassembler()`.
     """
     from triton.runtime.cache import get_cache_manager
 
     cubin, ptx = compiled.asm.get("cubin"), compiled.asm.get("ptx", "wgmma")
     if cubin is None or compiled.metadata.target.arch != 90 or "wgmma" not in ptx:
         return ()
-    if not (tool := _disassembler()).exists():
+    tool = disassembler() if tool is None else tool
+    if not tool.exists():
         warnings.warn(_unchecked(tool), RuntimeWarning, stacklevel=2)
         return ()
     cache = get_cache_manager(hashlib.sha256(_RULES + cubin).hexdigest())
     if kept := cache.get_file(_KEPT):
         return tuple(json.loads(Path(kept).read_text(encoding="utf-8")))
-    found = check(cubin)
+    found = check(cubin, tool)
     cache.put(json.dumps(found), _KEPT, binary=False)
     return found
 
 
-def _disassembler() -> Path:
+def disassembler() -> Path:
+    """Return the path of the nvdisasm that comes with Triton; it may be absent."""
     import triton
 
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -209,9 +212,10 @@ def _unchecked(tool: Path) -> str:
     return f"matrix descriptors were not checked: there is no {tool}"
 
 
-def check(cubin: bytes) -> tuple[str, ...]:
-    """`suspicious` of a compiled kernel; nvdisasm comes with Triton, and where it does not, that is told."""
-    if not (tool := _disassembler()).exists():
+def check(cubin: bytes, tool: Path | None = None) -> tuple[str, ...]:
+    """Return `suspicious` of a compiled kernel, or one line if nvdisasm (default: `disassembler()`) is absent."""
+    tool = disassembler() if tool is None else tool
+    if not tool.exists():
         return (_unchecked(tool),)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"

@@ -16,6 +16,8 @@ from burst_portable.errors import UnsupportedError
 from burst_portable.kernels import base
 from burst_portable.kernels.base import KernelProblem
 
+DEFAULT_LIBRARY = "_ROCmFABackend.Default"  # as torch names it
+
 
 @pytest.fixture
 def hip_build(monkeypatch):
@@ -30,7 +32,7 @@ def hip_build(monkeypatch):
     )
     monkeypatch.setattr(torch.version, "hip", "7.2.26015-fc0010cf6a")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    monkeypatch.setattr(torch.backends.cuda, "preferred_rocm_fa_library", lambda: "_ROCmFABackend.Default")
+    monkeypatch.setattr(torch.backends.cuda, "preferred_rocm_fa_library", lambda: DEFAULT_LIBRARY)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: chip)

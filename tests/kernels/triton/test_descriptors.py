@@ -154,7 +154,7 @@ def test_what_may_be_wrong_is_compiled_for_two_warps_and_never_runs(wrong, warps
 def test_the_answer_is_kept_in_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     asked = []
-    monkeypatch.setattr(descriptors, "check", lambda cubin: asked.append(cubin) or ("UR4 comes from nowhere",))
+    monkeypatch.setattr(descriptors, "check", lambda cubin, tool: asked.append(cubin) or ("UR4 comes from nowhere",))
     metadata = SimpleNamespace(target=SimpleNamespace(arch=90))
     for cubin in (b"one", b"one", b"two"):
         compiled = SimpleNamespace(asm={"cubin": cubin, "ptx": "wgmma.mma_async"}, metadata=metadata)
@@ -162,9 +162,8 @@ def test_the_answer_is_kept_in_the_cache(monkeypatch, tmp_path):
     assert asked == [b"one", b"two"]
 
 
-def test_a_missing_disassembler_is_warned_of(monkeypatch, tmp_path):
-    monkeypatch.setattr(descriptors, "_disassembler", lambda: tmp_path / "nvdisasm")
+def test_a_missing_disassembler_is_warned_of(tmp_path):
     metadata = SimpleNamespace(target=SimpleNamespace(arch=90))
     compiled = SimpleNamespace(asm={"cubin": b"one", "ptx": "wgmma.mma_async"}, metadata=metadata)
     with pytest.warns(RuntimeWarning, match="were not checked"):
-        assert faults(compiled) == ()
+        assert faults(compiled, tool=tmp_path / "nvdisasm") == ()

@@ -60,7 +60,8 @@ def _operator(name: str) -> Callable[[Tile, Any], Tile]:
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "and", "or",
               "lt", "le", "gt", "ge", "eq", "ne"):  # fmt: skip
-    setattr(Tile, f"__{_name}__", _operator(f"__{_name}__"))
+    _special = f"__{_name}__"
+    setattr(Tile, _special, _operator(_special))
 
 
 def plain(x: Any) -> Any:
