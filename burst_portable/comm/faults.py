@@ -24,7 +24,7 @@ from burst_portable.utils.text import rank_names
 from burst_portable.utils.threads import Background
 
 _PATIENCE = 2.0  # seconds: for notes of others, and for a store whose host may be the rank that is gone
-_POLL = 0.05
+_POLL = 0.05  # seconds between looks for notes
 _LONGEST = 400  # characters of a note
 _MOST = 8  # notes that an error shows
 
@@ -39,7 +39,7 @@ def compare_accounts(group: dist.ProcessGroup, mine: str) -> str:
     except KeyError:  # torch has forgotten it
         return "this rank has destroyed the process group: make a new Mesh of an existing one"
     place = f"{mine[:_LONGEST]} [group {group.group_name}: {rank_names(ranks)}]"
-    asking = _Asking(ranks, place)
+    asking = NoteExchange(ranks, place)
     # A store blocks for minutes if its host is stopped: then what has been read so far must do.
     asking.thread.wake(asking)
     asking.over.wait(_PATIENCE + 1)
@@ -52,16 +52,19 @@ def compare_accounts(group: dist.ProcessGroup, mine: str) -> str:
     return "; ".join([*heard, *([f"nothing is heard of {rank_names(silent)}"] if silent else [])])
 
 
-class _Asking:
-    """Leaves this rank's note, and fills `told` with the notes in the store, by global rank."""
+class NoteExchange:
+    """Leaves this rank's note, and fills `told` with the notes in the store, by global rank.
 
-    def __init__(self, ranks: list[int], text: str) -> None:
-        self._ranks, self._text = ranks, text
+    `poll` is the time in seconds between looks at the store.
+    """
+
+    def __init__(self, ranks: list[int], text: str, *, poll: float = _POLL) -> None:
+        self._ranks, self._text, self._poll = ranks, text, poll
         self.told: dict[int, str] = {}
         self.over = threading.Event()
-        self.thread = Background(self, _Asking._run, "accounts of a fault")
+        self.thread = Background(self, NoteExchange.run, "accounts of a fault")
 
-    def _run(self) -> None:
+    def run(self) -> None:
         """Read notes until all ranks have left one or patience ends."""
         try:
             if (world := dist.group.WORLD) is not None:  # else this rank has left the group by now
@@ -80,11 +83,12 @@ class _Asking:
             for rank in self._ranks:
                 if rank not in self.told and store.check([keys[rank]]):
                     self.told[rank] = store.get(keys[rank]).decode(errors="replace")
-            if not self.thread.pause(_POLL):
+            if not self.thread.pause(self._poll):
                 return
 
 
-_EVERY = 0.2  # seconds between looks
+EVERY = 0.2
+"""Default seconds between looks."""
 
 
 class _Event(Protocol):
@@ -116,6 +120,7 @@ class HopWatch:
         deadline: seconds that a transfer may take.
         settle: fills what was to be received with NaN and aborts the group; called in the watch's thread.
         prepare: called first in that thread, if given.
+        every: Seconds between looks.
     """
 
     def __init__(
@@ -123,9 +128,12 @@ class HopWatch:
         deadline: float,
         settle: Callable[[Sequence[Tensor]], None],
         prepare: Callable[[], None] | None = None,
+        *,
+        every: float = EVERY,
     ) -> None:
         self.failed: DeadlineError | None = None
         self._deadline, self._settle, self._prepare = deadline, settle, prepare
+        self._every = every
         self._hops: deque[_Hop] = deque()
         self._awake = False  # whether the thread is at work and will see new transfers without being woken
         self._lock = threading.Lock()
@@ -163,7 +171,7 @@ class HopWatch:
             self._prepare()
             self._prepare = None
         assert self._thread is not None, "this is the thread"
-        while self._goes_on() and self._thread.pause(min(_EVERY, self._deadline / 4)):
+        while self._goes_on() and self._thread.pause(min(self._every, self._deadline / 4)):
             late = self._look()
             if late is not None:
                 self._fail(late.what)

@@ -197,14 +197,16 @@ def make_clock(device: torch.device, *, streams: bool) -> Clock:
 
 
 NAMES = ("watts", "megahertz", "celsius", "joules")
-_EVERY = 0.1  # seconds
+SENSORS_EVERY = 0.1
+"""Default seconds between samples."""
 _KEPT = 3000  # the latest: five minutes
 
 
 class Sensors:
-    """Samples of one device. `reason` says why there are none."""
+    """Samples of one device, one every `every` seconds. `reason` says why there are none."""
 
-    def __init__(self, meter: Meter | str) -> None:
+    def __init__(self, meter: Meter | str, *, every: float = SENSORS_EVERY) -> None:
+        self._every = every
         self.reason = meter if isinstance(meter, str) else ""
         self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=_KEPT)
         self._meter = meter
@@ -225,7 +227,7 @@ class Sensors:
         try:
             while True:
                 self._rows.append((time.perf_counter_ns(), meter.read()))
-                if not thread.pause(_EVERY):
+                if not thread.pause(self._every):
                     return
         finally:
             meter.close()

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from burst_portable.comm.agreement import agree, statement
 from burst_portable.comm.base import Transport
-from burst_portable.comm.faults import _Asking
+from burst_portable.comm.faults import NoteExchange
 from burst_portable.comm.local import run_threads
 from burst_portable.comm.torch_dist import Board
 from burst_portable.errors import DeadlineError, MismatchError
@@ -80,7 +80,7 @@ def test_calls_that_differ_are_told_and_not_remembered():
 def test_a_rank_that_has_left_its_group_has_no_account_to_give():
     """Another thread may have ended the process group by the time that the store is asked."""
     assert not dist.is_initialized()
-    asking = _Asking([0, 1], "late")
-    asking._run()
+    asking = NoteExchange([0, 1], "late")
+    asking.run()
     assert asking.over.is_set()
     assert asking.told == {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.backends.cuda.peers.connection import _told
+from burst_portable.backends.cuda.peers.connection import share_facts
 from burst_portable.backends.registry import for_device
 from burst_portable.config import Config
 from burst_portable.errors import InputError, MismatchError, UnsupportedError
@@ -109,7 +109,7 @@ class Straight:
         self.capabilities, self.kernels = replace(cpu.capabilities, direct_transport="straight"), cpu.kernels
 
     def connect_direct(self, other, group, deadline):
-        _told(other, {"reason": ""}, "asking for peer copies")
+        share_facts(other, {"reason": ""}, "asking for peer copies")
         raise UnsupportedError("none here")
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 
 import burst_portable as bp
-from burst_portable.backends.cuda.peers import connection, memory, watch
+from burst_portable.backends.cuda.peers import connection, memory
+from burst_portable.backends.cuda.peers.watch import Watch
 from burst_portable.comm.local import run_threads
 from burst_portable.config import Config
 from burst_portable.conformance.cases import Case
@@ -65,11 +67,11 @@ class Driver:
 
 
 def two_gpus(monkeypatch):
-    """One host whose GPUs are threads; `machine.memory` is what a rank may allocate."""
+    """One host whose GPUs are threads. By rank: `memory` that may be allocated, and the `hosts` that are named."""
     here = threading.local()
     made: dict[int, torch.Tensor] = {}
     met = threading.Barrier(2)
-    machine = SimpleNamespace(memory=[1 << 40, 1 << 40], here=here, allocated=[])
+    machine = SimpleNamespace(memory=[1 << 40, 1 << 40], hosts=["here", "here"], here=here, allocated=[])
 
     def allocate(size, strides, dtype, device):
         if size[0] > machine.memory[here.rank]:
@@ -99,7 +101,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(memory, "current_stream", lambda device: torch.cuda.current_stream().cuda_stream)
     monkeypatch.setattr(memory.dist, "get_rank", lambda group: here.rank)
     monkeypatch.setattr(memory.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(watch.Watch, "_watch", lambda self: None)  # stand-ins never hang
+    monkeypatch.setattr(memory, "Watch", partial(Watch, threaded=False))  # stand-ins never hang
     monkeypatch.setattr(connection, "unavailable", lambda: "")
     monkeypatch.setattr(connection, "here", lambda: DEVICE)
     return machine
@@ -110,7 +112,7 @@ def on_two(machine, work):
 
     def body(local):
         machine.here.rank = local.rank
-        return work(local.rank, local, lambda: connection.connect(local, None, 5.0))
+        return work(local.rank, local, lambda: connection.connect(local, None, 5.0, host=machine.hosts[local.rank]))
 
     return run_threads(2, body, deadline=5.0)
 

@@ -41,9 +41,8 @@ def peer_watch():
         def _prepare(self):
             pass
 
-    module._EVERY = 0.001
-    watch = Watch(None, 600.0, list, print)
-    watch._passes.append(module._Pass(SimpleNamespace(query=lambda: True), SimpleNamespace(query=look)))
+    watch = Watch(None, 600.0, list, print, every=0.001)
+    watch._passes.append(module.WatchedPass(SimpleNamespace(query=lambda: True), SimpleNamespace(query=look)))
     watch._thread = module.Background(watch, Watch._watch, "peer watch")
     watch._thread.wake(watch)
     return watch
@@ -52,8 +51,7 @@ def peer_watch():
 def hop_watch():
     from burst_portable.comm import faults as module
 
-    module._EVERY = 0.001
-    watch = module.HopWatch(600.0, print)
+    watch = module.HopWatch(600.0, print, every=0.001)
     hop = watch.starting("a hop", [])
     hop.works, hop.ready = [SimpleNamespace(is_completed=look)], SimpleNamespace(query=lambda: True)
     return watch
@@ -62,8 +60,7 @@ def hop_watch():
 def sensors():
     from burst_portable.profiling import clocks as module
 
-    module._EVERY = 0.001
-    return module.Sensors(SimpleNamespace(read=look, close=lambda: None))
+    return module.Sensors(SimpleNamespace(read=look, close=lambda: None), every=0.001)
 
 
 def accounts():
@@ -71,9 +68,8 @@ def accounts():
 
     module.dist.get_rank = lambda: 0
     module.dist.group = SimpleNamespace(WORLD=SimpleNamespace(get_group_store=lambda: store))
-    module._POLL = 0.001
     store = SimpleNamespace(set=print, check=look)
-    exchange = module._Asking([0, 1], "")
+    exchange = module.NoteExchange([0, 1], "", poll=0.001)
     exchange.thread.wake(exchange)
     return exchange
 

@@ -53,14 +53,25 @@ def _reaches(a: int, b: int) -> bool:
     return torch.cuda.can_device_access_peer(a, b)
 
 
-def connect(other: Transport, group: Any, deadline: float) -> Transport:
+def connect(other: Transport, group: Any, deadline: float, *, host: str | None = None) -> Transport:
     """Peer copies among the ranks of `other`, each on its current device. Collective.
 
-    Raises `UnsupportedError`, on all ranks alike, with the reasons of the ranks that cannot.
+    Args:
+        other: The transport over which the ranks agree.
+        group: The process group of the ranks.
+        deadline: Seconds that a pass may wait for its next message.
+        host: Names the host of this rank. Default: `this_host()`.
+
+    Raises:
+        UnsupportedError: On all ranks alike, with the reasons of the ranks that cannot have peer copies.
     """
     device = here()
-    facts = {"reason": unavailable(), "host": _host(), "gpu": str(torch.cuda.get_device_properties(device).uuid)}
-    told = _told(other, facts, "asking for peer copies")
+    facts = {
+        "reason": unavailable(),
+        "host": this_host() if host is None else host,
+        "gpu": str(torch.cuda.get_device_properties(device).uuid),
+    }
+    told = share_facts(other, facts, "asking for peer copies")
     reasons = [f"rank {rank}: {one['reason']}" for rank, one in enumerate(told) if one["reason"]]
     if len({one["host"] for one in told}) > 1:
         reasons.append("the ranks are on several hosts")
@@ -73,7 +84,7 @@ def connect(other: Transport, group: Any, deadline: float) -> Transport:
     for by_copies in (False, True):  # the fast way first, then one that needs less of the driver
         memory = CudaPeerMemory(group, device, other.share, min(deadline, _PROOF_SECONDS), by_copies=by_copies)
         transport = PeerCopyTransport(memory, other)
-        told = _told(other, {"reason": _proof(transport, device)}, "trying peer copies")
+        told = share_facts(other, {"reason": _proof(transport, device)}, "trying peer copies")
         reasons += [f"rank {rank}: {one['reason']}" for rank, one in enumerate(told) if one["reason"]]
         if not any(one["reason"] for one in told):
             memory.watch.deadline = deadline
@@ -81,7 +92,12 @@ def connect(other: Transport, group: Any, deadline: float) -> Transport:
     raise UnsupportedError(f"peer copies were tried and failed: {'; '.join(dict.fromkeys(reasons))}")
 
 
-def _told(other: Transport, facts: dict[str, str], what: str) -> list[dict[str, str]]:
+def share_facts(other: Transport, facts: dict[str, str], what: str) -> list[dict[str, str]]:
+    """Return the facts of every rank, in rank order.
+
+    Raises:
+        MismatchError: Another rank shares something else, because it makes another call.
+    """
     said = other.share(json.dumps(facts).encode(), what)
     try:
         return [json.loads(one) for one in said]
@@ -95,8 +111,8 @@ def _told(other: Transport, facts: dict[str, str], what: str) -> list[dict[str, 
         ) from error
 
 
-def _host() -> str:
-    """This machine, and this boot of it."""
+def this_host() -> str:
+    """Return the name of this host and the id of its boot."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 

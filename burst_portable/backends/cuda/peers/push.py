@@ -32,8 +32,9 @@ Address = Callable[[Part | Strip], int]
 class Pusher:
     """Pushes into the memory of one set of ranks, whose addresses do not change."""
 
-    def __init__(self) -> None:
-        self._compiled = cache(_compiled)
+    def __init__(self, compile: Callable[[], Ready | None] | None = None) -> None:
+        """`compile` returns the kernel, or None if it cannot be launched. Default: `compiled`."""
+        self._compiled = cache(compiled if compile is None else compile)
         self._launches: dict[Hashable, list[Bound]] = {}
 
     def __call__(self, stream: int, leaving: Sequence[Parts | Strips], address: Address) -> bool:
@@ -85,7 +86,7 @@ def _launch(messages: list[RawMessage]) -> tuple[tuple[int, int, int], list[int]
     return (max(1, _PROGRAMS // len(messages)), len(messages), 1), numbers + spare
 
 
-def _compiled() -> Ready | None:
+def compiled() -> Ready | None:
     """Compile the kernel for the current device."""
     from burst_portable.backends.cuda.peers.push_kernel import push_kernel
 

@@ -21,8 +21,10 @@ from burst_portable.comm.peer_copy import MARKS, Watched
 from burst_portable.errors import LATE, SAME_CALLS, CommunicationError, DeadlineError, MismatchError, explain
 from burst_portable.utils.threads import Background
 
-_EVERY = 0.2  # seconds between looks
-_QUIET = 1.0  # seconds that a pass may take before its flags are looked at
+EVERY = 0.2
+"""Default seconds between looks."""
+QUIET = 1.0
+"""Default seconds that a pass may take before its flags are looked at."""
 _RUNNING_OUT = 5.0  # seconds for the streams of a pass to finish once its flags are set
 _NUMBER = 16  # bits of a mark below the number of its pass
 _FAR = 1 << 10  # passes that a peer may be ahead; a flag further ahead is taken for that of an old pass
@@ -32,8 +34,8 @@ Missing = list[tuple[int, int]]
 
 
 @dataclass(eq=False)
-class _Pass:
-    """What one pass waits for."""
+class WatchedPass:
+    """The events of one pass, and the flags that it waits for."""
 
     entered: torch.cuda.Event
     left: torch.cuda.Event | None = None
@@ -51,6 +53,9 @@ class Watch:
         deadline: seconds without a message.
         read: returns this rank's flags as they are now; may wait for the current stream, which is the watch's own.
         release: lets streams continue that wait for these flags.
+        every: Seconds between looks.
+        quiet: Seconds that a pass may take before its flags are looked at.
+        threaded: Whether a thread watches. Without it, passes are noted and nothing else happens.
     """
 
     def __init__(
@@ -59,11 +64,16 @@ class Watch:
         deadline: float,
         read: Callable[[], list[int]],
         release: Callable[[Missing], None],
+        *,
+        every: float = EVERY,
+        quiet: float = QUIET,
+        threaded: bool = True,
     ) -> None:
         self.failed: CommunicationError | None = None
         self._device, self.deadline, self._read, self._release = device, deadline, read, release
-        self._passes: deque[_Pass] = deque()
-        self._current: _Pass | None = None  # the pass that the host is in; the thread may have given it up
+        self._every, self._quiet, self._threaded = every, quiet, threaded
+        self._passes: deque[WatchedPass] = deque()
+        self._current: WatchedPass | None = None  # the pass that the host is in; the thread may have given it up
         self._looking = threading.Lock()  # held while flags are read, and while passes are dropped
         self._thread: Background[Watch] | None = None
         self._ready = False
@@ -72,8 +82,10 @@ class Watch:
         """A pass begins on a stream."""
         entered = torch.cuda.Event()
         entered.record(stream)
-        self._current = _Pass(entered)
+        self._current = WatchedPass(entered)
         self._passes.append(self._current)
+        if not self._threaded:
+            return
         if self._thread is None:
             self._thread = Background(self, Watch._watch, "burst_portable peer watch")
         if len(self._passes) == 1:
@@ -109,18 +121,18 @@ class Watch:
         if not self._ready:
             self._prepare()
             self._ready = True
-        while self._passes and self.failed is None and self._pause(_EVERY):
+        while self._passes and self.failed is None and self._pause(self._every):
             if (one := self._oldest()) is not None and one.entered.query():
                 self._stay_with(one)
 
-    def _oldest(self) -> _Pass | None:
+    def _oldest(self) -> WatchedPass | None:
         """The first pass that is not over."""
         with self._looking:
             while self._passes and self._passes[0].over():
                 self._passes.popleft()
             return self._passes[0] if self._passes else None
 
-    def _next(self) -> _Pass | None:
+    def _next(self) -> WatchedPass | None:
         """Take out the first pass, which is then no longer watched."""
         with self._looking:
             return self._passes.popleft() if self._passes else None
@@ -135,11 +147,11 @@ class Watch:
         assert self._thread is not None, "this is the thread"
         return self._thread.pause(seconds)
 
-    def _stay_with(self, one: _Pass) -> None:
+    def _stay_with(self, one: WatchedPass) -> None:
         """Watch a pass that the device has begun until it is over, or nothing arrives for too long."""
         since, seen = time.monotonic(), None
-        while not one.over() and self._pause(min(_EVERY, self.deadline / 4)):
-            if time.monotonic() - since < min(_QUIET, self.deadline / 2):
+        while not one.over() and self._pause(min(self._every, self.deadline / 4)):
+            if time.monotonic() - since < min(self._quiet, self.deadline / 2):
                 continue
             now = self._flags_of(one)
             if now is None:
@@ -155,7 +167,7 @@ class Watch:
                 self._fail((_mismatch if of_another_call else self._late)(what(flag)))
                 return
 
-    def _flags_of(self, one: _Pass) -> list[int] | None:
+    def _flags_of(self, one: WatchedPass) -> list[int] | None:
         """This rank's flags while a pass is under way; None if it is over, since another may have begun."""
         with self._looking:
             return self._read() if one in self._passes and not one.over() else None
@@ -175,7 +187,7 @@ class Watch:
         while (one := self._next()) is not None:
             self._release([(flag, mark) for flag, mark, _ in one.expected])
             until = time.monotonic() + _RUNNING_OUT
-            while not one.over() and time.monotonic() < until and self._pause(_EVERY / 10):
+            while not one.over() and time.monotonic() < until and self._pause(self._every / 10):
                 self._release([(flag, mark) for flag, mark, _ in one.expected])  # the host may still be adding flags
 
 

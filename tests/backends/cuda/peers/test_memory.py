@@ -120,10 +120,7 @@ def test_ranks_that_ask_for_other_sizes_are_told(machine):
     ("change", "reason"),
     [
         (lambda m, monkeypatch: monkeypatch.setattr(connection, "unavailable", lambda: "no flags"), "rank 0: no flags"),
-        (
-            lambda m, monkeypatch: monkeypatch.setattr(connection, "_host", lambda: f"host {m.here.rank}"),
-            "several hosts",
-        ),
+        (lambda m, monkeypatch: monkeypatch.setattr(m, "hosts", ["one host", "another host"]), "several hosts"),
         (
             lambda m, monkeypatch: monkeypatch.setattr(
                 torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0")

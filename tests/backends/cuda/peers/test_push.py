@@ -50,8 +50,7 @@ class Pushes:
 @pytest.fixture
 def pushes(monkeypatch):
     made = Pushes()
-    monkeypatch.setattr(push, "_compiled", lambda: made)
-    monkeypatch.setattr(peer_memory, "pusher", push.Pusher)
+    monkeypatch.setattr(peer_memory, "pusher", lambda: push.Pusher(lambda: made))
     return made
 
 
@@ -97,8 +96,7 @@ def test_a_kernel_that_no_compiler_makes(machine, monkeypatch, broken):
             raise FileNotFoundError("no such file: ptxas")
         return made
 
-    monkeypatch.setattr(push, "_compiled", compiled)
-    monkeypatch.setattr(peer_memory, "pusher", push.Pusher)
+    monkeypatch.setattr(peer_memory, "pusher", lambda: push.Pusher(compiled))
     attention_is_right(machine, "ulysses")
     assert made.launches == [2] * (2 - len(broken)), "the first trial's"
     assert len(machine.allocated) == 4, "two trials"

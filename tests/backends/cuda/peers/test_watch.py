@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from burst_portable.backends.cuda.peers import watch as peer_watch
-from burst_portable.backends.cuda.peers.watch import Watch, _Pass
+from burst_portable.backends.cuda.peers.watch import QUIET, Watch, WatchedPass
 from burst_portable.comm.peer_copy import MARKS
 from burst_portable.errors import DeadlineError, MismatchError
 
@@ -39,13 +39,13 @@ class Event:
         self.query = happened
 
 
-def watched(device, deadline, marks):
+def watched(device, deadline, marks, quiet=QUIET, read=None):
     """A watch with one pass that waits for these flags."""
-    watch = Watch(None, deadline, device.read, device.release)
+    watch = Watch(None, deadline, read or device.read, device.release, quiet=quiet)
     expected = [
         (flag, mark, lambda flag=flag: f"rank 0, step {flag}: rank {flag} has not sent") for flag, mark in marks
     ]
-    one = _Pass(Event(lambda: True), device.ended(expected), expected)
+    one = WatchedPass(Event(lambda: True), device.ended(expected), expected)
     watch._passes.append(one)
     pause(watch, time.sleep)
     return watch, one
@@ -59,7 +59,7 @@ def pause(watch, sleep):
 def test_a_message_that_never_comes(capsys):
     device = Device([PASS | CALL, 0, 0])
     watch, one = watched(device, 0.1, [(0, PASS | CALL), (2, PASS | CALL)])
-    later = _Pass(Event(lambda: True), device.ended([(1, 8 << 16, None)]), [(1, 8 << 16, None)])
+    later = WatchedPass(Event(lambda: True), device.ended([(1, 8 << 16, None)]), [(1, 8 << 16, None)])
     watch._passes.append(later)  # put behind it before anybody noticed
     watch._stay_with(one)
     assert isinstance(watch.failed, DeadlineError)
@@ -133,12 +133,16 @@ def test_slow_is_not_late_while_messages_come(left_over, monkeypatch):
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
-def test_flags_of_a_pass_that_is_over_are_another_s(forgotten, monkeypatch):
+def test_flags_of_a_pass_that_is_over_are_another_s(forgotten):
     """A pass takes long and ends while nobody looks; then memory grows, and numbers begin anew with another call's."""
     device = Device([0])
-    watch, one = watched(device, 600.0, [(0, PASS | CALL)])
-    monkeypatch.setattr(peer_watch, "_QUIET", 0.0)
     reads = []
+
+    def read():
+        reads.append(True)
+        return list(device.flags)
+
+    watch, one = watched(device, 600.0, [(0, PASS | CALL)], quiet=0.0, read=read)
 
     def sleep(seconds):
         device.flags[0] = PASS | CALL
@@ -148,22 +152,15 @@ def test_flags_of_a_pass_that_is_over_are_another_s(forgotten, monkeypatch):
             watch.forget()
         device.flags[0] = PASS | 0xCD
 
-    def read():
-        reads.append(True)
-        return list(device.flags)
-
-    watch._read = read
     pause(watch, sleep)
     watch._stay_with(one)
     assert watch.failed is None
     assert not reads, "its memory may be gone"
 
 
-def test_what_ends_while_flags_are_read_waits_for_that(monkeypatch):
+def test_what_ends_while_flags_are_read_waits_for_that():
     """Memory is given up only when the watch has let go of it."""
     device = Device([0])
-    watch, one = watched(device, 600.0, [(0, PASS | CALL)])
-    monkeypatch.setattr(peer_watch, "_QUIET", 0.0)
     order = []
 
     def give_up():
@@ -178,7 +175,7 @@ def test_what_ends_while_flags_are_read_waits_for_that(monkeypatch):
         order.append("read")
         return list(device.flags)
 
-    watch._read = read
+    watch, one = watched(device, 600.0, [(0, PASS | CALL)], quiet=0.0, read=read)
     watch._stay_with(one)
     giving.join(5)
     assert order == ["read", "given up"]
