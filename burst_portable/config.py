@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from burst_portable.errors import InputError, explain, shown
+from burst_portable.errors import InputError, shown
 from burst_portable.utils.values import as_float
 
 _SHORTEST, _LONGEST = 1e-3, 1e9  # seconds; process groups count milliseconds and take 0 for no deadline
@@ -36,16 +36,14 @@ class Config:
     def __post_init__(self) -> None:
         seconds = as_float(self.deadline)
         if seconds is None or not _SHORTEST <= seconds < _LONGEST:
-            raise InputError(
-                explain("deadline must be a number of seconds", got=shown(self.deadline), allowed=_SECONDS)
-            )
+            raise InputError("deadline must be a number of seconds", got=shown(self.deadline), allowed=_SECONDS)
         object.__setattr__(self, "deadline", seconds)
         for name in ("kernel", "transport"):
             if not isinstance(getattr(self, name), str):
-                raise InputError(explain(f"{name} must be a name", got=shown(getattr(self, name)), allowed="a string"))
+                raise InputError(f"{name} must be a name", got=shown(getattr(self, name)), allowed="a string")
         rates = os.fspath(self.rates) if isinstance(self.rates, os.PathLike) else self.rates
         if not isinstance(rates, str) or "\0" in rates:
-            raise InputError(explain("rates name no file", got=shown(self.rates), allowed="a file's name, or ''"))
+            raise InputError("rates name no file", got=shown(self.rates), allowed="a file's name, or ''")
         object.__setattr__(self, "rates", rates)
 
 
@@ -66,7 +64,7 @@ def _asked_for(deadline: str, kernel: str, transport: str, rates: str) -> Config
     except ValueError:
         seconds = 0.0
     if not _SHORTEST <= seconds < _LONGEST:
-        raise InputError(explain("BURST_DEADLINE must be a number of seconds", got=repr(deadline), allowed=_SECONDS))
+        raise InputError("BURST_DEADLINE must be a number of seconds", got=repr(deadline), allowed=_SECONDS)
     return Config(deadline=seconds, kernel=kernel or "auto", transport=transport or "auto", rates=rates)
 
 
@@ -100,13 +98,13 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     next_step = "start with torchrun, or unset RANK and WORLD_SIZE to run without a launcher"
     if missing := [name for name, value in found.items() if not value]:
         what = f"a launcher has set {_listed(found)}, but not {', '.join(missing)}"
-        raise InputError(explain(what, next_step=next_step))
+        raise InputError(what, next_step=next_step)
     rank, size = _count(found["RANK"]), _count(found["WORLD_SIZE"])
     local, port = _count(found.get("LOCAL_RANK", found["RANK"])), _count(found["MASTER_PORT"])
     if not (0 <= rank < size and local >= 0 and 0 < port < 1 << 16):
         allowed = "0 <= RANK < WORLD_SIZE, LOCAL_RANK at least 0, MASTER_PORT 1 to 65535"
         raise InputError(
-            explain("the launcher's variables make no sense", got=_listed(found), allowed=allowed, next_step=next_step)
+            "the launcher's variables make no sense", got=_listed(found), allowed=allowed, next_step=next_step
         )
     return Launched(rank, size, local, f"{found['MASTER_ADDR']}:{port}")
 

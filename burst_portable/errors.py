@@ -17,7 +17,8 @@
         ├── PeerLostError (ConnectionError)  a peer that is gone
         └── DeadlineError (TimeoutError)     a hop that came too late
 
-A message says what is wrong, what was given, what is allowed and what to do next; `explain` composes it.
+A message says what is wrong, what was given, what is allowed and what to do next. Each class composes it from these
+parts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,19 @@ from itertools import accumulate
 
 
 class BurstError(Exception):
-    """The root: ``except BurstError`` catches everything that this library raises on purpose."""
+    """The root: ``except BurstError`` catches everything that this library raises on purpose.
+
+    Args:
+        what: What is wrong.
+        got: The value that was given.
+        allowed: The values that are allowed.
+        next_step: What to do next.
+    """
+
+    def __init__(
+        self, what: str = "", *, got: object = None, allowed: object = None, next_step: str | None = None
+    ) -> None:
+        super().__init__(format_error(what, got=got, allowed=allowed, next_step=next_step))
 
 
 class InputError(BurstError, ValueError):
@@ -90,8 +103,8 @@ SAME_CALLS = "all ranks of a mesh must make the same calls in the same order"
 """What ranks that disagree did not do."""
 
 
-def explain(what: str, *, got: object = None, allowed: object = None, next_step: str | None = None) -> str:
-    """One line: what is wrong; what was given; what is allowed; what to do next."""
+def format_error(what: str, *, got: object = None, allowed: object = None, next_step: str | None = None) -> str:
+    """Return one line: what is wrong; what was given; what is allowed; what to do next."""
     parts = [what]
     if got is not None:
         parts.append(f"got {got}")
@@ -127,12 +140,10 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameEr
     near = difflib.get_close_matches(name[:99], known, n=3, cutoff=0.5) if isinstance(name, str) else []
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else None
     return UnknownNameError(
-        explain(
-            f"unknown {kind}",
-            got=shown(name),
-            allowed=_listed(known) or "none is registered",
-            next_step=hint,
-        )
+        f"unknown {kind}",
+        got=shown(name),
+        allowed=_listed(known) or "none is registered",
+        next_step=hint,
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from burst_portable.comm.agreement import Named, agree, named, statement
-from burst_portable.errors import InputError, explain, shown
+from burst_portable.errors import InputError, shown
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.runtime.validation import check_tensor, tell_the_others
@@ -177,10 +177,10 @@ def _listed(parameters: Any) -> list[Tensor]:
     """Each parameter once. A tensor by itself would be gone through row by row, and its gradient left as it is."""
     advice = "pass model.parameters(), or a list of tensors"
     if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
-        raise InputError(explain("these are not parameters", got=type(parameters).__name__, next_step=advice))
+        raise InputError("these are not parameters", got=type(parameters).__name__, next_step=advice)
     listed = list(parameters)
     if others := [one for one in listed if not isinstance(one, Tensor)]:
-        raise InputError(explain("not all of these are parameters", got=shown(others[0]), next_step=advice))
+        raise InputError("not all of these are parameters", got=shown(others[0]), next_step=advice)
     return list(dict.fromkeys(listed))
 
 
@@ -218,7 +218,7 @@ def _gradient(parameter: Tensor) -> Tensor:
     assert gradient is not None, "it was made where there was none"
     if gradient.layout is not torch.strided:
         next_step = "make the module that gives it without sparse=True"
-        raise InputError(explain("sparse gradients are not summed", got=gradient.layout, next_step=next_step))
+        raise InputError("sparse gradients are not summed", got=gradient.layout, next_step=next_step)
     return _local(gradient)
 
 
@@ -232,11 +232,9 @@ def _check_whole(parameter: Tensor, mesh: Mesh) -> None:
     holders = set(parameter.device_mesh.mesh.flatten().tolist())
     if len(holders.intersection(dist.get_process_group_ranks(mesh.group))) > 1:
         raise InputError(
-            explain(
-                "gradients are summed already over the ranks that share the sequence",
-                got=f"a parameter that FSDP shards over ranks {sorted(holders)}",
-                next_step="leave sum_gradients out",
-            )
+            "gradients are summed already over the ranks that share the sequence",
+            got=f"a parameter that FSDP shards over ranks {sorted(holders)}",
+            next_step="leave sum_gradients out",
         )
 
 

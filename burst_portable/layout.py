@@ -10,7 +10,7 @@ from heapq import heapify, heapreplace
 from itertools import chain, pairwise
 from math import gcd
 
-from burst_portable.errors import LayoutError, explain, shown, unknown_name
+from burst_portable.errors import LayoutError, shown, unknown_name
 from burst_portable.mask import Mask
 from burst_portable.utils.values import as_int, opaque, size
 
@@ -31,10 +31,10 @@ class Segment:
             for name in ("start", "count", "step"):
                 number = as_int(getattr(self, name))
                 if number is None:
-                    raise LayoutError(explain(f"{name} of a segment must be an int", got=shown(getattr(self, name))))
+                    raise LayoutError(f"{name} of a segment must be an int", got=shown(getattr(self, name)))
                 object.__setattr__(self, name, number)
         if self.start < 0 or self.count < 0 or self.step < 1:
-            raise LayoutError(explain("this is not a segment", got=self, allowed="start and count >= 0, step >= 1"))
+            raise LayoutError("this is not a segment", got=self, allowed="start and count >= 0, step >= 1")
 
     @property
     def last(self) -> int:
@@ -84,7 +84,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise LayoutError(explain("the name of a layout must be a string", got=shown(self.name)))
+            raise LayoutError("the name of a layout must be a string", got=shown(self.name))
         object.__setattr__(self, "length", as_int(self.length))
         object.__setattr__(self, "shards", _listed(self.shards))
         _check_partition(self)
@@ -137,49 +137,41 @@ def _listed(shards: Iterable[Iterable[Segment]]) -> tuple[tuple[Segment, ...], .
     try:
         listed = [tuple(shard) for shard in shards]
     except TypeError:
-        raise LayoutError(explain("a layout takes a list of segments for every rank", got=shown(shards))) from None
+        raise LayoutError("a layout takes a list of segments for every rank", got=shown(shards)) from None
     for s in chain.from_iterable(listed):
         if not isinstance(s, Segment):
-            raise LayoutError(explain("a layout is made of segments", got=shown(s), allowed="Segment"))
+            raise LayoutError("a layout is made of segments", got=shown(s), allowed="Segment")
     return tuple(tuple(s for s in shard if s.count) for shard in listed)
 
 
 def check_ranks(name: str, ranks: int) -> None:
     """Raises `LayoutError` for more than `MOST_RANKS`."""
     if ranks > MOST_RANKS:
-        raise LayoutError(
-            explain(f"the layout {name!r} has too many ranks", got=ranks, allowed=f"at most {MOST_RANKS}")
-        )
+        raise LayoutError(f"the layout {name!r} has too many ranks", got=ranks, allowed=f"at most {MOST_RANKS}")
 
 
 def _check_partition(layout: Layout) -> None:
     """Refuse a layout unless every position is on one rank and every rank has one. Positions are never listed."""
     what = f"the layout {layout.name!r}"
     if not isinstance(layout.length, int) or layout.length < 1 or not layout.shards:
-        raise LayoutError(
-            explain(f"{what} needs ranks and tokens", got=f"{layout.ranks} ranks, {layout.length} tokens")
-        )
+        raise LayoutError(f"{what} needs ranks and tokens", got=f"{layout.ranks} ranks, {layout.length} tokens")
     check_ranks(layout.name, layout.ranks)
     if empty := [rank for rank, shard in enumerate(layout.shards) if not shard]:
         raise LayoutError(
-            explain(
-                f"{what} leaves ranks without a token",
-                got=f"ranks {empty[:8]} of {layout.ranks}, {layout.length} tokens",
-                next_step="use fewer ranks, or another layout",
-            )
+            f"{what} leaves ranks without a token",
+            got=f"ranks {empty[:8]} of {layout.ranks}, {layout.length} tokens",
+            next_step="use fewer ranks, or another layout",
         )
     segments = list(chain.from_iterable(layout.shards))
     held, last = sum(s.count for s in segments), max(s.last for s in segments)
     if last >= layout.length:
-        raise LayoutError(
-            explain(f"{what} goes past its sequence", got=f"position {last}", allowed=f"0 to {layout.length - 1}")
-        )
+        raise LayoutError(f"{what} goes past its sequence", got=f"position {last}", allowed=f"0 to {layout.length - 1}")
     if pair := _shared(segments):
         raise LayoutError(
-            explain(f"{what} holds a position twice", got=f"{pair[0]} and {pair[1]}", allowed="every position once")
+            f"{what} holds a position twice", got=f"{pair[0]} and {pair[1]}", allowed="every position once"
         )
     if held != layout.length:
-        raise LayoutError(explain(f"{what} leaves positions out", got=f"{held} of {layout.length}", allowed="all"))
+        raise LayoutError(f"{what} leaves positions out", got=f"{held} of {layout.length}", allowed="all")
 
 
 def _shared(segments: Sequence[Segment]) -> tuple[Segment, Segment] | None:
@@ -335,7 +327,7 @@ def make_layout(name: str, length: int, ranks: int, mask: Mask | None = None) ->
     if not isinstance(name, str) or name not in NAMES:
         raise unknown_name("layout", name, NAMES)
     if not isinstance(mask, Mask | None):
-        raise LayoutError(explain("a layout reads documents from a Mask", got=shown(mask)))
+        raise LayoutError("a layout reads documents from a Mask", got=shown(mask))
     return _made(name, length, ranks, mask)
 
 
@@ -357,11 +349,9 @@ def _made(name: str, length: int, ranks: int, mask: Mask | None) -> Layout:
     check_ranks(name, ranks)
     if length < ranks:
         raise LayoutError(
-            explain(
-                "more ranks than tokens",
-                got=f"{ranks} ranks for {length} tokens",
-                allowed=f"at most {length} ranks",
-            )
+            "more ranks than tokens",
+            got=f"{ranks} ranks for {length} tokens",
+            allowed=f"at most {length} ranks",
         )
     if name in OF_DOCUMENTS:
         return OF_DOCUMENTS[name](_document_bounds(name, mask, length), ranks)
@@ -377,11 +367,9 @@ def _document_bounds(name: str, mask: Mask | None, length: int) -> tuple[int, ..
         bounds.append(min(region.q_stop, length))
     if bounds[-1] != length:
         raise LayoutError(
-            explain(
-                f"the layout {name!r} needs a mask of documents that fill the sequence",
-                got=f"the mask {str(mask)!r} and {length} tokens",
-                next_step="pass Mask.documents(...), or use the layout 'zigzag'",
-            )
+            f"the layout {name!r} needs a mask of documents that fill the sequence",
+            got=f"the mask {str(mask)!r} and {length} tokens",
+            next_step="pass Mask.documents(...), or use the layout 'zigzag'",
         )
     return tuple(bounds)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
-from burst_portable.errors import MaskError, explain, shown, unknown_name
+from burst_portable.errors import MaskError, shown, unknown_name
 from burst_portable.utils.values import as_int, opaque, size
 
 UNBOUNDED = 1 << 60
@@ -51,12 +51,10 @@ class Region:
         for name in ("q_start", "q_stop", "k_start", "k_stop", "lo", "hi"):
             number = as_int(getattr(self, name))
             if number is None:
-                raise MaskError(explain(f"{name} of a region must be an int", got=shown(getattr(self, name))))
+                raise MaskError(f"{name} of a region must be an int", got=shown(getattr(self, name)))
             object.__setattr__(self, name, number)
         if not (0 <= self.q_start < self.q_stop and 0 <= self.k_start < self.k_stop and self.lo <= self.hi):
-            raise MaskError(
-                explain("a region is empty or starts before 0", got=self, allowed="0 <= start < stop and lo <= hi")
-            )
+            raise MaskError("a region is empty or starts before 0", got=self, allowed="0 <= start < stop and lo <= hi")
 
     def overlaps(self, other: Region) -> bool:
         """Whether some pair (q, k) lies in both, in closed form."""
@@ -128,13 +126,13 @@ class Mask:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise MaskError(explain("the name of a mask must be a string", got=shown(self.name)))
+            raise MaskError("the name of a mask must be a string", got=shown(self.name))
         try:
             regions: tuple[Any, ...] = tuple(self.regions)
         except TypeError:
             regions = (None,)
         if not all(isinstance(r, Region) for r in regions):
-            raise MaskError(explain("a mask is made of regions", got=shown(self.regions), allowed="a list of Region"))
+            raise MaskError("a mask is made of regions", got=shown(self.regions), allowed="a list of Region")
         object.__setattr__(self, "regions", tuple(sorted(regions, key=lambda r: (r.q_start, r.k_start, r.lo))))
         object.__setattr__(self, "_hash", hash(self.regions))
         # For bisection: where regions start, and the furthest stop up to each.
@@ -142,11 +140,9 @@ class Mask:
         object.__setattr__(self, "_furthest", tuple(accumulate((r.q_stop for r in self.regions), max)))
         if pair := first_overlap(self.regions):
             raise MaskError(
-                explain(
-                    "two regions of a mask overlap, so their pairs would count twice",
-                    got=f"{pair[0]} and {pair[1]}",
-                    next_step="cut one of them so that they are disjoint",
-                )
+                "two regions of a mask overlap, so their pairs would count twice",
+                got=f"{pair[0]} and {pair[1]}",
+                next_step="cut one of them so that they are disjoint",
             )
 
     # A mask is part of every plan's cache key, so its hash is kept; equal masks are mostly the same object.
@@ -167,11 +163,9 @@ class Mask:
             for side, stop, length in (("q", region.q_stop, q_length), ("k", region.k_stop, k_length)):
                 if length < stop < UNBOUNDED:
                     raise MaskError(
-                        explain(
-                            f"the mask {self.name!r} is longer than the sequence",
-                            got=f"a region with {side} up to {stop}, and {length} tokens",
-                            allowed=f"positions below {length}",
-                        )
+                        f"the mask {self.name!r} is longer than the sequence",
+                        got=f"a region with {side} up to {stop}, and {length} tokens",
+                        allowed=f"positions below {length}",
                     )
 
     def regions_of_rows(self, start: int, stop: int) -> tuple[Region, ...]:
@@ -229,7 +223,7 @@ class Mask:
         """
         bounds = cumulative_lengths("documents", cumulative)
         if not isinstance(causal, bool):
-            raise MaskError(explain("causal must be a bool", got=shown(causal), allowed="True or False"))
+            raise MaskError("causal must be a bool", got=shown(causal), allowed="True or False")
         lo, hi = 0 if causal else -UNBOUNDED, UNBOUNDED
         if window is not None:
             (window,) = _at_least(0, window=window)
@@ -286,9 +280,7 @@ class Mask:
         listed = _listed("share_question", lengths)
         if len(listed) < 2 or min(listed) < 1:
             allowed = "a question's and one or more answers' lengths, each at least 1"
-            raise MaskError(
-                explain("share_question needs a question and an answer", got=shown(listed), allowed=allowed)
-            )
+            raise MaskError("share_question needs a question and an answer", got=shown(listed), allowed=allowed)
         ends = list(accumulate(listed))
         question = ends[0]
         regions = [Region(0, question, 0, question, lo=0)]
@@ -305,7 +297,7 @@ class Mask:
         ``share_question:Q,A,A,...``.
         """
         if not isinstance(text, str):
-            raise MaskError(explain("this is not the short form of a mask", got=shown(text), allowed="a string"))
+            raise MaskError("this is not the short form of a mask", got=shown(text), allowed="a string")
         length = length if length is None else size("length", length)
         name, _, rest = text.partition(":")
         if name not in _PARSERS:
@@ -317,7 +309,7 @@ class Mask:
         except MaskError:
             raise
         except (ValueError, TypeError) as error:
-            raise MaskError(explain(f"the mask {shown(text)} cannot be read", allowed=usage)) from error
+            raise MaskError(f"the mask {shown(text)} cannot be read", allowed=usage) from error
 
 
 def _number(text: str) -> int:
@@ -334,7 +326,7 @@ def _uniform_blocks(numbers: list[int], length: int | None) -> Mask:
         raise MaskError("block_causal:SIZE needs the length of the sequence")
     if length > blocks * _MOST_BLOCKS:
         got = f"{-(-length // blocks):,} blocks of {blocks}"
-        raise MaskError(explain("block_causal:SIZE cuts the sequence too small", got=got, allowed=f"{_MOST_BLOCKS:,}"))
+        raise MaskError("block_causal:SIZE cuts the sequence too small", got=got, allowed=f"{_MOST_BLOCKS:,}")
     return Mask.block_causal([*range(0, length, blocks), length])
 
 
@@ -361,9 +353,7 @@ def _at_least(least: int, **values: object) -> list[int]:
     for name, value in values.items():
         number = as_int(value)
         if number is None or number < least:
-            raise MaskError(
-                explain(f"{name} of a mask is out of range", got=shown(value), allowed=f"an int >= {least}")
-            )
+            raise MaskError(f"{name} of a mask is out of range", got=shown(value), allowed=f"an int >= {least}")
         numbers.append(number)
     return numbers
 
@@ -377,9 +367,7 @@ def cumulative_lengths(what: str, bounds: object) -> list[int]:
             advice = f"if these are lengths, pass {shown([0, *accumulate(listed)])}"
         elif len(set(listed)) > 1 and listed == sorted(listed):
             advice = "leave out what has no tokens: cu_seqlens.unique_consecutive()"
-        raise MaskError(
-            explain(f"{what} takes cumulative lengths", got=shown(listed), allowed=allowed, next_step=advice)
-        )
+        raise MaskError(f"{what} takes cumulative lengths", got=shown(listed), allowed=allowed, next_step=advice)
     return listed
 
 
@@ -392,5 +380,5 @@ def _listed(what: str, values: Any) -> list[int]:
         listed = [None]
     numbers = [value for value in listed if value is not None]
     if len(numbers) < len(listed) or isinstance(values, str | bytes):
-        raise MaskError(explain(f"{what} takes whole numbers", got=shown(values), allowed="ints, one after the other"))
+        raise MaskError(f"{what} takes whole numbers", got=shown(values), allowed="ints, one after the other")
     return numbers

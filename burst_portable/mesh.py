@@ -23,7 +23,7 @@ from burst_portable.comm.base import Transport
 from burst_portable.comm.local import Fabric, LocalTransport, run_threads
 from burst_portable.comm.two_levels import with_two_levels
 from burst_portable.config import Config, from_environment
-from burst_portable.errors import InputError, UnsupportedError, explain, shown, unknown_name
+from burst_portable.errors import InputError, UnsupportedError, shown, unknown_name
 from burst_portable.layout import Layout
 from burst_portable.utils.values import as_int, check_divides, size
 
@@ -32,7 +32,7 @@ def checked_rank(rank: object, ranks: object) -> tuple[int, int]:
     """A rank and how many there are."""
     number, count = as_int(rank), size("the size of a mesh", ranks)
     if number is None or not 0 <= number < count:
-        raise InputError(explain("no such rank", got=shown(rank), allowed=f"0 to {count - 1}"))
+        raise InputError("no such rank", got=shown(rank), allowed=f"0 to {count - 1}")
     return number, count
 
 
@@ -59,7 +59,7 @@ def checked_config(config: object) -> Config:
     if config is None:
         return from_environment()
     if not isinstance(config, Config):
-        raise InputError(explain("config is not a Config", got=shown(config), allowed="burst_portable.config.Config"))
+        raise InputError("config is not a Config", got=shown(config), allowed="burst_portable.config.Config")
     return config
 
 
@@ -68,14 +68,12 @@ def place_in(group: Any) -> tuple[int, int]:
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to those that it leaves out
         raise _no_member()
     if not isinstance(group, dist.ProcessGroup):
-        raise InputError(explain("this is not a process group", got=shown(group), next_step="dist.new_group makes one"))
+        raise InputError("this is not a process group", got=shown(group), next_step="dist.new_group makes one")
     try:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     except ValueError as error:  # made by hand, or destroyed
         raise InputError(
-            explain(
-                "torch.distributed does not know this process group", got=error, next_step="dist.new_group makes one"
-            )
+            "torch.distributed does not know this process group", got=error, next_step="dist.new_group makes one"
         ) from error
     if rank < 0:
         raise _no_member()
@@ -84,26 +82,22 @@ def place_in(group: Any) -> tuple[int, int]:
 
 def _no_member() -> InputError:
     return InputError(
-        explain(
-            "this rank is not a member of the group",
-            got=f"global rank {dist.get_rank()}",
-            next_step="let the members alone make the call",
-        )
+        "this rank is not a member of the group",
+        got=f"global rank {dist.get_rank()}",
+        next_step="let the members alone make the call",
     )
 
 
 def axis_group(device_mesh: Any, axis: object) -> Any:
     """The process group of one axis of a DeviceMesh."""
     if not hasattr(device_mesh, "get_group"):
-        raise InputError(
-            explain("this is not a DeviceMesh", got=shown(device_mesh), next_step="init_device_mesh makes one")
-        )
+        raise InputError("this is not a DeviceMesh", got=shown(device_mesh), next_step="init_device_mesh makes one")
     names, axes = device_mesh.mesh_dim_names or (), device_mesh.ndim
     told = f"a DeviceMesh of {axes} axes ({', '.join(names) or 'without names'})"
     if axis is None and axes > 1:
         example = f"mesh[{names[-1]!r}]" if names else "Mesh.from_device_mesh(mesh, axis)"
         raise InputError(
-            explain("the sequence lies along one axis, and none is named", got=told, next_step=f"pass one: {example}")
+            "the sequence lies along one axis, and none is named", got=told, next_step=f"pass one: {example}"
         )
     if isinstance(axis, str):
         if axis not in names:
@@ -111,7 +105,7 @@ def axis_group(device_mesh: Any, axis: object) -> Any:
         return device_mesh.get_group(axis)
     number = 0 if axis is None else as_int(axis)
     if number is None or not 0 <= number < axes:
-        raise InputError(explain("no such axis", got=shown(axis), allowed=f"one of {told}"))
+        raise InputError("no such axis", got=shown(axis), allowed=f"one of {told}")
     return device_mesh.get_group(number)
 
 
@@ -155,9 +149,9 @@ class Mesh:
         self.group, self.inner, self.backend = group, checked_inner(inner, self.size), checked_backend(backend)
         self.config = checked_config(config)
         if not isinstance(group, dist.ProcessGroup | None):
-            raise InputError(explain("this is not a process group", got=shown(group), allowed="one of dist's, or None"))
+            raise InputError("this is not a process group", got=shown(group), allowed="one of dist's, or None")
         if not callable(connect):
-            raise InputError(explain("a mesh connects by a function of the device type", got=shown(connect)))
+            raise InputError("a mesh connects by a function of the device type", got=shown(connect))
         self._connect = connect
         self._transports: dict[str, Transport] = {}
         self._direct: dict[str, Transport | str] = {}
@@ -181,12 +175,10 @@ class Mesh:
         """A mesh of one rank can be pickled; connections to other ranks cannot."""
         if self.size > 1:
             raise UnsupportedError(
-                explain(
-                    "a mesh of several ranks cannot be pickled: it holds connections",
-                    got=self,
-                    next_step="save the module's state_dict() and make mesh and module again; let a data loader fork "
-                    "its workers, or cut batches outside of them",
-                )
+                "a mesh of several ranks cannot be pickled: it holds connections",
+                got=self,
+                next_step="save the module's state_dict() and make mesh and module again; let a data loader fork "
+                "its workers, or cut batches outside of them",
             )
         return Mesh.single, (self.config, self.backend)
 
@@ -305,11 +297,9 @@ class Mesh:
             return name, "named" if named != "auto" else "messages go straight to where they are used"
         if named != "auto":
             raise UnsupportedError(
-                explain(
-                    f"the transport {name!r} cannot serve this call",
-                    got=found,
-                    next_step="moves='fetch' or 'ulysses', or leave the transport to 'auto'",
-                )
+                f"the transport {name!r} cannot serve this call",
+                got=found,
+                next_step="moves='fetch' or 'ulysses', or leave the transport to 'auto'",
             )
         return plain, f"not {name}: {found}"
 
@@ -372,11 +362,9 @@ def as_mesh(mesh: Any) -> Mesh:
     if hasattr(mesh, "get_group"):
         return _of_group(axis_group(mesh, None))
     raise InputError(
-        explain(
-            "this is not a mesh",
-            got=shown(mesh),
-            allowed="Mesh, torch DeviceMesh with one axis, process group, or None",
-        )
+        "this is not a mesh",
+        got=shown(mesh),
+        allowed="Mesh, torch DeviceMesh with one axis, process group, or None",
     )
 
 
@@ -444,9 +432,9 @@ def run_local(
     ranks = size("ranks", ranks)
     if ranks > _MOST_RANKS:
         most = f"up to {_MOST_RANKS}: each is a thread"
-        raise InputError(explain("too many ranks for one process", got=ranks, allowed=most))
+        raise InputError("too many ranks for one process", got=ranks, allowed=most)
     if not callable(work):
-        raise InputError(explain("work must be a function of a mesh", got=shown(work), allowed="such as work(mesh)"))
+        raise InputError("work must be a function of a mesh", got=shown(work), allowed="such as work(mesh)")
     seconds = Config(deadline=deadline).deadline
     checked_inner(inner, ranks)
     checked_backend(backend)

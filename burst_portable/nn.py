@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from burst_portable.api import attention
-from burst_portable.errors import DtypeError, InputError, ShapeError, explain, shown, unknown_name
+from burst_portable.errors import DtypeError, InputError, ShapeError, shown, unknown_name
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
@@ -50,13 +50,13 @@ def rotate(x: Tensor, where: Tensor, theta: float = 10000.0) -> Tensor:
     check_tensor("x", x)
     check_tensor("where", where)
     if not x.is_floating_point() or where.is_complex() or where.dtype is torch.bool:
-        raise DtypeError(explain("rotary positions turn floats by numbers", got=f"{x.dtype} by {where.dtype}"))
+        raise DtypeError("rotary positions turn floats by numbers", got=f"{x.dtype} by {where.dtype}")
     _check_head_size(x.shape[-1] if x.dim() == 4 else 0, tuple(x.shape))
     # Each size by itself: torch.compile does not find sizes in tuples.
     batches = where.shape[0] if where.dim() == 2 else 1
     if where.dim() not in (1, 2) or where.shape[-1] != x.shape[1] or (batches != 1 and batches != x.shape[0]):
         allowed = f"({x.shape[1]},) or {tuple(x.shape[:2])}"
-        raise ShapeError(explain("positions do not fit the rows", got=tuple(where.shape), allowed=allowed))
+        raise ShapeError("positions do not fit the rows", got=tuple(where.shape), allowed=allowed)
     half, dtype = x.shape[-1] // 2, torch.float64 if x.dtype is torch.float64 else torch.float32
     frequency = _checked_theta(theta) ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
     angle = where.to(device=x.device, dtype=dtype).unsqueeze(-1) * frequency  # [S, D / 2]
@@ -68,14 +68,14 @@ def rotate(x: Tensor, where: Tensor, theta: float = 10000.0) -> Tensor:
 def _checked_theta(theta: float) -> float:
     number = as_float(theta)
     if number is None or not (math.isfinite(number) and number > 0):
-        raise InputError(explain("theta cannot be the base of frequencies", got=shown(theta), allowed="above 0"))
+        raise InputError("theta cannot be the base of frequencies", got=shown(theta), allowed="above 0")
     return number
 
 
 def _check_head_size(head_dim: int, got: object) -> None:
     if head_dim < 2 or head_dim % 2:
         allowed = "[batch, rows, heads, head size], the last even"
-        raise ShapeError(explain("rotary positions need an even head size", got=got, allowed=allowed))
+        raise ShapeError("rotary positions need an even head size", got=got, allowed=allowed)
 
 
 class SelfAttention(nn.Module):
@@ -112,11 +112,9 @@ class SelfAttention(nn.Module):
         kv_heads = heads if kv_heads is None else size("kv_heads", kv_heads)
         if dim % heads or heads % kv_heads:
             raise InputError(
-                explain(
-                    "these heads do not go together",
-                    got=f"dim {dim}, {heads} heads, {kv_heads} K/V heads",
-                    allowed="heads divide dim, K/V heads divide heads",
-                )
+                "these heads do not go together",
+                got=f"dim {dim}, {heads} heads, {kv_heads} K/V heads",
+                allowed="heads divide dim, K/V heads divide heads",
             )
         _check_names(mask, strategy, layout)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
@@ -196,7 +194,7 @@ class SelfAttention(nn.Module):
         check_tensor("x", x)
         if not self._takes(x):
             allowed = f"[batch, rows, {self.q.in_features}]"
-            raise ShapeError(explain("x cannot be an input of this module", got=tuple(x.shape), allowed=allowed))
+            raise ShapeError("x cannot be an input of this module", got=tuple(x.shape), allowed=allowed)
         said = None if seq_len is None else size("seq_len", seq_len)
         length = whole_length(self.layout, said, x.shape[1], self.mesh)
         check_rows(layout_of(self.layout, length, self.mesh.size, mask_of(mask, length)), x.shape[1], self.mesh)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from burst_portable.errors import DtypeError, InputError, ShapeError, explain, shown
+from burst_portable.errors import DtypeError, InputError, ShapeError, shown
 
 State = tuple[Tensor, Tensor]
 """A partial result (out, LSE). While parts are merged into it, its kernel decides on its dtypes; see `finished`."""
@@ -161,33 +161,29 @@ def _seen(out: Tensor, lse: Tensor) -> Tensor:
 def _check_parts(parts: Sequence[State]) -> None:
     """Refuse what is not a partial result, and parts that do not fit together."""
     if not isinstance(parts, list | tuple) or not parts:
-        raise InputError(explain("merge needs a list of at least one partial result (out, LSE)", got=shown(parts)))
+        raise InputError("merge needs a list of at least one partial result (out, LSE)", got=shown(parts))
     for part in parts:
         if not (isinstance(part, tuple | list) and len(part) == 2 and all(isinstance(x, Tensor) for x in part)):
-            raise InputError(explain("merge takes pairs (out, LSE)", got=type(part).__name__))
+            raise InputError("merge takes pairs (out, LSE)", got=type(part).__name__)
         if torch.is_grad_enabled() and any(x.requires_grad for x in part):
             raise InputError("merge has no gradient: detach the parts first, or let attention() do the whole")
     first = parts[0][0]
     for out, lse in parts:
         if out.dim() != 4 or out.shape != first.shape or lse.shape != (out.shape[0], out.shape[2], out.shape[1]):
             raise ShapeError(
-                explain(
-                    "partial results do not go together",
-                    got=f"out {tuple(out.shape)} with LSE {tuple(lse.shape)}; the first out has {tuple(first.shape)}",
-                    allowed="out [B, S, H, D] and LSE [B, H, S], the same for all",
-                )
+                "partial results do not go together",
+                got=f"out {tuple(out.shape)} with LSE {tuple(lse.shape)}; the first out has {tuple(first.shape)}",
+                allowed="out [B, S, H, D] and LSE [B, H, S], the same for all",
             )
         if not (out.is_floating_point() and lse.is_floating_point()) or out.dtype != first.dtype:
             raise DtypeError(
-                explain(
-                    "partial results have other dtypes than floating ones, or different ones",
-                    got=f"out {out.dtype} with LSE {lse.dtype}; the first out has {first.dtype}",
-                    next_step="cast them",
-                )
+                "partial results have other dtypes than floating ones, or different ones",
+                got=f"out {out.dtype} with LSE {lse.dtype}; the first out has {first.dtype}",
+                next_step="cast them",
             )
         if not out.device == lse.device == first.device:
             got = f"out on {out.device}, LSE on {lse.device}, the first out on {first.device}"
-            raise InputError(explain("partial results lie on different devices", got=got, next_step="move them to one"))
+            raise InputError("partial results lie on different devices", got=got, next_step="move them to one")
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:

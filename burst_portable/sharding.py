@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.comm.agreement import Statement, agree, named, statement
-from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError, explain, shown
+from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError, shown
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask, cumulative_lengths
 from burst_portable.mesh import Mesh, MeshLike, as_mesh, position_ids
@@ -73,7 +73,7 @@ def _dimension(x: Tensor, dim: int) -> int:
     number = as_int(dim)
     if number is None or not -x.dim() <= number < x.dim():
         allowed = f"{-x.dim()} to {x.dim() - 1}" if x.dim() else "a tensor that has dimensions"
-        raise ShapeError(explain("x has no such dimension", got=shown(dim), allowed=allowed))
+        raise ShapeError("x has no such dimension", got=shown(dim), allowed=allowed)
     return number
 
 
@@ -175,17 +175,15 @@ def shard_batch(
     ends = [0, length] if documents is None else cumulative_lengths("documents", documents)
     if ends[-1] != length:
         raise MaskError(
-            explain(
-                "the documents do not fill the sequence",
-                got=f"documents up to {ends[-1]}, and {length} tokens",
-                next_step="make what is left over, padding too, a document of its own",
-            )
+            "the documents do not fill the sequence",
+            got=f"documents up to {ends[-1]}, and {length} tokens",
+            next_step="make what is left over, padding too, a document of its own",
         )
     missing = as_int(ignore_index)
     held = torch.iinfo(labels.dtype)
     if missing is None or not held.min <= missing <= held.max:
         allowed = f"an int that {labels.dtype} holds"
-        raise InputError(explain("ignore_index cannot be a label", got=shown(ignore_index), allowed=allowed))
+        raise InputError("ignore_index cannot be a label", got=shown(ignore_index), allowed=allowed)
     shifted = torch.full_like(labels, missing)
     shifted[:, :-1] = labels[:, 1:]
     count = torch.arange(length, device=input_ids.device)
@@ -202,10 +200,10 @@ def _check_ids(name: str, ids: Tensor, like: Tensor | None = None) -> Tensor:
     """Refuse anything but integers ``[B, N]`` of the same shape as `like`."""
     check_tensor(name, ids)
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
-        raise DtypeError(explain(f"{name} are integers", got=ids.dtype, next_step="pass token ids, not embeddings"))
+        raise DtypeError(f"{name} are integers", got=ids.dtype, next_step="pass token ids, not embeddings")
     if ids.dim() != 2 or 0 in ids.shape:
-        raise ShapeError(explain(f"{name} must be [batch, tokens], none 0", got=tuple(ids.shape)))
+        raise ShapeError(f"{name} must be [batch, tokens], none 0", got=tuple(ids.shape))
     one_for_all = name == "position_ids" and ids.shape[0] == 1
     if like is not None and ids.shape != like.shape and not (one_for_all and ids.shape[1] == like.shape[1]):
-        raise ShapeError(explain(f"{name} differ from input_ids", got=tuple(ids.shape), allowed=tuple(like.shape)))
+        raise ShapeError(f"{name} differ from input_ids", got=tuple(ids.shape), allowed=tuple(like.shape))
     return ids

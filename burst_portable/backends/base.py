@@ -18,7 +18,7 @@ import torch
 
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
-from burst_portable.errors import BackendUnavailableError, explain, in_a_line
+from burst_portable.errors import BackendUnavailableError, format_error, in_a_line
 from burst_portable.kernels.base import Kernel
 from burst_portable.planning.rates import Curve as Curve
 from burst_portable.planning.rates import Rates as Rates
@@ -178,9 +178,11 @@ def wrong_with(package: str, at_least: str, *, module: str | None = None, instal
     try:
         found = version(package)
     except PackageNotFoundError:
-        return explain(f"the package {package} is not installed", allowed=f"{at_least} or later", next_step=step)
+        return format_error(f"the package {package} is not installed", allowed=f"{at_least} or later", next_step=step)
     if _numbers(found) < _numbers(at_least):
-        return explain(f"the package {package} is too old", got=found, allowed=f"{at_least} or later", next_step=step)
+        return format_error(
+            f"the package {package} is too old", got=found, allowed=f"{at_least} or later", next_step=step
+        )
     return _import_error(package, found, module) if module else ""
 
 
@@ -198,7 +200,7 @@ def _import_error(package: str, found: str, module: str) -> str:
         import_module(module)
     # Bindings of a missing library may raise anything; the user must hear which package it was.
     except Exception as error:  # noqa: BLE001
-        return explain(
+        return format_error(
             f"the package {package} {found} is broken: it fails to import",
             got=in_a_line(error),
             next_step=f"`python -c 'import {module}'` shows where; reinstall it, with the driver that it is made for",
@@ -259,7 +261,7 @@ class AcceleratorBackend(ABC):
             said = "a driver that starts and shows no device"
         except (RuntimeError, AssertionError) as error:
             said = in_a_line(error)
-        return explain(missing, got=said, next_step=f"look at {look_at}")
+        return format_error(missing, got=said, next_step=f"look at {look_at}")
 
     def _devices(self) -> list[Facts]:
         module = torch.get_device_module(self.capabilities.device_type)

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
-from burst_portable.errors import BackendUnavailableError, UnsupportedError, explain, in_a_line, unknown_name
+from burst_portable.errors import BackendUnavailableError, UnsupportedError, format_error, in_a_line, unknown_name
 from burst_portable.planning.rates import read_rates
 
 if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
@@ -34,7 +34,7 @@ def known() -> dict[str, str]:
 def passed_over() -> list[str]:
     """What is wrong with packages that registered one of our names: they are never used."""
     return [
-        explain(
+        format_error(
             f"the backend {name!r} (from {home}) is not used",
             got="a name that burst_portable has itself",
             next_step=f"register another name than {', '.join(_OURS)}",
@@ -67,7 +67,7 @@ def load(name: str) -> Backend:
     homes = table[name]
     if name not in _OURS and len(homes) > 1:
         what = f"packages register the name {name!r} at once"
-        raise BackendUnavailableError(explain(what, got=", ".join(sorted(homes)), next_step="uninstall all but one"))
+        raise BackendUnavailableError(what, got=", ".join(sorted(homes)), next_step="uninstall all but one")
     return _imported(name, homes[0])
 
 
@@ -83,22 +83,20 @@ def _imported(name: str, home: str) -> Backend:
         missing = error.name or "a module"
         next_step = f"install {missing}, or remove the package that registers {name!r}"
         raise BackendUnavailableError(
-            explain(f"{what} needs {missing}, which is absent", got=error, next_step=next_step)
+            f"{what} needs {missing}, which is absent", got=error, next_step=next_step
         ) from error
     # A vendor's module may do anything on import; the user must hear which one it was.
     except (Exception, SystemExit) as error:
         next_step = f"`python -c 'import {module}'` shows where; reinstall that package, or remove it"
         raise BackendUnavailableError(
-            explain(f"{what} is broken: it fails to import", got=in_a_line(error), next_step=next_step)
+            f"{what} is broken: it fails to import", got=in_a_line(error), next_step=next_step
         ) from error
     if lacking := [part for part in _PARTS if not hasattr(backend, part)]:
         next_step = f"upgrade the package of {module}: it was written for another version of burst_portable"
-        raise BackendUnavailableError(
-            explain(f"{what} is not a backend: it has no {', '.join(lacking)}", next_step=next_step)
-        )
+        raise BackendUnavailableError(f"{what} is not a backend: it has no {', '.join(lacking)}", next_step=next_step)
     if reason := _misshapen(backend, name):
         next_step = "backends/README.md says what a backend is, step by step"
-        raise BackendUnavailableError(explain(f"{what} is not a backend: {reason}", next_step=next_step))
+        raise BackendUnavailableError(f"{what} is not a backend: {reason}", next_step=next_step)
     return backend
 
 
@@ -156,7 +154,7 @@ def runnable(name: str) -> Backend:
     if reason := refusal(name):
         able = [other for other in known() if not refusal(other)]
         raise BackendUnavailableError(
-            explain(f"the backend {name!r} cannot run here: {reason}", allowed=", ".join(able) or "none runs here")
+            f"the backend {name!r} cannot run here: {reason}", allowed=", ".join(able) or "none runs here"
         )
     return backend
 
@@ -173,12 +171,10 @@ def for_device(device_type: str, named: str = "auto") -> Backend:
     if reason := refusal(named, device_type):
         able = [name for name in known() if not refusal(name, device_type)]
         raise UnsupportedError(
-            explain(
-                f"the backend {named!r} was named, and {reason}",
-                got=f"tensors on {device_type!r}",
-                allowed=f"for these: {', '.join(able) or 'none'}",
-                next_step="move the tensors, or name no backend",
-            )
+            f"the backend {named!r} was named, and {reason}",
+            got=f"tensors on {device_type!r}",
+            allowed=f"for these: {', '.join(able) or 'none'}",
+            next_step="move the tensors, or name no backend",
         )
     return backend
 
@@ -191,10 +187,8 @@ def _first_for(device_type: str) -> Backend:
             return load(name)
         reasons.append(f"not {name}: {reason}")
     raise UnsupportedError(
-        explain(
-            f"no backend for tensors on {device_type!r}: {'; '.join(reasons)}",
-            next_step="run `burst-portable doctor`",
-        )
+        f"no backend for tensors on {device_type!r}: {'; '.join(reasons)}",
+        next_step="run `burst-portable doctor`",
     )
 
 
@@ -244,7 +238,7 @@ def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:
     except Exception as error:
         what = f"the backend {backend.name!r} is broken: it fails to make options of a process group"
         next_step = "upgrade or mend it: group_options(timeout) gives torch's pg_options, or None"
-        raise BackendUnavailableError(explain(what, got=in_a_line(error), next_step=next_step)) from error
+        raise BackendUnavailableError(what, got=in_a_line(error), next_step=next_step) from error
     return {"timeout": timeout} if options is None else {"timeout": timeout, "pg_options": options}
 
 
@@ -319,9 +313,7 @@ def choose_kernel(backend: Backend, problem: KernelProblem, named: str = "auto")
         if support.ok:
             return kernel, "; ".join(["first that serves it", *reasons])
         reasons.append(f"not {kernel.name}: {support.reason}")
-    raise UnsupportedError(
-        explain(f"no kernel of the backend {backend.name!r} serves this call", got="; ".join(reasons))
-    )
+    raise UnsupportedError(f"no kernel of the backend {backend.name!r} serves this call", got="; ".join(reasons))
 
 
 def _named_kernel(kernels: Mapping[str, Kernel], problem: KernelProblem, name: str) -> Kernel:
@@ -330,9 +322,7 @@ def _named_kernel(kernels: Mapping[str, Kernel], problem: KernelProblem, name: s
         return kernels[name]
     able = [other for other, kernel in kernels.items() if kernel.supports(problem).ok]
     raise UnsupportedError(
-        explain(
-            f"the kernel {name!r} was named and does not serve this call: {support.reason}",
-            allowed=", ".join(able) or "no kernel serves it",
-            next_step="kernel='auto' takes the first that does" if able else None,
-        )
+        f"the kernel {name!r} was named and does not serve this call: {support.reason}",
+        allowed=", ".join(able) or "no kernel serves it",
+        next_step="kernel='auto' takes the first that does" if able else None,
     )

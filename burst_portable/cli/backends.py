@@ -6,7 +6,7 @@ import torch
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import known, load, probed
-from burst_portable.errors import BackendUnavailableError, explain, unknown_name
+from burst_portable.errors import BackendUnavailableError, unknown_name
 
 
 def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
@@ -19,7 +19,7 @@ def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
     if name != "auto":
         backend = load(name)
         if reason := _missing(backend, ranks):
-            raise BackendUnavailableError(explain(f"the backend {name!r} cannot run here", got=reason))
+            raise BackendUnavailableError(f"the backend {name!r} cannot run here", got=reason)
         return backend, ""
     backends, reasons = [], []
     for one in known():
@@ -33,7 +33,7 @@ def choose_backend(name: str, ranks: int) -> tuple[Backend, str]:
             continue
         return backend, "; ".join([f"chose {backend.name}", *reasons])
     raise BackendUnavailableError(
-        explain("no backend can run here", got="; ".join(reasons), next_step="run `burst-portable doctor`")
+        "no backend can run here", got="; ".join(reasons), next_step="run `burst-portable doctor`"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from burst_portable.cli.output import JSON_HELP, JsonOption, check_files, writing
-from burst_portable.errors import InputError, explain
+from burst_portable.errors import InputError
 
 RANKS = 8
 
@@ -78,7 +78,7 @@ def conform(
     if quick and full:
         raise InputError("--quick and --full exclude each other")
     if only and case:
-        raise InputError(explain("--only and --case exclude each other", next_step="a case names its group itself"))
+        raise InputError("--only and --case exclude each other", next_step="a case names its group itself")
     check_files({"--json": json_option.file, "--junit": junit_file, "--markdown": markdown_file})
 
     from burst_portable.conformance.suite import check_backend

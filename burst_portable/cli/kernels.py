@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr, table
-from burst_portable.errors import BackendUnavailableError, InputError, explain
+from burst_portable.errors import BackendUnavailableError, InputError
 from burst_portable.utils.text import bytes_text
 
 if TYPE_CHECKING:
@@ -45,9 +45,7 @@ def kernels(
         if size % STEP:
             near = f"the nearest are {size - size % STEP} and {size - size % STEP + STEP}"
             allowed = f"multiples of {STEP} from 16 to 256"
-            raise InputError(
-                explain("--head-dim is not a head size of the kernels", got=size, allowed=allowed, next_step=near)
-            )
+            raise InputError("--head-dim is not a head size of the kernels", got=size, allowed=allowed, next_step=near)
     try:
         from burst_portable.kernels.triton import machine_code as ahead
     except ModuleNotFoundError as error:

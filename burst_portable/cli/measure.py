@@ -18,7 +18,7 @@ from burst_portable.cli.options import LENGTH, METAVAR, naming_rank, ranks_asked
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, table
 from burst_portable.cli.run.job import DTYPES
 from burst_portable.config import Launched, launched
-from burst_portable.errors import InputError, explain, unknown_name
+from burst_portable.errors import InputError, unknown_name
 from burst_portable.utils.text import bytes_text, percent, scaled, seconds_text
 from burst_portable.utils.values import size
 
@@ -150,10 +150,10 @@ def _check_numbers(
         ("--head-dim", head_dim, LARGEST_HEAD), ("--seq-len", seq_len, _LONGEST), ("--inner", inner, _MOST),
     ):  # fmt: skip
         if number is not None and size(name, number) > most:
-            raise InputError(explain(f"{name} is too large", got=number, allowed=f"at most {most}"))
+            raise InputError(f"{name} is too large", got=number, allowed=f"at most {most}")
     if seq_len is not None and seq_len < _SHORTEST:
         allowed = f"at least {_SHORTEST}"
-        raise InputError(explain("--seq-len is too short to tell two lengths apart", got=seq_len, allowed=allowed))
+        raise InputError("--seq-len is too short to tell two lengths apart", got=seq_len, allowed=allowed)
 
 
 def _devices(backend: Backend) -> int:

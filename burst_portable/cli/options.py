@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import typer
 
 from burst_portable.config import Launched
-from burst_portable.errors import BurstError, InputError, explain, shown
+from burst_portable.errors import BurstError, InputError, format_error, shown
 from burst_portable.planning.rates import Rates
 from burst_portable.strategies.base import NAMES, WITH_NODES, Strategy, make_strategy
 
@@ -31,7 +31,7 @@ def tokens(typed: str | int) -> int:
         return int(digits) * times if times and digits.isascii() and digits.isdigit() else int(text)
     except ValueError:  # also for thousands of digits
         allowed = "an integer, or digits with k (times 1,024) or m (times 1,048,576) after them, as 128k"
-        raise typer.BadParameter(explain("not a number of tokens", got=shown(typed), allowed=allowed)) from None
+        raise typer.BadParameter(format_error("not a number of tokens", got=shown(typed), allowed=allowed)) from None
 
 
 STRATEGY = "auto (the least predicted time), ring, burst, double_ring, ulysses or usp."
@@ -57,11 +57,9 @@ def asked_strategy(name: str, inner: int | None, travels: str | None, moves: str
     for option, served in _SERVED.items():
         if typed[option] is not None and name in NAMES and name not in served:
             raise InputError(
-                explain(
-                    f"the strategy {name!r} takes no {option}",
-                    got=shown(typed[option]),
-                    next_step=f"leave it out, or ask for --strategy {' or '.join(served)}",
-                )
+                f"the strategy {name!r} takes no {option}",
+                got=shown(typed[option]),
+                next_step=f"leave it out, or ask for --strategy {' or '.join(served)}",
             )
     return make_strategy(name, inner=inner, travels=travels, moves=moves, rates=rates if name == "auto" else None)
 
@@ -72,7 +70,7 @@ def ranks_asked(asked: int | None, place: Launched | None) -> int | None:
         return asked
     if asked not in (None, place.world_size):
         raise InputError(
-            explain("--ranks and the launcher disagree", got=f"--ranks {asked}", allowed=f"{place.world_size}, or none")
+            "--ranks and the launcher disagree", got=f"--ranks {asked}", allowed=f"{place.world_size}, or none"
         )
     return place.world_size
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from burst_portable.errors import BurstError, InputError, explain
+from burst_portable.errors import BurstError, InputError
 
 JSON_HELP = "Write JSON to FILE beside the tables; without FILE, or as -, to standard output and nothing else there."
 PRINT_JSON_HELP = "Print JSON to standard output instead of tables."
@@ -85,7 +85,7 @@ def writing(path: Path) -> Iterator[None]:
         if isinstance(cause, BrokenPipeError) or not isinstance(cause, OSError):
             raise
         raise UnwrittenError(
-            explain(f"{path} cannot be written", got=cause.strerror, next_step="it is not whole, or not there")
+            f"{path} cannot be written", got=cause.strerror, next_step="it is not whole, or not there"
         ) from error
 
 
@@ -99,9 +99,9 @@ class JsonOption:
         self.stdout = name == "-"
         self.file = None if name is None or self.stdout else Path(name)
         if self.stdout and sys.stdout is None:
-            raise InputError(explain("--json has nowhere to write to", got="a closed standard output"))
+            raise InputError("--json has nowhere to write to", got="a closed standard output")
         if name == "":
-            raise InputError(explain("--json names no file", got="''", allowed="a file, or - for standard output"))
+            raise InputError("--json names no file", got="''", allowed="a file, or - for standard output")
         if self.file is not None and writes:
             check_file(self.file, "--json", sources=sources)
 
@@ -145,9 +145,9 @@ def check_file(path: Path, option: str, *, sources: Iterable[str | Path | None] 
     try:
         there = path.exists()
         if path.is_file() and any(name and os.path.exists(name) and path.samefile(name) for name in sources):
-            raise InputError(explain(f"{option} names the file that is read", got=str(path), allowed="another file"))
+            raise InputError(f"{option} names the file that is read", got=str(path), allowed="another file")
         if path.is_dir():
-            raise InputError(explain(f"{option} names a folder", got=str(path), allowed="a file"))
+            raise InputError(f"{option} names a folder", got=str(path), allowed="a file")
         if path.is_fifo():  # its reader would take a close for the end
             return
         with path.open("ab", buffering=0) as file:
@@ -156,7 +156,7 @@ def check_file(path: Path, option: str, *, sources: Iterable[str | Path | None] 
         if not there:
             path.unlink()
     except OSError as error:
-        raise InputError(explain(f"{option} cannot be written", got=f"{str(path)!r}: {error.strerror}")) from error
+        raise InputError(f"{option} cannot be written", got=f"{str(path)!r}: {error.strerror}") from error
 
 
 def check_files(files: Mapping[str, Path | None], *, sources: Iterable[str | Path | None] = ()) -> None:
@@ -166,9 +166,7 @@ def check_files(files: Mapping[str, Path | None], *, sources: Iterable[str | Pat
         if file is not None:
             check_file(file, option, sources=sources)
             if (other := named.setdefault(file.resolve(), option)) != option and not _takes_all(file):
-                raise InputError(
-                    explain(f"{other} and {option} name one file", got=str(file), allowed="a file for each")
-                )
+                raise InputError(f"{other} and {option} name one file", got=str(file), allowed="a file for each")
 
 
 def _takes_all(file: Path) -> bool:
@@ -181,10 +179,8 @@ def check_folder(path: Path, option: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise InputError(
-            explain(f"{option} names a file", got=str(path), allowed="a folder, made if absent")
-        ) from error
+        raise InputError(f"{option} names a file", got=str(path), allowed="a folder, made if absent") from error
     except OSError as error:
         got = f"{str(path)!r}: {error.strerror}"
-        raise InputError(explain(f"{option} cannot be made", got=got, allowed="a folder, made if absent")) from error
+        raise InputError(f"{option} cannot be made", got=got, allowed="a folder, made if absent") from error
     check_file(path / ".writable", option)

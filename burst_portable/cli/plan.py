@@ -12,7 +12,7 @@ from burst_portable.cli.options import INNER, LAYOUT, LENGTH, METAVAR, MOVES, ST
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, check, checked_ranks, plan_facts
 from burst_portable.config import from_environment
-from burst_portable.errors import InputError, explain, unknown_name
+from burst_portable.errors import InputError, unknown_name
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.rates import Rates, read_rates
 from burst_portable.strategies.base import WITH_NODES
@@ -97,7 +97,7 @@ def plan(
     rates = _rates(rates_file, tflops, gbps, ranks, dtype, head_dim)
     if outer_gbps is not None and not (inner or rates.node):
         raise InputError(
-            explain("--outer-gbps is between nodes, and there is one", next_step="name --inner, the ranks per node")
+            "--outer-gbps is between nodes, and there is one", next_step="name --inner, the ranks per node"
         )
     rates = rates.with_nodes(inner or 0, outer_gbps)
     with _waiting("planning"):
@@ -115,7 +115,7 @@ def plan(
             itemsize=DTYPES[dtype],
         )
         if not 0 <= rank < ranks:
-            raise InputError(explain("no such rank", got=rank, allowed=f"0 to {ranks - 1}"))
+            raise InputError("no such rank", got=rank, allowed=f"0 to {ranks - 1}")
         facts = plan_facts(made, rates, rank)
     guessed = rates_file is None and gbps is None
     facts["notes"] = [_one_link(ranks)] if guessed and not rates.node and ranks > _RANKS_A_NODE else []
@@ -140,7 +140,7 @@ def _rates(file: str | None, tflops: float | None, gbps: float | None, ranks: in
         return Rates(tflops=400.0 if tflops is None else tflops, gbps=100.0 if gbps is None else gbps)
     for name, number in (("--tflops", tflops), ("--gbps", gbps)):
         if number is not None:
-            raise InputError(explain(f"--rates and {name} exclude each other", got=f"{file} and {number:g}"))
+            raise InputError(f"--rates and {name} exclude each other", got=f"{file} and {number:g}")
     return read_rates(file).rates_for(ranks, dtype=dtype, head_dim=head_dim)
 
 
@@ -154,7 +154,7 @@ def _positive(**numbers: float | None) -> None:
     for name, number in numbers.items():
         # Written so that nan is refused as well.
         if number is not None and not 0 < number < float("inf"):
-            raise InputError(explain(f"--{name} is out of range", got=number, allowed="above 0, and finite"))
+            raise InputError(f"--{name} is out of range", got=number, allowed="above 0, and finite")
 
 
 def _waiting(label: str) -> AbstractContextManager[object]:

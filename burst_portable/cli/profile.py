@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from burst_portable.cli.output import PRINT_JSON_HELP, JsonOption, check_files, console, table, writing
-from burst_portable.errors import InputError, explain
+from burst_portable.errors import InputError
 from burst_portable.utils.files import write_text
 
 COMPARE_SCHEMA = "burst_portable.compare/1"
@@ -37,7 +37,7 @@ def profile(
 
     to_stdout = str(markdown) == "-"
     if to_stdout and as_json:
-        raise InputError(explain("--json and --markdown - both want standard output", next_step="name a file for one"))
+        raise InputError("--json and --markdown - both want standard output", next_step="name a file for one")
     check_files({"--html": html, "--chrome": chrome, "--markdown": None if to_stdout else markdown}, sources=(report,))
     read = Report.load(report)
     if html is not None:

@@ -28,7 +28,6 @@ from burst_portable.errors import (
     DeadlineError,
     MismatchError,
     PeerLostError,
-    explain,
 )
 
 _FACTS_SIZE = 4096
@@ -146,7 +145,7 @@ def _ask(
     follows = {"strategy"} if any(f"{fact}: " in got for fact in _GIVEN) else set()
     if hint := next((hint for fact, hint in _HINTS.items() if fact not in follows and f"{fact}: " in got), None):
         step = f"{hint}; else, {step}"
-    raise MismatchError(explain(f"rank {transport.rank}: the ranks do not make the same call", got=got, next_step=step))
+    raise MismatchError(f"rank {transport.rank}: the ranks do not make the same call", got=got, next_step=step)
 
 
 def _remember(transport: Transport, digest: bytes) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from burst_portable.errors import CommunicationError, explain
+from burst_portable.errors import CommunicationError
 
 
 class Handle(Protocol):
@@ -174,12 +174,9 @@ class Transport(ABC):
         """
         if last := self.unended():
             raise CommunicationError(
-                explain(
-                    f"rank {self.rank}: the last {last} has not ended; its messages would be taken for those of this "
-                    "call",
-                    next_step="after an error in a pass or an exchange, end the process group; one mesh serves one "
-                    "thread at a time",
-                )
+                f"rank {self.rank}: the last {last} has not ended; its messages would be taken for those of this call",
+                next_step="after an error in a pass or an exchange, end the process group; one mesh serves one "
+                "thread at a time",
             )
 
     def unended(self) -> str:

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_portable.errors import LATE, DeadlineError, explain
+from burst_portable.errors import LATE, DeadlineError
 from burst_portable.utils.text import rank_names
 from burst_portable.utils.threads import Background
 
@@ -198,11 +198,9 @@ class HopWatch:
 
     def _fail(self, what: str) -> None:
         self.failed = DeadlineError(
-            explain(
-                f"{what} took too long",
-                got=f"nothing in {self._deadline:g} s",
-                next_step=LATE,
-            )
+            f"{what} took too long",
+            got=f"nothing in {self._deadline:g} s",
+            next_step=LATE,
         )
         print(f"burst_portable: {self.failed}", file=sys.stderr, flush=True)
         self._settle([buffer for hop in tuple(self._hops) for buffer in hop.incoming])

@@ -26,7 +26,6 @@ from burst_portable.errors import (
     InputError,
     MismatchError,
     PeerLostError,
-    explain,
 )
 from burst_portable.utils.text import rank_names
 
@@ -102,17 +101,13 @@ class Fabric:
             gone = self.returned and self.returned.intersection(missing())
             if gone and not event.is_set():  # whatever it did, it did before it returned
                 raise PeerLostError(
-                    explain(
-                        f"{where}: {rank_names(sorted(gone))} returned without this call",
-                        next_step=SAME_CALLS,
-                    )
+                    f"{where}: {rank_names(sorted(gone))} returned without this call",
+                    next_step=SAME_CALLS,
                 )
             if time.monotonic() >= deadline:
                 raise DeadlineError(
-                    explain(
-                        f"{where}: nothing came from {rank_names(missing())} in {seconds:g} s",
-                        next_step=LATE,
-                    )
+                    f"{where}: nothing came from {rank_names(missing())} in {seconds:g} s",
+                    next_step=LATE,
                 )
 
     def fail(self, rank: int) -> None:
@@ -134,11 +129,9 @@ class _End:
         self._fabric.wait(self._transfer.done, self._where, lambda: [self._peer], self._fabric.deadline)
         if self._transfer.mismatch:
             raise MismatchError(
-                explain(
-                    f"{self._where}: the message has another size on the other rank",
-                    got=self._transfer.mismatch,
-                    next_step="all ranks must make the same call",
-                )
+                f"{self._where}: the message has another size on the other rank",
+                got=self._transfer.mismatch,
+                next_step="all ranks must make the same call",
             )
 
 
@@ -180,7 +173,7 @@ def run_threads(ranks: int, work: Callable[[LocalTransport], T], *, deadline: fl
     Raises what the first failing rank raised; a communication error only if there is no other.
     """
     if ranks < 1:
-        raise InputError(explain("too few local ranks", got=ranks, allowed="at least 1"))
+        raise InputError("too few local ranks", got=ranks, allowed="at least 1")
     fabric = Fabric(ranks, deadline)
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.comm.base import Exchange, Handle, Message, Part, Parts, Strip, Strips, Transport
-from burst_portable.errors import UnsupportedError, explain
+from burst_portable.errors import UnsupportedError
 
 MESSAGES = 64
 """The most from one rank to another in one pass."""
@@ -322,12 +322,10 @@ class PeerCopyTransport(Transport):
 
     def _no_room(self, got: str, allowed: str) -> UnsupportedError:
         return UnsupportedError(
-            explain(
-                f"peer copies: rank {self.rank} has no room for another message in this pass",
-                got=got,
-                allowed=allowed,
-                next_step="tell `begin` how many bytes come, or take another transport",
-            )
+            f"peer copies: rank {self.rank} has no room for another message in this pass",
+            got=got,
+            allowed=allowed,
+            next_step="tell `begin` how many bytes come, or take another transport",
         )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.faults import HopWatch, compare_accounts
-from burst_portable.errors import LATE, CommunicationError, DeadlineError, PeerLostError, explain, first_line
+from burst_portable.errors import LATE, CommunicationError, DeadlineError, PeerLostError, first_line
 
 
 def board_of(group: dist.ProcessGroup) -> Board:
@@ -64,14 +64,12 @@ class Board:
         try:
             silent = [rank for rank in range(self._size) if not self._store.check([f"{turn}/{rank}"])]
         except RuntimeError:
-            return PeerLostError(explain(f"{what} failed", got=told, next_step="look at the output of rank 0"))
+            return PeerLostError(f"{what} failed", got=told, next_step="look at the output of rank 0")
         who = ", ".join(map(str, silent)) or "the store"
         return DeadlineError(
-            explain(
-                f"{what}: rank {who} said nothing in {deadline:g} s",
-                got=told,
-                next_step=LATE,
-            )
+            f"{what}: rank {who} said nothing in {deadline:g} s",
+            got=told,
+            next_step=LATE,
         )
 
 
@@ -102,7 +100,7 @@ def named_error(error: RuntimeError, what: str, group: dist.ProcessGroup) -> Com
     kind, verb = (DeadlineError, "took too long") if late else (PeerLostError, "failed")
     advice = LATE if late else "look at the output of that rank"
     others = compare_accounts(group, f"{what} {verb}")
-    return kind(explain(f"{what} {verb}", got=told, next_step="; ".join(filter(None, (others, advice)))))
+    return kind(f"{what} {verb}", got=told, next_step="; ".join(filter(None, (others, advice))))
 
 
 def _capturing(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from burst_portable.errors import InputError, LayoutError, explain, unknown_name
+from burst_portable.errors import InputError, LayoutError, unknown_name
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import UNBOUNDED, Mask, Region
@@ -144,7 +144,7 @@ class Case:
             given[name] = _READERS[name](value)
         case = cls(**given)
         if not case.possible():
-            raise InputError(explain("these choices do not go together", got=text))
+            raise InputError("these choices do not go together", got=text)
         return case
 
     @property
@@ -191,7 +191,7 @@ def _spelt(text: str) -> tuple[int, int, int, int]:
     parts = text.split("x")
     if len(parts) != 4 or not all(p.isdecimal() and int(p) for p in parts) or int(parts[0]) % int(parts[1]):
         allowed = f"{', '.join(HEADS)}, or HEADSxKV_HEADSxSIZExVALUE_SIZE such as 4x2x80x64"
-        raise InputError(explain("these are not heads", got=repr(text), allowed=allowed))
+        raise InputError("these are not heads", got=repr(text), allowed=allowed)
     heads, kv_heads, size, value_size = map(int, parts)
     return heads, kv_heads, size, value_size
 
@@ -211,7 +211,7 @@ def _named(kind: str, names: Iterable[str]) -> Callable[[str], object]:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 1 << 20:
-        raise InputError(explain("this is not a count", got=repr(text), allowed="1 to 1048576"))
+        raise InputError("this is not a count", got=repr(text), allowed="1 to 1048576")
     return int(text)
 
 
@@ -221,7 +221,7 @@ def _softcap(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise InputError(explain("this is not a softcap", got=repr(text), allowed="a number above 0"))
+        raise InputError("this is not a softcap", got=repr(text), allowed="a number above 0")
     return value
 
 
@@ -231,7 +231,7 @@ def _scale(text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise InputError(explain("this is not a scale", got=repr(text), allowed="a finite number, such as 0.05"))
+        raise InputError("this is not a scale", got=repr(text), allowed="a finite number, such as 0.05")
     return value
 
 

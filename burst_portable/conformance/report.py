@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from xml.etree import ElementTree
 
-from burst_portable.errors import InputError, explain, in_a_line
+from burst_portable.errors import InputError, in_a_line
 from burst_portable.utils.files import parse_json
 
 SCHEMA = "burst_portable.conformance/1"
@@ -119,7 +119,7 @@ class Report:
         facts = parse_json(text, "this", "a report")
         if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
             got = repr(facts.get("schema"))[:80] if isinstance(facts, dict) else type(facts).__name__
-            raise InputError(explain("this is not a report of this version", got=got, allowed=SCHEMA))
+            raise InputError("this is not a report of this version", got=got, allowed=SCHEMA)
         try:
             for derived in ("schema", "ok", "counts"):
                 facts.pop(derived)
@@ -127,7 +127,7 @@ class Report:
             only, kernels = (tuple(facts.pop(name)) for name in ("only", "kernels"))
             return cls(**facts, only=only, kernels=kernels, results=results)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise InputError(explain("this is not a report that this library wrote", got=in_a_line(error))) from error
+            raise InputError("this is not a report that this library wrote", got=in_a_line(error)) from error
 
     def junit(self) -> str:
         """JUnit XML, a test case per trial, a suite per group."""

@@ -26,7 +26,7 @@ from burst_portable.conformance.processes import carried, deaf_to_interrupts, un
 from burst_portable.conformance.report import TIERS, Report, Result
 from burst_portable.conformance.running import examining, kernel_problem
 from burst_portable.conformance.trial import EFFORTS, Outcome, Subject, Trial, Wrap, as_it_is, raised
-from burst_portable.errors import BackendUnavailableError, InputError, explain, unknown_name
+from burst_portable.errors import BackendUnavailableError, InputError, unknown_name
 
 _SIMPLER: dict[str, tuple[object, ...]] = {
     "strategy": ("ring", "burst", "ulysses"),
@@ -112,11 +112,9 @@ def trial_of(subject: Subject, text: str) -> Trial:
     is_case = "=" in spec or spec == "default"
     if group == "kernels" and subject.kernel != "auto" and name.partition(":")[0] in set(kernels) - {subject.kernel}:
         raise InputError(
-            explain(
-                "the trial is of another kernel than the one to examine",
-                got=f"{text}, and kernel {subject.kernel!r}",
-                next_step="leave one of them out",
-            )
+            "the trial is of another kernel than the one to examine",
+            got=f"{text}, and kernel {subject.kernel!r}",
+            next_step="leave one of them out",
         )
     if check.of_case is not None and is_case and (head in kernels if group == "kernels" else not colon):
         return check.of_case(subject, Case.parse(spec), head)
@@ -402,9 +400,9 @@ def _made(
 
 def _check_arguments(subject: Subject, tier: str | None, processes: int) -> None:
     if isinstance(processes, bool) or not isinstance(processes, int) or not 1 <= processes <= 256:
-        raise InputError(explain("processes must be a number of them", got=processes, allowed="1 to 256"))
+        raise InputError("processes must be a number of them", got=processes, allowed="1 to 256")
     if isinstance(subject.ranks, bool) or not isinstance(subject.ranks, int) or not 1 <= subject.ranks <= 64:
-        raise InputError(explain("ranks must be a number of threads", got=subject.ranks, allowed="1 to 64"))
+        raise InputError("ranks must be a number of threads", got=subject.ranks, allowed="1 to 64")
     if subject.effort not in EFFORTS:
         raise unknown_name("effort", subject.effort, EFFORTS)
     if tier is not None and tier not in TIERS:
@@ -419,9 +417,7 @@ def _able(backend: Backend) -> dict[str, object]:
     probe = probed(backend)
     if not probe.ok:
         raise BackendUnavailableError(
-            explain(
-                f"the backend {backend.name!r} cannot run here", got=probe.reason, next_step="burst-portable doctor"
-            )
+            f"the backend {backend.name!r} cannot run here", got=probe.reason, next_step="burst-portable doctor"
         )
     kind = backend.capabilities.device_type
     try:
@@ -429,7 +425,7 @@ def _able(backend: Backend) -> dict[str, object]:
     except RuntimeError as error:
         what = f"the probe of the backend {backend.name!r} says that it can run here, and torch knows no such device"
         raise BackendUnavailableError(
-            explain(what, got=repr(kind), next_step="the vendor's package must have registered it by then")
+            what, got=repr(kind), next_step="the vendor's package must have registered it by then"
         ) from error
     if (told := probe.facts.get("tier", "device")) not in TIERS:
         raise unknown_name(f"tier of evidence in the probe of the backend {backend.name!r}", told, TIERS)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from burst_portable import numerics
-from burst_portable.errors import BackendUnavailableError, explain, in_a_line
+from burst_portable.errors import BackendUnavailableError, format_error, in_a_line
 from burst_portable.numerics import State, accumulation_dtype
 from burst_portable.planning.tiles import Tiles
 
@@ -370,19 +370,21 @@ class LazyKernel:
         """Raises `BackendUnavailableError` for a broken package: it is installed, so somebody counts on it."""
         if self._kernel is None:
             if find_spec(self._needs) is None:
-                return Support(False, explain(f"the package {self._needs} is not installed", next_step=self._install))
+                return Support(
+                    False, format_error(f"the package {self._needs} is not installed", next_step=self._install)
+                )
             try:
                 found = str(getattr(import_module(self._needs), "__version__", ""))
                 if self._at_least and tuple(map(int, re.findall(r"\d+", found)[:3])) < self._at_least:
                     allowed = f"{'.'.join(map(str, self._at_least))} or later"
                     what = f"the package {self._needs} is too old"
-                    return Support(False, explain(what, got=found, allowed=allowed, next_step=self._install))
+                    return Support(False, format_error(what, got=found, allowed=allowed, next_step=self._install))
                 self._real()
             # A vendor's package may raise anything on import; the user must hear which package it was.
             except Exception as error:
                 what = f"the package {self._needs} is broken: it fails to import"
                 next_step = "reinstall or remove it, or name another kernel"
-                raise BackendUnavailableError(explain(what, got=in_a_line(error), next_step=next_step)) from error
+                raise BackendUnavailableError(what, got=in_a_line(error), next_step=next_step) from error
         return self._real().supports(problem)
 
     def attend(

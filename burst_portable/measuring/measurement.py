@@ -15,7 +15,7 @@ import torch
 from burst_portable.backends.base import Backend, Rates
 from burst_portable.backends.registry import choose_kernel, rates_of
 from burst_portable.comm.base import Transport
-from burst_portable.errors import DeviceError, explain
+from burst_portable.errors import DeviceError
 from burst_portable.kernels.base import Kernel, KernelProblem, traits
 from burst_portable.measuring.timing import (
     CALLS,
@@ -104,11 +104,9 @@ def measure(
             return _Measurement(mesh, device, backend, chosen, problem, shape.length, told).facts()
     except torch.OutOfMemoryError as error:
         raise DeviceError(
-            explain(
-                "what is measured does not fit the device's memory",
-                got=str(error).split(".")[0],
-                next_step="take fewer heads or tokens",
-            )
+            "what is measured does not fit the device's memory",
+            got=str(error).split(".")[0],
+            next_step="take fewer heads or tokens",
         ) from error
 
 

@@ -9,7 +9,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from burst_portable.errors import InputError, explain, shown
+from burst_portable.errors import InputError, shown
 from burst_portable.planning.plans import PassName
 from burst_portable.utils.files import read_json
 
@@ -205,12 +205,12 @@ def read_rates(file: str | Path) -> MeasuredRates:
     machine has: not finite, not positive, or in curves that are not sorted by size.
     """
     if not str(file):
-        raise InputError(explain("no file of rates is named", got="an empty name", next_step=NEXT_STEP))
+        raise InputError("no file of rates is named", got="an empty name", next_step=NEXT_STEP)
     data = read_json(Path(file), "a file of rates", _LARGEST_FILE, next_step=NEXT_STEP)
     found = data.get("schema") if isinstance(data, dict) else None
     if found != SCHEMA:
         raise InputError(
-            explain(f"{file} is not a file of rates", got=f"schema {shown(found)}", allowed=SCHEMA, next_step=NEXT_STEP)
+            f"{file} is not a file of rates", got=f"schema {shown(found)}", allowed=SCHEMA, next_step=NEXT_STEP
         )
     given = data.get("rates")
     if not isinstance(given, dict):
@@ -244,7 +244,7 @@ def as_json(rates: Rates) -> dict[str, Any]:
 
 def _wrong(file: str | Path, name: str, got: object, allowed: str) -> InputError:
     got = got if isinstance(got, str) else shown(got)
-    return InputError(explain(f"{file}: {name} cannot be used", got=got, allowed=allowed, next_step=NEXT_STEP))
+    return InputError(f"{file}: {name} cannot be used", got=got, allowed=allowed, next_step=NEXT_STEP)
 
 
 def _name(file: str | Path, data: Mapping[str, Any], name: str) -> str:

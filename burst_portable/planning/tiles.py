@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from burst_portable.errors import LayoutError, ShapeError, explain, shown
+from burst_portable.errors import LayoutError, ShapeError, shown
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask, Region, band_area, first_overlap
 from burst_portable.utils.values import as_int
@@ -297,17 +297,17 @@ def checked_tiles(tiles: Iterable[Tile], rows: int, columns: int) -> Tiles:
     for tile in listed:
         numbers = [as_int(getattr(tile, name)) for name in Tile.__slots__] if isinstance(tile, Tile) else [None]
         if None in numbers:
-            raise ShapeError(explain("this is not a tile", got=shown(tile), allowed=allowed))
+            raise ShapeError("this is not a tile", got=shown(tile), allowed=allowed)
         t = Tile(*(n for n in numbers if n is not None))
         if not (0 <= t.q_start < t.q_stop <= rows and 0 <= t.k_start < t.k_stop <= columns and t.lo <= t.hi):
-            raise ShapeError(explain("a tile is empty or reaches past its block", got=t, allowed=allowed))
+            raise ShapeError("a tile is empty or reaches past its block", got=t, allowed=allowed)
         if seen := banded_box(t.q_start, t.q_stop, t.k_start, t.k_stop, t.lo, t.hi):
             made.append(seen)
     boxes = [Region(t.q_start, t.q_stop, t.k_start, t.k_stop, t.lo, t.hi) for t in made]
     if pair := first_overlap(sorted(boxes, key=lambda r: r.q_start)):
         got = f"{pair[0]} and {pair[1]}"
         next_step = "end one where the other begins"
-        raise ShapeError(explain("two tiles overlap, so their pairs would count twice", got=got, next_step=next_step))
+        raise ShapeError("two tiles overlap, so their pairs would count twice", got=got, next_step=next_step)
     return Tiles(made)
 
 
@@ -415,11 +415,9 @@ def _box(rows: _Rows, k: Segment, k_offset: int) -> Box | None:
     step = q.step
     if step != k.step:
         raise LayoutError(
-            explain(
-                "queries and keys are laid out with different steps",
-                got=f"{q.step} and {k.step}",
-                next_step="use layouts with the same step for both",
-            )
+            "queries and keys are laid out with different steps",
+            got=f"{q.step} and {k.step}",
+            next_step="use layouts with the same step for both",
         )
     k_first, k_past = k.within(region.k_start, region.k_stop)
     # Global q - k of row i and column j is base + step * (i - j): the band, divided by the step.

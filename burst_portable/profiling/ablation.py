@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from burst_portable.backends.registry import for_device
 from burst_portable.comm.agreement import agree_on_call
 from burst_portable.comm.base import Exchange, Handle, Message, Parts, Strips, Transport, WrappedTransport
-from burst_portable.errors import InputError, explain, shown
+from burst_portable.errors import InputError, shown
 from burst_portable.kernels.base import Gradients, Options
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import State, empty_state
@@ -122,11 +122,11 @@ def _checked(step: object, model: object, repeat: object) -> int:
     """The number of repetitions; raises `InputError` for anything that cannot be run."""
     times = as_int(repeat)
     if times is None or times < 1:
-        raise InputError(explain("repeat must be a number of times", got=shown(repeat), allowed="an int >= 1"))
+        raise InputError("repeat must be a number of times", got=shown(repeat), allowed="an int >= 1")
     if not callable(step):
-        raise InputError(explain("a step is a function that takes nothing", got=shown(step)))
+        raise InputError("a step is a function that takes nothing", got=shown(step))
     if model is not None and not isinstance(model, nn.Module):
-        raise InputError(explain("model is not a torch.nn.Module", got=shown(model)))
+        raise InputError("model is not a torch.nn.Module", got=shown(model))
     return times
 
 
@@ -136,7 +136,7 @@ def _device_of(model: nn.Module | None) -> str:
     found = torch.accelerator.current_accelerator(check_available=True) if parameter is None else None
     if found is not None:
         advice = f"pass device={found.type!r} or 'cpu', or the model"
-        raise InputError(explain("nothing says where the step's tensors are", next_step=advice))
+        raise InputError("nothing says where the step's tensors are", next_step=advice)
     return "cpu" if parameter is None else parameter.device.type
 
 

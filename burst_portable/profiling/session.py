@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from burst_portable.errors import InputError, explain, shown
+from burst_portable.errors import InputError, shown
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.plans import Plan
 from burst_portable.profiling.recorder import Recorder, RecordingRuntime
@@ -87,10 +87,8 @@ class Session:
             raise InputError("this profiling session is not open")
         if installed.get() != self._wrap:
             raise InputError(
-                explain(
-                    "this profiling session is not the one that was opened last in this thread",
-                    next_step="close those first that were opened after it, in the thread that opened them",
-                )
+                "this profiling session is not the one that was opened last in this thread",
+                next_step="close those first that were opened after it, in the thread that opened them",
             )
         installed.reset(self._token)
         self._token = self._outer = None
@@ -130,20 +128,16 @@ class Session:
             if meshes and found.members not in meshes:
                 recorded = "; of ".join(map(rank_names, sorted(meshes)))
                 raise InputError(
-                    explain(
-                        "no call of this mesh was recorded",
-                        got=f"mesh= of {rank_names(found.members)}, calls of {recorded}",
-                        next_step="pass as mesh= the one that attention is called with",
-                    )
+                    "no call of this mesh was recorded",
+                    got=f"mesh= of {rank_names(found.members)}, calls of {recorded}",
+                    next_step="pass as mesh= the one that attention is called with",
                 )
             return found
         if len(meshes) > 1:
             raise InputError(
-                explain(
-                    "calls of several meshes were recorded",
-                    got="; ".join(map(rank_names, sorted(meshes))),
-                    next_step="pass mesh= to profile() or report(): the one whose calls are to be brought together",
-                )
+                "calls of several meshes were recorded",
+                got="; ".join(map(rank_names, sorted(meshes))),
+                next_step="pass mesh= to profile() or report(): the one whose calls are to be brought together",
             )
         return next(iter(meshes.values()), None)
 
@@ -199,7 +193,7 @@ class Session:
             return mine
         if len({one.rank for one in self._recorders}) < len(self._recorders):  # the tracer's names have no mesh
             raise InputError(
-                explain("a deep session cannot tell calls of several meshes apart", next_step="call those of one alone")
+                "a deep session cannot tell calls of several meshes apart", next_step="call those of one alone"
             )
         traced = self._tracer.joined()
         return [replace(one, traced=traced.get(one.rank)) for one in mine]
@@ -214,7 +208,7 @@ class Session:
         Raises `InputError` where the level is not "deep", or the session is still open.
         """
         if self._tracer is None:
-            raise InputError(explain("this session has no tracer", got=f"level {self.level!r}", allowed="level 'deep'"))
+            raise InputError("this session has no tracer", got=f"level {self.level!r}", allowed="level 'deep'")
         self._tracer.write(Path(path))
 
     def gather(self, mesh: MeshLike = None) -> list[RankRecords] | None:
@@ -232,10 +226,8 @@ class Session:
         mesh = known or as_mesh(None)
         if known is None and mesh.size > 1:
             raise InputError(
-                explain(
-                    "nothing was recorded here, so nothing says which ranks belong together",
-                    next_step="call attention inside `with burst_portable.profile(...)`, or pass mesh= to profile()",
-                )
+                "nothing was recorded here, so nothing says which ranks belong together",
+                next_step="call attention inside `with burst_portable.profile(...)`, or pass mesh= to profile()",
             )
         mine = self._read([who for who in sorted(self._recorders) if who.members == mesh.members])
         if mesh.size == 1 or len(mine) > 1:
@@ -274,7 +266,7 @@ def profile(level: Literal["session", "light", "deep"] = "session", *, mesh: Mes
     Raises `InputError` for another level.
     """
     if not isinstance(level, str) or level not in LEVELS:
-        raise InputError(explain("unknown level of profiling", got=shown(level), allowed=", ".join(LEVELS)))
+        raise InputError("unknown level of profiling", got=shown(level), allowed=", ".join(LEVELS))
     return Session(level, mesh)
 
 
@@ -302,11 +294,9 @@ def _same_calls(ranks: list[RankRecords]) -> list[RankRecords]:
     if len(set(steps.values())) > 1:
         counts = ", ".join(f"{steps[rank]} on rank {rank}" for rank in sorted(steps)[:_NAMED])
         raise InputError(
-            explain(
-                "ranks have recorded different training steps",
-                got=f"{counts}{', ...' if len(steps) > _NAMED else ''}",
-                next_step="open the session on every rank of the mesh before its first call, and mark() on every rank",
-            )
+            "ranks have recorded different training steps",
+            got=f"{counts}{', ...' if len(steps) > _NAMED else ''}",
+            next_step="open the session on every rank of the mesh before its first call, and mark() on every rank",
         )
     return ranks
 

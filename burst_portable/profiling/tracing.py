@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from burst_portable.backends import base as backends
 from burst_portable.backends.registry import as_kineto, for_device, tracer_of
-from burst_portable.errors import InputError, UnsupportedError, explain, in_a_line
+from burst_portable.errors import InputError, UnsupportedError, in_a_line
 from burst_portable.profiling.analysis.intervals import Timeline, contention, union
 from burst_portable.profiling.records import Place, Table, Traced
 from burst_portable.utils.files import parse_json, read_json
@@ -55,13 +55,11 @@ def read_trace(path: str | Path) -> dict[str, Any]:
                 spans[kind].append((event.start, event.end))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = f"{path} is not a trace of torch.profiler: an event cannot be read"
-        raise InputError(explain(what, got=in_a_line(error))) from error
+        raise InputError(what, got=in_a_line(error)) from error
     if not spans:
         raise InputError(
-            explain(
-                f"{path} holds nothing that ran on a device",
-                next_step="record with ProfilerActivity.CUDA; on CPUs the library's own profile() is the source",
-            )
+            f"{path} holds nothing that ran on a device",
+            next_step="record with ProfilerActivity.CUDA; on CPUs the library's own profile() is the source",
         )
     compute, comm, copy, waits = (
         np.array(spans[kind], dtype=np.int64).reshape(-1, 2) for kind in ("compute", "comm", "copy", "wait")
@@ -124,11 +122,11 @@ def _checked(data: Any, path: str) -> dict[str, Any]:
     if isinstance(data, list):
         data = {"traceEvents": data}
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
-        raise InputError(explain(f"{path} is not a trace", got="JSON without a list of traceEvents", next_step=_ADVICE))
+        raise InputError(f"{path} is not a trace", got="JSON without a list of traceEvents", next_step=_ADVICE)
     try:
         return {**data, "traceEvents": as_kineto(data["traceEvents"])}
     except (AttributeError, TypeError) as error:
-        raise InputError(explain(f"{path} is not a trace: an event cannot be read", got=str(error)[:200])) from error
+        raise InputError(f"{path} is not a trace: an event cannot be read", got=str(error)[:200]) from error
 
 
 def _nanoseconds(microseconds: Any) -> int:
@@ -158,10 +156,8 @@ class TorchTracer:
     def start(self) -> None:
         if torch.autograd.profiler._is_profiler_enabled:
             raise UnsupportedError(
-                explain(
-                    "a tracer runs in this process already",
-                    next_step="open one deep session per process: around run_local, not inside of it",
-                )
+                "a tracer runs in this process already",
+                next_step="open one deep session per process: around run_local, not inside of it",
             )
         self._profiler.start()
 
@@ -213,7 +209,7 @@ class Tracer:
         try:
             path.write_bytes(self._bytes())
         except OSError as error:
-            raise InputError(explain("the trace cannot be written", got=str(error))) from error
+            raise InputError("the trace cannot be written", got=str(error)) from error
 
     def joined(self) -> dict[int, Traced]:
         """What ran for each rank of this process, under the plan's names. Raises as `write`."""

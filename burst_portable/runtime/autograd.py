@@ -12,7 +12,7 @@ from torch import Tensor
 
 from burst_portable import numerics
 from burst_portable.comm.agreement import Statement, agree, tell_refusal
-from burst_portable.errors import UnsupportedError, explain
+from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import Gradients, Options, arrived, as_kernels_take
 from burst_portable.mesh import Mesh
 from burst_portable.numerics import as_dtype
@@ -129,11 +129,9 @@ def _refuse_twice(call: Call) -> NoReturn:
     inputs only, second derivatives that pass through attention would silently be left out.
     """
     refusal = UnsupportedError(
-        explain(
-            "attention is differentiable once",
-            got="a backward pass with create_graph=True",
-            next_step="leave create_graph out, or use torch's own attention for second derivatives",
-        )
+        "attention is differentiable once",
+        got="a backward pass with create_graph=True",
+        next_step="leave create_graph out, or use torch's own attention for second derivatives",
     )
     if call.runtime.transport.size > 1:
         tell_refusal(call.runtime.transport, refusal)

@@ -32,7 +32,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
-from burst_portable.errors import BurstError, UnsupportedError, explain
+from burst_portable.errors import BurstError, UnsupportedError
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh, position_ids
 from burst_portable.numerics import accumulation_dtype
@@ -194,11 +194,9 @@ def named(given: Given) -> str:
 def given_as(name: str) -> Given:
     if name not in _given:
         raise UnsupportedError(
-            explain(
-                "a graph calls attention as nobody did in this process",
-                got=name,
-                next_step="let the process that runs a graph compile it",
-            )
+            "a graph calls attention as nobody did in this process",
+            got=name,
+            next_step="let the process that runs a graph compile it",
         )
     return _given[name]
 
@@ -278,11 +276,9 @@ def attend_backward(
     number = int(ticket[0])
     if number not in _kept:
         raise UnsupportedError(
-            explain(
-                "what a forward pass kept for its backward pass is gone",
-                got=f"ticket {number}",
-                next_step="let hooks on saved tensors give back the tensors that they were given, not copies",
-            )
+            "what a forward pass kept for its backward pass is gone",
+            got=f"ticket {number}",
+            next_step="let hooks on saved tensors give back the tensors that they were given, not copies",
         )
     call, forward_pass, saved = _kept[number]
     gradients = run_backward(call, forward_pass, (*(saved or kept), sinks), dout)

@@ -13,7 +13,7 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel, rates_of
 from burst_portable.comm.agreement import Named, Statement, named, statement
 from burst_portable.comm.base import Transport
-from burst_portable.errors import InputError, explain, shown
+from burst_portable.errors import InputError, shown
 from burst_portable.kernels.base import (
     Kernel,
     KernelProblem,
@@ -90,9 +90,7 @@ def requested(
     if softcap is not None:
         softcap = as_number("softcap", softcap)
     if not isinstance(kernel, str):
-        raise InputError(
-            explain("kernel must be a name", got=shown(kernel), allowed="'auto', or a kernel of the backend")
-        )
+        raise InputError("kernel must be a name", got=shown(kernel), allowed="'auto', or a kernel of the backend")
     return Request(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)
 
 
@@ -102,7 +100,7 @@ def _checked_deterministic(given: bool | None) -> bool:
         return torch.are_deterministic_algorithms_enabled()
     if not isinstance(given, bool):
         allowed = "True, False, or None to do as torch does"
-        raise InputError(explain("deterministic must be a bool or None", got=shown(given), allowed=allowed))
+        raise InputError("deterministic must be a bool or None", got=shown(given), allowed=allowed)
     return given
 
 
@@ -270,7 +268,7 @@ def strategy_on(
 ) -> Strategy:
     """The strategy that a user passed; "auto" with the rates of this machine: see `plan_on`."""
     if not isinstance(dtype, torch.dtype):
-        raise InputError(explain("dtype is not one of torch's", got=shown(dtype), allowed="such as torch.bfloat16"))
+        raise InputError("dtype is not one of torch's", got=shown(dtype), allowed="such as torch.bfloat16")
     sizes = size("heads", heads), size("kv_heads", kv_heads), size("head_dim", head_dim)
     device_type = (checked_device(device) or torch.get_default_device()).type
     problem = KernelProblem(
@@ -296,7 +294,7 @@ def called(
     try:
         check_no_transforms(q, k, v, sinks)
         if not isinstance(return_lse, bool):
-            raise InputError(explain("return_lse must be a bool", got=shown(return_lse), allowed="True or False"))
+            raise InputError("return_lse must be a bool", got=shown(return_lse), allowed="True or False")
         request = requested(*arguments)
         q, k, v = as_autocast_would(q, k, v)
         key = return_lse, _key(request, q, k, v, sinks)

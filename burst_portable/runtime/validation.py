@@ -21,7 +21,6 @@ from burst_portable.errors import (
     LayoutError,
     ShapeError,
     UnsupportedError,
-    explain,
     first_line,
     shown,
 )
@@ -45,12 +44,10 @@ def whole_length(layout: object, seq_len: int | None, rows: int, mesh: Mesh) -> 
 def check_rows(layout: Layout, rows: int, mesh: Mesh) -> None:
     if layout.count(mesh.rank) != rows:
         raise LayoutError(
-            explain(
-                f"rank {mesh.rank} holds a different number of rows than the layout {layout.name!r} gives it",
-                got=f"{rows} rows",
-                allowed=f"{layout.count(mesh.rank)} of {layout.length} tokens on {mesh.size} ranks",
-                next_step="cut tensors with shard(), or pass seq_len where ranks hold different lengths",
-            )
+            f"rank {mesh.rank} holds a different number of rows than the layout {layout.name!r} gives it",
+            got=f"{rows} rows",
+            allowed=f"{layout.count(mesh.rank)} of {layout.length} tokens on {mesh.size} ranks",
+            next_step="cut tensors with shard(), or pass seq_len where ranks hold different lengths",
         )
 
 
@@ -61,22 +58,18 @@ def check_no_transforms(*tensors: object) -> None:
     """
     if torch._C._are_functorch_transforms_active():  # what torch's own autograd.Function checks
         raise UnsupportedError(
-            explain(
-                "attention cannot be transformed by torch.func",
-                got="a call from inside vmap, grad, vjp, jvp or jacrev",
-                next_step="put what vmap maps over into the batch, and take gradients with backward()",
-            )
+            "attention cannot be transformed by torch.func",
+            got="a call from inside vmap, grad, vjp, jvp or jacrev",
+            next_step="put what vmap maps over into the batch, and take gradients with backward()",
         )
     if torch._C._is_tracing():  # sizes are tensors then, and messages would not be in the trace
         next_step = "compile the model with torch.compile"
-        raise UnsupportedError(explain("attention cannot be traced", got="torch.jit.trace", next_step=next_step))
+        raise UnsupportedError("attention cannot be traced", got="torch.jit.trace", next_step=next_step)
     if forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and _has_tangent(x) for x in tensors):
         raise UnsupportedError(
-            explain(
-                "attention has no forward-mode derivative",
-                got="a dual tensor of torch.autograd.forward_ad",
-                next_step="take gradients with backward(), or use torch's own attention for tangents",
-            )
+            "attention has no forward-mode derivative",
+            got="a dual tensor of torch.autograd.forward_ad",
+            next_step="take gradients with backward(), or use torch's own attention for tangents",
         )
 
 
@@ -88,11 +81,9 @@ def check_data(mesh: Mesh, *tensors: Tensor) -> None:
     """Refuse to send tensors without data, from FakeTensorMode or torch.export. A mesh of one rank accepts them."""
     if mesh.size > 1 and any(isinstance(x, FakeTensor) for x in tensors):
         raise UnsupportedError(
-            explain(
-                "tensors without data cannot be sent to other ranks",
-                got="a FakeTensor, as FakeTensorMode and torch.export make them",
-                next_step="use Mesh.single() there, with this rank's rows",
-            )
+            "tensors without data cannot be sent to other ranks",
+            got="a FakeTensor, as FakeTensorMode and torch.export make them",
+            next_step="use Mesh.single() there, with this rank's rows",
         )
 
 
@@ -100,13 +91,13 @@ def check_tensor(name: str, x: object) -> None:
     """Refuse what is not a dense tensor of this process."""
     if not isinstance(x, Tensor):
         advice = "pass a tensor; torch.as_tensor makes one of numbers"
-        raise ShapeError(explain(f"{name} is not a tensor", got=shown(x), next_step=advice))
+        raise ShapeError(f"{name} is not a tensor", got=shown(x), next_step=advice)
     if type(x).__name__ == "DTensor":
         raise InputError(f"{name} is a DTensor: pass its local tensor, x.to_local()")
     if x.layout is not torch.strided or x.is_nested:
         next_step = "pass a dense one; sequences of different lengths go into one row, with Mask.documents"
         got = f"{type(x).__name__}, {x.layout}"
-        raise InputError(explain(f"{name} is not a dense tensor", got=got, next_step=next_step))
+        raise InputError(f"{name} is not a dense tensor", got=got, next_step=next_step)
 
 
 def checked_device(device: Any) -> torch.device | None:
@@ -114,9 +105,7 @@ def checked_device(device: Any) -> torch.device | None:
     try:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise InputError(
-            explain("this is not a device", got=shown(device), allowed="such as 'cpu' or 'cuda'")
-        ) from error
+        raise InputError("this is not a device", got=shown(device), allowed="such as 'cpu' or 'cuda'") from error
 
 
 def device_here(device: Any) -> torch.device | None:
@@ -126,7 +115,7 @@ def device_here(device: Any) -> torch.device | None:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:  # an assertion: torch is built for other devices
         got = f"{found}: {first_line(error)}"
-        raise InputError(explain("this device cannot be used", got=got, next_step="name one that is here")) from error
+        raise InputError("this device cannot be used", got=got, next_step="name one that is here") from error
     return found
 
 
@@ -135,39 +124,33 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) ->
         check_tensor(name, x)
         if x.dim() != 4 or 0 in x.shape:
             raise ShapeError(
-                explain(
-                    f"{name} has no usable shape",
-                    got=tuple(x.shape),
-                    allowed="[batch, rows, heads, head size], none 0",
-                    next_step=_PACKED if x.dim() == 3 else None,
-                )
+                f"{name} has no usable shape",
+                got=tuple(x.shape),
+                allowed="[batch, rows, heads, head size], none 0",
+                next_step=_PACKED if x.dim() == 3 else None,
             )
     if q.dtype != k.dtype or q.dtype != v.dtype:
         raise DtypeError(
-            explain(
-                "q, k and v have different dtypes",
-                got=f"{q.dtype}, {k.dtype}, {v.dtype}",
-                next_step="cast them",
-            )
+            "q, k and v have different dtypes",
+            got=f"{q.dtype}, {k.dtype}, {v.dtype}",
+            next_step="cast them",
         )
     if q.dtype not in _DTYPES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
-        raise DtypeError(explain("no attention in this dtype", got=q.dtype, allowed=allowed))
+        raise DtypeError("no attention in this dtype", got=q.dtype, allowed=allowed)
     if not q.device == k.device == v.device:
         got = f"{q.device}, {k.device}, {v.device}"
-        raise InputError(explain("q, k and v lie on different devices", got=got, next_step="move them to one"))
+        raise InputError("q, k and v lie on different devices", got=got, next_step="move them to one")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or (same_rows and q.shape[1] != k.shape[1]):
         heads_first = q.shape[2] == k.shape[2] and q.shape[1] > k.shape[1] and q.shape[1] % k.shape[1] == 0
         advice = _HEADS_FIRST if heads_first else None
         allowed = "equal batch and rows"
-        raise ShapeError(explain("q, k and v do not go together", got=shapes, allowed=allowed, next_step=advice))
+        raise ShapeError("q, k and v do not go together", got=shapes, allowed=allowed, next_step=advice)
     if q.shape[3] != k.shape[3]:
-        raise ShapeError(
-            explain("q and k have different head sizes", got=shapes, allowed="one for both; v may have another")
-        )
+        raise ShapeError("q and k have different head sizes", got=shapes, allowed="one for both; v may have another")
     if max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
-        raise ShapeError(explain("unsupported head size", got=shapes, allowed=f"1 to {LARGEST_HEAD}"))
+        raise ShapeError("unsupported head size", got=shapes, allowed=f"1 to {LARGEST_HEAD}")
     check_heads(q.shape[2], k.shape[2])
 
 
@@ -185,11 +168,9 @@ def check_kept(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     """Refuse tensors that autograd cannot keep for backward."""
     if made := not_to_be_kept(q, k, v, sinks):
         raise InputError(
-            explain(
-                "autograd cannot keep tensors that were made under torch.inference_mode",
-                got=", ".join(made),
-                next_step="clone them outside of it, or call under torch.no_grad",
-            )
+            "autograd cannot keep tensors that were made under torch.inference_mode",
+            got=", ".join(made),
+            next_step="clone them outside of it, or call under torch.no_grad",
         )
 
 
@@ -197,11 +178,9 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
     check_tensor("sinks", sinks)
     if sinks.shape != (q.shape[2],) or not sinks.is_floating_point() or sinks.device != q.device:
         raise ShapeError(
-            explain(
-                "sinks must be one logit per query head, on q's device",
-                got=f"{tuple(sinks.shape)} {sinks.dtype} on {sinks.device}",
-                allowed=f"({q.shape[2]},) floating on {q.device}",
-            )
+            "sinks must be one logit per query head, on q's device",
+            got=f"{tuple(sinks.shape)} {sinks.dtype} on {sinks.device}",
+            allowed=f"({q.shape[2]},) floating on {q.device}",
         )
 
 
@@ -209,10 +188,10 @@ def as_number(name: str, value: Any) -> float:
     """A float from a number, or from a tensor that holds one. It is read now, since plans are looked up by numbers."""
     if isinstance(value, Tensor) and value.requires_grad:
         next_step = f"pass {name}.item(), or multiply q by it where that means the same"
-        raise InputError(explain(f"{name} is a tensor that requires a gradient, and has none", next_step=next_step))
+        raise InputError(f"{name} is a tensor that requires a gradient, and has none", next_step=next_step)
     number = as_float(value)
     if number is None:
-        raise InputError(explain(f"{name} is not a number", got=shown(value), allowed="a float, or a tensor of one"))
+        raise InputError(f"{name} is not a number", got=shown(value), allowed="a float, or a tensor of one")
     return number
 
 
@@ -221,7 +200,7 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     number = as_number("scale", scale)
     if not math.isfinite(number):
-        raise InputError(explain("scale must be finite", got=scale, next_step="pass None for 1/sqrt(head size)"))
+        raise InputError("scale must be finite", got=scale, next_step="pass None for 1/sqrt(head size)")
     return number
 
 
@@ -230,7 +209,7 @@ def checked_softcap(softcap: float | None) -> float | None:
         return None
     number = as_number("softcap", softcap)
     if not (math.isfinite(number) and number > 0):
-        raise InputError(explain("softcap must be positive", got=softcap, next_step="pass None for none"))
+        raise InputError("softcap must be positive", got=softcap, next_step="pass None for none")
     return number
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_portable.errors import InputError, UnsupportedError, explain, shown
+from burst_portable.errors import InputError, UnsupportedError, shown
 from burst_portable.layout import Segment
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost, plan_seconds
@@ -53,7 +53,7 @@ class AutoStrategy:
         check_inner(self.inner)
         if not isinstance(self.rates, Rates):
             raise InputError(
-                explain("rates are not Rates", got=shown(self.rates), allowed="burst_portable.planning.rates.Rates")
+                "rates are not Rates", got=shown(self.rates), allowed="burst_portable.planning.rates.Rates"
             )
 
     def seconds(self, plan: Plan) -> float:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Literal, Protocol
 
-from burst_portable.errors import InputError, explain, shown, unknown_name
+from burst_portable.errors import InputError, shown, unknown_name
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import row_size
 from burst_portable.planning.plans import Plan, make_pass_plan
@@ -51,7 +51,7 @@ def check_moves(moves: object) -> None:
 def check_inner(inner: object) -> None:
     """Refuse what is not a number of ranks per node. 2.0 and True are refused too: as keys they equal 2 and 1."""
     if inner is not None and (type(inner) is not int or inner < 1):
-        raise InputError(explain("inner is not a size", got=shown(inner), allowed="an int of at least 1, or None"))
+        raise InputError("inner is not a size", got=shown(inner), allowed="an int of at least 1, or None")
 
 
 def node_size(ranks: int, fits: Callable[[int], bool] = lambda inner: True) -> int:
@@ -63,12 +63,10 @@ def check_fetched(moves: Moves, ahead: object, together: object) -> None:
     """Refuse an `ahead` that is not a number of steps, and a `together` that is not a number of fetched blocks."""
     for name, what, given in (("ahead", "steps", ahead), ("together", "blocks", together)):
         if type(given) is not int or given < 1:
-            raise InputError(
-                explain(f"{name} is not a number of {what}", got=shown(given), allowed="an int of at least 1")
-            )
+            raise InputError(f"{name} is not a number of {what}", got=shown(given), allowed="an int of at least 1")
     if together != 1 and moves != "fetch":
         raise InputError(
-            explain("blocks from a neighbour come one by one", got=f"together={together}", next_step='moves="fetch"')
+            "blocks from a neighbour come one by one", got=f"together={together}", next_step='moves="fetch"'
         )
 
 
@@ -77,7 +75,7 @@ def check_own(moves: Moves, own: object) -> None:
     check_name("place of the own block", own, ("first", "last", "divided"))
     if own != "first" and moves != "fetch":
         raise InputError(
-            explain("a block that is handed on begins with its owner", got=f"own={own!r}", next_step='moves="fetch"')
+            "a block that is handed on begins with its owner", got=f"own={own!r}", next_step='moves="fetch"'
         )
 
 
@@ -153,11 +151,9 @@ def make_strategy(name: str, **options: object) -> Strategy:
         base = name.partition("+")[0] if isinstance(name, str) else ""
         if base in _CLASSES:  # as plans are called where their options differ
             raise InputError(
-                explain(
-                    "a strategy's options are not part of its name",
-                    got=shown(name),
-                    next_step=f'make_strategy("{base}", moves="fetch", ...), or --strategy {base} --moves fetch',
-                )
+                "a strategy's options are not part of its name",
+                got=shown(name),
+                next_step=f'make_strategy("{base}", moves="fetch", ...), or --strategy {base} --moves fetch',
             )
         raise unknown_name("strategy", name, _CLASSES)
     cls = getattr(import_module(f"burst_portable.strategies.{name}"), _CLASSES[name])
@@ -165,10 +161,8 @@ def make_strategy(name: str, **options: object) -> Strategy:
     allowed = {field.name for field in fields(cls)} - {"name"}
     if extra := sorted(set(given) - allowed):
         raise InputError(
-            explain(
-                f"the strategy {name!r} has no option {extra[0]!r}",
-                allowed=", ".join(sorted(allowed)) or "none",
-            )
+            f"the strategy {name!r} has no option {extra[0]!r}",
+            allowed=", ".join(sorted(allowed)) or "none",
         )
     strategy: Strategy = cls(**given)
     return strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from burst_portable.errors import InputError, LayoutError, ShapeError, explain, shown, unknown_name
+from burst_portable.errors import InputError, LayoutError, ShapeError, shown, unknown_name
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import OF_DOCUMENTS, Layout, make_layout, suited
 from burst_portable.mask import Mask
@@ -62,7 +62,7 @@ def plan(
     batch, itemsize = size("batch", batch), size("itemsize", itemsize)
     for name, given in (("head_dim", head_dim), ("value_dim", value_dim)):
         if given > LARGEST_HEAD:
-            raise InputError(explain(f"{name} is too large", got=given, allowed=f"at most {LARGEST_HEAD}"))
+            raise InputError(f"{name} is too large", got=given, allowed=f"at most {LARGEST_HEAD}")
     check_heads(heads, kv_heads)
     mask = mask_of(mask, seq_len)
     any_layout = isinstance(layout, str) and layout == "auto"
@@ -107,18 +107,16 @@ def no_mask(mask: object) -> InputError:
     """The error for what is neither a mask nor a short form, such as ``cu_seqlens`` or a matrix."""
     allowed = "a Mask, or its short form, such as 'causal'"
     advice = "cumulative lengths go into Mask.documents(cu_seqlens); a matrix is expressed by Mask and Region"
-    return InputError(explain("mask is not a mask", got=shown(mask), allowed=allowed, next_step=advice))
+    return InputError("mask is not a mask", got=shown(mask), allowed=allowed, next_step=advice)
 
 
 def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) -> Layout:
     """The layout that a user passed, for this many tokens and ranks. Only layouts of documents read the mask."""
     if isinstance(layout, str) and layout == "auto":
         raise InputError(
-            explain(
-                "shard and attention need the same layout, so it is chosen beforehand",
-                got="the layout 'auto'",
-                next_step="plan_on(mesh, seq_len=..., heads=...).layout is the fastest: pass it to shard and attention",
-            )
+            "shard and attention need the same layout, so it is chosen beforehand",
+            got="the layout 'auto'",
+            next_step="plan_on(mesh, seq_len=..., heads=...).layout is the fastest: pass it to shard and attention",
         )
     if isinstance(layout, str):
         return make_layout(layout, length, ranks, mask if layout in OF_DOCUMENTS else None)
@@ -126,11 +124,9 @@ def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) 
         raise unknown_name("layout", layout, LAYOUTS)
     if layout.ranks != ranks or layout.length != length:
         raise LayoutError(
-            explain(
-                "the layout is for another mesh or sequence",
-                got=f"{layout.ranks} ranks and {layout.length} tokens",
-                allowed=f"{ranks} ranks and {length} tokens",
-            )
+            "the layout is for another mesh or sequence",
+            got=f"{layout.ranks} ranks and {layout.length} tokens",
+            allowed=f"{ranks} ranks and {length} tokens",
         )
     return layout
 
@@ -149,7 +145,7 @@ def strategy_of(strategy: Strategy | str, inner: int | None = None) -> Strategy:
     except TypeError:
         name = type(strategy).__name__
         raise InputError(
-            explain(f"the strategy {name} cannot be hashed", next_step="make it frozen, with options that can be")
+            f"the strategy {name} cannot be hashed", next_step="make it frozen, with options that can be"
         ) from None
     return strategy
 
@@ -159,5 +155,5 @@ def check_heads(heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
         next_step = "each K/V head serves the same number of query heads (GQA): take a divisor of the query heads"
         raise ShapeError(
-            explain("query heads are not a multiple of K/V heads", got=f"{heads} and {kv_heads}", next_step=next_step)
+            "query heads are not a multiple of K/V heads", got=f"{heads} and {kv_heads}", next_step=next_step
         )

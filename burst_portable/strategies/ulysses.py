@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from burst_portable.errors import InputError, UnsupportedError, explain, shown
+from burst_portable.errors import InputError, UnsupportedError, shown
 from burst_portable.layout import contiguous
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import comes_in_order
@@ -35,28 +35,24 @@ class UlyssesStrategy:
     def __post_init__(self) -> None:
         if type(self.groups) is not int or not 1 <= self.groups <= MOST_GROUPS:
             allowed = f"an int from 1 to {MOST_GROUPS}"
-            raise InputError(explain("groups must be a number of groups", got=shown(self.groups), allowed=allowed))
+            raise InputError("groups must be a number of groups", got=shown(self.groups), allowed=allowed)
 
     def plan(self, call: AttentionCall) -> Plan:
         ranks = call.ranks
         if not shares_out(call, ranks):
             raise UnsupportedError(
-                explain(
-                    "ulysses cannot share these heads out",
-                    got=f"{call.heads} query and {call.kv_heads} K/V heads on {ranks} ranks",
-                    allowed="query heads a multiple of the ranks; K/V heads a multiple or a divisor of them",
-                    next_step="use the strategy 'ring' or 'burst', or 'usp', which shares heads out inside nodes",
-                )
+                "ulysses cannot share these heads out",
+                got=f"{call.heads} query and {call.kv_heads} K/V heads on {ranks} ranks",
+                allowed="query heads a multiple of the ranks; K/V heads a multiple or a divisor of them",
+                next_step="use the strategy 'ring' or 'burst', or 'usp', which shares heads out inside nodes",
             )
         heads, kv_heads = heads_each(call.heads, call.kv_heads, ranks)
         if not can_group(heads, kv_heads, self.groups):
             allowed = [n for n in range(1, MOST_GROUPS + 1) if can_group(heads, kv_heads, n)]
             raise UnsupportedError(
-                explain(
-                    f"ulysses cannot compute these heads in {self.groups} groups",
-                    got=f"{heads} query and {kv_heads} K/V heads per rank",
-                    allowed=f"groups of {', '.join(map(str, allowed))}",
-                )
+                f"ulysses cannot compute these heads in {self.groups} groups",
+                got=f"{heads} query and {kv_heads} K/V heads per rank",
+                allowed=f"groups of {', '.join(map(str, allowed))}",
             )
         # After the first all-to-all every rank holds all rows, in their natural order: a call of one rank.
         whole = replace(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from burst_portable.errors import UnsupportedError, explain
+from burst_portable.errors import UnsupportedError
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan, heads_each
 from burst_portable.planning.routes import Side
@@ -85,12 +85,10 @@ class UspStrategy:
         if not shares_out(call, self.inner):
             fitting = [i for i in divisors(ranks) if shares_out(call, i)]
             raise UnsupportedError(
-                explain(
-                    "usp cannot share these heads out in a node",
-                    got=f"{call.heads} query and {call.kv_heads} K/V heads, inner={self.inner}",
-                    allowed=f"inner of {', '.join(map(str, fitting))} on {ranks} ranks: query heads a multiple of it, "
-                    "K/V heads a multiple or a divisor",
-                    next_step="take one of these, or the strategy 'double_ring'",
-                )
+                "usp cannot share these heads out in a node",
+                got=f"{call.heads} query and {call.kv_heads} K/V heads, inner={self.inner}",
+                allowed=f"inner of {', '.join(map(str, fitting))} on {ranks} ranks: query heads a multiple of it, "
+                "K/V heads a multiple or a divisor",
+                next_step="take one of these, or the strategy 'double_ring'",
             )
         return self.inner, ""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from burst_portable.errors import InputError, explain, shown
+from burst_portable.errors import InputError, shown
 
 _GZIP = b"\x1f\x8b"
 ParseFloat = Callable[[str], Any]
@@ -23,7 +23,7 @@ def write_text(path: str | Path, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except (OSError, TypeError, ValueError) as error:  # what is not a path raises one of the two others
         raise InputError(
-            explain("this file cannot be written", got=f"{shown(path)}: {_told(error)}", allowed="a path to a file")
+            "this file cannot be written", got=f"{shown(path)}: {_told(error)}", allowed="a path to a file"
         ) from error
 
 
@@ -47,7 +47,7 @@ def read_json(
         with path.open("rb") as file:
             text = _read(gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == _GZIP else file, largest)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise InputError(explain(f"{path} is not {what}", got=_told(error), next_step=next_step)) from error
+        raise InputError(f"{path} is not {what}", got=_told(error), next_step=next_step) from error
     return parse_json(text, str(path), what, parse_float=parse_float, next_step=next_step)
 
 
@@ -59,9 +59,9 @@ def parse_json(
         return json.loads(text, parse_float=parse_float or _finite, parse_constant=_refused)
     except RecursionError:
         got = "JSON that is nested too deeply"
-        raise InputError(explain(f"{source} is not {what}", got=got, next_step=next_step)) from None
+        raise InputError(f"{source} is not {what}", got=got, next_step=next_step) from None
     except ValueError as error:
-        raise InputError(explain(f"{source} is not {what}", got=_told(error), next_step=next_step)) from error
+        raise InputError(f"{source} is not {what}", got=_told(error), next_step=next_step) from error
 
 
 def _told(error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from burst_portable.errors import InputError, explain, shown
+from burst_portable.errors import InputError, shown
 
 T = TypeVar("T")
 
@@ -57,9 +57,9 @@ def size(name: str, value: object) -> int:
     """A whole number of at least 1 and below 2**48, or an `InputError` that says what `name` may be."""
     number = as_int(value)
     if number is None or number < 1:
-        raise InputError(explain(f"{name} is not a size", got=shown(value), allowed="an int of at least 1"))
+        raise InputError(f"{name} is not a size", got=shown(value), allowed="an int of at least 1")
     if number >= _TOO_LARGE:
-        raise InputError(explain(f"{name} is not a size", got=shown(value), allowed="an int below 2**48"))
+        raise InputError(f"{name} is not a size", got=shown(value), allowed="an int below 2**48")
     return number
 
 
@@ -67,11 +67,9 @@ def check_divides(inner: int, ranks: int) -> None:
     """Refuse nodes that are not all of one size."""
     if ranks % inner:
         raise InputError(
-            explain(
-                "that node size does not divide the ranks",
-                got=f"inner={inner}, {ranks} ranks",
-                allowed=", ".join(map(str, divisors(ranks))),
-            )
+            "that node size does not divide the ranks",
+            got=f"inner={inner}, {ranks} ranks",
+            allowed=", ".join(map(str, divisors(ranks))),
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from burst_portable.backends.ascend.attention import FusionKernel
 from burst_portable.backends.ascend.tracer import Event, NpuTracer, kineto
 from burst_portable.backends.base import AcceleratorBackend, Capabilities, Facts, Peaks, Rates, Tracer, require
-from burst_portable.errors import BackendUnavailableError, explain, in_a_line
+from burst_portable.errors import BackendUnavailableError, format_error, in_a_line
 from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
 
@@ -33,7 +33,7 @@ def missing() -> str:
     # Whatever goes wrong in there (a library of CANN that is missing, mostly), the user must hear it.
     except Exception as error:  # noqa: BLE001
         step = "source CANN's set_env.sh, and look whether its version fits torch_npu's"
-        return explain("torch_npu is installed and fails to import", got=in_a_line(error), next_step=step)
+        return format_error("torch_npu is installed and fails to import", got=in_a_line(error), next_step=step)
     return "" if npu.is_available() else "torch_npu sees no NPU; look at npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
 
 
@@ -43,7 +43,7 @@ def _other_torch(npu: str, torch_version: str) -> str:
     if wanted == found:
         return ""
     step = f"pip install 'torch=={wanted}.*' or the torch_npu of torch {found}"
-    return explain(
+    return format_error(
         "torch_npu is built for another torch", got=f"torch_npu {npu}, torch {torch_version}", next_step=step
     )
 

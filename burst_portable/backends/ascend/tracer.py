@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from burst_portable.errors import UnsupportedError, explain
+from burst_portable.errors import UnsupportedError
 
 Event = dict[str, Any]
 _DEVICE = "Ascend Hardware"
@@ -42,10 +42,8 @@ class NpuTracer:
             # It prints its own errors, start's too, and goes on: only a file that is not there tells.
             if not written:
                 raise UnsupportedError(
-                    explain(
-                        "torch_npu's profiler wrote no trace",
-                        next_step="read what it printed to stderr; level 'session' needs no tracer",
-                    )
+                    "torch_npu's profiler wrote no trace",
+                    next_step="read what it printed to stderr; level 'session' needs no tracer",
                 )
             return written[0].read_bytes()
 

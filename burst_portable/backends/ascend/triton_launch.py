@@ -18,7 +18,7 @@ from triton.backends import backends as targets
 from triton.runtime.interpreter import InterpretedFunction
 
 from burst_portable.backends.ascend import triton_kernels
-from burst_portable.errors import UnsupportedError, explain
+from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.triton.arguments import padded, score_numbers, strides
 from burst_portable.kernels.triton.blocks import block_table, transposed
@@ -180,7 +180,7 @@ class AscendTritonKernel:
         """The table of kernels/triton/blocks, on the device, and how many blocks it has; made once."""
         if max(rows, columns) >= LONGEST:
             got = f"{rows} rows, {columns} columns"
-            raise UnsupportedError(explain("blocks that are too long", got=got, allowed=f"less than {LONGEST}"))
+            raise UnsupportedError("blocks that are too long", got=got, allowed=f"less than {LONGEST}")
         key = tiles, rows, columns, cut, device, every_row
         found = self._tables.get(key)
         if found is None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.comm.base import Strip
-from burst_portable.errors import CommunicationError, DeviceError, UnsupportedError, explain
+from burst_portable.errors import CommunicationError, DeviceError, UnsupportedError
 
 _WAIT_EQUAL = 0x1
 _WAIT_FLUSH = 1 << 30
@@ -57,7 +57,7 @@ class Driver:
             self._exchange = library.cuThreadExchangeStreamCaptureMode
         except (OSError, AttributeError) as error:
             raise UnsupportedError(
-                explain("the driver has no stream flags", got=error, next_step="update the driver")
+                "the driver has no stream flags", got=error, next_step="update the driver"
             ) from error
         self._set.argtypes = self._wait.argtypes = (stream, address, number, ctypes.c_uint)
         self._operate.argtypes = (stream, ctypes.c_uint, ctypes.c_char_p, ctypes.c_uint)
@@ -105,7 +105,7 @@ class Driver:
 
     def _checked(self, code: int) -> None:
         if code:
-            raise CommunicationError(explain("a call of the CUDA driver failed", got=error_text(self._library, code)))
+            raise CommunicationError("a call of the CUDA driver failed", got=error_text(self._library, code))
 
 
 def error_text(library: ctypes.CDLL, code: int) -> str:
@@ -251,11 +251,9 @@ class KernelDriver:
         code, *values = result
         if code is not self._success:
             raise DeviceError(
-                explain(
-                    "the CUDA driver refused a kernel or a tensor map",
-                    got=code.name,
-                    next_step="an earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1 to see which",
-                )
+                "the CUDA driver refused a kernel or a tensor map",
+                got=code.name,
+                next_step="an earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1 to see which",
             )
         return tuple(values)
 

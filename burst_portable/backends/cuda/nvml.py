@@ -10,7 +10,7 @@ import torch
 
 from burst_portable.backends.base import wrong_with
 from burst_portable.backends.cuda.peers.connection import unavailable
-from burst_portable.errors import BackendUnavailableError, explain
+from burst_portable.errors import BackendUnavailableError
 
 
 def opened(uuid: str) -> tuple[Any, Any]:
@@ -116,7 +116,7 @@ class NvlinkCounters:
         try:
             if not self._links:
                 raise BackendUnavailableError(
-                    explain("this GPU has no NVLink that is up", next_step="`nvidia-smi nvlink --status` tells of them")
+                    "this GPU has no NVLink that is up", next_step="`nvidia-smi nvlink --status` tells of them"
                 )
             self.read()
         except BackendUnavailableError:

@@ -23,7 +23,7 @@ from burst_portable.cli.options import (
     tokens,
 )
 from burst_portable.cli.output import JSON_HELP, JsonOption, check_folder, json_text, writing
-from burst_portable.errors import BackendUnavailableError, InputError, explain
+from burst_portable.errors import BackendUnavailableError, InputError
 
 if TYPE_CHECKING:
     from burst_portable.cli.run.setup import Prepared
@@ -171,7 +171,7 @@ def _folder(report: str | None, *, writes: bool) -> Path | None:
     if report is None:
         return None
     if not report:
-        raise InputError(explain("--report names no folder", got="''", allowed="a folder, made if absent"))
+        raise InputError("--report names no folder", got="''", allowed="a folder, made if absent")
     if writes:
         check_folder(Path(report), "--report")
     return Path(report)
@@ -180,7 +180,7 @@ def _folder(report: str | None, *, writes: bool) -> Path | None:
 def _learning_rate(asked: float | None, scoring: bool) -> float:
     if scoring and asked is not None:
         raise InputError(
-            explain("--lr has no meaning where nothing is learned", got="--eval", next_step="leave one of them out")
+            "--lr has no meaning where nothing is learned", got="--eval", next_step="leave one of them out"
         )
     return _LEARNING_RATE if asked is None else asked
 

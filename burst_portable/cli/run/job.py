@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from burst_portable.backends.registry import may_go_first, rates_of
-from burst_portable.errors import InputError, explain
+from burst_portable.errors import InputError
 from burst_portable.utils.text import bytes_text
 
 _LARGEST = 1 << 62  # fits the integers of the libraries below, also as a seed
@@ -29,12 +29,12 @@ def check_numbers(seq_len: int, ranks: int, steps: int | None, batch: int, rate:
     for name, (value, at_least) in least.items():
         if not at_least <= value <= _LARGEST:
             what = "small" if value < at_least else "large"
-            raise InputError(explain(f"{name} is too {what}", got=value, allowed=f"{at_least} to 2**62"))
+            raise InputError(f"{name} is too {what}", got=value, allowed=f"{at_least} to 2**62")
     if not (math.isfinite(rate) and rate > 0):
-        raise InputError(explain("--lr is not a learning rate", got=rate, allowed="above 0"))
+        raise InputError("--lr is not a learning rate", got=rate, allowed="above 0")
     if ranks > seq_len:
         got = f"--ranks {ranks}, --seq-len {seq_len}"
-        raise InputError(explain("more ranks than tokens", got=got, allowed=f"at most {seq_len} ranks"))
+        raise InputError("more ranks than tokens", got=got, allowed=f"at most {seq_len} ranks")
 
 
 def check_processes(ranks: int, available_cores: int | None = None) -> None:
@@ -43,12 +43,10 @@ def check_processes(ranks: int, available_cores: int | None = None) -> None:
     most = max(_RANKS_ANYWHERE, _RANKS_A_CORE * found)
     if ranks > most:
         raise InputError(
-            explain(
-                "more ranks than this machine's cores can serve, and each is a process with what it holds",
-                got=f"--ranks {ranks}, {found} cores",
-                allowed=f"at most {most} ({_RANKS_A_CORE} a core, {_RANKS_ANYWHERE} anywhere)",
-                next_step="`burst-portable plan` takes any number of ranks and needs no device",
-            )
+            "more ranks than this machine's cores can serve, and each is a process with what it holds",
+            got=f"--ranks {ranks}, {found} cores",
+            allowed=f"at most {most} ({_RANKS_A_CORE} a core, {_RANKS_ANYWHERE} anywhere)",
+            next_step="`burst-portable plan` takes any number of ranks and needs no device",
         )
 
 
@@ -77,13 +75,11 @@ def check_memory(
     logits = tokens * vocabulary * 4 * (2 if training else 1)
     if weights + logits > available:
         raise InputError(
-            explain(
-                "the run does not fit this machine's memory",
-                got=f"{bytes_text(weights)} of weights{', gradients and moments' if training else ''} over all ranks "
-                f"and {bytes_text(logits)} of logits",
-                allowed=f"{bytes_text(available)} together",
-                next_step="take a smaller model, --seq-len, --batch or --ranks",
-            )
+            "the run does not fit this machine's memory",
+            got=f"{bytes_text(weights)} of weights{', gradients and moments' if training else ''} over all ranks "
+            f"and {bytes_text(logits)} of logits",
+            allowed=f"{bytes_text(available)} together",
+            next_step="take a smaller model, --seq-len, --batch or --ranks",
         )
 
 
@@ -91,12 +87,10 @@ def check_room(size: int, copies: int) -> None:
     """Refuse tensors of `size` bytes in each of `copies` processes if this machine's memory cannot hold them."""
     if size * copies > (there := memory()):
         raise InputError(
-            explain(
-                "what is measured does not fit this machine's memory",
-                got=f"{bytes_text(size)} of q, k, v and gradients per rank, {copies} rank{'' if copies == 1 else 's'}",
-                allowed=f"{bytes_text(there)} together",
-                next_step="take a smaller --seq-len, --heads, --head-dim or --ranks",
-            )
+            "what is measured does not fit this machine's memory",
+            got=f"{bytes_text(size)} of q, k, v and gradients per rank, {copies} rank{'' if copies == 1 else 's'}",
+            allowed=f"{bytes_text(there)} together",
+            next_step="take a smaller --seq-len, --heads, --head-dim or --ranks",
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.errors import InputError, explain, in_a_line, shown
+from burst_portable.errors import InputError, in_a_line, shown
 from burst_portable.integrations.transformers.layouts import check_one_size
 
 _LARGEST = 1 << 30  # bytes of a text: every rank holds it in memory
@@ -42,15 +42,15 @@ def _content(text: str | None) -> tuple[bytes, str]:
     path = Path(text)
     try:
         if not text or not path.exists():
-            raise InputError(explain("the text is not there", got=repr(text), next_step="--text takes a file's path"))
+            raise InputError("the text is not there", got=repr(text), next_step="--text takes a file's path")
         size = path.stat().st_size
         if not path.is_file() or not 1 <= size <= _LARGEST:
             kind = "a folder" if path.is_dir() else f"{size:,} bytes" if path.is_file() else "no regular file"
             allowed = f"a file of 1 to {_LARGEST:,} bytes"
-            raise InputError(explain(f"the text {text} cannot be used", got=kind, allowed=allowed))
+            raise InputError(f"the text {text} cannot be used", got=kind, allowed=allowed)
         return path.read_bytes(), path.name
     except OSError as error:
-        raise InputError(explain(f"the text {text} cannot be read", got=error.strerror)) from error
+        raise InputError(f"the text {text} cannot be read", got=error.strerror) from error
 
 
 def _tokenized(content: bytes, tokenizer: Path) -> Tensor:
@@ -61,27 +61,23 @@ def _tokenized(content: bytes, tokenizer: Path) -> Tensor:
         return torch.tensor(made.encode(content.decode("utf-8", "replace")).ids, dtype=torch.int64)
     # The library raises plain Exceptions of its own.
     except Exception as error:
-        raise InputError(explain(f"{tokenizer} is not a tokenizer", got=in_a_line(error))) from error
+        raise InputError(f"{tokenizer} is not a tokenizer", got=in_a_line(error)) from error
 
 
 def check_tokens(tokens: Tensor, seq_len: int, vocabulary: int) -> None:
     """Refuse a text that holds no whole sequence, or tokens that the model does not have."""
     if tokens.numel() < seq_len:
         raise InputError(
-            explain(
-                "the text is shorter than one sequence",
-                got=f"{tokens.numel()} tokens",
-                allowed=f"at least --seq-len {seq_len}",
-                next_step="name a longer one with --text",
-            )
+            "the text is shorter than one sequence",
+            got=f"{tokens.numel()} tokens",
+            allowed=f"at least --seq-len {seq_len}",
+            next_step="name a longer one with --text",
         )
     if (largest := int(tokens.max())) >= vocabulary:
         raise InputError(
-            explain(
-                "the text has tokens that the model does not know",
-                got=f"token {largest}",
-                allowed=f"below its vocab_size {vocabulary}",
-            )
+            "the text has tokens that the model does not know",
+            got=f"token {largest}",
+            allowed=f"below its vocab_size {vocabulary}",
         )
 
 
@@ -123,7 +119,7 @@ def config_of(name: str, seq_len: int) -> Any:
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:
         raise InputError(
-            explain("the sequence is longer than the model's positions", got=f"--seq-len {seq_len}", allowed=longest)
+            "the sequence is longer than the model's positions", got=f"--seq-len {seq_len}", allowed=longest
         )
     return config
 
@@ -157,7 +153,7 @@ def build(
         )
     # Files that are cut off, weights of other shapes: each library on the way raises its own.
     except Exception as error:
-        raise InputError(explain(f"the checkpoint {name} cannot be loaded", got=in_a_line(error))) from error
+        raise InputError(f"the checkpoint {name} cannot be loaded", got=in_a_line(error)) from error
     _check_kinds(checkpoint, model)
     return _with_experts(model, dtype).to(device), _check_weights(name, information)
 
@@ -187,7 +183,7 @@ def recompute_layers(model: Any) -> None:
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
-        raise InputError(explain("the model cannot recompute its layers", got=in_a_line(error))) from error
+        raise InputError("the model cannot recompute its layers", got=in_a_line(error)) from error
 
 
 def _check_kinds(checkpoint: Path, model: Any) -> None:
@@ -201,12 +197,10 @@ def _check_kinds(checkpoint: Path, model: Any) -> None:
             kinds = {name: weights.get_slice(name).get_dtype() for name in parameters.intersection(weights.keys())}
         if packed := {name: kind for name, kind in kinds.items() if kind not in ("F64", "F32", "F16", "BF16")}:
             raise InputError(
-                explain(
-                    f"{path} holds parameters that are not plain numbers",
-                    got=f"{', '.join(sorted(set(packed.values())))}: {_few(sorted(packed))}",
-                    allowed="F64, F32, F16, BF16",
-                    next_step="take the checkpoint that was not quantized",
-                )
+                f"{path} holds parameters that are not plain numbers",
+                got=f"{', '.join(sorted(set(packed.values())))}: {_few(sorted(packed))}",
+                allowed="F64, F32, F16, BF16",
+                next_step="take the checkpoint that was not quantized",
             )
 
 
@@ -217,11 +211,9 @@ def _check_weights(name: str, information: dict[str, Any]) -> list[str]:
     extra = f"no part of the model takes {len(unused)} of its weights: {_few(unused)}" if unused else ""
     if missing:
         raise InputError(
-            explain(
-                f"the checkpoint {name} lacks weights of the model",
-                got=f"{len(missing)} missing: {_few(missing)}" + (f"; {extra}" if extra else ""),
-                next_step="check that config.json and the weights belong together",
-            )
+            f"the checkpoint {name} lacks weights of the model",
+            got=f"{len(missing)} missing: {_few(missing)}" + (f"; {extra}" if extra else ""),
+            next_step="check that config.json and the weights belong together",
         )
     return [f"the checkpoint {name} is loaded, but {extra}"] if extra else []
 
@@ -239,9 +231,7 @@ def outline(config: Any) -> Any:
             return AutoModelForCausalLM.from_config(config, attn_implementation=plain_attention(config))
     # Whatever a config's numbers break in a model that is built from them.
     except Exception as error:
-        raise InputError(
-            explain(f"no {config.model_type} model can be built from its config", got=in_a_line(error))
-        ) from error
+        raise InputError(f"no {config.model_type} model can be built from its config", got=in_a_line(error)) from error
 
 
 def quiet() -> None:
@@ -273,7 +263,7 @@ def _from_file(name: str) -> Any:
     try:
         path = _config_file(name)
     except OSError as error:  # a folder that may not be searched, a name that is too long
-        raise InputError(explain("the model cannot be read", got=f"{shown(name)}: {error.strerror}")) from error
+        raise InputError("the model cannot be read", got=f"{shown(name)}: {error.strerror}") from error
     return _made(path, _json(path))
 
 
@@ -283,20 +273,16 @@ def _config_file(name: str) -> Path:
     if name and path.is_dir():
         if not any(path.glob("*.safetensors")):
             raise InputError(
-                explain(
-                    f"the checkpoint {name} has no weights that are safe to load",
-                    allowed="*.safetensors",
-                    next_step="pickled weights (*.bin, *.pt) can run code and are not read; convert them",
-                )
+                f"the checkpoint {name} has no weights that are safe to load",
+                allowed="*.safetensors",
+                next_step="pickled weights (*.bin, *.pt) can run code and are not read; convert them",
             )
         path = path / "config.json"
     if not name or not path.is_file():
         raise InputError(
-            explain(
-                "no such model",
-                got=repr(name),
-                allowed=f"{TINY}, a config's JSON file, or a folder with config.json and *.safetensors",
-            )
+            "no such model",
+            got=repr(name),
+            allowed=f"{TINY}, a config's JSON file, or a folder with config.json and *.safetensors",
         )
     return path
 
@@ -307,30 +293,26 @@ def _made(path: Path, fields: dict[str, Any]) -> Any:
 
     if fields.get("quantization_config"):
         raise InputError(
-            explain(
-                f"the model of {path} is quantized, and would be trained or scored as if it were not",
-                got="quantization_config",
-                next_step="take the checkpoint that was not quantized, or remove the entry if the weights are plain",
-            )
+            f"the model of {path} is quantized, and would be trained or scored as if it were not",
+            got="quantization_config",
+            next_step="take the checkpoint that was not quantized, or remove the entry if the weights are plain",
         )
     kind = fields.pop("model_type", None)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING))
         raise InputError(
-            explain(
-                f"{path} names no model of transformers",
-                got=f"model_type {kind!r}"[:60],
-                next_step=f"did you mean {' or '.join(near)}?" if near else 'such as "model_type": "llama"',
-            )
+            f"{path} names no model of transformers",
+            got=f"model_type {kind!r}"[:60],
+            next_step=f"did you mean {' or '.join(near)}?" if near else 'such as "model_type": "llama"',
         )
     _check_sizes(fields, _LISTED)
     try:
         config = AutoConfig.for_model(kind, **fields)
     # transformers checks configs with several libraries, and each raises its own.
     except Exception as error:
-        raise InputError(explain(f"transformers cannot read the config {path}", got=in_a_line(error))) from error
+        raise InputError(f"transformers cannot read the config {path}", got=in_a_line(error)) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError(explain("the model is not a causal language model of transformers", got=kind))
+        raise InputError("the model is not a causal language model of transformers", got=kind)
     return config
 
 
@@ -341,18 +323,18 @@ def _check_sizes(fields: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]]
         whole = isinstance(size, int) and not isinstance(size, bool)
         if size is not None and not (whole and least <= size <= most):
             allowed = f"an int from {least} to {most:,}"
-            raise InputError(explain(f"{name} of the config is not a size", got=repr(size)[:40], allowed=allowed))
+            raise InputError(f"{name} of the config is not a size", got=repr(size)[:40], allowed=allowed)
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _LARGEST_CONFIG:
-            raise InputError(explain(f"{path} is too large for a config", allowed=f"{_LARGEST_CONFIG} bytes"))
+            raise InputError(f"{path} is too large for a config", allowed=f"{_LARGEST_CONFIG} bytes")
         fields = json.loads(path.read_text(encoding="utf-8"))
     except InputError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(explain(f"{path} cannot be read as JSON", got=in_a_line(error))) from error
+        raise InputError(f"{path} cannot be read as JSON", got=in_a_line(error)) from error
     if not isinstance(fields, dict):
-        raise InputError(explain(f"{path} holds no config", got=type(fields).__name__, allowed="a JSON object"))
+        raise InputError(f"{path} holds no config", got=type(fields).__name__, allowed="a JSON object")
     return fields

@@ -24,7 +24,7 @@ from burst_portable.cli.run.models import (
     tokens_of,
 )
 from burst_portable.config import from_environment
-from burst_portable.errors import InputError, explain, unknown_name
+from burst_portable.errors import InputError, unknown_name
 from burst_portable.integrations.transformers.checks import check_model, check_positions
 from burst_portable.integrations.transformers.layouts import masks_of, masks_of_layers, sizes_of
 from burst_portable.planning.plans import Plan
@@ -184,17 +184,13 @@ def _check_dropout(config: Any, scoring: bool) -> None:
         if ("dropout" in name or name.endswith("pdrop")) and value and not name.startswith(heads_of_other_tasks)
     }
     if found and not scoring:
-        raise InputError(
-            explain("dropout cannot be compared with one device", got=found, next_step="set it to 0 in the config")
-        )
+        raise InputError("dropout cannot be compared with one device", got=found, next_step="set it to 0 in the config")
 
 
 def _check_recompute(sketch: Any, scoring: bool) -> None:
     if scoring:
         raise InputError(
-            explain(
-                "--recompute has no meaning without a backward pass", got="--eval", next_step="leave one of them out"
-            )
+            "--recompute has no meaning without a backward pass", got="--eval", next_step="leave one of them out"
         )
     recompute_layers(sketch)
 

@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from burst_portable.config import environment_of_children
-from burst_portable.errors import BurstError, CommunicationError, InputError, PeerLostError, explain
+from burst_portable.errors import BurstError, CommunicationError, InputError, PeerLostError, format_error
 
 GRACE = 3.0
 """Default seconds for other ranks to report their own reason, and then to end when asked."""
@@ -154,7 +154,7 @@ class _Ranks:
         code = self._processes[rank].wait()
         what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         memory = "the system ends processes so when memory runs out; take fewer tokens or ranks"
-        return explain(
+        return format_error(
             f"rank {rank} {what}",
             got=lines[-1].strip() if lines else "no word on stderr",
             next_step=memory if -code == signal.SIGKILL else None,

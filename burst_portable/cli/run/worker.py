@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burst_portable.cli.run.job import Job, without_collector
-from burst_portable.errors import BurstError, CommunicationError, DeadlineError, InputError, explain, in_a_line
+from burst_portable.errors import BurstError, CommunicationError, DeadlineError, InputError, in_a_line
 
 if TYPE_CHECKING:
     from burst_portable.config import Launched
@@ -103,11 +103,9 @@ def join(backend: str, rank: int, ranks: int, folder: Path) -> None:
         )
     except RuntimeError as error:
         raise DeadlineError(
-            explain(
-                f"rank {rank}: the other ranks did not start within {deadline:g} s",
-                got=in_a_line(error),
-                next_step="give them more time with BURST_DEADLINE, in seconds",
-            )
+            f"rank {rank}: the other ranks did not start within {deadline:g} s",
+            got=in_a_line(error),
+            next_step="give them more time with BURST_DEADLINE, in seconds",
         ) from error
 
 
@@ -126,11 +124,9 @@ def join_launched(backend: str, place: Launched) -> None:
     except (RuntimeError, ValueError) as error:
         next_step = f"see that every rank starts, and that it reaches {place.meeting} (MASTER_ADDR, MASTER_PORT)"
         raise DeadlineError(
-            explain(
-                f"the ranks did not meet at {place.meeting} within {deadline:g} s",
-                got=in_a_line(error),
-                next_step=next_step,
-            )
+            f"the ranks did not meet at {place.meeting} within {deadline:g} s",
+            got=in_a_line(error),
+            next_step=next_step,
         ) from error
 
 
@@ -147,12 +143,10 @@ def device_of(device_type: str, local_rank: int) -> Any:
         return torch.device(device_type)
     if local_rank >= (count := module.device_count()):
         raise InputError(
-            explain(
-                "this host has no device for the rank",
-                got=f"local rank {local_rank}",
-                allowed=f"0 to {count - 1}",
-                next_step="start as many ranks a host as it has devices",
-            )
+            "this host has no device for the rank",
+            got=f"local rank {local_rank}",
+            allowed=f"0 to {count - 1}",
+            next_step="start as many ranks a host as it has devices",
         )
     module.set_device(local_rank)
     return torch.device(device_type, local_rank)

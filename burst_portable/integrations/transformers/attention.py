@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from burst_portable.api import attention
-from burst_portable.errors import InputError, UnsupportedError, explain
+from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers.masks import Band, Wanted, mask_of
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
@@ -113,11 +113,9 @@ def _sequence(state: ModelState, wanted: Any) -> CallSequence:
     """The sequence that a mask belongs to: bound at its first use, in the forward pass that made it."""
     if not isinstance(wanted, Wanted):
         raise UnsupportedError(
-            explain(
-                "the mask did not come from transformers' mask functions",
-                got="none" if wanted is None else type(wanted).__name__,
-                next_step="pass no attention_mask; packed documents are named when sharding",
-            )
+            "the mask did not come from transformers' mask functions",
+            got="none" if wanted is None else type(wanted).__name__,
+            next_step="pass no attention_mask; packed documents are named when sharding",
         )
     if wanted.sequence is None:
         if state.call is None:
@@ -132,28 +130,22 @@ def _refuse(
 ) -> None:
     if sequence.padded and band.lo < 0:
         raise UnsupportedError(
-            explain(
-                "padding under a mask that sees later tokens",
-                got=band,
-                next_step="pass sequences without padding, or packed documents (see Parallel.shard)",
-            )
+            "padding under a mask that sees later tokens",
+            got=band,
+            next_step="pass sequences without padding, or packed documents (see Parallel.shard)",
         )
     if dropout:
         raise UnsupportedError(
-            explain("attention dropout over ranks", got=dropout, allowed=0, next_step="set attention_dropout=0")
+            "attention dropout over ranks", got=dropout, allowed=0, next_step="set attention_dropout=0"
         )
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(
-            explain(
-                "queries and keys of different lengths: a cache or cross attention",
-                got=f"{query.shape[2]} and {key.shape[2]}",
-            )
+            "queries and keys of different lengths: a cache or cross attention",
+            got=f"{query.shape[2]} and {key.shape[2]}",
         )
     unknown = [name for name, x in others.items() if name not in _HARMLESS and x is not None and x is not False]
     if unknown:
         raise UnsupportedError(
-            explain(
-                "the attention got arguments that may change its result, and that we do not know",
-                got=", ".join(sorted(unknown)),
-            )
+            "the attention got arguments that may change its result, and that we do not know",
+            got=", ".join(sorted(unknown)),
         )

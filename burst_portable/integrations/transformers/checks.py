@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from burst_portable.errors import InputError, UnsupportedError, explain
+from burst_portable.errors import InputError, UnsupportedError
 
 
 def parameters_of(module: Any) -> list[str]:
@@ -28,23 +28,19 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask != 0).all())):
         raise UnsupportedError(
-            explain(
-                "this attention_mask cannot be expressed",
-                got="padding" if isinstance(mask, Tensor) and mask.dim() == 2 else type(mask).__name__,
-                allowed="none, or [batch, tokens] without a zero",
-                next_step="give the mask to handle.shard, or pack documents (see Parallel.shard)",
-            )
+            "this attention_mask cannot be expressed",
+            got="padding" if isinstance(mask, Tensor) and mask.dim() == 2 else type(mask).__name__,
+            allowed="none, or [batch, tokens] without a zero",
+            next_step="give the mask to handle.shard, or pack documents (see Parallel.shard)",
         )
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise UnsupportedError("a sharded model keeps no cache, so it cannot generate; elsewhere, pass use_cache=False")
     for name in ("encoder_hidden_states", "encoder_attention_mask"):
         if kwargs.get(name) is not None:
-            raise UnsupportedError(explain("cross attention, whose keys are another sequence", got=name))
+            raise UnsupportedError("cross attention, whose keys are another sequence", got=name)
     keep = kwargs.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
-        raise UnsupportedError(
-            explain("logits_to_keep counts rows of a shard, not of the sequence", got=keep, allowed=0)
-        )
+        raise UnsupportedError("logits_to_keep counts rows of a shard, not of the sequence", got=keep, allowed=0)
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions: the weights are never made")
 
@@ -56,12 +52,10 @@ def checked_positions(given: Tensor | None, expected: Tensor, tokens: Tensor) ->
     fits = given.dim() == 2 and given.shape[0] in (1, tokens.shape[0]) and given.shape[1] == expected.shape[0]
     if not fits or not bool((given == expected).all()):
         raise InputError(
-            explain(
-                "position_ids are not those of this rank's rows",
-                got=f"{tuple(given.shape)}, from {given.flatten()[0].item()}" if given.numel() else "none",
-                allowed=f"{expected.shape[0]} positions, from {expected[0].item()}",
-                next_step="leave them out; packed documents are named with documents=(0, end, ...)",
-            )
+            "position_ids are not those of this rank's rows",
+            got=f"{tuple(given.shape)}, from {given.flatten()[0].item()}" if given.numel() else "none",
+            allowed=f"{expected.shape[0]} positions, from {expected[0].item()}",
+            next_step="leave them out; packed documents are named with documents=(0, end, ...)",
         )
     return given
 
@@ -74,14 +68,12 @@ def check_model(model: Any) -> None:
     """Raises `InputError` if this is no transformers model, `UnsupportedError` with the reason if we cannot run it."""
     if not isinstance(model, PreTrainedModel):
         raise InputError(
-            explain(
-                "parallelize takes a transformers model",
-                got=type(model).__name__,
-                next_step="unwrap it (DDP, PEFT, torch.compile) and wrap it again afterwards",
-            )
+            "parallelize takes a transformers model",
+            got=type(model).__name__,
+            next_step="unwrap it (DDP, PEFT, torch.compile) and wrap it again afterwards",
         )
     if reason := _why_not(model):
-        raise UnsupportedError(explain(f"{type(model).__name__} cannot be sharded", got=reason))
+        raise UnsupportedError(f"{type(model).__name__} cannot be sharded", got=reason)
 
 
 def _why_not(model: PreTrainedModel) -> str | None:
@@ -135,12 +127,10 @@ def check_layerdrop(model: Any) -> None:
     """Refuse to train with layers that are left out at random: ranks would leave out different ones."""
     if rates := [m.layerdrop for m in model.modules() if m.training and getattr(m, "layerdrop", 0)]:
         raise UnsupportedError(
-            explain(
-                "layers that are dropped at random, which each rank draws for itself",
-                got=f"layerdrop={max(rates)}",
-                allowed=0,
-                next_step="set layerdrop=0 in the config that the model is made from",
-            )
+            "layers that are dropped at random, which each rank draws for itself",
+            got=f"layerdrop={max(rates)}",
+            allowed=0,
+            next_step="set layerdrop=0 in the config that the model is made from",
         )
 
 
@@ -151,12 +141,10 @@ def check_positions(config: Any, seq_len: int) -> None:
     # Llama 4 scales queries by their row number where it knows no position; 1 until that number reaches the scale.
     if scale is not None and getattr(config, "attn_temperature_tuning", False) and seq_len >= scale:
         raise UnsupportedError(
-            explain(
-                "attention temperature by row number, which is another one on a shard",
-                got=f"{seq_len} tokens",
-                allowed=f"fewer than {scale}",
-                next_step="or attn_temperature_tuning=False in the config",
-            )
+            "attention temperature by row number, which is another one on a shard",
+            got=f"{seq_len} tokens",
+            allowed=f"fewer than {scale}",
+            next_step="or attn_temperature_tuning=False in the config",
         )
 
 
@@ -170,11 +158,9 @@ def _check_rope(config: Any, seq_len: int) -> None:
         trained = parameters.get("original_max_position_embeddings") or own or 0
         if seq_len > trained:
             raise UnsupportedError(
-                explain(
-                    f"RoPE of type {kind!r} follows the longest position at hand, which ranks do not share",
-                    got=f"{seq_len} tokens",
-                    allowed=f"at most {trained}",
-                )
+                f"RoPE of type {kind!r} follows the longest position at hand, which ranks do not share",
+                got=f"{seq_len} tokens",
+                allowed=f"at most {trained}",
             )
 
 

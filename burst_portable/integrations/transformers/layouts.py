@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from transformers import PreTrainedModel
 
-from burst_portable.errors import InputError, UnsupportedError, explain, unknown_name
+from burst_portable.errors import InputError, UnsupportedError, unknown_name
 from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh
@@ -36,9 +36,7 @@ class Layouts:
             like = next(model.parameters())
             if like.is_meta:
                 next_step = "parallelize it when its weights are on a device, or name a layout"
-                raise InputError(
-                    explain('layout="auto" asks the model\'s device', got="a model on meta", next_step=next_step)
-                )
+                raise InputError('layout="auto" asks the model\'s device', got="a model on meta", next_step=next_step)
             dtype = torch.get_autocast_dtype(like.device.type) if like.dtype is torch.float32 else like.dtype
             self._strategy = strategy_on(
                 mesh, strategy, like.device.type, **sizes_of(model.config), dtype=dtype, kernel=kernel
@@ -89,11 +87,9 @@ def check_one_size(config: Any) -> None:
     differ = _SIZES.intersection(getattr(config, "per_layer_attributes", None) or ())
     if differ or config.get_text_config() is not config:
         raise UnsupportedError(
-            explain(
-                f"there is no one size of attention in a config of {config.model_type}",
-                got=f"layers with a {' and a '.join(sorted(differ))} of their own" if differ else "several models",
-                next_step="parallelize(model, mesh, layout=...) with a layout that is named",
-            )
+            f"there is no one size of attention in a config of {config.model_type}",
+            got=f"layers with a {' and a '.join(sorted(differ))} of their own" if differ else "several models",
+            next_step="parallelize(model, mesh, layout=...) with a layout that is named",
         )
 
 
@@ -115,7 +111,7 @@ def _packed(length: int, documents: tuple[int, ...]) -> Mask:
     mask = Mask.documents(documents)
     mask.check_lengths(length, length)
     if documents[-1] != length:
-        raise InputError(explain("documents end before the sequence", got=documents[-1], allowed=length))
+        raise InputError("documents end before the sequence", got=documents[-1], allowed=length)
     return mask
 
 

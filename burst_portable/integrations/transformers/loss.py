@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from burst_portable.errors import InputError, UnsupportedError, explain
+from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.gradients import sum_over_ranks
 from burst_portable.mesh import Mesh
 from burst_portable.runtime.validation import tell_the_others
@@ -41,12 +41,10 @@ def shifts_labels(function: Any) -> bool:
     if function in LOSS_MAPPING.values():
         return False
     raise UnsupportedError(
-        explain(
-            "nobody knows whether this loss shifts its labels, which is done before the cut",
-            got=f"model.loss_function = {getattr(function, '__name__', type(function).__name__)}",
-            allowed="one of transformers, or one that takes shift_labels and num_items_in_batch, as theirs does",
-            next_step="or leave loss_function alone, and compute the loss from the logits and shift_labels",
-        )
+        "nobody knows whether this loss shifts its labels, which is done before the cut",
+        got=f"model.loss_function = {getattr(function, '__name__', type(function).__name__)}",
+        allowed="one of transformers, or one that takes shift_labels and num_items_in_batch, as theirs does",
+        next_step="or leave loss_function alone, and compute the loss from the logits and shift_labels",
     )
 
 
@@ -79,22 +77,18 @@ class ShardedLoss:
         self.awaited = kwargs.get("labels") is not None
         if self.awaited and (missing := [name for name in self.needed if kwargs.get(name) is None]):
             raise InputError(
-                explain(
-                    "labels of a shard need to be shifted before the cut, and divided by the tokens of all ranks",
-                    got=f"labels without {' and '.join(missing)}",
-                    next_step="call the model with handle.shard(input_ids, labels)",
-                )
+                "labels of a shard need to be shifted before the cut, and divided by the tokens of all ranks",
+                got=f"labels without {' and '.join(missing)}",
+                next_step="call the model with handle.shard(input_ids, labels)",
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The result of `function`."""
         if missing := [name for name in self.needed if kwargs.get(name) is None]:
             raise UnsupportedError(
-                explain(
-                    "the model does not pass on to its loss what a shard's loss needs",
-                    got=f"no {' and no '.join(missing)}",
-                    next_step=OWN_LOSS,
-                )
+                "the model does not pass on to its loss what a shard's loss needs",
+                got=f"no {' and no '.join(missing)}",
+                next_step=OWN_LOSS,
             )
         self.awaited = False
         if self.function is ForCausalLMLoss:
@@ -106,9 +100,7 @@ class ShardedLoss:
         """After a forward pass."""
         if self.awaited:
             raise UnsupportedError(
-                explain(
-                    f"{type(model).__name__} computes its loss as if its rows were all there are", next_step=OWN_LOSS
-                )
+                f"{type(model).__name__} computes its loss as if its rows were all there are", next_step=OWN_LOSS
             )
 
 
@@ -207,7 +199,7 @@ def check_router(config: Any, kwargs: dict[str, Any]) -> None:
     wanted = kwargs.get("output_router_logits")
     wanted = getattr(config, "output_router_logits", False) if wanted is None else wanted
     if wanted and not kwargs.get("return_dict", getattr(config, "return_dict", True)):
-        raise UnsupportedError(explain("a router loss in a tuple", got="return_dict=False", allowed=True))
+        raise UnsupportedError("a router loss in a tuple", got="return_dict=False", allowed=True)
 
 
 def with_router_loss(model: Any, output: Any, mesh: Mesh) -> Any:
@@ -244,9 +236,7 @@ def _check_known(model: Any, found: Tensor, logits: Sequence[Tensor], top_k: int
             return
         got = f"{found.item():.6f} where ours is {ours.item():.6f}"
     raise UnsupportedError(
-        explain(
-            f"the router loss of {type(model).__name__} is none that we can compute over ranks",
-            got=got,
-            next_step="pass output_router_logits=False",
-        )
+        f"the router loss of {type(model).__name__} is none that we can compute over ranks",
+        got=got,
+        next_step="pass output_router_logits=False",
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from burst_portable.errors import InputError, ShapeError, UnsupportedError, explain
+from burst_portable.errors import InputError, ShapeError, UnsupportedError
 from burst_portable.mask import UNBOUNDED, Mask
 from burst_portable.utils.torch_modes import never_compiled
 
@@ -35,7 +35,7 @@ class Band:
     def __and__(self, other: Band) -> Band:
         chunks = {c for c in (self.chunk, other.chunk) if c is not None}
         if len(chunks) > 1:
-            raise UnsupportedError(explain("a mask with two sizes of chunks", got=sorted(chunks)))
+            raise UnsupportedError("a mask with two sizes of chunks", got=sorted(chunks))
         return Band(max(self.lo, other.lo), min(self.hi, other.hi), chunks.pop() if chunks else None)
 
 
@@ -57,7 +57,7 @@ class Wanted:
         """A model that computes with its mask, as with a tensor."""
         if name.startswith("_"):
             raise AttributeError(name)
-        raise UnsupportedError(explain("the model changes its mask, which is not a tensor here", got=f"mask.{name}"))
+        raise UnsupportedError("the model changes its mask, which is not a tensor here", got=f"mask.{name}")
 
 
 @never_compiled("plans, transports and hooks are not graphs")
@@ -77,19 +77,15 @@ def wanted_mask(
     """
     if attention_mask is not None and not bool(attention_mask.all()):  # some models make one of ones
         raise UnsupportedError(
-            explain(
-                "a padding mask reached a sharded attention",
-                next_step="give the mask to handle.shard, or pack documents (see Parallel.shard)",
-            )
+            "a padding mask reached a sharded attention",
+            next_step="give the mask to handle.shard, or pack documents (see Parallel.shard)",
         )
     # A static cache hands over its offset as a tensor; comparing it is enough to refuse it.
     if q_length != kv_length or bool(q_offset != 0) or bool(kv_offset != 0):
         raise UnsupportedError(
-            explain(
-                "queries and keys are different tokens: a cache or cross attention",
-                got=f"{q_length} queries from {q_offset}, {kv_length} keys from {kv_offset}",
-                next_step="sharded models take whole sequences; pass use_cache=False",
-            )
+            "queries and keys are different tokens: a cache or cross attention",
+            got=f"{q_length} queries from {q_offset}, {kv_length} keys from {kv_offset}",
+            next_step="sharded models take whole sequences; pass use_cache=False",
         )
     return Wanted(read_mask(mask_function))
 
@@ -106,11 +102,9 @@ def read_mask(function: Callable[..., Any]) -> Band:
     maker = _makers().get(getattr(function, "__code__", None))
     if maker is None:
         raise UnsupportedError(
-            explain(
-                "the model has a mask function that regions cannot be read from",
-                got=getattr(function, "__qualname__", repr(function)),
-                allowed="causal, bidirectional, sliding and chunked masks of transformers, and packed documents",
-            )
+            "the model has a mask function that regions cannot be read from",
+            got=getattr(function, "__qualname__", repr(function)),
+            allowed="causal, bidirectional, sliding and chunked masks of transformers, and packed documents",
         )
     return maker(inspect.getclosurevars(function).nonlocals)
 
@@ -159,7 +153,7 @@ def mask_of(band: Band, seq_len: int, documents: tuple[int, ...] | None) -> Mask
         documents = (*range(0, seq_len, band.chunk), seq_len)
     if documents is not None:
         if not causal and lo != -hi:
-            raise UnsupportedError(explain("documents with this band", got=f"{lo} <= q - k <= {hi}"))
+            raise UnsupportedError("documents with this band", got=f"{lo} <= q - k <= {hi}")
         return Mask.documents(documents, causal=causal, window=None if open_left else hi)
     if causal:
         return Mask.causal() if open_left else Mask.window(hi)
@@ -182,22 +176,18 @@ def has_padding(attention_mask: Tensor | None, input_ids: Tensor, labels: Tensor
         return False
     if attention_mask.shape != input_ids.shape:
         raise ShapeError(
-            explain("attention_mask and input_ids", got=tuple(attention_mask.shape), allowed=tuple(input_ids.shape))
+            "attention_mask and input_ids", got=tuple(attention_mask.shape), allowed=tuple(input_ids.shape)
         )
     token = attention_mask != 0
     if bool(token.all()):
         return False
     if bool((token[:, 1:] & ~token[:, :-1]).any()):
         raise UnsupportedError(
-            explain(
-                "padding before a token, which would see it",
-                next_step="pad at the end of rows (padding_side='right'), or pack documents (see Parallel.shard)",
-            )
+            "padding before a token, which would see it",
+            next_step="pad at the end of rows (padding_side='right'), or pack documents (see Parallel.shard)",
         )
     if bool(((input_ids if labels is None else labels) != -100)[~token].any()):
-        raise InputError(
-            explain("labels on padding", allowed="-100", next_step="labels.masked_fill(attention_mask == 0, -100)")
-        )
+        raise InputError("labels on padding", allowed="-100", next_step="labels.masked_fill(attention_mask == 0, -100)")
     return True
 
 
@@ -206,5 +196,5 @@ def check_padded_model(config: Any, kwargs: dict[str, Any]) -> None:
     wanted = kwargs.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if wanted is None else wanted:
         raise UnsupportedError(
-            explain("padding and a router loss, which counts tokens", next_step="pass output_router_logits=False")
+            "padding and a router loss, which counts tokens", next_step="pass output_router_logits=False"
         )

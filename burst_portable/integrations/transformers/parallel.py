@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError, explain
+from burst_portable.errors import InputError, LayoutError, ShapeError, UnsupportedError
 from burst_portable.integrations.transformers.attention import ATTRIBUTE, CallSequence, attend
 from burst_portable.integrations.transformers.checks import (
     check_arguments,
@@ -249,7 +249,7 @@ class Parallel:
 
     def _cut(self, input_ids: Tensor, documents: tuple[int, ...] | None) -> Layout:
         if input_ids.dim() != 2:
-            raise ShapeError(explain("input_ids must be [batch, tokens]", got=tuple(input_ids.shape)))
+            raise ShapeError("input_ids must be [batch, tokens]", got=tuple(input_ids.shape))
         return self.layout_of(input_ids.shape[1], documents)
 
     def layout_of(self, seq_len: int, documents: Any = None) -> Layout:
@@ -289,9 +289,7 @@ class Parallel:
         seq_len, documents, padded = (kwargs.pop(name, None) for name in ("seq_len", "documents", "padded"))
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
-            raise ShapeError(
-                explain("a sharded model takes input_ids [batch, rows] or inputs_embeds", got=type(tokens))
-            )
+            raise ShapeError("a sharded model takes input_ids [batch, rows] or inputs_embeds", got=type(tokens))
         sequence = self._sequence(tokens.shape[1], seq_len, documents, bool(padded))
         check_positions(module.config, sequence.seq_len)
         check_arguments(kwargs)
@@ -326,9 +324,7 @@ class Parallel:
             return None
         self._attentions = self.attended
         if not self.attended:
-            raise UnsupportedError(
-                explain(f"{type(module).__name__} did not attend through transformers' AttentionInterface")
-            )
+            raise UnsupportedError(f"{type(module).__name__} did not attend through transformers' AttentionInterface")
         if loss := sharded_loss(module):
             loss.check_called(module)
         return with_router_loss(module, output, self.mesh)
@@ -354,12 +350,10 @@ class Parallel:
         layout = self.layout_of(length, bounds)
         if layout.count(self.mesh.rank) != rows:
             raise LayoutError(
-                explain(
-                    f"rank {self.mesh.rank} got another number of tokens than the layout {self.layout!r} gives it",
-                    got=rows,
-                    allowed=f"{layout.count(self.mesh.rank)} of {length} on {self.mesh.size} ranks",
-                    next_step="call the model with handle.shard(input_ids), or name seq_len",
-                )
+                f"rank {self.mesh.rank} got another number of tokens than the layout {self.layout!r} gives it",
+                got=rows,
+                allowed=f"{layout.count(self.mesh.rank)} of {length} on {self.mesh.size} ranks",
+                next_step="call the model with handle.shard(input_ids), or name seq_len",
             )
         return CallSequence(length, layout, bounds, padded)
 
@@ -377,6 +371,4 @@ def _check_free(model: PreTrainedModel) -> None:
     if taken := next(((name, module) for name, module in model.named_modules() if hasattr(module, ATTRIBUTE)), None):
         name, module = taken
         what = f"its part {name} ({type(module).__name__})" if name else type(model).__name__
-        raise InputError(
-            explain("the model is parallelized already", got=what, next_step="undo() the handle of that first")
-        )
+        raise InputError("the model is parallelized already", got=what, next_step="undo() the handle of that first")

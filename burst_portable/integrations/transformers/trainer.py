@@ -16,7 +16,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
 from transformers import Trainer
 
-from burst_portable.errors import InputError, UnsupportedError, explain, shown
+from burst_portable.errors import InputError, UnsupportedError, shown
 from burst_portable.integrations.transformers.checks import check_arguments
 from burst_portable.integrations.transformers.parallel import Parallel
 
@@ -39,9 +39,7 @@ class ShardingCollator:
         ids, labels = batch.pop("input_ids"), batch.pop("labels", None)
         _leave_out_packing(batch, documents or (0, ids.shape[1]))
         if batch:
-            raise UnsupportedError(
-                explain("the collator makes what we do not know how to cut", got=", ".join(sorted(batch)))
-            )
+            raise UnsupportedError("the collator makes what we do not know how to cut", got=", ".join(sorted(batch)))
         if labels is None:
             raise InputError("the collator makes no labels; DataCollatorForLanguageModeling(mlm=False) does")
         inputs = self.handle.shard(ids, labels, documents=documents, attention_mask=mask)
@@ -61,9 +59,7 @@ def _leave_out_packing(batch: dict[str, Any], bounds: tuple[int, ...]) -> None:
     for name, value in expected.items():
         given = batch.pop(name, value)
         if (given.tolist() if isinstance(given, Tensor) else given) != value:
-            raise InputError(
-                explain(f"{name} and position_ids tell of other documents", got=shown(given), allowed=shown(value))
-            )
+            raise InputError(f"{name} and position_ids tell of other documents", got=shown(given), allowed=shown(value))
 
 
 def documents_of(position_ids: Tensor | None) -> tuple[int, ...] | None:
@@ -100,12 +96,12 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         if not isinstance(handle, Parallel):
             next_step = "SequenceTrainer(parallelize(model, mesh), args=...)"
             raise InputError(
-                explain("the first argument is the handle of a model", got=type(handle).__name__, next_step=next_step)
+                "the first argument is the handle of a model", got=type(handle).__name__, next_step=next_step
             )
         super().__init__(model=handle.model, **arguments)
         ranks, processes = handle.mesh.size, self.args.world_size
         if processes % ranks or (ranks > 1 and processes != dist.get_world_size()):
-            raise InputError(explain("Trainer sees other processes", got=processes, allowed=f"a multiple of {ranks}"))
+            raise InputError("Trainer sees other processes", got=processes, allowed=f"a multiple of {ranks}")
         if not self.args.average_tokens_across_devices:
             raise InputError("a loss over ranks is divided by their tokens; set average_tokens_across_devices=True")
         self.handle = handle
@@ -117,20 +113,16 @@ class SequenceTrainer(Trainer):  # type: ignore[misc]  # transformers' names are
         """Refuse losses that would shift labels once more, and noise that is scaled by the length of a row."""
         if self.label_smoother is not None or self.compute_loss_func is not None:
             raise UnsupportedError(
-                explain(
-                    "a loss that shifts its labels itself; those of a shard are shifted before the cut",
-                    got="compute_loss_func" if self.compute_loss_func else "label_smoothing_factor",
-                    allowed="the model's own loss",
-                    next_step="override compute_loss, and take inputs['shift_labels'] (see docs/models.md)",
-                )
+                "a loss that shifts its labels itself; those of a shard are shifted before the cut",
+                got="compute_loss_func" if self.compute_loss_func else "label_smoothing_factor",
+                allowed="the model's own loss",
+                next_step="override compute_loss, and take inputs['shift_labels'] (see docs/models.md)",
             )
         if self.neftune_noise_alpha is not None and self.handle.mesh.size > 1:
             raise UnsupportedError(
-                explain(
-                    "NEFTune scales its noise by the tokens of a row, and a shard has fewer",
-                    got=f"neftune_noise_alpha={self.neftune_noise_alpha}",
-                    next_step="leave it out",
-                )
+                "NEFTune scales its noise by the tokens of a row, and a shard has fewer",
+                got=f"neftune_noise_alpha={self.neftune_noise_alpha}",
+                next_step="leave it out",
             )
 
     def get_train_dataloader(self) -> Any:

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 from triton.compiler.compiler import make_backend
 
-from burst_portable.errors import explain, unknown_name
+from burst_portable.errors import format_error, unknown_name
 from burst_portable.kernels.triton import backward, forward
 from burst_portable.kernels.triton import descriptors as matrix_descriptors
 from burst_portable.kernels.triton.arguments import ALWAYS, padded
@@ -182,7 +182,7 @@ def compile_one(target: str, kernel: str, head: int, blocks: Blocks | None = Non
         first: BaseException = error
         while first.__cause__ is not None:
             first = first.__cause__
-        message = explain(f"{kernel} for {target}, head size {head}", got=f"{way}: {str(first)[-300:]}")
+        message = format_error(f"{kernel} for {target}, head size {head}", got=f"{way}: {str(first)[-300:]}")
         return Record(target, kernel, head, way, error=message)
     seconds = round(time.perf_counter() - started, 2)
     listing = compiled.asm.get("amdgcn")

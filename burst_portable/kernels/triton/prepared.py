@@ -20,7 +20,7 @@ from triton.errors import TritonError
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from burst_portable.errors import UnsupportedError, explain
+from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.triton import descriptors as matrix_descriptors
 from burst_portable.kernels.triton import forward
 from burst_portable.kernels.triton.arguments import ALWAYS, Address
@@ -48,11 +48,9 @@ def told_where(kernel: object, target: str, configuration: object, next_step: st
             raise  # no matter of compiling
         name = getattr(kernel, "__name__", repr(kernel))
         raise UnsupportedError(
-            explain(
-                f"the Triton kernel {name} does not compile for {target}",
-                got=f"{configuration}: {error}",
-                next_step=next_step,
-            )
+            f"the Triton kernel {name} does not compile for {target}",
+            got=f"{configuration}: {error}",
+            next_step=next_step,
         ) from error
 
 

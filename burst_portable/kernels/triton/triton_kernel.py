@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor, float32
 
-from burst_portable.errors import DtypeError, ShapeError, UnsupportedError, explain
+from burst_portable.errors import DtypeError, ShapeError, UnsupportedError
 from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support
 from burst_portable.kernels.triton import backward, forward
 from burst_portable.kernels.triton.arguments import padded, score_numbers, strides
@@ -365,29 +365,25 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> None:
     """What would become a wrong address or a wrong number."""
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise DtypeError(
-            explain("dtypes that this kernel cannot take", got=(q.dtype, k.dtype, v.dtype), allowed=f"one of {DTYPES}")
+            "dtypes that this kernel cannot take", got=(q.dtype, k.dtype, v.dtype), allowed=f"one of {DTYPES}"
         )
     if any(x.stride(-1) != 1 for x in (q, k, v, *others)):
         raise ShapeError(
-            explain(
-                "the last stride of a tensor is not 1", got=[x.stride() for x in (q, k, v)], next_step=".contiguous()"
-            )
+            "the last stride of a tensor is not 1", got=[x.stride() for x in (q, k, v)], next_step=".contiguous()"
         )
     if max(q.shape[-1], v.shape[-1]) > LARGEST_HEAD:
         raise UnsupportedError(
-            explain(
-                "head size", got=(q.shape[-1], v.shape[-1]), allowed=f"up to {LARGEST_HEAD}", next_step="use reference"
-            )
+            "head size", got=(q.shape[-1], v.shape[-1]), allowed=f"up to {LARGEST_HEAD}", next_step="use reference"
         )
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or q.shape[2] % k.shape[2]:
-        raise ShapeError(explain("q, k and v do not go together", got=(tuple(q.shape), tuple(k.shape), tuple(v.shape))))
+        raise ShapeError("q, k and v do not go together", got=(tuple(q.shape), tuple(k.shape), tuple(v.shape)))
 
 
 def _check_sums(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> None:
     """Gradients are added up in float32, running states one step wider than their parts."""
     if any(x.dtype != dtype for x in tensors):
         got = [x.dtype for x in tensors]
-        raise DtypeError(explain(f"this kernel's results here are {dtype}", got=got, next_step=f".to({dtype})"))
+        raise DtypeError(f"this kernel's results here are {dtype}", got=got, next_step=f".to({dtype})")
 
 
 class Tf32Kernel(TritonKernel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from burst_portable.errors import InputError, explain
+from burst_portable.errors import InputError
 from burst_portable.utils.text import scaled
 
 WATCHED = ("span", "compute", "exposed_comm", "exposed_copy", "blocking", "idle")
@@ -64,10 +64,10 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float) -> 
     number of 0 or more.
     """
     if not 0 <= threshold < float("inf"):  # nothing would exceed nan or more
-        raise InputError(explain("the threshold is out of range", got=threshold, allowed="0 or more, 0.1 for a tenth"))
+        raise InputError("the threshold is out of range", got=threshold, allowed="0 or more, 0.1 for a tenth")
     sizes = len(before["ranks"]), len(after["ranks"])
     if sizes[0] != sizes[1]:
-        raise InputError(explain("the reports are of different numbers of ranks", got=f"{sizes[0]} and {sizes[1]}"))
+        raise InputError("the reports are of different numbers of ranks", got=f"{sizes[0]} and {sizes[1]}")
     _check_work(before, after)
     changes = []
     whole = _step(before, "span")
@@ -118,11 +118,9 @@ def _check_work(before: dict[str, Any], after: dict[str, Any]) -> None:
     work = {*_WORK.values()}
     sizes = [f"{d.name} {d.before} and {d.after}" for d in differences(before, after) if d.name in work]
     raise InputError(
-        explain(
-            "the reports are of other work, so that neither can be called slower",
-            got="; ".join([*sizes, f"{' and '.join(scaled(one, 'FLOP') for one in flops)} of attention a step"]),
-            next_step="profile both with the same model, tokens and batch",
-        )
+        "the reports are of other work, so that neither can be called slower",
+        got="; ".join([*sizes, f"{' and '.join(scaled(one, 'FLOP') for one in flops)} of attention a step"]),
+        next_step="profile both with the same model, tokens and batch",
     )
 
 

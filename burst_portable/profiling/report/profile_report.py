@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from burst_portable.errors import InputError, explain, shown
+from burst_portable.errors import InputError, shown
 from burst_portable.profiling.analysis.analyze import SCHEMA, analyze
 from burst_portable.profiling.records import RankRecords
 from burst_portable.profiling.report.schema import what_is_wrong
@@ -22,17 +22,13 @@ _ADVICE = "pass a report's profile.json, which `burst-portable run --profile --r
 def _nothing_left(steps: int, skip: int) -> InputError:
     """The error where nothing is left to report: nothing was recorded, or everything recorded is skipped."""
     if not steps:
-        return InputError(
-            explain("nothing was recorded", next_step="call attention inside `with burst_portable.profile(...)`")
-        )
+        return InputError("nothing was recorded", next_step="call attention inside `with burst_portable.profile(...)`")
     recorded = "1 training step" if steps == 1 else f"{steps} training steps"
     return InputError(
-        explain(
-            "everything that was recorded is skipped",
-            got=f"{recorded}, skip={skip}",
-            allowed="a skip of less than the steps",
-            next_step="call session.mark() after each step, or all calls count as one; or record more steps than skip",
-        )
+        "everything that was recorded is skipped",
+        got=f"{recorded}, skip={skip}",
+        allowed="a skip of less than the steps",
+        next_step="call session.mark() after each step, or all calls count as one; or record more steps than skip",
     )
 
 
@@ -52,15 +48,13 @@ class Report:
         ranks = sorted(one.rank for one in records)
         if len(set(ranks)) < len(ranks):
             raise InputError(
-                explain(
-                    "these are records of several meshes: a rank is there twice",
-                    got=f"ranks {', '.join(map(str, ranks))}",
-                    next_step="pass mesh= to profile(), or gather each sequence group's on their own",
-                )
+                "these are records of several meshes: a rank is there twice",
+                got=f"ranks {', '.join(map(str, ranks))}",
+                next_step="pass mesh= to profile(), or gather each sequence group's on their own",
             )
         number = as_int(skip)
         if number is None or number < 0:
-            raise InputError(explain("skip must be a number of training steps", got=shown(skip), allowed="an int >= 0"))
+            raise InputError("skip must be a number of training steps", got=shown(skip), allowed="an int >= 0")
         last = max((int(t["iteration"].max()) for r in records for t in r.tables.values() if len(t)), default=-1)
         if last < number:
             raise _nothing_left(last + 1, number)
@@ -74,9 +68,7 @@ class Report:
         """
         path = Path(path)
         if os.path.isdir(path):  # such as that of `run --report`
-            raise InputError(
-                explain(f"{path} is not a report", got="a folder", next_step=f"pass {path / 'profile.json'}")
-            )
+            raise InputError(f"{path} is not a report", got="a folder", next_step=f"pass {path / 'profile.json'}")
         data = read_json(path, "a report", _LARGEST, next_step=_ADVICE)
         data = data.get("profile", data) if isinstance(data, dict) else {}
         data = data if isinstance(data, dict) else {}
@@ -84,11 +76,9 @@ class Report:
             got = repr(data["schema"])[:80] if "schema" in data else "no schema"
             older = str(data.get("schema")).startswith(SCHEMA.partition("/")[0])
             advice = "record it again" if older else _ADVICE
-            raise InputError(
-                explain(f"{path} is not a profile of this version", got=got, allowed=SCHEMA, next_step=advice)
-            )
+            raise InputError(f"{path} is not a profile of this version", got=got, allowed=SCHEMA, next_step=advice)
         if wrong := what_is_wrong(data):
-            raise InputError(explain(f"{path} is not a report that this library wrote", got=wrong, next_step=_ADVICE))
+            raise InputError(f"{path} is not a report that this library wrote", got=wrong, next_step=_ADVICE)
         return cls(data)
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 from burst_portable.backends.cuda.driver import current_stream, on
 from burst_portable.backends.cuda.hopper.configs import FORWARD, BackwardConfig, BackwardCut
 from burst_portable.backends.cuda.hopper.launch import LaunchTables, OnDevice, compiled_kernels
-from burst_portable.errors import UnsupportedError, explain
+from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support, added_up
 from burst_portable.kernels.operator_kernel import in_steps
 from burst_portable.kernels.triton.arguments import LOG2_E
@@ -140,7 +140,7 @@ class HopperKernel:
         _check_options(options)
         if options.deterministic:
             raise UnsupportedError(
-                explain("the hopper kernel's backward is not deterministic", next_step="use the triton kernel")
+                "the hopper kernel's backward is not deterministic", next_step="use the triton kernel"
             )
         if not tiles or q.numel() == 0:
             return
@@ -280,18 +280,16 @@ def _nothing_seen(q: Tensor, dtype: torch.dtype) -> State:
 
 def _check_options(options: Options) -> None:
     if options.softcap is not None:
-        raise UnsupportedError(explain("the hopper kernel knows no softcap", next_step="use the triton kernel"))
+        raise UnsupportedError("the hopper kernel knows no softcap", next_step="use the triton kernel")
     if not options.scale > 0:
         raise UnsupportedError(
-            explain("the hopper kernel needs a positive scale", got=options.scale, next_step="use the triton kernel")
+            "the hopper kernel needs a positive scale", got=options.scale, next_step="use the triton kernel"
         )
 
 
 def _check_last_stride(name: str, x: Tensor) -> None:
     if x.stride(-1) != 1 and x.shape[-1] != 1:
-        raise UnsupportedError(
-            explain(f"the last stride of {name} must be 1", got=x.stride(), next_step="make it contiguous")
-        )
+        raise UnsupportedError(f"the last stride of {name} must be 1", got=x.stride(), next_step="make it contiguous")
 
 
 def _declined(problem: KernelProblem) -> str:

@@ -27,7 +27,7 @@ from burst_portable.backends.cuda.hopper.configs import (
     turns,
     writing_cuts,
 )
-from burst_portable.errors import UnsupportedError, explain
+from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.operator_kernel import in_steps
 from burst_portable.kernels.triton.arguments import ALWAYS, Address
 from burst_portable.planning.tiles import Tiles
@@ -180,12 +180,10 @@ def tma_strides(name: str, x: Tensor) -> list[int]:
     strides = [each * x.shape[3] if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
     if x.stride(3) != 1 or any(s % each or s <= 0 for s in strides) or x.data_ptr() % 16:
         raise UnsupportedError(
-            explain(
-                f"the hopper kernel cannot address {name}",
-                got=f"strides {x.stride()} at byte {x.data_ptr() % 16} of 16",
-                allowed="last stride 1, others multiples of 16 bytes, begun at a multiple of 16 bytes",
-                next_step="make it contiguous or use the triton kernel",
-            )
+            f"the hopper kernel cannot address {name}",
+            got=f"strides {x.stride()} at byte {x.data_ptr() % 16} of 16",
+            allowed="last stride 1, others multiples of 16 bytes, begun at a multiple of 16 bytes",
+            next_step="make it contiguous or use the triton kernel",
         )
     return [*strides, 1]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from burst_portable.backends.cuda.driver import driver
 from burst_portable.comm.base import Message, Part, Parts, Strip, Strips, Transport
 from burst_portable.comm.peer_copy import PeerCopyTransport
-from burst_portable.errors import BurstError, MismatchError, UnsupportedError, explain, first_line
+from burst_portable.errors import BurstError, MismatchError, UnsupportedError, first_line
 
 _PROOF = 1 << 20  # bytes that every rank sends to every other, to see that they arrive
 _PROOF_SECONDS = 20.0
@@ -103,11 +103,9 @@ def share_facts(other: Transport, facts: dict[str, str], what: str) -> list[dict
         return [json.loads(one) for one in said]
     except ValueError as error:  # another rank was sharing something else: it refused its call
         raise MismatchError(
-            explain(
-                f"rank {other.rank}, {what}: the ranks do not make the same call",
-                got=", ".join(repr(one[:100]) for one in said),
-                next_step="look at the other ranks' errors",
-            )
+            f"rank {other.rank}, {what}: the ranks do not make the same call",
+            got=", ".join(repr(one[:100]) for one in said),
+            next_step="look at the other ranks' errors",
         ) from error
 
 

@@ -21,7 +21,7 @@ from burst_portable.backends.cuda.peers.push import Pusher, pusher
 from burst_portable.backends.cuda.peers.watch import Watch
 from burst_portable.comm.base import Part, Parts, Strip, Strips
 from burst_portable.comm.peer_copy import Watched, flags
-from burst_portable.errors import SAME_CALLS, CommunicationError, MismatchError, UnsupportedError, explain, first_line
+from burst_portable.errors import SAME_CALLS, CommunicationError, MismatchError, UnsupportedError, first_line
 
 _PAGE = 4096
 _VIEWS = 4096  # the most that are kept
@@ -208,22 +208,18 @@ class CudaPeerMemory:
         if any(one != said[0] for one in said):
             told = ", ".join(f"{one[:200].decode(errors='replace')} on rank {r}" for r, one in enumerate(said))
             raise MismatchError(
-                explain(
-                    f"rank {self.rank}, {what}: the ranks do not make the same call",
-                    got=told,
-                    next_step=SAME_CALLS,
-                )
+                f"rank {self.rank}, {what}: the ranks do not make the same call",
+                got=told,
+                next_step=SAME_CALLS,
             )
 
     def _all_well(self, failed: str, what: str) -> None:
         said = self._share(failed.encode(), f"allocating {what}")
         if bad := [f"rank {r}: {one.decode(errors='replace')[:300]}" for r, one in enumerate(said) if one]:
             raise CommunicationError(
-                explain(
-                    f"rank {self.rank}: not every rank has {what}",
-                    got="; ".join(bad),
-                    next_step="shorten the sequence, or set the transport to 'nccl'",
-                )
+                f"rank {self.rank}: not every rank has {what}",
+                got="; ".join(bad),
+                next_step="shorten the sequence, or set the transport to 'nccl'",
             )
 
     def _read_flags(self) -> list[int]:
@@ -244,10 +240,8 @@ class CudaPeerMemory:
 def _refuse_capture() -> None:
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            explain(
-                "peer copies number their passes on the host, so a CUDA graph cannot hold them",
-                next_step="name the transport 'nccl' where graphs are captured (BURST_TRANSPORT)",
-            )
+            "peer copies number their passes on the host, so a CUDA graph cannot hold them",
+            next_step="name the transport 'nccl' where graphs are captured (BURST_TRANSPORT)",
         )
 
 

@@ -18,7 +18,7 @@ import torch
 
 from burst_portable.backends.cuda.driver import leave_captures_alone
 from burst_portable.comm.peer_copy import MARKS, Watched
-from burst_portable.errors import LATE, SAME_CALLS, CommunicationError, DeadlineError, MismatchError, explain
+from burst_portable.errors import LATE, SAME_CALLS, CommunicationError, DeadlineError, MismatchError
 from burst_portable.utils.threads import Background
 
 EVERY = 0.2
@@ -174,10 +174,8 @@ class Watch:
 
     def _late(self, what: str) -> DeadlineError:
         return DeadlineError(
-            explain(
-                f"{what} in {self.deadline:g} s",
-                next_step=LATE,
-            )
+            f"{what} in {self.deadline:g} s",
+            next_step=LATE,
         )
 
     def _fail(self, error: CommunicationError) -> None:
@@ -198,8 +196,6 @@ def _ahead(found: int, mark: int) -> bool:
 
 def _mismatch(what: str) -> MismatchError:
     return MismatchError(
-        explain(
-            f"{what}: what arrived instead belongs to another call",
-            next_step=SAME_CALLS,
-        )
+        f"{what}: what arrived instead belongs to another call",
+        next_step=SAME_CALLS,
     )
