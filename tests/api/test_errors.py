@@ -23,5 +23,6 @@ def test_error_composes_its_message(kind: type[BurstError]) -> None:
 def test_error_survives_pickling_and_rewording(kind: type[BurstError]) -> None:
     error = kind("wrong rank", got=0)
     copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is kind and str(copy) == str(error)
+    assert type(copy) is kind
+    assert str(copy) == str(error)
     assert str(type(error)(f"{error}; rank 1 said so")) == "wrong rank; got 0; rank 1 said so"
