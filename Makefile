@@ -18,7 +18,7 @@ help:
 	@echo "make test    the test-suite"
 	@echo "make full    the test-suite with every combination (long)"
 	@echo "make lint    ruff: format and rules       make types   mypy, strict"
-	@echo "make layers  who may import whom          make clean   remove reports and caches"
+	@echo "make layers  imports between folders      make clean   remove reports and caches"
 	@echo "make conform-ascend  the Ascend backend on the real torch_npu and an imitation of CANN (long)"
 
 setup: $(STAMP)
@@ -54,7 +54,8 @@ types: $(STAMP)
 	@$(PYTHON_IN_VENV) -m mypy
 
 layers: $(STAMP)
-	@$(PYTHON_IN_VENV) ci/check_layers.py
+	@.venv/bin/lint-imports --no-logo --no-cache
+	@$(PYTHON_IN_VENV) ci/check_source.py
 
 # Needs gcc and makes an environment of its own in build/; see backends/ascend/README.md.
 conform-ascend:
