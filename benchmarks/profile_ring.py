@@ -44,8 +44,8 @@ from benchmarks.rings import strategy_named
 from benchmarks.script import count, current_device, end, file, names
 from burst_portable.backends.registry import for_device
 from burst_portable.profiling.analysis.analyze import analyze
-from burst_portable.profiling.analysis.intervals import Timeline
 from burst_portable.profiling.analysis.matching import match
+from burst_portable.profiling.intervals import Timeline
 from burst_portable.profiling.records import RankRecords, Traced
 from burst_portable.runtime.observer import installed
 

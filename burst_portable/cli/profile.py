@@ -123,7 +123,7 @@ def trace(
     """
     from rich.markup import escape
 
-    from burst_portable.profiling.analysis.intervals import FIELDS
+    from burst_portable.profiling.intervals import FIELDS
     from burst_portable.profiling.report.tables import NAMES
     from burst_portable.profiling.tracing import read_trace
     from burst_portable.utils.text import percent, time_text

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from burst_portable.backends import base as backends
 from burst_portable.backends.registry import as_kineto, for_device, tracer_of
 from burst_portable.errors import InputError, UnsupportedError, in_a_line
-from burst_portable.profiling.analysis.intervals import Timeline, contention, union
+from burst_portable.profiling.intervals import Timeline, contention, union
 from burst_portable.profiling.records import Place, Table, Traced
 from burst_portable.utils.files import parse_json, read_json
 

@@ -25,7 +25,7 @@ from burst_portable.conformance.suite import trials_of
 from burst_portable.conformance.trial import Subject
 from burst_portable.errors import InputError
 from burst_portable.profiling import clocks
-from burst_portable.profiling.analysis.intervals import Timeline
+from burst_portable.profiling.intervals import Timeline
 from burst_portable.profiling.recorder import RecordingRuntime
 from tests.support import planted_bugs, planted_transports
 from tests.support.planted_bugs import Planted

@@ -12,6 +12,7 @@ import pytest
 from grimp import ImportGraph
 from importlinter.application.use_cases import read_user_options
 from importlinter.configuration import configure
+from importlinter.contracts.acyclic_siblings import AcyclicSiblingsContract
 from importlinter.contracts.forbidden import ForbiddenContract
 from importlinter.contracts.layers import LayersContract
 from importlinter.contracts.protected import ProtectedContract
@@ -21,8 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 configure()
 OPTIONS = read_user_options(str(ROOT / "pyproject.toml"))
 CONTRACTS: dict[str, type[Contract]] = {
-    "forbidden": ForbiddenContract, "layers": LayersContract, "protected": ProtectedContract
-}  # fmt: skip
+    "acyclic_siblings": AcyclicSiblingsContract,
+    "forbidden": ForbiddenContract,
+    "layers": LayersContract,
+    "protected": ProtectedContract,
+}
 
 
 def broken(graph: ImportGraph) -> set[str]:
@@ -50,6 +54,8 @@ VIOLATIONS = (
     ("api", "profiling.session", {"layers"}),
     ("runtime.prepare", "profiling.session", {"layers"}),
     ("integrations.transformers.loss", "conformance.suite", {"layers"}),
+    ("profiling.tracing", "profiling.analysis.analyze", {"acyclic"}),
+    ("cli.output", "cli.plan_view", {"acyclic"}),
     ("mask", "torch", {"pure"}),
     ("strategies.ring", "torch", {"pure"}),
     ("config", "torch", {"pure"}),

@@ -20,7 +20,7 @@ from burst_portable.kernels.base import Options
 from burst_portable.numerics import State
 from burst_portable.planning.plans import PASSES, PassName, Plan
 from burst_portable.planning.schedule import Compute
-from burst_portable.profiling.analysis.intervals import PARTS
+from burst_portable.profiling.intervals import PARTS
 from burst_portable.profiling.session import Session, profile
 from burst_portable.runtime.observer import WrappedRuntime, installed
 

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from burst_portable.planning.plans import PASSES
-from burst_portable.profiling.analysis.intervals import total, union
 from burst_portable.profiling.analysis.matching import Messages
+from burst_portable.profiling.intervals import total, union
 from burst_portable.profiling.records import RankRecords, Table
 
 Row = dict[str, Any]

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from burst_portable.planning.plans import PASSES
 from burst_portable.profiling.analysis.achieved import achieved, balance
 from burst_portable.profiling.analysis.causes import find_causes, passes_of
-from burst_portable.profiling.analysis.intervals import Timeline, contention, intersect, total, union, within
 from burst_portable.profiling.analysis.matching import Messages, align, match
 from burst_portable.profiling.analysis.verdict import losses_of, verdict_of
+from burst_portable.profiling.intervals import Timeline, contention, intersect, total, union, within
 from burst_portable.profiling.records import NEVER, RankRecords, Table
 from burst_portable.profiling.tracing import traced_facts
 from burst_portable.utils.text import percent, time_text

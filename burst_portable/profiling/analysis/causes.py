@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from burst_portable.profiling.analysis.intervals import union
 from burst_portable.profiling.analysis.matching import Messages
+from burst_portable.profiling.intervals import union
 from burst_portable.profiling.records import RankRecords, Table
 
 

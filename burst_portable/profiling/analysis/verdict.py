@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from burst_portable.planning.plans import PASSES
-from burst_portable.profiling.analysis.intervals import contended
+from burst_portable.profiling.intervals import contended
 from burst_portable.utils.text import bytes_text, percent, scaled, time_text
 
 _BETTER = 0.95  # of the present cost: an alternative that saves less is not worth naming

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from burst_portable.planning.plans import PASSES
 from burst_portable.profiling.analysis.analyze import evidence_of, training_text
-from burst_portable.profiling.analysis.intervals import PARTS, contended
+from burst_portable.profiling.intervals import PARTS, contended
 from burst_portable.profiling.report.tables import (
     ABLATED,
     LIGHT,

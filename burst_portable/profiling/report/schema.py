@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from burst_portable.profiling.analysis.analyze import COLUMNS, LANE_KINDS
-from burst_portable.profiling.analysis.intervals import PARTS
 from burst_portable.profiling.clocks import NAMES as SENSORS
+from burst_portable.profiling.intervals import PARTS
 
 _MOST = 1 << 63
 _LONGEST = 10_000

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_portable.profiling.analysis.analyze import training_text
-from burst_portable.profiling.analysis.intervals import PARTS, contended
 from burst_portable.profiling.clocks import told
+from burst_portable.profiling.intervals import PARTS, contended
 from burst_portable.profiling.report.tables import (
     ABLATED,
     LIGHT,

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burst_portable.profiling.analysis.intervals import FIELDS, Timeline, intersect, subtract, total, union, within
+from burst_portable.profiling.intervals import FIELDS, Timeline, intersect, subtract, total, union, within
 
 GRID = 60
 spans = st.lists(st.tuples(st.integers(0, GRID), st.integers(0, GRID)).map(sorted).map(tuple), max_size=8)
