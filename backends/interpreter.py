@@ -12,11 +12,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from burst_portable.backends.base import Backend, Probe
+from burst_portable.backends.registry import load
 
 AXES: dict[str, tuple[object, ...]] = {
     "heads": ("2x1x16x16", "1x1x40x24", "1x1x64x64", "1x1x80x80"),
@@ -35,30 +38,20 @@ SOURCES = {
 NO_BFLOAT16 = "Triton's interpreter computes bfloat16 wrongly"
 
 
-@dataclass(frozen=True)
-class Interpreted:
+class Interpreted(Backend):
     """A backend that has the one kernel, on CPU tensors."""
 
-    name: str
-    kernel: Any
-    facts: dict[str, str]
+    name = ""
+    capabilities = load("cpu").capabilities
 
-    @property
-    def capabilities(self) -> Any:
-        from burst_portable.backends.registry import load
+    def __init__(self, name: str, kernel: Any, facts: dict[str, str]) -> None:
+        self.name, self.kernel, self.facts = name, kernel, facts
 
-        return load("cpu").capabilities
-
-    def probe(self) -> Any:
-        from burst_portable.backends.base import Probe
-
+    def probe(self) -> Probe:
         return Probe(True, facts=self.facts)
 
     def kernels(self) -> tuple[Any, ...]:
         return (self.kernel,)
-
-    def transport(self, group: Any, deadline: float) -> Any:
-        raise AssertionError("kernels are tried without any transport")
 
 
 def kernel_of(backend: str, chip: str) -> Any:

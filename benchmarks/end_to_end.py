@@ -36,7 +36,7 @@ import burst_portable as bp
 from benchmarks.ranks import Clock, Guard, join, leave
 from benchmarks.report import setting
 from benchmarks.script import count, end, names
-from burst_portable.backends.registry import for_device, peaks_of
+from burst_portable.backends.registry import for_device
 from burst_portable.cli.run.models import build, outline, quiet, recompute_layers
 from burst_portable.cli.run.outcome import TOLERANCES
 from burst_portable.cli.run.setup import model_flops, utilisation
@@ -165,7 +165,7 @@ class Run:
         self.clock, self.mesh = Clock(self.links), bp.Mesh.from_group()
         self.where = Where(self.links.device, getattr(torch, arguments.dtype))
         backend = for_device(self.links.device.type)
-        self.peak, self.reading = peaks_of(backend, arguments.dtype), backend.capabilities.streams
+        self.peak, self.reading = backend.peaks(arguments.dtype), backend.capabilities.streams
         config = config_of_shape(arguments.shape, arguments.layers, arguments.seq_len)
         self.flops = model_flops(config, outline(config), seq_len=arguments.seq_len, batch=1, scoring=False)
         generator = torch.Generator().manual_seed(1)

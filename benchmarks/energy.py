@@ -25,7 +25,7 @@ from benchmarks.providers import PROVIDERS, Calls, Task, make_task
 from benchmarks.report import Result, setting
 from benchmarks.script import accelerator, end, names
 from burst_portable.backends.base import Meter
-from burst_portable.backends.registry import for_device, meter_of
+from burst_portable.backends.registry import for_device, open_or_reason
 from burst_portable.errors import BackendUnavailableError
 
 WARM = 0.4  # seconds under load before anything is counted: clocks settle
@@ -90,7 +90,7 @@ def _seconds_of(call: Callable[[], object]) -> float:
 
 def checked_meter(device: torch.device) -> Meter:
     """Raises `BackendUnavailableError` where the device does not count its energy."""
-    meter = meter_of(for_device(device.type), device.index)
+    meter = open_or_reason(for_device(device.type).meter, device.index)
     if isinstance(meter, str):
         raise BackendUnavailableError(f"the sensors of {device} cannot be read: {meter}")
     if "joules" not in meter.read():

@@ -84,7 +84,7 @@ def connect(links: Links, wanted: list[str]) -> None:
             links.transports[name] = f"the backend {backend.name} has none of that name"
         else:
             try:
-                links.transports[name] = backend.connect_direct(plain, links.group, links.deadline)  # type: ignore[attr-defined]
+                links.transports[name] = backend.connect_direct(plain, links.group, links.deadline)
             except BurstError as error:
                 links.transports[name] = str(error)
 

@@ -38,7 +38,7 @@ from benchmarks.rings import Calls, Task, ours, strategy_named
 from benchmarks.script import count, end, file, names
 from benchmarks.wire_report import Measured, Ways, planned, summary, table
 from burst_portable.backends.base import LinkCounters
-from burst_portable.backends.registry import for_device, link_counters_of
+from burst_portable.backends.registry import for_device, open_or_reason
 from burst_portable.comm.base import Transport
 from burst_portable.errors import BackendUnavailableError, BurstError, DeviceError
 from burst_portable.planning.plans import PASSES, Plan
@@ -126,7 +126,7 @@ class Run:
         self.links = join(arguments.deadline)
         self.clock, self.guard = Clock(self.links), Guard(self.links.rank)
         backend = for_device(self.links.device.type)
-        found = counters or link_counters_of(backend, self.links.device.index or 0)
+        found = counters or open_or_reason(backend.link_counters, self.links.device.index or 0)
         if isinstance(found, str):
             raise BackendUnavailableError(f"rank {self.links.rank} cannot count what crosses links: {found}")
         self.wire = Wire(found, backend.transport(self.links.group, arguments.deadline), self.clock.settle)

@@ -312,7 +312,7 @@ class Mesh:
     def _direct_transport(self, device_type: str, name: str) -> Transport | str:
         """The backend's own transport, or why these ranks cannot have it. All ranks settle this together, once."""
         if device_type not in self._direct:
-            backend: Any = self.backend_for(device_type)
+            backend = self.backend_for(device_type)
             plain = self.transport(device_type)
             # `agree` also hears from a rank that refuses its call, so nobody waits for that rank.
             agree(plain, statement({"pass": f"connecting the transport {name!r}"}))

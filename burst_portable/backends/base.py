@@ -1,4 +1,4 @@
-"""What a backend is: one vendor's device, kernels and transports, and the capabilities that others ask for.
+"""Define `Backend`, the contract between a vendor's device, kernels and transports and all other code.
 
 Code outside a vendor's folder never asks for a vendor's name; it asks for a capability.
 """
@@ -18,7 +18,7 @@ import torch
 
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
-from burst_portable.errors import BackendUnavailableError, format_error, in_a_line
+from burst_portable.errors import BackendUnavailableError, UnsupportedError, format_error, in_a_line
 from burst_portable.kernels.base import Kernel
 from burst_portable.planning.rates import Curve as Curve
 from burst_portable.planning.rates import Rates as Rates
@@ -107,60 +107,90 @@ class Tracer(Protocol):
         """Stop tracing; returns the tracer's own file. Raises `UnsupportedError` if there is none."""
 
 
-class Backend(Protocol):
-    """One vendor. For optional methods see `Extras`."""
+class Backend(ABC):
+    """The device, the kernels and the transports of one vendor.
+
+    A backend must define what is abstract. Every other method has a default that says that the backend has none.
+    """
 
     @property
+    @abstractmethod
     def name(self) -> str:
-        """Folder, registry key, command-line value."""
+        """Return the registry key, which is also the command-line value and the name of the folder."""
 
     @property
+    @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What other code may ask about it."""
+        """Return the facts that other code may ask for."""
 
+    @abstractmethod
     def probe(self) -> Probe:
         """Look at this machine. Does not raise if the vendor's devices or packages are absent."""
 
+    @abstractmethod
     def kernels(self) -> tuple[Kernel, ...]:
-        """Providers of local attention, in order of preference."""
+        """Return the kernels for local attention, in order of preference."""
 
     def transport(self, group: Any, deadline: float) -> Transport:
-        """The transport of a torch process group (None: the default one)."""
+        """Connect the ranks of a torch process group (None: the default one).
 
-
-class Extras(Protocol):
-    """Optional methods of a backend, which `registry` and `mesh` look for."""
-
-    def measured_rates(self, ranks: int, kernel: str) -> Rates | None:
-        """Rates that predict plans for this many ranks with this kernel ("": not known yet); None if nothing was
-        measured on such a machine."""
-
-    def group_options(self, timeout: timedelta) -> Any:
-        """The `pg_options` of torch process groups with this timeout that let messages go first (see
-        `comm.base.Transport.goes_first`); None if torch's own will do."""
-
-    def peaks(self, dtype: str) -> Peaks:
-        """The most that the current device can do in matrix products of a dtype ("bfloat16")."""
-
-    def meter(self, index: int) -> Meter:
-        """The sensors of a device, by torch's index. Raises `BackendUnavailableError` with the reason if they cannot be
-        read."""
-
-    def link_counters(self, index: int) -> LinkCounters:
-        """The link counters of a device, by torch's index. Raises `BackendUnavailableError` with the reason if they
-        cannot be read."""
-
-    def tracer(self) -> Tracer:
-        """For the deep level of profiles: the vendor's own tracer, if torch.profiler does not see its devices."""
-
-    def kineto(self, events: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """The events of that tracer's file as Kineto writes them: annotations and operators of the host as they are,
-        what ran on a device as "kernel" or "gpu_memcpy" with the same correlation as the launching call. None for the
-        file of another tracer."""
+        Raises `UnsupportedError` unless overridden: a backend without transports serves one rank.
+        """
+        raise UnsupportedError(f"the backend {self.name!r} has no transport, so it serves one rank only")
 
     def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
-        """The `direct_transport` of its capabilities, for the ranks of `other`, which moves messages between passes.
-        Collective. Raises `UnsupportedError`, on every rank alike, if these ranks cannot have it."""
+        """Connect the `direct_transport` of the capabilities. Collective.
+
+        Args:
+            other: a transport of the same ranks, which moves messages between passes.
+
+        Raises `UnsupportedError`, on every rank alike, if these ranks cannot have it.
+        """
+        raise UnsupportedError(f"the backend {self.name!r} has no direct transport")
+
+    def group_options(self, timeout: timedelta) -> Any:
+        """Return `pg_options` of torch process groups with this timeout, whose messages have high priority.
+
+        Return None if torch's own options will do. See `comm.base.Transport.goes_first`.
+        """
+        return None
+
+    def measured_rates(self, ranks: int, kernel: str) -> Rates | None:
+        """Return measured rates that predict plans for this many ranks.
+
+        Return None if nothing was measured on such a machine. `kernel` is "" if it is not known yet.
+        """
+        return None
+
+    def peaks(self, dtype: str) -> Peaks:
+        """Return the most that the current device can do in matrix products of a dtype ("bfloat16")."""
+        return Peaks("", dtype, None, None, f"the backend {self.name!r} does not tell")
+
+    def meter(self, index: int) -> Meter:
+        """Open the sensors of a device, by torch's index.
+
+        Raises `BackendUnavailableError` with the reason if they cannot be read.
+        """
+        raise BackendUnavailableError(f"the backend {self.name!r} reads no sensors")
+
+    def link_counters(self, index: int) -> LinkCounters:
+        """Open the link counters of a device, by torch's index.
+
+        Raises `BackendUnavailableError` with the reason if they cannot be read.
+        """
+        raise BackendUnavailableError(f"the backend {self.name!r} does not count what crosses links between devices")
+
+    def tracer(self) -> Tracer | None:
+        """Return the vendor's own tracer, for profiles of kernels; None if torch.profiler sees the devices."""
+        return None
+
+    def kineto(self, events: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """Convert the events of the own tracer's file to what Kineto writes; None for the file of another tracer.
+
+        Annotations and operators of the host stay as they are. What ran on a device becomes "kernel" or "gpu_memcpy"
+        with the correlation of the launching call.
+        """
+        return None
 
 
 def wrong_with(package: str, at_least: str, *, module: str | None = None, install: str | None = None) -> str:
@@ -218,11 +248,11 @@ TORCH = "2.11"
 """The first version of torch that accelerators are served with."""
 
 
-class AcceleratorBackend(ABC):
-    """See `backends.base.Backend`. A vendor says what is missing, describes its devices, and makes its kernels."""
+class AcceleratorBackend(Backend):
+    """A backend of devices that torch drives as `torch.<type>`, with streams.
 
-    name: str
-    capabilities: Capabilities
+    A vendor says what is missing, describes its devices, and makes its kernels.
+    """
 
     def __init__(self) -> None:
         self._kernels = tuple(self.make_kernels())

@@ -6,23 +6,23 @@ checkout that is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from burst_portable.errors import BackendUnavailableError, UnsupportedError, format_error, in_a_line, unknown_name
 from burst_portable.planning.rates import read_rates
 
 if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
-    from burst_portable.backends.base import Backend, LinkCounters, Meter, Peaks, Probe, Rates, Tracer
+    from burst_portable.backends.base import Backend, Probe, Rates
     from burst_portable.kernels.base import Kernel, KernelProblem
 
+T = TypeVar("T")
 GROUP = "burst_portable.backends"
-_PARTS = ("name", "capabilities", "probe", "kernels")  # without a transport, it can still serve one rank
 _OURS = {name: f"burst_portable.backends.{name}:backend" for name in ("cpu", "cuda", "rocm", "ascend")}
 
 
@@ -72,11 +72,11 @@ def load(name: str) -> Backend:
 
 
 def _imported(name: str, home: str) -> Backend:
-    """Import it; each thing that can be wrong with somebody else's package has a message of its own."""
+    """Import a backend and check it. Each error of a third-party package has its own message."""
     module, _, attribute = home.partition(":")
     what = f"the backend {name!r} (from {home})"
     try:
-        backend: Backend = getattr(import_module(module), attribute)
+        backend: object = getattr(import_module(module), attribute)
     except BackendUnavailableError as error:  # it says itself what is absent or too old
         raise BackendUnavailableError(f"{what} cannot be used: {error}") from error
     except ModuleNotFoundError as error:
@@ -91,24 +91,27 @@ def _imported(name: str, home: str) -> Backend:
         raise BackendUnavailableError(
             f"{what} is broken: it fails to import", got=in_a_line(error), next_step=next_step
         ) from error
-    if lacking := [part for part in _PARTS if not hasattr(backend, part)]:
-        next_step = f"upgrade the package of {module}: it was written for another version of burst_portable"
-        raise BackendUnavailableError(f"{what} is not a backend: it has no {', '.join(lacking)}", next_step=next_step)
-    if reason := _misshapen(backend, name):
-        next_step = "backends/README.md says what a backend is, step by step"
-        raise BackendUnavailableError(f"{what} is not a backend: {reason}", next_step=next_step)
-    return backend
-
-
-def _misshapen(backend: Backend, name: str) -> str:
-    """What is wrong with the types of its parts; "" for a proper backend. Nothing of it is called."""
-    from burst_portable.backends.base import Capabilities, Rates
+    from burst_portable.backends.base import Backend  # a module that was imported has torch
 
     if isinstance(backend, type):
-        return f"it is a class; register an object of it, backend = {backend.__name__}()"
+        reason = f"it is a class; register an object of it, backend = {backend.__name__}()"
+    elif not isinstance(backend, Backend):
+        next_step = f"upgrade the package of {module}: it was written for another version of burst_portable"
+        reason = f"its class {type(backend).__name__!r} does not derive from burst_portable.backends.base.Backend"
+        raise BackendUnavailableError(f"{what} is not a backend: {reason}", next_step=next_step)
+    elif not (reason := _contract_violation(backend, name)):
+        return backend
+    next_step = "backends/README.md says what a backend is, step by step"
+    raise BackendUnavailableError(f"{what} is not a backend: {reason}", next_step=next_step)
+
+
+def _contract_violation(backend: Backend, name: str) -> str:
+    """Return what the types of a backend's parts violate, or "". Does not call any of its methods."""
+    from burst_portable.backends.base import Capabilities, Rates
+
     if backend.name != name or name == "auto":
         return f"it calls itself {backend.name!r}; the name that is registered must be its own, and not 'auto'"
-    if missing := [part for part in ("probe", "kernels") if not callable(getattr(backend, part))]:
+    if missing := [method for method in ("probe", "kernels") if not callable(getattr(backend, method))]:
         return f"its {' and '.join(missing)} must be methods"
     capabilities = backend.capabilities
     if not isinstance(capabilities, Capabilities):
@@ -219,9 +222,7 @@ def rates_of(
         found = read_rates(file).rates_for(ranks, name, dtype, head_dim)
         found = replace(found, **how) if kernel else found
     else:
-        measured = getattr(backend, "measured_rates", None)
-        rates: Rates | None = measured(ranks, name) if measured else None
-        found = replace(rates or backend.capabilities.rates, **how)
+        found = replace(backend.measured_rates(ranks, name) or backend.capabilities.rates, **how)
     return found.where_messages_go_first() if goes_first else found
 
 
@@ -231,9 +232,8 @@ def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:
 
     Raises `BackendUnavailableError` if the backend fails to make them.
     """
-    make = getattr(backend, "group_options", None)
     try:
-        options = make(timeout) if make else None
+        options = backend.group_options(timeout)
     # Caught here, so that it is not taken for an error of the group, which absent ranks also cause.
     except Exception as error:
         what = f"the backend {backend.name!r} is broken: it fails to make options of a process group"
@@ -247,51 +247,23 @@ def may_go_first(backend: Backend) -> bool:
     return "pg_options" in group_options_of(backend, timedelta(seconds=1))
 
 
-def peaks_of(backend: Backend, dtype: str) -> Peaks:
-    """The most that the current device can do in a dtype ("bfloat16"); unknown if the backend does not say."""
-    from burst_portable.backends.base import Peaks
-
-    told = getattr(backend, "peaks", None)
-    return told(dtype) if told else Peaks("", dtype, None, None, f"the backend {backend.name!r} does not tell")
-
-
-def meter_of(backend: Backend, index: int) -> Meter | str:
-    """The sensors of a device, or why they cannot be read."""
-    return cast("Meter | str", _reader(backend, "meter", index, "reads no sensors"))
-
-
-def link_counters_of(backend: Backend, index: int) -> LinkCounters | str:
-    """Counters of what crossed the links of a device, or why they cannot be read."""
-    what = "does not count what crosses links between devices"
-    return cast("LinkCounters | str", _reader(backend, "link_counters", index, what))
-
-
-def _reader(backend: Backend, name: str, index: int, without: str) -> object:
-    """An optional reader of a backend, by the name of the method that makes it; or why there is none."""
-    make = getattr(backend, name, None)
-    if make is None:
-        return f"the backend {backend.name!r} {without}"
+def open_or_reason(make: Callable[[int], T], index: int) -> T | str:
+    """Return `make(index)`, such as `backend.meter(0)`, or the reason why it cannot be had."""
     try:
         return make(index)
     except BackendUnavailableError as error:
         return str(error)
 
 
-def tracer_of(backend: Backend) -> Tracer | None:
-    """The vendor's own tracer; None if torch.profiler sees its devices."""
-    make = getattr(backend, "tracer", None)
-    return make() if make else None
-
-
 def as_kineto(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A trace's events as Kineto would have written them, converted by the backend whose tracer wrote them."""
+    """Convert a trace's events to what Kineto would have written, by the backend whose tracer wrote them."""
     for name in known():
         try:
-            told = getattr(load(name), "kineto", None)
+            backend = load(name)
         except BackendUnavailableError:
             continue  # doctor says what is wrong with it
-        if told and (found := told(events)) is not None:
-            return cast("list[dict[str, Any]]", found)
+        if (converted := backend.kineto(events)) is not None:
+            return converted
     return events
 
 

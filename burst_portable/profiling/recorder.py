@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from burst_portable.backends.registry import for_device, meter_of, peaks_of, rates_of
+from burst_portable.backends.registry import for_device, open_or_reason, rates_of
 from burst_portable.comm.base import Exchange, Handle, Parts, Strips, Transport, WrappedTransport
 from burst_portable.errors import InputError, LayoutError, UnsupportedError
 from burst_portable.kernels.base import Gradients, Options
@@ -119,7 +119,7 @@ class Recorder:
             if not self._device or backend.capabilities.streams:  # else marks are times already
                 self._device = device
             if self.sensors is None and not self.light and device.index is not None:
-                self.sensors = Sensors(meter_of(backend, device.index))
+                self.sensors = Sensors(open_or_reason(backend.meter, device.index))
         return self._clocks[device]
 
     @property
@@ -177,7 +177,7 @@ class Recorder:
                 "drift": drift and asdict(drift),
                 "sensors": self.sensors.facts() if self.sensors else {"reason": "not read", "time": []},
                 "transport": {"used": self.transport, "direct": for_device(device).capabilities.direct_transport},
-                "peaks": [asdict(peaks_of(for_device(device), dtype)) for dtype in dtypes],
+                "peaks": [asdict(for_device(device).peaks(dtype)) for dtype in dtypes],
             },
             marked=list(self.marked),
         )

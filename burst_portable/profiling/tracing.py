@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from burst_portable.backends import base as backends
-from burst_portable.backends.registry import as_kineto, for_device, tracer_of
+from burst_portable.backends.registry import as_kineto, for_device
 from burst_portable.errors import InputError, UnsupportedError, in_a_line
 from burst_portable.profiling.intervals import Timeline, contention, union
 from burst_portable.profiling.records import Place, Table, Traced
@@ -172,7 +172,7 @@ class TorchTracer:
 def tracer_here() -> backends.Tracer:
     """The tracer that sees this machine's devices: their vendor's, else torch.profiler."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    return (device and tracer_of(for_device(device.type))) or TorchTracer()
+    return (device and for_device(device.type).tracer()) or TorchTracer()
 
 
 class Tracer:

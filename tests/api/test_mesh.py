@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import burst_portable as bp
-from burst_portable.backends.registry import for_device
+from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.comm.base import Message
 from burst_portable.comm.faults import compare_accounts
 from burst_portable.comm.local import Fabric, LocalTransport, run_threads
@@ -226,16 +226,18 @@ def test_one_rank_can_be_pickled_and_several_cannot():
     bp.run_local(2, work)
 
 
-class Straight:
+class Straight(CpuBackend):
     """A backend with a transport of its own; `answer` is it, or the reason why these ranks cannot have it."""
 
-    name = "cpu"
+    capabilities = replace(
+        CpuBackend.capabilities,
+        direct_transport="straight",
+        rates=replace(CpuBackend.capabilities.rates, direct=((1, 1e6),)),
+    )
 
     def __init__(self, answer):
+        super().__init__()
         self.answer, self.asked = answer, 0
-        rates = replace(for_device("cpu").capabilities.rates, direct=((1, 1e6),))
-        self.capabilities = replace(for_device("cpu").capabilities, direct_transport="straight", rates=rates)
-        self.kernels = for_device("cpu").kernels
 
     def connect_direct(self, other, group, deadline):
         self.asked += 1

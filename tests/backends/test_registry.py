@@ -45,10 +45,10 @@ def installed(tmp_path, monkeypatch):
 
 REQUIRE = "from burst_portable.backends.base import require\n"
 BACKEND = """
-from burst_portable.backends.base import Capabilities, Probe, Rates
+from burst_portable.backends.base import Backend, Capabilities, Probe, Rates
 from burst_portable.kernels.reference import ReferenceKernel
 
-class Theirs:
+class Theirs(Backend):
     name = "theirs"
     capabilities = Capabilities("cpu", "gloo", False, Rates(tflops=0.05, gbps=1.0))
 
@@ -68,9 +68,19 @@ WRONG = {
     ),
     "broken": ("1 / 0\n", "is broken: it fails to import; got ZeroDivisionError", "python -c 'import their_backend'"),
     "broken by an import": ("from torch import no_such_name\n", "is broken", "reinstall that package"),
-    "no backend": ("backend = object()\n", "it has no name, capabilities, probe", "upgrade the package"),
+    "no backend": (
+        "backend = object()\n",
+        "its class 'object' does not derive from burst_portable.backends.base.Backend",
+        "upgrade",
+    ),
     "a class": (BACKEND + "backend = Theirs\n", "it is a class; register an object", "backend = Theirs()"),
     "another name": (BACKEND + "Theirs.name = 'other'\nbackend = Theirs()\n", "it calls itself 'other'", "README.md"),
+    "too little": (
+        "from burst_portable.backends.base import Backend\nclass Theirs(Backend):\n    name = 'theirs'\n"
+        "backend = Theirs()\n",
+        "is broken: it fails to import; got TypeError: Can't instantiate abstract class Theirs",
+        "reinstall that package",
+    ),
     "no methods": (BACKEND + "Theirs.kernels = ()\nbackend = Theirs()\n", "its kernels must be methods", "README.md"),
     "no capabilities": (BACKEND + "Theirs.capabilities = {}\nbackend = Theirs()\n", "are a dict, not a C", "README.md"),
     "no rates": (

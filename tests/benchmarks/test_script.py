@@ -20,6 +20,8 @@ import burst_portable as bp
 from benchmarks import attention, energy, picture, providers
 from benchmarks.report import Result, beside, setting
 from benchmarks.script import accelerator, count, current_device, end, file, names
+from burst_portable.backends.base import Backend
+from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.registry import for_device
 from burst_portable.errors import BackendUnavailableError, DeadlineError, UnknownNameError
 from burst_portable.layout import Segment
@@ -197,9 +199,11 @@ def test_energy_of_a_call_is_its_share_of_what_the_board_counts(monkeypatch):
 def test_a_board_that_counts_no_energy_is_told(monkeypatch):
     closed = []
     meter = SimpleNamespace(read=lambda: {"watts": 250.0}, close=lambda: closed.append(1))
-    monkeypatch.setattr(energy, "for_device", lambda kind: None)
-    for found, told in ((meter, "does not count its energy"), ("no library", "cannot be read: no library")):
-        monkeypatch.setattr(energy, "meter_of", lambda backend, index, found=found: found)
+    for sensors, told in (
+        (lambda self, index: meter, "does not count its energy"),
+        (Backend.meter, "cannot be read: the backend 'cpu' reads no sensors"),
+    ):
+        monkeypatch.setattr(CpuBackend, "meter", sensors)
         with pytest.raises(BackendUnavailableError, match=told):
             energy.checked_meter(torch.device("cpu", 0))
     assert closed == [1]

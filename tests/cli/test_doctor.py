@@ -71,16 +71,16 @@ def test_the_tables_tell_the_same(capsys, monkeypatch):
 
 ABSENT = """
 from dataclasses import replace
-from burst_portable.backends.base import Probe
+from burst_portable.backends.base import Backend, Probe
 from burst_portable.backends.registry import load
-class Backend:
+class Absent(Backend):
     name = "theirs"
     capabilities = load("cpu").capabilities
     def probe(self):
         return Probe(False, "no such device here")
     def kernels(self):
         raise AssertionError("nobody asks a backend that cannot run")
-backend = Backend()
+backend = Absent()
 """
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.comm.agreement import agree, statement, tell_refusal
 from burst_portable.comm.local import run_threads
 from burst_portable.config import Config
@@ -173,11 +174,12 @@ def test_ranks_of_different_vendors_are_refused(monkeypatch):
     """The device type does not tell them apart: two vendors share torch's "cuda"."""
     plain = bp.Mesh.backend_for
 
+    class Other(CpuBackend):
+        name = "other"
+        capabilities = replace(CpuBackend.capabilities, process_group="xccl")
+
     def backend_for(mesh, device_type):
-        backend = plain(mesh, device_type)
-        if threading.current_thread().name != "rank 1":
-            return backend
-        return replace(backend, name="other", capabilities=replace(backend.capabilities, process_group="xccl"))
+        return Other() if threading.current_thread().name == "rank 1" else plain(mesh, device_type)
 
     monkeypatch.setattr(bp.Mesh, "backend_for", backend_for)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.wire_report import Measured, Planned
-from burst_portable.backends.registry import for_device, link_counters_of
+from burst_portable.backends.registry import for_device, open_or_reason
 from tests.support.device_wire_bytes import ROWS, STRATEGIES
 
 pytestmark = [
@@ -34,7 +34,7 @@ def read(one: dict) -> Measured:
 def told(tmp_path_factory):
     """What all ranks say alike, one a device."""
     kind = torch.accelerator.current_accelerator()
-    counters = link_counters_of(for_device(kind.type), 0)
+    counters = open_or_reason(for_device(kind.type).link_counters, 0)
     if isinstance(counters, str):
         pytest.skip(counters)
     counters.close()

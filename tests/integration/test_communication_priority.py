@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import burst_portable as bp
+from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.cuda.backend import goes_first, high_priority
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.registry import group_options_of, load
@@ -110,7 +111,7 @@ def test_rates():
 @pytest.mark.parametrize("first", [False, True])
 def test_auto_prices_what_its_transport_does(first, monkeypatch):
     measured = Rates(tflops=1.0, gbps=1.0, holds_up=(0.9, 0.3), holds_up_first=(0.1, 0.2))
-    monkeypatch.setattr(type(load("cpu")), "measured_rates", lambda *_: measured, raising=False)
+    monkeypatch.setattr(CpuBackend, "measured_rates", lambda *_: measured)
 
     def work(mesh):
         mesh.transport("cpu").goes_first = first
@@ -133,8 +134,8 @@ def test_groups_of_heads_are_considered_where_they_travel_beside_the_kernel(firs
 @pytest.mark.parametrize("options", [None, "some"])
 def test_run_predicts_with_what_its_groups_do(options, monkeypatch):
     measured = Rates(tflops=1.0, gbps=1.0, holds_up=(0.9, 0.3), holds_up_first=(0.1, 0.2))
-    monkeypatch.setattr(type(load("cpu")), "measured_rates", lambda *_: measured, raising=False)
-    monkeypatch.setattr(type(load("cpu")), "group_options", lambda *_: options, raising=False)
+    monkeypatch.setattr(CpuBackend, "measured_rates", lambda *_: measured)
+    monkeypatch.setattr(CpuBackend, "group_options", lambda *_: options)
     found = rates_of_run(load("cpu"), 2, "", "float32", 16)
     assert found.holds_up == ((0.1, 0.2) if options else (0.9, 0.3))
 
@@ -147,7 +148,7 @@ def test_the_rates_of_no_kernel_yet_are_those_of_the_first():
 
 def test_a_profile_predicts_with_what_its_transport_does(monkeypatch):
     slow = Rates(tflops=1e-3, gbps=1e-3, holds_up=(0.9, 0.9), holds_up_first=(0.0, 0.0))
-    monkeypatch.setattr(type(load("cpu")), "measured_rates", lambda *_: slow, raising=False)
+    monkeypatch.setattr(CpuBackend, "measured_rates", lambda *_: slow)
     facts = PlanFacts(bp.plan(seq_len=4096, ranks=2, heads=2, head_dim=16, strategy="ring"), 0)
     first, last = (facts.described("cpu", goes_first=first)["planned"]["forward"]["seconds"] for first in (True, False))
     assert first < last
@@ -156,7 +157,8 @@ def test_a_profile_predicts_with_what_its_transport_does(monkeypatch):
 def test_options_of_a_group(monkeypatch):
     five = timedelta(seconds=5)
     assert group_options_of(load("cpu"), five) == {"timeout": five}
-    asked = SimpleNamespace(group_options=lambda timeout: ("mine", timeout))
+    monkeypatch.setattr(CpuBackend, "group_options", lambda self, timeout: ("mine", timeout))
+    asked = load("cpu")
     assert group_options_of(asked, five) == {"timeout": five, "pg_options": ("mine", five)}
 
 
@@ -167,11 +169,9 @@ def test_options_that_a_backend_fails_to_make(wrong, tmp_path, monkeypatch):
     def raises(backend, timeout):
         raise wrong
 
-    monkeypatch.setattr(type(load("cpu")), "group_options", raises if wrong else 3, raising=False)
+    monkeypatch.setattr(CpuBackend, "group_options", raises if wrong else 3)
     with pytest.raises(BackendUnavailableError, match=f"'cpu' is broken.*{wrong or 'not callable'}"):
         join("cpu", 0, 2, tmp_path)
-    monkeypatch.setattr(type(load("cpu")), "group_options", None)
-    assert group_options_of(load("cpu"), timedelta(seconds=5)) == {"timeout": timedelta(seconds=5)}
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -199,7 +199,7 @@ def test_a_torch_without_nccl():
 @pytest.mark.parametrize("given", ["options", None])
 def test_a_group_that_waits_is_told(given, monkeypatch):
     """By `explain`, where there is a group, the backend could make another, and messages are beside kernels."""
-    monkeypatch.setattr(type(load("cpu")), "group_options", lambda self, timeout: given, raising=False)
+    monkeypatch.setattr(CpuBackend, "group_options", lambda self, timeout: given)
 
     def work(mesh):
         def told(strategy="ring"):

@@ -11,7 +11,7 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.backends.cuda.nvml import NvmlMeter
-from burst_portable.backends.registry import load, meter_of
+from burst_portable.backends.registry import load, open_or_reason
 from burst_portable.backends.rocm.device import AmdsmiMeter
 from burst_portable.errors import BackendUnavailableError
 from burst_portable.profiling.analysis.analyze import analyze
@@ -52,7 +52,7 @@ def test_a_thread_reads_until_it_is_stopped():
 
 
 def test_a_reason_in_place_of_a_meter():
-    sensors = Sensors(meter_of(load("cpu"), 0))
+    sensors = Sensors(open_or_reason(load("cpu").meter, 0))
     sensors.stop()
     assert sensors.facts() == {"reason": "the backend 'cpu' reads no sensors", "time": []}
     assert told(sensors.facts()) == ""

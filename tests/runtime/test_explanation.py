@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.backends.registry import for_device
+from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.config import Config
 from burst_portable.errors import InputError, UnknownNameError, UnsupportedError
@@ -76,14 +74,12 @@ def test_plans_are_priced_for_the_kernel_that_will_compute():
     """The rates are asked for by its name, and by whether it is called on pieces."""
     asked = []
 
-    def measured_rates(ranks, kernel):
-        asked.append((ranks, kernel))
-        return Rates(1.0, 1e-3, memory=1e-6)  # merging is all that counts
+    class Measured(CpuBackend):
+        def measured_rates(self, ranks, kernel):
+            asked.append((ranks, kernel))
+            return Rates(1.0, 1e-3, memory=1e-6)  # merging is all that counts
 
-    real = for_device("cpu")
-    backend = SimpleNamespace(
-        name="cpu", capabilities=real.capabilities, kernels=real.kernels, measured_rates=measured_rates
-    )
+    backend = Measured()
     mesh = bp.Mesh(0, 2, local_transport)
     mesh.backend_for = lambda device_type: backend
     told = {name: bp.explain(*qkv(), mesh=mesh, kernel=name).strategy.why for name in ("cpu_flash", "reference")}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import burst_portable as bp
+from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.cuda.peers.connection import share_facts
-from burst_portable.backends.registry import for_device
 from burst_portable.config import Config
 from burst_portable.errors import InputError, MismatchError, UnsupportedError
 from burst_portable.planning.rates import SCHEMA
@@ -99,14 +99,10 @@ def test_ranks_with_other_files_are_told(files):
     assert all(bp.run_local(2, work))
 
 
-class Straight:
+class Straight(CpuBackend):
     """A CPU whose ranks ask each other for a transport of their own, as those of GPUs do."""
 
-    name = "cpu"
-
-    def __init__(self) -> None:
-        cpu = for_device("cpu")
-        self.capabilities, self.kernels = replace(cpu.capabilities, direct_transport="straight"), cpu.kernels
+    capabilities = replace(CpuBackend.capabilities, direct_transport="straight")
 
     def connect_direct(self, other, group, deadline):
         share_facts(other, {"reason": ""}, "asking for peer copies")

@@ -19,7 +19,7 @@ from benchmarks.ranks import Links, connect
 from benchmarks.ring_rows import Row
 from benchmarks.wire_bytes import Wire, prepared
 from benchmarks.wire_report import Measured, planned
-from burst_portable.backends.registry import for_device, link_counters_of
+from burst_portable.backends.registry import for_device, open_or_reason
 from burst_portable.comm.base import Transport
 from burst_portable.planning.plans import PASSES
 from tests.support.device_trouble import join
@@ -72,7 +72,7 @@ def main(ranks: int, folder: Path, rank: int) -> None:
     links = Links(dist.group.WORLD, rank, ranks, device, DEADLINE)
     name = backend.capabilities.direct_transport
     connect(links, [name])
-    counters, transport = link_counters_of(backend, rank), links.transports[name]
+    counters, transport = open_or_reason(backend.link_counters, rank), links.transports[name]
     if isinstance(counters, str) or not isinstance(transport, Transport):
         said: dict[str, Any] = {"absent": counters if isinstance(counters, str) else transport}
     else:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.backends.base import Capabilities, Probe
+from burst_portable.backends.base import Backend, Capabilities, Probe
 from burst_portable.backends.registry import load
 from burst_portable.comm.base import Transport
 from burst_portable.errors import UnsupportedError
@@ -337,7 +337,7 @@ class SideStream(Around):
 
 
 @dataclass(frozen=True)
-class Planted:
+class Planted(Backend):
     """A backend with a bug around each of its kernels, or around its own transport between processes."""
 
     bug: Callable[[Kernel], Kernel] = Around

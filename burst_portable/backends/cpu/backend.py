@@ -6,13 +6,12 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from burst_portable.backends.base import Capabilities, Peaks, Probe, Rates
+from burst_portable.backends.base import Backend, Capabilities, Peaks, Probe, Rates
 from burst_portable.backends.cpu.attention import CpuFlashKernel
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
@@ -57,21 +56,19 @@ def _shortest(work: Callable[[], object]) -> float:
     return min(times)
 
 
-_CAPABILITIES = Capabilities(
-    device_type="cpu",
-    process_group="gloo",
-    streams=False,
-    rates=Rates(tflops=0.1, gbps=1.0, hop_latency=200e-6, launch_latency=50e-6),
-)
-
-
-@dataclass(frozen=True)
-class CpuBackend:
+class CpuBackend(Backend):
     """See `backends.base.Backend`."""
 
-    name: str = "cpu"
-    capabilities: Capabilities = _CAPABILITIES
-    _kernels: tuple[Kernel, ...] = field(default_factory=lambda: (CpuFlashKernel(), ReferenceKernel()), compare=False)
+    name = "cpu"
+    capabilities = Capabilities(
+        device_type="cpu",
+        process_group="gloo",
+        streams=False,
+        rates=Rates(tflops=0.1, gbps=1.0, hop_latency=200e-6, launch_latency=50e-6),
+    )
+
+    def __init__(self) -> None:
+        self._kernels: tuple[Kernel, ...] = CpuFlashKernel(), ReferenceKernel()
 
     def probe(self) -> Probe:
         return Probe(

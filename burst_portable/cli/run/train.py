@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from burst_portable.backends.registry import load, peaks_of
+from burst_portable.backends.registry import load
 from burst_portable.cli.options import asked_strategy
 from burst_portable.cli.run.job import Job, rates_of_run
 from burst_portable.cli.run.models import batches, build, checkpoint_of, config_of, quiet, recompute_layers, tokens_of
@@ -262,7 +262,7 @@ def _run(
     if again is not None:
         first = next(iter(batches(tokens, job.seq_len, job.batch, 1)))
         again(partial(once, model, first, where, sharded, scoring=job.scoring), model)
-    peak = asdict(peaks_of(load(job.backend), job.dtype))
+    peak = asdict(load(job.backend).peaks(job.dtype))
     outcome = Outcome(asdict(course), memory, fingerprint(model), timed, notes, peak)
     return outcome, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel
 from burst_portable.conformance.cases import DTYPES, Case
 from burst_portable.conformance.checks.attending import judged
@@ -112,7 +113,7 @@ def _rates(subject: Subject) -> str:
 def _direct_transport(subject: Subject) -> str:
     """A direct transport that is named exists, and one that exists is named: otherwise nobody would use it."""
     named = subject.backend.capabilities.direct_transport
-    there = callable(getattr(subject.backend, "connect_direct", None))
+    there = type(subject.backend).connect_direct is not Backend.connect_direct
     if named and not there:
         return f"it claims the direct transport {named!r}, and has no connect_direct"
     return "it has connect_direct, and names no direct transport" if there and not named else ""

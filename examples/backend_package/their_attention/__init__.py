@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from burst_portable.backends.base import Capabilities, Probe, Rates, require
+from burst_portable.backends.base import Backend, Capabilities, Probe, Rates, require
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.kernels.base import Kernel
@@ -17,15 +16,14 @@ from their_attention.kernel import TheirKernel
 # Absent and too old are two messages, and both say what to do.
 require("torch", "2.11")
 
-_CAPABILITIES = Capabilities(device_type="cpu", process_group="gloo", streams=False, rates=Rates(tflops=0.05, gbps=1.0))
 
-
-@dataclass(frozen=True)
-class TheirBackend:
+class TheirBackend(Backend):
     """See `burst_portable.backends.base.Backend`."""
 
-    name: str = "theirs"
-    capabilities: Capabilities = _CAPABILITIES
+    name = "theirs"
+    capabilities = Capabilities(
+        device_type="cpu", process_group="gloo", streams=False, rates=Rates(tflops=0.05, gbps=1.0)
+    )
 
     def probe(self) -> Probe:
         """Never raises: a machine without the vendor's device is a reason."""

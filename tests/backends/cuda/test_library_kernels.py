@@ -105,7 +105,7 @@ class Subject(CpuBackend):
     """The CPU with the kernel under test."""
 
     def __init__(self, kernel):
-        super().__init__(_kernels=(kernel, ReferenceKernel()))
+        self._kernels = kernel, ReferenceKernel()
 
 
 CASES = [

@@ -117,13 +117,13 @@ def test_the_backend_offers_them(nvml, monkeypatch):
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=["none", "1234"][index])
     )
     cuda = registry.load("cuda")
-    found = registry.link_counters_of(cuda, 1)
+    found = registry.open_or_reason(cuda.link_counters, 1)
     assert found.read()[1] == 18 * 1024
     found.close()
     nvml.up = []
-    assert "no NVLink that is up" in registry.link_counters_of(cuda, 1)
+    assert "no NVLink that is up" in registry.open_or_reason(cuda.link_counters, 1)
 
 
 def test_a_backend_that_counts_nothing():
-    told = registry.link_counters_of(registry.load("cpu"), 0)
+    told = registry.open_or_reason(registry.load("cpu").link_counters, 0)
     assert told == "the backend 'cpu' does not count what crosses links between devices"
