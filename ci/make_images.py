@@ -10,7 +10,6 @@ and the exit code is 1 where plan.svg on disk is another than the plans make. Sp
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 
 import burst_portable as bp
@@ -139,15 +138,14 @@ def photograph(page: Path) -> None:
     if chromium.path() is None:
         print("no chromium on this machine: profile.png and profile-dark.png stay as they are")
         return
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        browser = chromium.Page(Path(folder), *PAGE_SIZE)
-        browser.resize(*PAGE_SIZE)
-        browser.open(page)
-        for scheme, name in (("light", "profile.png"), ("dark", "profile-dark.png")):
-            browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-            browser.resize(*PAGE_SIZE)  # returns when the timeline is drawn in these colours
-            browser.screenshot(IMAGES / name)
-        browser.close()
+    width, height = PAGE_SIZE
+    with chromium.launched() as browser:
+        opened = browser.new_page(viewport={"width": width, "height": height})
+        opened.goto(page.as_uri())
+        opened.screenshot(path=IMAGES / "profile.png")
+        opened.emulate_media(color_scheme="dark")
+        chromium.next_frame(opened)  # the timeline is drawn again, in dark colors
+        opened.screenshot(path=IMAGES / "profile-dark.png")
 
 
 def main() -> int:

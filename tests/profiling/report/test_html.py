@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from contextlib import closing
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser, Page, expect
 
 from burst_portable.profiling.report import Report
 from burst_portable.profiling.report.html import _whole, page
@@ -20,7 +22,7 @@ UNITS = {
     **dict.fromkeys(("bandwidth", "planned_bandwidth"), "B/s"),
     "intensity": "",
 }
-# The colour of the timeline at a place in the window, from a copy: the canvas itself is not made for being read.
+# The color of the timeline at a place in the window, from a copy: the canvas itself is not made for being read.
 PIXEL = """(() => {
   const canvas = document.getElementById("timeline"), copy = document.createElement("canvas");
   const seen = canvas.getBoundingClientRect(), pen = copy.getContext("2d");
@@ -28,7 +30,6 @@ PIXEL = """(() => {
   pen.drawImage(canvas, x, y, 1, 1, 0, 0, 1, 1);
   return "#" + [...pen.getImageData(0, 0, 1, 1).data.slice(0, 3)].map((c) => c.toString(16).padStart(2, "0")).join("");
 })()"""
-needs_chromium = pytest.mark.skipif(chromium.path() is None, reason="no chromium on this machine: apt install chromium")
 
 
 @pytest.fixture(scope="module")
@@ -37,23 +38,44 @@ def report() -> Report:
 
 
 @pytest.fixture(scope="module")
-def browser(report, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("html")
-    report.write_html(folder / "profile.html")
-    opened = chromium.Page(folder / "profile")
-    opened.open(folder / "profile.html")
-    yield opened
-    opened.close()
+def browser() -> Iterator[Browser]:
+    if chromium.path() is None:
+        end = pytest.fail if os.environ.get("CI") else pytest.skip
+        end("no chromium on this machine: apt-get install chromium")
+    with chromium.launched() as launched:
+        yield launched
+
+
+@pytest.fixture(scope="module")
+def events() -> list[str]:
+    """Everything that the page prints, throws or requests."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def profile_page(browser, report, events, tmp_path_factory) -> Page:
+    file = tmp_path_factory.mktemp("html") / "profile.html"
+    report.write_html(file)
+    return open_page(browser, file, events)
+
+
+def open_page(browser: Browser, file: Path, events: list[str], height: int = 900, pixels: int = 1) -> Page:
+    page = browser.new_page(viewport={"width": 1200, "height": height}, device_scale_factor=pixels)
+    page.on("console", lambda message: events.append(message.text))
+    page.on("pageerror", lambda error: events.append(str(error)))
+    page.on("request", lambda request: events.append(request.url))
+    page.goto(file.as_uri())
+    assert events.pop(0) == file.as_uri()
+    return page
 
 
 def test_it_stays_below_a_megabyte_for_eight_ranks_and_a_thousand_steps():
     assert len(page(Report.of(ring(8, 1000)).data).encode()) < 1_000_000
 
 
-@needs_chromium
-def test_numbers_on_the_page_are_the_json_s(browser, report):
-    cells = browser.run(
-        "[...document.querySelectorAll('[data-path]')].map(e => [e.dataset.path, e.dataset.value, e.textContent])"
+def test_numbers_on_the_page_are_the_json_s(profile_page, report):
+    cells = profile_page.locator("[data-path]").evaluate_all(
+        "cells => cells.map(e => [e.dataset.path, e.dataset.value, e.textContent])"
     )
     assert len(cells) > 40
     assert {path for path, *_ in cells} >= {f"ablation.3.{name}" for name in ("whole", "exposed_computing", "hidden")}
@@ -71,49 +93,38 @@ def test_numbers_on_the_page_are_the_json_s(browser, report):
             assert text.startswith(percent(found)), path
         elif not path.endswith("messages"):
             assert text == time_text(found), path
-    assert browser.run("document.querySelector('h1').textContent").replace("\u00a0", " ") == report.verdict
+    assert profile_page.locator("h1").text_content().replace("\u00a0", " ") == report.verdict
 
 
-@needs_chromium
-def test_hover_tells_and_the_wheel_zooms(browser):
-    box = browser.run("(() => { const b = document.getElementById('timeline').getBoundingClientRect();"
-                      "return [b.left, b.top, b.width, scrollY] })()")  # fmt: skip
-    browser.run("document.getElementById('timeline').scrollIntoView({block: 'start'})")
-    left, top, width, _ = box
-    top = browser.run("document.getElementById('timeline').getBoundingClientRect().top")
-    browser.mouse("mouseMoved", left + 80, top + 30)
-    assert browser.run("document.getElementById('tip').hidden") is False
-    told = browser.run("document.getElementById('tip').textContent")
-    assert told.startswith("kernel on rank 0: 100 µs")
-    assert "forward, ring step 0" in told
-    before = browser.run("document.getElementById('range').textContent")
-    browser.mouse("mouseWheel", left + width / 2, top + 40, deltaX=0, deltaY=-600)
-    for _ in range(100):
-        after = browser.run("document.getElementById('range').textContent")
-        if after != before:
-            break
-    assert after != before
-    browser.run("document.getElementById('all').click()")
-    assert browser.run("document.getElementById('range').textContent") == before
+def test_hover_shows_a_tip_and_the_wheel_zooms(profile_page):
+    timeline, shown = profile_page.locator("#timeline"), profile_page.locator("#range")
+    timeline.evaluate("canvas => canvas.scrollIntoView({block: 'start'})")
+    box = timeline.bounding_box()
+    profile_page.mouse.move(box["x"] + 80, box["y"] + 30)
+    tip = profile_page.locator("#tip").inner_text()
+    assert tip.startswith("kernel on rank 0: 100 µs")
+    assert "forward, ring step 0" in tip
+    before = shown.text_content()
+    profile_page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
+    profile_page.mouse.wheel(0, -600)
+    expect(shown).not_to_have_text(before)
+    profile_page.locator("#all").click()
+    expect(shown).to_have_text(before)
 
 
-@needs_chromium
-def test_a_step_shows_its_longest_wait_in_the_timeline(browser):
-    before = browser.run("document.getElementById('range').textContent")
-    name, backward, step = browser.run(
-        "(() => { const b = document.querySelector('button.step.most'); b.click();"
-        "return [b.textContent, b.dataset.backward, b.dataset.step] })()"
-    )
+def test_a_step_shows_its_longest_wait_in_the_timeline(profile_page):
+    shown, button = profile_page.locator("#range"), profile_page.locator("button.step.most").first
+    before, name = shown.text_content(), button.text_content()
+    backward, step = (button.get_attribute(f"data-{key}") for key in ("backward", "step"))
     assert name == f"{('forward', 'backward')[int(backward)]} {step}"
-    assert browser.run("document.getElementById('range').textContent") != before
-    left, top, width = browser.run("(() => { const b = document.getElementById('timeline').getBoundingClientRect();"
-                                   "return [b.left, b.top, b.width] })()")  # fmt: skip
-    told = []
-    for rank in range(4):  # what is in the middle, on each rank's second track
-        browser.mouse("mouseMoved", left + 62 + (width - 70) / 2, top + 24 + rank * 61 + 25)
-        told.append(browser.run("document.getElementById('tip').textContent"))
-    assert any("waiting on rank" in one and f"{name.split()[0]}, ring step {step}," in one for one in told), told
-    browser.run("document.getElementById('all').click()")
+    button.click()
+    expect(shown).not_to_have_text(before)
+    box, tips = profile_page.locator("#timeline").bounding_box(), []
+    for rank in range(4):  # the middle of each rank's second track
+        profile_page.mouse.move(box["x"] + 62 + (box["width"] - 70) / 2, box["y"] + 24 + rank * 61 + 25)
+        tips.append(profile_page.locator("#tip").text_content())
+    assert any("waiting on rank" in tip and f"{name.split()[0]}, ring step {step}," in tip for tip in tips), tips
+    profile_page.locator("#all").click()
 
 
 def kernels_of(ranks: int) -> Report:
@@ -126,39 +137,36 @@ def kernels_of(ranks: int) -> Report:
     return Report.of([one.records() for one in makers])
 
 
-@needs_chromium
 @pytest.mark.slow
 @pytest.mark.parametrize("pixels", [1, 3])
-def test_a_thousand_ranks_are_drawn_where_one_scrolls_to(tmp_path, pixels):
+def test_a_thousand_ranks_are_drawn_where_one_scrolls_to(browser, tmp_path, pixels):
     """Browsers draw nothing on canvases that are too large: 16,384 pixels is what all of them can."""
     ranks, row, half, labels = 1024, 61, 450, 70
     kernels_of(ranks).write_html(tmp_path / "profile.html")
-    with closing(chromium.Page(tmp_path / "profile")) as opened:
-        opened.open(tmp_path / "profile.html")
-        opened.resize(1200, 2 * half, pixels)
-        box = "document.querySelector('.timeline').getBoundingClientRect()"
-        left, width, high = opened.run(f"[{box}.left, {box}.width, {box}.height]")
-        assert high > ranks * row
-        compute = opened.run("getComputedStyle(document.documentElement).getPropertyValue('--compute').trim()")
-        at = left + labels + (width - labels - 8) / 4
-        for rank in (0, 1, 127, 128, 511, 700, ranks - 1, 300, 0):
-            down = 24 + row * rank + 8
-            opened.run(f"scrollTo(0, scrollY + {box}.top + {down - half})")
-            opened.frames()
-            assert opened.run("document.getElementById('timeline').height") <= 16_384
-            top = opened.run(f"{box}.top") + down
-            opened.mouse("mouseMoved", at, top)
-            assert opened.run("document.getElementById('tip').textContent").startswith(f"kernel on rank {rank}: 100 µs")
-            assert 0 < opened.run("document.getElementById('tip').getBoundingClientRect().top") - top < 40
-            assert opened.run(PIXEL % {"x": at, "y": top, "pixels": pixels}) == compute
-        opened.run("document.querySelector('button.step.most').click()")
-        opened.frames()
-        opened.mouse("mouseMoved", at + (width - labels) / 4, opened.run(f"{box}.top") + 24 + row * (ranks - 2) + 25)
-        told = opened.run("document.getElementById('tip').textContent")
-        assert told.startswith(f"waiting on rank {ranks - 2}: 90 µs")
-        label = opened.run("document.getElementById('timeline').getContext('2d').measureText('rank 1023').width")
-        assert label + 10 < labels, "it is drawn whole"
-        assert (opened.said(), opened.requests()) == ([], [])
+    events = []
+    opened = open_page(browser, tmp_path / "profile.html", events, height=2 * half, pixels=pixels)
+    box, tip = "document.querySelector('.timeline').getBoundingClientRect()", opened.locator("#tip")
+    left, width, high = opened.evaluate(f"[{box}.left, {box}.width, {box}.height]")
+    assert high > ranks * row
+    compute = opened.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--compute').trim()")
+    at = left + labels + (width - labels - 8) / 4
+    for rank in (0, 1, 127, 128, 511, 700, ranks - 1, 300, 0):
+        down = 24 + row * rank + 8
+        opened.evaluate(f"scrollTo(0, scrollY + {box}.top + {down - half})")
+        chromium.next_frame(opened)
+        assert opened.evaluate("document.getElementById('timeline').height") <= 16_384
+        top = opened.evaluate(f"{box}.top") + down
+        opened.mouse.move(at, top)
+        assert tip.text_content().startswith(f"kernel on rank {rank}: 100 µs")
+        assert 0 < tip.bounding_box()["y"] - top < 40
+        assert opened.evaluate(PIXEL % {"x": at, "y": top, "pixels": pixels}) == compute
+    opened.evaluate("document.querySelector('button.step.most').click()")
+    chromium.next_frame(opened)
+    opened.mouse.move(at + (width - labels) / 4, opened.evaluate(f"{box}.top") + 24 + row * (ranks - 2) + 25)
+    assert tip.text_content().startswith(f"waiting on rank {ranks - 2}: 90 µs")
+    label = opened.evaluate("document.getElementById('timeline').getContext('2d').measureText('rank 1023').width")
+    assert label + 10 < labels, "it is drawn whole"
+    assert events == []
 
 
 def test_a_number_stays_with_its_unit():
@@ -180,46 +188,40 @@ def test_the_sample_has_all_that_a_report_has_today():
     assert sample["training"], "its steps are marked"
 
 
-@needs_chromium
-def test_colours_follow_the_reader_and_paper_is_light(browser):
-    paper = "getComputedStyle(document.querySelector('section')).backgroundColor"
-    seen = {}
+def test_colors_follow_the_reader_and_paper_is_light(profile_page):
+    paper, seen = profile_page.locator("section").first, {}
+    color = "section => getComputedStyle(section).backgroundColor"
     for scheme in ("light", "dark"):
-        browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        seen[scheme] = browser.run(paper)
+        profile_page.emulate_media(color_scheme=scheme)
+        seen[scheme] = paper.evaluate(color)
     assert seen["light"] != seen["dark"]
-    browser.call("Emulation.setEmulatedMedia", media="print")  # of a reader in the dark
-    assert browser.run(paper) == seen["light"] == "rgb(255, 255, 255)"
-    browser.call("Emulation.setEmulatedMedia", media="", features=[])
+    profile_page.emulate_media(media="print")  # the color scheme is still dark
+    assert paper.evaluate(color) == seen["light"] == "rgb(255, 255, 255)"
+    profile_page.emulate_media(media="null", color_scheme="null")
 
 
-@needs_chromium
-def test_the_page_does_not_scroll_sideways(browser):
+def test_the_page_does_not_scroll_sideways(profile_page):
+    fits = "document.documentElement.scrollWidth <= innerWidth"
     for width in (1200, 420):
-        browser.resize(width)
-        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
-    browser.call("Emulation.setEmulatedMedia", media="print")
-    browser.resize(700)  # A4 and letter, without their margins
-    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
-    wide = ".filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent)"
-    assert browser.run(f"[...document.querySelectorAll('.tile b')]{wide}") == []
-    browser.call("Emulation.setEmulatedMedia", media="")
-    browser.call("Emulation.clearDeviceMetricsOverride")
+        profile_page.set_viewport_size({"width": width, "height": 900})
+        assert profile_page.evaluate(fits)
+    profile_page.emulate_media(media="print")
+    profile_page.set_viewport_size({"width": 700, "height": 900})  # A4 and letter, without their margins
+    assert profile_page.evaluate(fits)
+    cut_off = "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent)"
+    assert profile_page.locator(".tile b").evaluate_all(cut_off) == []
+    profile_page.emulate_media(media="null")
+    profile_page.set_viewport_size({"width": 1200, "height": 900})
 
 
-@needs_chromium
-def test_no_table_of_the_sample_is_cut_on_a_wide_screen(tmp_path):
+def test_no_table_of_the_sample_is_cut_on_a_wide_screen(browser):
     """A table scrolls where it has no room; on a screen it has, and its last column would be seen by nobody."""
-    opened = chromium.Page(tmp_path / "profile")
-    opened.open(SAMPLE.with_suffix(".html"))
-    tables = opened.run("[...document.querySelectorAll('.scroll')].map(e => [e.scrollWidth, e.clientWidth])")
-    opened.close()
+    opened = open_page(browser, SAMPLE.with_suffix(".html"), [])
+    tables = opened.locator(".scroll").evaluate_all("all => all.map(e => [e.scrollWidth, e.clientWidth])")
     assert len(tables) > 4
     assert [(wide, room) for wide, room in tables if wide > room] == []
 
 
-@needs_chromium
-def test_it_asks_for_nothing_and_complains_of_nothing(browser):
+def test_the_page_requests_nothing_and_logs_nothing(profile_page, events):
     """Last of its file: about all that the others did."""
-    assert browser.said() == []
-    assert browser.requests() == []
+    assert events == []
