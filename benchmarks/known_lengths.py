@@ -114,7 +114,8 @@ def beside(device: Device, kernel: float, copy: float) -> Found:
 def _beside(device: Device, kernel: float, copy: float) -> Found | None:
     """None where they did not begin together."""
     plan = bp.plan(seq_len=64, ranks=2, heads=1, head_dim=16, mask="full", layout="contiguous", strategy="ring")
-    transport = SimpleNamespace(name="copies", rank=0, size=2, host="", lasting=True, picks=False, goes_first=False)
+    traits = {"host": "", "persistent_inbox": True, "supports_strided_sends": False, "high_priority": False}
+    transport = SimpleNamespace(name="copies", rank=0, size=2, **traits)
     arriving: list[Callable[[], None]] = []
 
     def post(sends: list[Any], receives: list[Any], step: int, *, backward: bool) -> tuple[list[Waits], list[Waits]]:

@@ -160,7 +160,7 @@ def zigzag_ring(task: Task) -> Calls:
     """ring-flash-attn's own code, with our local kernel in place of the flash_attn that it imports."""
     if not _causal(task):
         raise Absent("its zigzag ring is causal")
-    local = Local(task.kernel, task.q, task.k, makes_way=task.links.goes_first)
+    local = Local(task.kernel, task.q, task.k, makes_way=task.links.high_priority)
     module = _with_kernel("zigzag_ring_flash_attn", _flash_attn(local))
     q, k, v = (x.detach().requires_grad_() for x in (task.q, task.k, task.v))
     call = partial(module.zigzag_ring_flash_attn_func, q, k, v, causal=True, group=task.links.group)
@@ -196,7 +196,7 @@ def llama3(task: Task, *, at_once: bool = False) -> Calls:
         raise Absent("it wants equally many rows on each rank")
     kv_heads = task.k.shape[2] if at_once else 1
     heads = kv_heads * (task.q.shape[2] // task.k.shape[2])
-    local = Local(task.kernel, task.q[:, :, :heads], task.k[:, :, :kv_heads], makes_way=task.links.goes_first)
+    local = Local(task.kernel, task.q[:, :, :heads], task.k[:, :, :kv_heads], makes_way=task.links.high_priority)
     if local.operator is not None:
         raise Absent(f"the operator {task.kernel} takes no documents here")
     module = _with_kernel("llama3_flash_attn_varlen", _flash_attn_varlen(local))

@@ -26,7 +26,7 @@ from burst_portable.measuring import timing as measuring
 class Links:
     """The ranks, and what can move their blocks: a transport by its name, or the reason why there is none.
 
-    goes_first: whether messages of the group do, once `connect` has looked; see `comm.base.Transport`.
+    high_priority: whether messages of the group do, once `connect` has looked; see `comm.base.Transport`.
     """
 
     group: Any
@@ -36,7 +36,7 @@ class Links:
     deadline: float
     transports: dict[str, Transport | str] = field(default_factory=dict)
     closing: ExitStack = field(default_factory=ExitStack)
-    goes_first: bool = False
+    high_priority: bool = False
     parallel: bool = False  # torch's context_parallel has been entered
 
     def mesh(self, transport: Transport) -> bp.Mesh:
@@ -76,7 +76,7 @@ def connect(links: Links, wanted: list[str]) -> None:
     """The transports that were asked for, or why they are not there."""
     backend = for_device(links.device.type)
     plain = backend.transport(links.group, links.deadline)
-    links.goes_first = plain.goes_first
+    links.high_priority = plain.high_priority
     for name in wanted:
         if name == plain.name:
             links.transports[name] = plain

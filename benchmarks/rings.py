@@ -129,7 +129,8 @@ class Still(Transport):
     def __init__(self, inner: Transport) -> None:
         self._inner, self.moving = inner, True
         self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
-        self.direct, self.picks, self.lasting = inner.direct, inner.picks, True
+        self.direct, self.persistent_inbox = inner.direct, True
+        self.supports_strided_sends = inner.supports_strided_sends
         self._kept: dict[bytes, list[Tensor]] = {}
         self._pass: list[Tensor] = []
 

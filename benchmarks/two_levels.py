@@ -175,7 +175,7 @@ class Run:
         plain = with_two_levels(transport, self.links.group, arguments.inner, arguments.deadline, options)
         plain.begin()
         plain.end()
-        near, far = plain.near, plain.far
+        near, far = plain.intra_node, plain.inter_node
         assert far is not None, "the first pass connects"
         self.transports: dict[str, tuple[Transport, float | None]] = {
             "sockets" if arguments.sockets else "no slow link": (plain, None)
@@ -247,8 +247,8 @@ class Run:
         sizes = (*self.row.heads, self.row.head, self.row.head)
         problem = KernelProblem(torch.bfloat16, self.links.device.type, *sizes, deterministic=False)
         kernel, _ = choose_kernel(self.backend, problem, self.arguments.kernel)
-        first = next(iter(self.transports.values()))[0].goes_first
-        rates = rates_of(self.backend, self.links.size, kernel, goes_first=first)
+        first = next(iter(self.transports.values()))[0].high_priority
+        rates = rates_of(self.backend, self.links.size, kernel, high_priority=first)
         rates = replace(rates, direct=())  # NCCL alone reaches other nodes
         if gbps:
             rates = replace(rates, node=self.arguments.inner, outer_gbps=gbps)

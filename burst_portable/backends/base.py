@@ -151,7 +151,7 @@ class Backend(ABC):
     def group_options(self, timeout: timedelta) -> Any:
         """Return `pg_options` of torch process groups with this timeout, whose messages have high priority.
 
-        Return None if torch's own options will do. See `comm.base.Transport.goes_first`.
+        Return None if torch's own options will do. See `comm.base.Transport.high_priority`.
         """
         return None
 

@@ -203,7 +203,7 @@ def rates_of(
     dtype: str = "",
     head_dim: int = 0,
     *,
-    goes_first: bool = False,
+    high_priority: bool = False,
 ) -> Rates:
     """The rates that predict plans for this many ranks: measured on machines like this one, else the backend's guess.
 
@@ -211,7 +211,7 @@ def rates_of(
         kernel: the kernel that will compute, if known.
         file: a file of rates that were measured here, which then count alone; see `planning.rates`.
         dtype, head_dim: of the call, if known: the source of a file's rates says if they were measured with others.
-        goes_first: whether messages go first: see `comm.base.Transport`.
+        high_priority: whether messages go first: see `comm.base.Transport`.
 
     Raises `InputError` for a file that cannot be used.
     """
@@ -223,7 +223,7 @@ def rates_of(
         found = replace(found, **how) if kernel else found
     else:
         found = replace(backend.measured_rates(ranks, name) or backend.capabilities.rates, **how)
-    return found.where_messages_go_first() if goes_first else found
+    return found.where_messages_go_first() if high_priority else found
 
 
 def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:
     return {"timeout": timeout} if options is None else {"timeout": timeout, "pg_options": options}
 
 
-def may_go_first(backend: Backend) -> bool:
+def supports_high_priority(backend: Backend) -> bool:
     """Whether messages go first in groups that are made with its options."""
     return "pg_options" in group_options_of(backend, timedelta(seconds=1))
 

@@ -96,11 +96,11 @@ def agree(transport: Transport, mine: Statement, *, forward_pass: int = 0, deadl
         deadline: seconds; the transport's own unless given.
 
     Raises `MismatchError` on every rank if they differ, `CommunicationError` if a rank does not answer, or if what this
-    rank did last on the transport has not ended: see `Transport.check_in_step`.
+    rank did last on the transport has not ended: see `Transport.check_in_sync`.
     """
     if transport.size == 1:
         return
-    transport.check_in_step()
+    transport.check_in_sync()
     transport.passes += 1
     if mine.digest in transport.agreed:
         return
@@ -123,7 +123,7 @@ def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -
     """
     if transport.size == 1:
         return
-    transport.check_in_step()
+    transport.check_in_sync()
     try:
         _ask(transport, statement({"pass": call, **(facts or {})}), f"asking whether all ranks call {call}")
     except (DeadlineError, PeerLostError) as error:

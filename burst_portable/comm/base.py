@@ -135,12 +135,12 @@ class Transport(ABC):
         passes: how many passes this rank has begun on it; see `comm.agreement`.
         agreed: digests of the calls that its ranks need not compare again; see `comm.agreement`.
         direct: whether it serves only passes whose messages go straight to where they are used.
-        lasting: whether the contents of an inbox stay there after the pass.
-        picks: whether `exchange` also sends `Strips`, so that senders need not pack.
-        node: ranks per node, if messages between nodes have connections of their own; else 0.
-        under_way: whether a pass has begun here and not ended.
-        left_over: the same of messages between passes.
-        goes_first: whether its messages are moved by kernels that get room on a device before kernels that compute.
+        persistent_inbox: whether the contents of an inbox stay there after the pass.
+        supports_strided_sends: whether `exchange` also sends `Strips`, so that senders need not pack.
+        ranks_per_node: ranks per node, if messages between nodes have connections of their own; else 0.
+        pass_active: whether a pass has begun here and not ended.
+        exchange_active: the same of messages between passes.
+        high_priority: whether its messages are moved by kernels that get room on a device before kernels that compute.
     """
 
     name: str
@@ -149,12 +149,12 @@ class Transport(ABC):
     host: bool = True
     passes: int = 0
     direct: bool = False
-    lasting: bool = False
-    picks: bool = False
-    node: int = 0
-    under_way: bool = False
-    left_over: bool = False
-    goes_first: bool = False
+    persistent_inbox: bool = False
+    supports_strided_sends: bool = False
+    ranks_per_node: int = 0
+    pass_active: bool = False
+    exchange_active: bool = False
+    high_priority: bool = False
 
     @property
     def others(self) -> list[int]:
@@ -167,49 +167,49 @@ class Transport(ABC):
         found: set[bytes] = self.__dict__.setdefault("_agreed", set())
         return found
 
-    def check_in_step(self) -> None:
+    def check_in_sync(self) -> None:
         """Raise a `CommunicationError` if what was done last never ended: its messages would be taken for others.
 
         Ranks ask it before they tell each other anything: other sizes end a process over gloo, or are taken in silence.
         """
-        if last := self.unended():
+        if last := self.unfinished():
             raise CommunicationError(
                 f"rank {self.rank}: the last {last} has not ended; its messages would be taken for those of this call",
                 next_step="after an error in a pass or an exchange, end the process group; one mesh serves one "
                 "thread at a time",
             )
 
-    def unended(self) -> str:
+    def unfinished(self) -> str:
         """What was begun here and has not ended, in words; empty if nothing."""
-        return "pass" if self.under_way else "exchange between passes" if self.left_over else ""
+        return "pass" if self.pass_active else "exchange between passes" if self.exchange_active else ""
 
     def between_passes(self) -> AbstractContextManager[None]:
-        """A context around messages between passes. What an error leaves of them stays: see `check_in_step`."""
-        return self._left_over_after_errors()
+        """A context around messages between passes. What an error leaves of them stays: see `check_in_sync`."""
+        return self._exchange()
 
     @contextmanager
-    def _left_over_after_errors(self) -> Iterator[None]:
-        before, self.left_over = self.left_over, True
+    def _exchange(self) -> Iterator[None]:
+        before, self.exchange_active = self.exchange_active, True
         yield
-        self.left_over = before
+        self.exchange_active = before
 
-    def fall_behind(self) -> None:
+    def mark_out_of_sync(self) -> None:
         """Refuse all further calls: the others wait for one that this rank left out, and were not told."""
-        self.left_over = True
+        self.exchange_active = True
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
-        """A pass begins on the current stream; every rank calls this. Raises as `check_in_step`.
+        """A pass begins on the current stream; every rank calls this. Raises as `check_in_sync`.
 
         Args:
             digest: of what all ranks state alike about it.
             inbox: the most bytes that come from one rank in this pass; the average if all messages have places.
         """
-        self.check_in_step()
-        self.under_way = True
+        self.check_in_sync()
+        self.pass_active = True
 
     def end(self) -> None:
         """The pass is over: everything that arrived has been used, in the order of the current stream."""
-        self.under_way = False
+        self.pass_active = False
 
     @abstractmethod
     def post(
@@ -248,7 +248,7 @@ class Transport(ABC):
         receives from itself, and so on.
 
         Args:
-            leaving: what this rank sends; `Strips` only if this transport `picks`.
+            leaving: what this rank sends; `Strips` only if this transport `supports_strided_sends`.
             arriving: where it receives.
             label: names the exchange in errors.
             alone: whether no kernel runs until everything has arrived, so that kernels may move it.
@@ -299,7 +299,7 @@ class WrappedTransport(Transport):
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
         self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
-        self.lasting, self.goes_first = inner.lasting, inner.goes_first
+        self.persistent_inbox, self.high_priority = inner.persistent_inbox, inner.high_priority
 
     @property
     def passes(self) -> int:
@@ -313,14 +313,14 @@ class WrappedTransport(Transport):
     def agreed(self) -> set[bytes]:
         return self._inner.agreed
 
-    def check_in_step(self) -> None:
-        self._inner.check_in_step()
+    def check_in_sync(self) -> None:
+        self._inner.check_in_sync()
 
     def between_passes(self) -> AbstractContextManager[None]:
         return self._inner.between_passes()
 
-    def fall_behind(self) -> None:
-        self._inner.fall_behind()
+    def mark_out_of_sync(self) -> None:
+        self._inner.mark_out_of_sync()
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         self._inner.begin(digest, inbox)

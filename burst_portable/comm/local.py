@@ -139,7 +139,7 @@ class LocalTransport(Transport):
     """See `comm.base.Transport`. A message is copied once, from buffer to buffer."""
 
     name = "local"
-    lasting = True
+    persistent_inbox = True
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self.fabric, self.rank, self.size = fabric, rank, fabric.size

@@ -146,7 +146,7 @@ class PeerCopyTransport(Transport):
     name = "peer_copy"
     host = False
     direct = True
-    picks = True
+    supports_strided_sends = True
 
     def __init__(self, memory: PeerMemory, other: Transport) -> None:
         self.memory, self._other = memory, other
@@ -169,26 +169,26 @@ class PeerCopyTransport(Transport):
         self._other.passes = count
 
     @property
-    def under_way(self) -> bool:
-        return self._other.under_way
+    def pass_active(self) -> bool:
+        return self._other.pass_active
 
-    @under_way.setter
-    def under_way(self, value: bool) -> None:
-        self._other.under_way = value
+    @pass_active.setter
+    def pass_active(self, value: bool) -> None:
+        self._other.pass_active = value
 
-    def unended(self) -> str:
-        return self._other.unended()
+    def unfinished(self) -> str:
+        return self._other.unfinished()
 
     def between_passes(self) -> AbstractContextManager[None]:
         return self._other.between_passes()
 
-    def fall_behind(self) -> None:
-        self._other.fall_behind()
+    def mark_out_of_sync(self) -> None:
+        self._other.mark_out_of_sync()
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         memory = self.memory
         memory.check()
-        self.check_in_step()
+        self.check_in_sync()
         need = -(-(inbox + MESSAGES * ALIGNMENT) // ALIGNMENT) * ALIGNMENT
         if need > self._region:
             self._region = 0  # earlier memory is given up even if no more can be had
@@ -212,7 +212,7 @@ class PeerCopyTransport(Transport):
         super().end()
 
     def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
-        if not self.under_way or not size:
+        if not self.pass_active or not size:
             return self._other.inbox(size, device, peer)
         if place is not None:
             assert place + size <= self._region * self.size, "an inbox has room for all messages"
@@ -228,7 +228,7 @@ class PeerCopyTransport(Transport):
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
-        if not self.under_way:
+        if not self.pass_active:
             return self._other.post(sends, receives, label)
         self.memory.check()
         incoming: list[Handle] = [self._expect(message, label) for message in receives]
@@ -243,7 +243,7 @@ class PeerCopyTransport(Transport):
         self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
     ) -> Exchange:
         """See `Transport.exchange`. One flag per peer says that all of its buffers have arrived."""
-        if not self.under_way or not leaving or leaving[0].parts[0].place is None:
+        if not self.pass_active or not leaving or leaving[0].parts[0].place is None:
             return super().exchange(leaving, arriving, label)
         memory, index = self.memory, self._exchanges
         memory.check()

@@ -124,10 +124,10 @@ class TorchDistTransport(Transport):
         batched: whether moves are launched as one batch.
         deadline: seconds a transfer may take; None leaves it to the group's own timeout.
         in_watch: called first in the thread that watches the deadline of batched moves, if given.
-        goes_first: whether the group's kernels run on a stream of high priority.
+        high_priority: whether the group's kernels run on a stream of high priority.
     """
 
-    lasting = True
+    persistent_inbox = True
 
     def __init__(
         self,
@@ -137,22 +137,22 @@ class TorchDistTransport(Transport):
         batched: bool,
         deadline: float | None = None,
         in_watch: Callable[[], None] | None = None,
-        goes_first: bool = False,
+        high_priority: bool = False,
     ) -> None:
         found = group if group is not None else dist.group.WORLD
         assert found is not None, "a mesh refuses to be made without one"
         self.group = found
         self.name, self._batched, self._deadline = name, batched, deadline
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.host, self.goes_first = not batched, goes_first
+        self.host, self.high_priority = not batched, high_priority
         self._watch = HopWatch(deadline, self._give_up, in_watch) if batched and deadline else None
         self._connected = not batched or self.size == 1
         self._of_this_group = _of_groups().setdefault(self.group, WeakSet())
         self._of_this_group.add(self)
 
-    def unended(self) -> str:
+    def unfinished(self) -> str:
         """Of any transport of this group, as of another mesh: their messages would meet."""
-        return next(filter(None, (super(TorchDistTransport, one).unended() for one in self._of_this_group)), "")
+        return next(filter(None, (super(TorchDistTransport, one).unfinished() for one in self._of_this_group)), "")
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         super().begin(digest, inbox)

@@ -24,50 +24,51 @@ from burst_portable.comm.torch_dist import named_error
 
 
 class TwoLevelTransport(Transport):
-    """See `comm.base.Transport`. Everything before the first pass goes through `near`.
+    """See `comm.base.Transport`. Everything before the first pass goes through `intra_node`.
 
     Args:
-        near: moves messages inside a node.
+        intra_node: moves messages inside a node.
         connect: makes what moves messages between nodes; called in the first pass, on all ranks.
-        node: ranks per node.
+        ranks_per_node: ranks per node.
     """
 
-    def __init__(self, near: Transport, connect: Callable[[], Transport], node: int) -> None:
-        self.near, self.node = near, node
-        self.far: Transport | None = None
-        self.name, self.rank, self.size = near.name, near.rank, near.size
-        self.host, self.lasting, self.goes_first = near.host, near.lasting, near.goes_first
+    def __init__(self, intra_node: Transport, connect: Callable[[], Transport], ranks_per_node: int) -> None:
+        self.intra_node, self.ranks_per_node = intra_node, ranks_per_node
+        self.inter_node: Transport | None = None
+        self.name, self.rank, self.size = intra_node.name, intra_node.rank, intra_node.size
+        self.host, self.high_priority = intra_node.host, intra_node.high_priority
+        self.persistent_inbox = intra_node.persistent_inbox
         self._connect = connect
 
-    # What has begun stands at `near`, where other meshes of the group look.
+    # What has begun stands at `intra_node`, where other meshes of the group look.
 
-    def unended(self) -> str:
-        return self.near.unended()
+    def unfinished(self) -> str:
+        return self.intra_node.unfinished()
 
     def between_passes(self) -> AbstractContextManager[None]:
-        return self.near.between_passes()
+        return self.intra_node.between_passes()
 
-    def fall_behind(self) -> None:
-        self.near.fall_behind()
+    def mark_out_of_sync(self) -> None:
+        self.intra_node.mark_out_of_sync()
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
-        self.near.begin(digest, inbox)
-        if self.far is None:
-            self.far = self._connect()
-        self.far.begin(digest, inbox)
+        self.intra_node.begin(digest, inbox)
+        if self.inter_node is None:
+            self.inter_node = self._connect()
+        self.inter_node.begin(digest, inbox)
 
     def end(self) -> None:
-        if self.far is not None:
-            self.far.end()
-        self.near.end()
+        if self.inter_node is not None:
+            self.inter_node.end()
+        self.intra_node.end()
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
-        if self.far is None:
-            return self.near.post(sends, receives, label)
+        if self.inter_node is None:
+            return self.intra_node.post(sends, receives, label)
         leaving, arriving = dict[int, Handle](), dict[int, Handle]()
-        for transport, apart in ((self.far, True), (self.near, False)):
+        for transport, apart in ((self.inter_node, True), (self.intra_node, False)):
             there, here = ([self._apart(m) == apart for m in messages] for messages in (sends, receives))
             if any(there) or any(here):
                 posted = transport.post(list(compress(sends, there)), list(compress(receives, here)), label)
@@ -76,21 +77,21 @@ class TwoLevelTransport(Transport):
         return [leaving[i] for i in range(len(sends))], [arriving[i] for i in range(len(receives))]
 
     def _apart(self, message: Message) -> bool:
-        return message.peer // self.node != self.rank // self.node
+        return message.peer // self.ranks_per_node != self.rank // self.ranks_per_node
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
-        return self.near.share(data, label, deadline)
+        return self.intra_node.share(data, label, deadline)
 
     def close(self) -> None:
-        self.near.close()
-        if self.far is not None:
-            self.far.close()
+        self.intra_node.close()
+        if self.inter_node is not None:
+            self.inter_node.close()
 
 
 def with_two_levels(
     transport: Callable[[dist.ProcessGroup], Transport],
     group: dist.ProcessGroup,
-    node: int,
+    ranks_per_node: int,
     deadline: float,
     options: Callable[[timedelta], dict[str, Any]],
 ) -> TwoLevelTransport:
@@ -115,4 +116,4 @@ def with_two_levels(
             told = f"rank {dist.get_rank(group)}, connecting nodes: meeting all ranks"
             raise named_error(error, told, group) from error
 
-    return TwoLevelTransport(transport(group), connect, node)
+    return TwoLevelTransport(transport(group), connect, ranks_per_node)

@@ -186,13 +186,13 @@ def late(transport: Transport, device: torch.device) -> str:
 
 
 def exchanged(transport: Transport, device: torch.device) -> str:
-    """In passes, from all ranks at once, itself too, to places in inboxes; from lines that lie apart if it picks them.
+    """In passes, from all ranks at once, itself too, to places in inboxes; strided sends too if it supports them.
 
     Alone, and as beside a kernel: a transport may move that in another way. Then inside nodes of two, where the last
     rank may be alone: nobody waits for the ranks of other nodes.
     """
     nodes = sorted({transport.size, min(2, transport.size)}, reverse=True)
-    ways = product(nodes, (False, True) if transport.picks else (False,), (True, False))
+    ways = product(nodes, (False, True) if transport.supports_strided_sends else (False,), (True, False))
     wrong = (_exchanged(transport, device, *way, turn) for turn, way in enumerate(ways))
     return next(filter(None, wrong), "")
 

@@ -49,7 +49,7 @@ class Options:
         scale, softcap: as `api.attention` takes them.
         deterministic: whether gradients must be bit-identical every time.
         makes_way: whether kernels that move messages may be waiting for room on the device, so that a kernel whose
-            programs stay until all work is done should end them sooner (`comm.base.Transport.goes_first`). No number
+            programs stay until all work is done should end them sooner (`comm.base.Transport.high_priority`). No number
             changes.
     """
 

@@ -164,7 +164,7 @@ class _Measurement:
             return {"measured": True, "how": self.how[name] + rounds}
         if name in traits(None):
             return {"measured": False, "how": f"what the kernel {self.kernel.name} says of itself"}
-        if name == "holds_up" and name in self.found and self.transport.goes_first:
+        if name == "holds_up" and name in self.found and self.transport.high_priority:
             return {"measured": False, "how": "not measured, messages went first; taken from holds_up_first"}
         alone = self.mesh.size == 1 and name in _OF_LINKS
         why = self.why_not.get(name, "one rank has no links" if alone else "not measured")
@@ -189,7 +189,7 @@ class _Measurement:
         lengths, seconds, varied = self._lengths(), [], []
         for length in lengths:
             self.told(f"{self.kernel.name}, {length:,} tokens")
-            block = Block(self.kernel, self.problem, length, self.device, makes_way=self.transport.goes_first)
+            block = Block(self.kernel, self.problem, length, self.device, makes_way=self.transport.high_priority)
             seconds.append((block.flops, block.seconds(self.clock)))
             varied.append(block.varied)
         names = {"forward": ("tflops", "launch_latency"), "backward": ("backward", "backward_launch_latency")}
@@ -274,7 +274,7 @@ class _Measurement:
         """Kernels alone, messages alone, both: of either pass."""
         near = Peers.next(self.mesh.rank, self.mesh.size, self.node)
         data = torch.ones(self.sizes.beside, dtype=torch.uint8, device=self.device)
-        name = "holds_up_first" if self.transport.goes_first else "holds_up"
+        name = "holds_up_first" if self.transport.high_priority else "holds_up"
         known = rates_of(self.backend, self.mesh.size, self.kernel)
         before = getattr(known, name) or known.holds_up
         shares, tellings = [], []
@@ -286,7 +286,7 @@ class _Measurement:
             tellings.append(f"{one}: {tale}")
         forward, backward = (old if share is None else share for old, share in zip(before, shares, strict=True))
         self.found[name] = (forward, backward)
-        if self.transport.goes_first and not any(known.holds_up):  # else 0 would be said of messages that wait
+        if self.transport.high_priority and not any(known.holds_up):  # else 0 would be said of messages that wait
             self.found["holds_up"] = (forward, backward)
         told = self.why_not if shares == [None, None] else self.how
         told[name] = "; ".join(tellings)

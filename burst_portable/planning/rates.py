@@ -36,7 +36,7 @@ class Rates:
             bytes.
         holds_up: (forward, backward) the share of a message's time by which it delays a kernel beside it: 0 if the
             message takes nothing that kernels need, 1 if they take turns. For the plain transport.
-        holds_up_first: the same if its messages go first (`comm.base.Transport.goes_first`); None: no different.
+        holds_up_first: the same if its messages go first (`comm.base.Transport.high_priority`); None: no different.
         memory: GB/s at which blocks are packed, merged and added up outside of kernels; 0: that is not priced.
         backward_together: the share of the backward rate that remains if one launch takes several blocks.
         backward_in_turn: the share of the backward rate that remains if a pass has several launches.

@@ -198,8 +198,8 @@ class _Silent(WrappedTransport):
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
-        self.lasting = True
-        self.picks = inner.picks
+        self.persistent_inbox = True
+        self.supports_strided_sends = inner.supports_strided_sends
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         """Tell nobody."""
@@ -215,7 +215,7 @@ class _Silent(WrappedTransport):
     def exchange(
         self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
     ) -> Exchange:
-        if self.picks:  # strips, which are not messages; not even what a rank sends itself is copied then
+        if self.supports_strided_sends:  # strips are no messages; not even what a rank sends itself is copied then
             return Exchange([], [])
         return super().exchange(leaving, arriving, label, alone=alone)
 

@@ -109,7 +109,7 @@ class Recorder:
         self._device: torch.device | None = None
         self.sensors: Sensors | None = None
         self.transport = ""  # its name, known at the first call
-        self.goes_first = False  # whether its messages do
+        self.high_priority = False  # whether its messages do
 
     def clock(self, device: torch.device) -> Clock:
         """The clock of a device, made when it is first asked for."""
@@ -169,7 +169,7 @@ class Recorder:
             self.host,
             clock.evidence if clock else "host clock",
             {kind: Table.of(kind, list(rows)) for kind, rows in self.rows.items()},
-            [facts.described(device, self._rates, goes_first=self.goes_first) for facts in plans],
+            [facts.described(device, self._rates, high_priority=self.high_priority) for facts in plans],
             list(self.calls),
             {
                 "device": device,
@@ -205,10 +205,10 @@ class PlanFacts:
                     work = pass_flops(pass_plan.call, name, area)
                     self.computes[bool(backward), c] = step.index, area, len(c.tiles), work
 
-    def described(self, device_type: str, file: str = "", *, goes_first: bool = False) -> dict[str, Any]:
+    def described(self, device_type: str, file: str = "", *, high_priority: bool = False) -> dict[str, Any]:
         """The plan's facts for a report; predictions use the rates of a file, else the backend's."""
         plan, p = self.plan, self.plan.call
-        rates, source = self._rates_and_source(device_type, file, goes_first)
+        rates, source = self._rates_and_source(device_type, file, high_priority)
         costs = {name: rank_cost(plan, name, self.rank, rates) for name in PASSES}
         return {
             "strategy": plan.strategy,
@@ -235,14 +235,16 @@ class PlanFacts:
             },
         }
 
-    def _rates_and_source(self, device_type: str, file: str, goes_first: bool) -> tuple[Rates, str]:
+    def _rates_and_source(self, device_type: str, file: str, high_priority: bool) -> tuple[Rates, str]:
         """The rates for predictions and where they come from. An unusable file does not prevent a report."""
         backend, p = for_device(device_type), self.plan.call
         unusable = ""
         try:
-            rates = rates_of(backend, p.ranks, file=file, dtype=self.dtype, head_dim=p.head_dim, goes_first=goes_first)
+            rates = rates_of(
+                backend, p.ranks, file=file, dtype=self.dtype, head_dim=p.head_dim, high_priority=high_priority
+            )
         except InputError:
-            rates = rates_of(backend, p.ranks, goes_first=goes_first)
+            rates = rates_of(backend, p.ranks, high_priority=high_priority)
             unusable = "; the file of rates that the settings name cannot be used"
         return rates, (rates.source.removeprefix("of ") or "the backend's guess") + unusable
 
@@ -269,7 +271,7 @@ class RecordingRuntime(WrappedRuntime):
         self.recorder = recorder
         self._facts = recorder.facts(plan)
         self._place = recorder.iteration, recorder.call - 1
-        recorder.transport, recorder.goes_first = inner.transport.name, inner.transport.goes_first
+        recorder.transport, recorder.high_priority = inner.transport.name, inner.transport.high_priority
         self.step = 0
         self.transport = RecordingTransport(inner.transport, self)
 
@@ -421,7 +423,7 @@ class RecordingTransport(WrappedTransport):
 
     def __init__(self, inner: Transport, runtime: RecordingRuntime) -> None:
         super().__init__(inner)
-        self.picks = inner.picks
+        self.supports_strided_sends = inner.supports_strided_sends
         self._runtime = runtime
         self._backward = False
         self._shared = self._begun = self._ordinal = 0

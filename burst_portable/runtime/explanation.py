@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burst_portable.backends.registry import known, may_go_first, refusal
+from burst_portable.backends.registry import known, refusal, supports_high_priority
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
@@ -159,8 +159,8 @@ def _transport(chosen: Choices, mesh: Mesh) -> Choice:
     device = chosen.problem.device
     name, why = mesh.expected_transport(device, direct=chosen.plan.direct)
     plain = mesh.transport(device)
-    waits = name == plain.name and not plain.goes_first and mesh.group is not None
-    if waits and chosen.plan.moves_beside_kernels and may_go_first(chosen.backend):
+    waits = name == plain.name and not plain.high_priority and mesh.group is not None
+    if waits and chosen.plan.moves_beside_kernels and supports_high_priority(chosen.backend):
         why += "; its kernels wait for those that compute: make its group with a stream of high priority"
     return Choice(name, why, {})
 

@@ -7,7 +7,7 @@
           B          BaBb
 
 To heads: for a group of heads a rank gets one message from every other rank, with the rows of all tensors side by side.
-The sender packs each tensor in one copy, or sends it from where it lies if the transport can (`Transport.picks`). What
+The sender packs each tensor in one copy, or sends it from where it lies (`Transport.supports_strided_sends`). What
 arrives lies rank after rank, and is used in place if the plan takes rows in that order
 (`strategies.ulysses.in_rank_order`).
 
@@ -65,7 +65,7 @@ class Reshard:
     @property
     def lasting(self) -> bool:
         """Whether tensors that arrived stay unchanged after the pass."""
-        return self.to_plan is not None or self.transport.lasting
+        return self.to_plan is not None or self.transport.persistent_inbox
 
     def copying(self) -> AbstractContextManager[object]:
         """A context around packing and unpacking, for the profiler."""
@@ -80,7 +80,7 @@ class Reshard:
         whole = inbox.view(like.dtype).view(self.starts[-1], -1)
         there, here = _parts_to_heads(self._order, self.first, self.rows, row, at)
         leaving: list[Parts | Strips] = []
-        if self.transport.picks and all(_can_be_picked(x) for x, _ in parts):
+        if self.transport.supports_strided_sends and all(_can_be_picked(x) for x, _ in parts):
             at += self.starts[self.place] * row  # this rank's rows are behind those of ranks before it
             for (x, heads), field in zip(parts, fields, strict=True):
                 strips = _strips(self._order, self.first, x.shape, x.stride(), x.itemsize, heads, at, row)

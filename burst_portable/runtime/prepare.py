@@ -202,8 +202,8 @@ def _strategy(
     if not isinstance(asked, str) or asked != "auto":  # an array would be compared element by element
         return strategy_of(asked, mesh.inner)
     named = str(dtype).removeprefix("torch.")
-    first = mesh.size > 1 and mesh.transport(device).goes_first
-    rates = rates_of(backend, mesh.size, kernel(), mesh.config.rates, named, head_dim, goes_first=first)
+    first = mesh.size > 1 and mesh.transport(device).high_priority
+    rates = rates_of(backend, mesh.size, kernel(), mesh.config.rates, named, head_dim, high_priority=first)
     if rates.direct and not mesh.may_be_direct(device):
         rates = replace(rates, direct=())
     return AutoStrategy(inner=mesh.inner, rates=rates)
@@ -341,7 +341,7 @@ def _prepare(
     return Call(
         plan,
         PlainRuntime(chosen.kernel, transport, inbox.places),
-        replace(chosen.options, makes_way=transport.goes_first and chosen.plan.moves_beside_kernels),
+        replace(chosen.options, makes_way=transport.high_priority and chosen.plan.moves_beside_kernels),
         forward_statement=stated.of_pass("forward"),
         backward_statement=stated.of_pass("backward"),
         inboxes=(inbox.forward, inbox.backward),
@@ -375,7 +375,7 @@ def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor |
         {
             "backend": backend.name,
             "process group": backend.capabilities.process_group,
-            "ranks per node": str(transport.node or "not told"),
+            "ranks per node": str(transport.ranks_per_node or "not told"),
             "batch": str(p.batch),
             "heads": f"{p.heads}, {p.kv_heads} of K and V",
             "head sizes": f"{p.head_dim}, {p.value_dim} of V",

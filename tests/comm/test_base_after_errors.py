@@ -75,7 +75,7 @@ def fail_between(transport: Transport) -> None:
 
 
 def leave_out(transport: Transport) -> None:
-    transport.fall_behind()
+    transport.mark_out_of_sync()
 
 
 AROUND = {
@@ -93,11 +93,11 @@ def test_what_did_not_end_stands_where_other_meshes_of_the_group_look(around, fa
     outer = AROUND[around](inner)
     outer.begin()
     outer.end()
-    inner.check_in_step()
+    inner.check_in_sync()
     fail(outer)
     for transport in (inner, outer):
         with pytest.raises(CommunicationError, match="has not ended"):
-            transport.check_in_step()
+            transport.check_in_sync()
 
 
 def test_a_pass_that_fails_while_nodes_connect_has_not_ended():
@@ -107,7 +107,7 @@ def test_a_pass_that_fails_while_nodes_connect_has_not_ended():
     inner = alone()
     with pytest.raises(RuntimeError):
         TwoLevelTransport(inner, connect, 1).begin()
-    assert inner.unended() == "pass"
+    assert inner.unfinished() == "pass"
 
 
 def test_a_refusal_after_an_error_is_still_told_its_caller():

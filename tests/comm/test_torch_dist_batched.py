@@ -140,7 +140,7 @@ def test_a_pass_begins_on_the_device_of_its_tensors(index, current, monkeypatch)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: at[0])
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     monkeypatch.setattr(autograd, "agree", lambda *_, **__: None)
-    transport = SimpleNamespace(size=2, check_in_step=lambda: None, begin=lambda *_: begun.append(at[0]))
+    transport = SimpleNamespace(size=2, check_in_sync=lambda: None, begin=lambda *_: begun.append(at[0]))
     call = SimpleNamespace(
         runtime=SimpleNamespace(transport=transport), forward_statement=statement({}), inboxes=(0, 0)
     )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import burst_portable as bp
 from burst_portable.backends.cpu.backend import CpuBackend
-from burst_portable.backends.cuda.backend import goes_first, high_priority
+from burst_portable.backends.cuda.backend import has_high_priority, high_priority_options
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.registry import group_options_of, load
 from burst_portable.cli.run.job import rates_of_run
@@ -61,7 +61,7 @@ def test_kernels_make_way_while_messages_are_beside_them(strategy, steps, first,
     monkeypatch.setattr(Asked, "seen", {rank: [] for rank in range(4)})
 
     def work(mesh):
-        mesh.transport("cpu").goes_first = first
+        mesh.transport("cpu").high_priority = first
         token = installed.set(lambda runtime, plan, _: Asked(runtime.kernel, runtime.transport, runtime.places))
         try:
             bp.attention(*qkv(heads=8, kv_heads=8), mesh=mesh, strategy=strategy, layout="striped")
@@ -77,7 +77,7 @@ def test_kernels_make_way_for_messages_that_only_leave(monkeypatch):
     monkeypatch.setattr(Asked, "seen", {rank: [] for rank in range(3)})
 
     def work(mesh):
-        mesh.transport("cpu").goes_first = True
+        mesh.transport("cpu").high_priority = True
         token = installed.set(lambda runtime, plan, _: Asked(runtime.kernel, runtime.transport, runtime.places))
         try:
             bp.attention(*qkv(), mesh=mesh, strategy="ring", layout="contiguous")
@@ -90,7 +90,7 @@ def test_kernels_make_way_for_messages_that_only_leave(monkeypatch):
 
 def test_one_rank_makes_no_way():
     def work(mesh):
-        mesh.transport("cpu").goes_first = True
+        mesh.transport("cpu").high_priority = True
         bp.attention(*qkv(), mesh=mesh)
         (call,) = mesh._calls.values()
         return call.options.makes_way
@@ -114,7 +114,7 @@ def test_auto_prices_what_its_transport_does(first, monkeypatch):
     monkeypatch.setattr(CpuBackend, "measured_rates", lambda *_: measured)
 
     def work(mesh):
-        mesh.transport("cpu").goes_first = first
+        mesh.transport("cpu").high_priority = first
         return strategy_on(mesh, "auto", "cpu", heads=8, kv_heads=8, head_dim=16, dtype=torch.float32).rates.holds_up
 
     assert bp.run_local(2, work) == [(0.1, 0.2) if first else (0.9, 0.3)] * 2
@@ -150,7 +150,9 @@ def test_a_profile_predicts_with_what_its_transport_does(monkeypatch):
     slow = Rates(tflops=1e-3, gbps=1e-3, holds_up=(0.9, 0.9), holds_up_first=(0.0, 0.0))
     monkeypatch.setattr(CpuBackend, "measured_rates", lambda *_: slow)
     facts = PlanFacts(bp.plan(seq_len=4096, ranks=2, heads=2, head_dim=16, strategy="ring"), 0)
-    first, last = (facts.described("cpu", goes_first=first)["planned"]["forward"]["seconds"] for first in (True, False))
+    first, last = (
+        facts.described("cpu", high_priority=first)["planned"]["forward"]["seconds"] for first in (True, False)
+    )
     assert first < last
 
 
@@ -180,7 +182,7 @@ def test_a_group_of_nccl_is_asked(first):
     group = SimpleNamespace(
         _get_backend=lambda device: SimpleNamespace(options=options) if device.type == "cuda" else None
     )
-    assert goes_first(group) is first
+    assert has_high_priority(group) is first
 
 
 def test_other_groups_go_last():
@@ -188,12 +190,12 @@ def test_other_groups_go_last():
         raise RuntimeError(f"No backend type associated with device type {device.type}")
 
     for get in (lambda device: SimpleNamespace(), nothing):
-        assert goes_first(SimpleNamespace(_get_backend=get)) is False
+        assert has_high_priority(SimpleNamespace(_get_backend=get)) is False
 
 
 @pytest.mark.skipif(dist.is_available() and dist.is_nccl_available(), reason="for a torch without NCCL")
 def test_a_torch_without_nccl():
-    assert high_priority(timedelta(seconds=5)) is None
+    assert high_priority_options(timedelta(seconds=5)) is None
 
 
 @pytest.mark.parametrize("given", ["options", None])
@@ -208,7 +210,7 @@ def test_a_group_that_waits_is_told(given, monkeypatch):
         threads = told()
         mesh.group = object()
         found = [threads, told(), told("ulysses")]
-        mesh.transport("cpu").goes_first = True
+        mesh.transport("cpu").high_priority = True
         return [*found, told()]
 
     assert bp.run_local(2, work) == [[False, given is not None, False, False]] * 2

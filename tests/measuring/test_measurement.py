@@ -50,7 +50,7 @@ def test_where_messages_go_first_those_that_wait_are_not_said_to_hold_up_nothing
     monkeypatch.setattr(type(load("cpu")), "measured_rates", lambda *_: before, raising=False)
 
     def work(mesh):
-        mesh.transport("cpu").goes_first = True
+        mesh.transport("cpu").high_priority = True
         return measure(mesh, CPU, SMALL, "auto")
 
     facts = bp.run_local(2, work)[0]

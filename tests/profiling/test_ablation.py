@@ -99,7 +99,7 @@ def test_a_link_behind_a_kernel_is_hidden(monkeypatch):
 @pytest.mark.parametrize("picks", [True, False])
 def test_what_a_transport_picks_up_is_not_packed_without_it(picks, monkeypatch):
     """Else that time would be missing in what communication adds."""
-    monkeypatch.setattr(PeerCopyTransport, "picks", picks)
+    monkeypatch.setattr(PeerCopyTransport, "supports_strided_sends", picks)
     packed, owned = [], []
 
     class Noting(Reshard):

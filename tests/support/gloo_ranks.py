@@ -88,8 +88,7 @@ def two_levels(ranks: int) -> dict[str, object]:
     every = [Case(strategy=s, ranks=ranks, heads="8x8x8x8") for s in ("double_ring", "ring", "ulysses", "usp")]
     found = {case.strategy: wrong(mesh, case) for case in every}
     peers: dict[str, set[int]] = {"near": set(), "far": set()}
-    for name, seen in peers.items():
-        transport = getattr(plain, name)
+    for transport, seen in ((plain.intra_node, peers["near"]), (plain.inter_node, peers["far"])):
 
         def post(sends, receives, label="", *, post=transport.post, seen=seen):
             seen.update(m.peer for m in (*sends, *receives))

@@ -108,5 +108,5 @@ class TellsOfOthers(Through):
 class BeginsAnyhow(Through):
     """A pass begins though the last one has not ended."""
 
-    def check_in_step(self):
+    def check_in_sync(self):
         """Nothing is checked."""

@@ -22,7 +22,7 @@ from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
 
 
-def high_priority(timeout: timedelta) -> Any:
+def high_priority_options(timeout: timedelta) -> Any:
     """Options of a process group whose stream has it; None where this torch has no NCCL."""
     if not (dist.is_available() and dist.is_nccl_available()):
         return None
@@ -31,7 +31,7 @@ def high_priority(timeout: timedelta) -> Any:
     return options
 
 
-def goes_first(group: Any) -> bool:
+def has_high_priority(group: Any) -> bool:
     """Whether the stream of a group (None: the default one) has it; only NCCL's can be asked, others count as no."""
     found: Any = dist.group.WORLD if group is None else group
     try:
@@ -125,12 +125,12 @@ class CudaBackend(AcceleratorBackend):
             batched=True,
             deadline=deadline,
             in_watch=leave_captures_alone,
-            goes_first=goes_first(group),
+            high_priority=has_high_priority(group),
         )
 
     def group_options(self, timeout: timedelta) -> Any:
         """NCCL's kernels on a stream of high priority."""
-        return high_priority(timeout)
+        return high_priority_options(timeout)
 
     def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
         """Peer copies, if all ranks can have them."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from burst_portable.backends.registry import may_go_first, rates_of
+from burst_portable.backends.registry import rates_of, supports_high_priority
 from burst_portable.errors import InputError
 from burst_portable.utils.text import bytes_text
 
@@ -116,8 +116,8 @@ if TYPE_CHECKING:
 
 def rates_of_run(backend: Backend, ranks: int, file: str, dtype: str, head_dim: int) -> Rates:
     """Those of `registry.rates_of`, over the process groups that `worker.join` makes."""
-    first = ranks > 1 and may_go_first(backend)
-    return rates_of(backend, ranks, file=file, dtype=dtype, head_dim=head_dim, goes_first=first)
+    first = ranks > 1 and supports_high_priority(backend)
+    return rates_of(backend, ranks, file=file, dtype=dtype, head_dim=head_dim, high_priority=first)
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

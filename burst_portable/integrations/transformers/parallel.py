@@ -273,7 +273,7 @@ class Parallel:
             return args, kwargs  # a model inside the one that was called
         if self._running is not None and self._waited_for and self.mesh.size > 1:
             # That call ended without a hook, as by Ctrl-C, and its rest is left out here.
-            self.mesh.transport(next(self.model.parameters()).device.type).fall_behind()
+            self.mesh.transport(next(self.model.parameters()).device.type).mark_out_of_sync()
         kwargs = {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
         try:
             sequence = self._prepare(module, kwargs)
