@@ -223,9 +223,9 @@ def _value(name: str, value: Any) -> str:
         return seconds_text(value)
     if name in ("holds_up", "holds_up_first"):
         return f"{percent(value[0])} forward, {percent(value[1])} backward" if value else "as holds_up"
-    if name in ("backward_together", "backward_in_turn"):
+    if name == "backward_in_turn":
         return percent(value)
-    if name in ("far", "long"):
+    if name == "long":
         rows, share = value
         return f"{percent(share)} from {rows:,} rows on" if rows else "as few rows"
     if name == "block":

@@ -278,7 +278,7 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
         seconds=rank_seconds(plan, pass_name, rank, rates),
         compute_seconds=plan.groups
         * sum(_work(pass_plan.call, pass_name, c, rates) for c in computes)
-        / _in_turn(pass_plan.call, steps, pass_name, rates),
+        / _in_turn(steps, pass_name, rates),
         link_seconds=link,
     )
 
@@ -297,7 +297,7 @@ def _work(call: AttentionCall, pass_name: PassName, compute: Compute, rates: Rat
     flops = pass_flops(call, pass_name, compute.visited(rates.block))
     rows, share = rates.long
     slow = pass_name == "forward" and call.k_layout.length >= rows * call.ranks
-    return rates.compute(flops, pass_name, len(compute.blocks), calls) / (share if slow else 1.0)
+    return rates.compute(flops, pass_name, calls) / (share if slow else 1.0)
 
 
 def _transfer(move: Move, size: int, direct: bool, rates: Rates) -> float:
@@ -384,13 +384,10 @@ class _Timeline:
         self._kernels = max(self._kernels, at)
 
 
-def _in_turn(call: AttentionCall, steps: Sequence[Step], pass_name: PassName, rates: Rates) -> float:
-    """The share of the kernel's rate that remains if a pass has several launches."""
-    if sum(step.compute is not None for step in steps) <= 1:
-        return 1.0
-    rows, share = rates.far
-    kept = share if call.k_layout.length >= rows * call.ranks else 1.0
-    return kept * (rates.backward_in_turn if pass_name == "backward" else 1.0)
+def _in_turn(steps: Sequence[Step], pass_name: PassName, rates: Rates) -> float:
+    """Return the share of the kernel's rate that remains if a pass has several launches."""
+    several = sum(step.compute is not None for step in steps) > 1
+    return rates.backward_in_turn if several and pass_name == "backward" else 1.0
 
 
 @lru_cache(maxsize=512)
@@ -405,7 +402,7 @@ def _walk(line: _Timeline, pass_plan: PassPlan, pass_name: PassName, rank: int, 
     """The steps of one rank, on its timeline."""
     size, packed, launched = _sizes(pass_plan), set[tuple[int, int]](), False
     steps, narrow = pass_plan.steps_of(rank), pass_plan.narrow
-    kept = _in_turn(pass_plan.call, steps, pass_name, rates)
+    kept = _in_turn(steps, pass_name, rates)
     for step in steps:
         line.wait(step.arrivals)
         line.read_and_write(packed_bytes(step.sends, size, rank, packed))

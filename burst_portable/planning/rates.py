@@ -38,10 +38,7 @@ class Rates:
             message takes nothing that kernels need, 1 if they take turns. For the plain transport.
         holds_up_first: the same if its messages go first (`comm.base.Transport.high_priority`); None: no different.
         memory: GB/s at which blocks are packed, merged and added up outside of kernels; 0: that is not priced.
-        backward_together: the share of the backward rate that remains if one launch takes several blocks.
         backward_in_turn: the share of the backward rate that remains if a pass has several launches.
-        far: (rows, share): the share of either rate that remains if a pass has several launches and a rank holds at
-            least this many rows, so that what each launch reads repeatedly no longer fits a cache.
         long: (rows, share): the share of the forward rate that remains if a rank holds at least this many keys.
         in_pieces: whether the kernel calls an operator on pieces and merges their results.
         merged_once: whether it merges each of them in one pass over memory.
@@ -71,9 +68,7 @@ class Rates:
     merged_once: bool = False
     writes_gradients: bool = False
     faster_squares: bool = False
-    backward_together: float = 1.0
     backward_in_turn: float = 1.0
-    far: tuple[int, float] = (0, 1.0)
     long: tuple[int, float] = (0, 1.0)
     block: int = 1
     source: str = ""
@@ -127,13 +122,12 @@ class Rates:
             return self.hop_latency * min(messages, 2) + size / (gbps * 1e9)
         return max(self.hop_latency, size / (_at(curve, size / messages) * 1e9))
 
-    def compute(self, flops: float, pass_name: PassName, blocks: int = 1, calls: int = 1) -> float:
-        """Seconds of one launch: `blocks` of the travelling side, in `calls` calls of an operator."""
+    def compute(self, flops: float, pass_name: PassName, calls: int = 1) -> float:
+        """Return the seconds of one launch that makes `calls` calls of an operator."""
         if pass_name == "forward":
             return calls * self.launch_latency + flops / (self.tflops * 1e12)
         latency = self.backward_launch_latency or self.launch_latency
-        rate = (self.backward or self.tflops) * (self.backward_together if blocks > 1 else 1.0)
-        return calls * latency + flops / (rate * 1e12)
+        return calls * latency + flops / ((self.backward or self.tflops) * 1e12)
 
     def read_and_write(self, size: int) -> float:
         """Seconds to read and write `size` bytes of memory, in all."""
@@ -151,7 +145,7 @@ def _at(curve: Curve, size: float) -> float:
     return curve[-1][1]
 
 
-SCHEMA = "burst_portable.rates/1"
+SCHEMA = "burst_portable.rates/2"
 NEXT_STEP = "`burst-portable measure --json FILE` writes one"
 _LARGEST_FILE = 1 << 20
 _WORDS = ("source", "outer_source")  # of `Rates`, which no file holds
@@ -330,9 +324,7 @@ _CHECKS: dict[str, _Check] = {
     "merged_once": _flag,
     "writes_gradients": _flag,
     "faster_squares": _flag,
-    "backward_together": _KEPT,
     "backward_in_turn": _KEPT,
-    "far": _pair(_whole(0), _KEPT),
     "long": _pair(_whole(0), _KEPT),
     "block": _whole(1),
     "node": _whole(0),

@@ -137,7 +137,7 @@ def test_whether_the_file_of_rates_can_be_used(capsys, tmp_path, monkeypatch):
     assert "BURST_RATES cannot be used: " in capsys.readouterr().out
     about = {"device": "Abacus 9", "ranks": 4, "kernel": "beads", "date": "2026-11-22"}
     rates = {"tflops": 1, "gbps": 1}
-    path.write_text(json.dumps({"schema": "burst_portable.rates/1", **about, "rates": rates}))
+    path.write_text(json.dumps({"schema": "burst_portable.rates/2", **about, "rates": rates}))
     assert examined(capsys)["rates"] == {"file": str(path), "ok": True, "reason": "", **about}
     main(["doctor"])
     assert "measured on Abacus 9, 4 ranks, kernel beads, 2026-11-22" in " ".join(capsys.readouterr().out.split())

@@ -28,7 +28,7 @@ def test_two_processes_and_what_is_planned_with_their_file(capfd, tmp_path):
     assert "measured 2 ranks on " in out
     assert f"BURST_RATES={path} is set on every rank" in out
     facts = json.loads(path.read_text())
-    assert (facts["schema"], facts["ranks"], facts["kernel"]) == ("burst_portable.rates/1", 2, "cpu_flash")
+    assert (facts["schema"], facts["ranks"], facts["kernel"]) == ("burst_portable.rates/2", 2, "cpu_flash")
     assert (facts["transport"], facts["direct_transport"], facts["lengths"]) == ("gloo", "", [16, 64])
     assert facts["versions"]["torch"] == torch.__version__
     assert date.fromisoformat(facts["date"])
@@ -103,7 +103,7 @@ def test_a_machine_that_was_busy_is_told_of(capsys):
         ("holds_up_first", None, "as holds_up"),
         ("holds_up_first", [0.25, 0.5], "25.0 % forward, 50.0 % backward"),
         ("backward_in_turn", 0.98, "98.0 %"),
-        ("far", [0, 1.0], "as few rows"),
+        ("long", [0, 1.0], "as few rows"),
         ("long", [131072, 0.9], "90.0 % from 131,072 rows on"),
         ("block", 1, "exact pairs"),
         ("block", 128, "128 x 128"),

@@ -287,7 +287,7 @@ def test_rates_of_a_machine_that_somebody_measured(capsys, tmp_path):
     path = tmp_path / "rates.json"
     rates = {"tflops": 2.0, "backward": 1.0, "launch_latency": 0.5, "backward_launch_latency": 0.25, "gbps": 7.0}
     about = {"device": "Abacus [9]", "ranks": 1, "kernel": "beads", "date": "2026-11-22"}
-    path.write_text(json.dumps({"schema": "burst_portable.rates/1", **about, "rates": rates}))
+    path.write_text(json.dumps({"schema": "burst_portable.rates/2", **about, "rates": rates}))
     sizes = ("--seq-len", "1024", "--ranks", "1", "--heads", "8", "--head-dim", "64")
     facts = plan(capsys, *sizes, "--rates", str(path))
     area = 1024 * 1025 // 2
@@ -318,7 +318,7 @@ def test_rates_of_nodes_that_somebody_measured(capsys, tmp_path, typed, origin, 
     path = tmp_path / "rates.json"
     about = {"device": "Abacus", "ranks": 8, "kernel": "beads", "date": "2026-11-22"}
     rates = {"tflops": 2.0, "gbps": 7.0, "node": 4, "outer_gbps": 9.0}
-    path.write_text(json.dumps({"schema": "burst_portable.rates/1", **about, "rates": rates}))
+    path.write_text(json.dumps({"schema": "burst_portable.rates/2", **about, "rates": rates}))
     arguments = ("--seq-len", "1024", "--ranks", "8", "--strategy", "ring", "--rates", str(path), *typed)
     assert plan(capsys, *arguments)["rates"]["outer_source"] == origin
     assert between in " ".join(text(capsys, *arguments).split())
@@ -358,7 +358,7 @@ def test_rates_that_are_set_and_not_read_are_told(monkeypatch, tmp_path, capsys,
     file = tmp_path / "rates.json"
     about = {"device": "Abacus", "ranks": 1, "kernel": "beads", "date": "2026-11-22"}
     rates = {"tflops": 500.0, "gbps": 200.0}
-    file.write_text(json.dumps({"schema": "burst_portable.rates/1", **about, "rates": rates}))
+    file.write_text(json.dumps({"schema": "burst_portable.rates/2", **about, "rates": rates}))
     monkeypatch.setenv("BURST_RATES", str(file))
     options = ["--rates", str(file)] if named else []
     assert main(["plan", "--seq-len", "64", "--ranks", "2", "--json", *options]) == 0

@@ -91,7 +91,7 @@ def test_all_of_it_over_threads(tmp_path, ranks, inner):
     assert (found.ranks, found.kernel) == (ranks, "cpu_flash")
     assert as_json(found.rates) == facts["rates"] | {
         name: tuple(map(tuple, facts["rates"][name])) for name in ("link", "direct", "spread")
-    } | {"holds_up": tuple(facts["rates"]["holds_up"]), "far": tuple(facts["rates"]["far"])}
+    } | {"holds_up": tuple(facts["rates"]["holds_up"]), "long": tuple(facts["rates"]["long"])}
     assert set(facts["how"]) == set(facts["rates"])
     measured = {name for name, how in facts["how"].items() if how["measured"]}
     alone = {"tflops", "launch_latency", "backward", "backward_launch_latency", "memory"}

@@ -20,8 +20,8 @@ ALL = Rates(
     tflops=123.5, gbps=20.25, hop_latency=1e-5, launch_latency=2e-5, backward=100.0, backward_launch_latency=3e-5,
     link=((MIB, 10.0), (8 * MIB, 20.25)), direct=((MIB, 30.0),), spread=((MIB, 15.0), (9 * MIB, 25.5)),
     holds_up=(0.5, 0.25), holds_up_first=(0.25, 0.125), memory=900.0, in_pieces=True, merged_once=True,
-    writes_gradients=True, faster_squares=True, backward_together=0.9, backward_in_turn=0.8,
-    far=(4096, 0.75), long=(8192, 0.5), block=64, node=4, outer_gbps=5.5,
+    writes_gradients=True, faster_squares=True, backward_in_turn=0.8,
+    long=(8192, 0.5), block=64, node=4, outer_gbps=5.5,
 )  # fmt: skip
 ABOUT = {"schema": SCHEMA, "device": "Abacus 9", "ranks": 4, "kernel": "beads", "date": "2026-11-22"}
 
@@ -136,10 +136,10 @@ WRONG = [
     ("holds_up", [-0.1, 0.5]),
     ("holds_up_first", [0.5]),
     ("holds_up_first", 0.5),
-    ("far", [-1, 0.5]),
-    ("far", [1, 0.0]),
+    ("long", [-1, 0.5]),
+    ("long", [1, 0.0]),
     ("long", [1, 1.5]),
-    ("backward_together", 1.5),
+    ("backward_in_turn", 1.5),
     ("backward_in_turn", 0.0),
     ("in_pieces", 1),
     ("node", -1),
@@ -170,7 +170,7 @@ def test_numbers_that_no_machine_has_are_refused(tmp_path, name, value):
         ("", "not JSON"),
         ("{", "not JSON"),
         ("[1]", "schema None"),
-        ({**data(), "schema": "burst_portable.rates/2"}, "allowed: burst_portable.rates/1"),
+        ({**data(), "schema": "burst_portable.rates/1"}, "allowed: burst_portable.rates/2"),
         (json.dumps(data()).replace("123.5", "NaN"), "NaN"),
         (json.dumps(data()).replace("123.5", "1e999"), "too large"),
         ({**data(), "rates": None}, "rates cannot be used"),

@@ -21,13 +21,9 @@ _H100 = {
 }
 _H200 = {
     **_H100,  # the same chip with more memory, and the kernels on four of them at work
-    # One backward launch over three blocks of 32,768 tokens, with nothing sent, took 3 % longer than three launches.
-    # Launches in turn took 1 to 4 % longer than those of Ulysses, beside what else is predicted of both, on four GPUs.
-    # With 262,144 rows per rank they took 2 to 6 % longer even with nothing sent, with 65,536 no longer: K and V of a
-    # head are 128 and 32 MiB, the L2 60 (ring-h200x2-{128k,512k}-2026-11-22.json; forward, boxes begin apart since).
-    "hopper": Rates(
-        640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, backward_together=0.96, backward_in_turn=0.98, far=(1 << 17, 0.98)
-    ),
+    # Several backward launches took 1 to 4 % longer than those of Ulysses, besides what else is predicted of both, on
+    # four GPUs.
+    "hopper": Rates(640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, backward_in_turn=0.98),
     # Over 131,072 keys it reached 510 to 550 forward, in a ring's steps over 32,768 each 500 to 600, on two and on four
     # (ring-h200x4-lines-cudnn-2026-11-22.json, ring-h200x2-cudnn-2026-11-22.json).
     "cudnn": Rates(585.0, 150.0, 20e-6, 80e-6, 515.0, 180e-6, long=(1 << 17, 0.9)),
