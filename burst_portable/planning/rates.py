@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
 from itertools import pairwise
 from math import log
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from burst_portable.errors import InputError, shown
 from burst_portable.planning.plans import PassName
 from burst_portable.utils.files import read_json
 
-Curve = tuple[tuple[int, float], ...]
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bounds of a number of a file, beside its type.
+
+    Attributes:
+        least, most: the bounds, both allowed.
+        or_zero: whether 0 is allowed besides.
+    """
+
+    least: float
+    most: float
+    or_zero: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Return whether a number is within the bounds; False for nan."""
+        return self.least <= value <= self.most or (self.or_zero and value == 0)
+
+    def text(self, kind: type) -> str:
+        """Return what is allowed, in words."""
+        if kind is int:
+            return f"an int from {self.least}, below 2**48"
+        return f"{'0, or ' if self.or_zero else ''}a number from {self.least:g} to {self.most:g}"
+
+
+_LARGEST = (1 << 48) - 1
+Rate = Annotated[float, Range(1e-6, 1e6)]
+"""TFLOP/s or GB/s: no machine is slower or faster."""
+RateOrZero = Annotated[float, Range(1e-6, 1e6, or_zero=True)]
+Latency = Annotated[float, Range(0.0, 100.0)]
+"""Seconds."""
+Share = Annotated[float, Range(0.0, 1.0)]
+Remaining = Annotated[float, Range(0.01, 1.0)]
+"""The share of a rate that remains."""
+Size = Annotated[int, Range(1, _LARGEST)]
+SizeOrZero = Annotated[int, Range(0, _LARGEST)]
+Curve = tuple[tuple[Size, Rate], ...]
 """(bytes, GB/s) of messages back to back, smallest first; latencies are included."""
 
 
@@ -52,28 +90,28 @@ class Rates:
             named beside numbers from elsewhere; empty where nobody said.
     """
 
-    tflops: float
-    gbps: float
-    hop_latency: float = 20e-6
-    launch_latency: float = 10e-6
-    backward: float = 0.0
-    backward_launch_latency: float = 0.0
+    tflops: Rate
+    gbps: Rate
+    hop_latency: Latency = 20e-6
+    launch_latency: Latency = 10e-6
+    backward: RateOrZero = 0.0
+    backward_launch_latency: Latency = 0.0
     link: Curve = ()
     direct: Curve = ()
     spread: Curve = ()
-    holds_up: tuple[float, float] = (0.0, 0.0)
-    holds_up_first: tuple[float, float] | None = None
-    memory: float = 0.0
+    holds_up: tuple[Share, Share] = (0.0, 0.0)
+    holds_up_first: tuple[Share, Share] | None = None
+    memory: RateOrZero = 0.0
     in_pieces: bool = False
     merged_once: bool = False
     writes_gradients: bool = False
     faster_squares: bool = False
-    backward_in_turn: float = 1.0
-    long: tuple[int, float] = (0, 1.0)
-    block: int = 1
+    backward_in_turn: Remaining = 1.0
+    long: tuple[SizeOrZero, Remaining] = (0, 1.0)
+    block: Size = 1
     source: str = ""
-    node: int = 0
-    outer_gbps: float = OUTER_GBPS
+    node: SizeOrZero = 0
+    outer_gbps: Rate = OUTER_GBPS
     outer_source: str = ""
 
     def with_nodes(self, node: int, outer_gbps: float | None = None) -> Rates:
@@ -151,8 +189,6 @@ _LARGEST_FILE = 1 << 20
 _WORDS = ("source", "outer_source")  # of `Rates`, which no file holds
 _POINTS = 256  # of a curve
 _LONGEST = 200  # characters of a name
-_LEAST, _MOST = 1e-6, 1e6  # TFLOP/s and GB/s: no machine is slower or faster
-_SLOWEST = 100.0  # seconds of a latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,18 +245,18 @@ def read_rates(file: str | Path) -> MeasuredRates:
     given = data.get("rates")
     if not isinstance(given, dict):
         raise _wrong(file, "rates", given, "an object of numbers")
-    known = {field.name: field.default is MISSING for field in fields(Rates) if field.name not in _WORDS}
-    if unknown := sorted(set(given) - set(known)):
-        raise _wrong(file, "rates", f"a field {shown(unknown[0])}", ", ".join(known))
-    if missing := [name for name, needed in known.items() if needed and name not in given]:
+    kinds = _kinds()
+    if unknown := sorted(set(given) - set(kinds)):
+        raise _wrong(file, "rates", f"a field {shown(unknown[0])}", ", ".join(kinds))
+    if missing := [field.name for field in fields(Rates) if field.default is MISSING and field.name not in given]:
         raise _wrong(file, "rates", f"no {missing[0]}", "with tflops and gbps at least")
     device, kernel, date = (_name(file, data, name) for name in ("device", "kernel", "date"))
     ranks = data.get("ranks")
     if type(ranks) is not int or not 0 < ranks < 1 << 31:
         raise _wrong(file, "ranks", ranks, "an int of at least 1")
     dtype = _name(file, data, "dtype") if "dtype" in data else ""
-    head_dim = _whole(1)(file, "head_dim", data["head_dim"]) if "head_dim" in data else 0
-    made = {name: _CHECKS[name](file, f"rates.{name}", value) for name, value in given.items()}
+    head_dim = _read(file, "head_dim", data["head_dim"], Size) if "head_dim" in data else 0
+    made = {name: _read(file, f"rates.{name}", value, kinds[name]) for name, value in given.items()}
     node = made.get("node", 0)
     outer_source = "measured" if node and "outer_gbps" in made else ""
     if node and ranks % node:
@@ -233,7 +269,7 @@ def read_rates(file: str | Path) -> MeasuredRates:
 
 def as_json(rates: Rates) -> dict[str, Any]:
     """The fields of rates as a file holds them."""
-    return {field.name: getattr(rates, field.name) for field in fields(Rates) if field.name not in _WORDS}
+    return {name: getattr(rates, name) for name in _kinds()}
 
 
 def _wrong(file: str | Path, name: str, got: object, allowed: str) -> InputError:
@@ -248,84 +284,39 @@ def _name(file: str | Path, data: Mapping[str, Any], name: str) -> str:
     return value
 
 
-_Check = Callable[[str | Path, str, Any], Any]
+@cache
+def _kinds() -> dict[str, Any]:
+    """Return the annotations of the fields of `Rates` that a file holds."""
+    hints = get_type_hints(Rates, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(Rates) if field.name not in _WORDS}
 
 
-def _number(least: float, most: float, *, or_zero: bool = False) -> _Check:
-    """A check for a number in a range."""
-    allowed = f"{'0, or ' if or_zero else ''}a number from {least:g} to {most:g}"
-
-    def check(file: str | Path, name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _wrong(file, name, shown(value), allowed)
-        if not (least <= value <= most or (or_zero and value == 0)):  # written so that nan is refused as well
-            raise _wrong(file, name, shown(value), allowed)
-        return float(value)
-
-    return check
-
-
-def _whole(least: int) -> _Check:
-    def check(file: str | Path, name: str, value: Any) -> int:
-        if type(value) is not int or not least <= value < 1 << 48:
-            raise _wrong(file, name, shown(value), f"an int from {least}, below 2**48")
+def _read(file: str | Path, name: str, value: Any, kind: Any) -> Any:
+    """Return a value of a file as `kind`, the annotation of a field; raise `InputError` if it is none."""
+    kind, *bounds = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    if get_origin(kind) is UnionType:  # with None
+        return None if value is None else _read(file, name, value, get_args(kind)[0])
+    if get_origin(kind) is tuple:
+        return _read_tuple(file, name, value, get_args(kind))
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise _wrong(file, name, shown(value), "true or false")
         return value
-
-    return check
-
-
-def _flag(file: str | Path, name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(file, name, shown(value), "true or false")
-    return value
+    (range_,) = bounds
+    found = type(value) is int if kind is int else isinstance(value, int | float) and not isinstance(value, bool)
+    if not found or not range_.holds(value):
+        raise _wrong(file, name, shown(value), range_.text(kind))
+    return kind(value)
 
 
-def _pair(first: _Check, second: _Check) -> _Check:
-    def check(file: str | Path, name: str, value: Any) -> tuple[Any, Any]:
-        if not isinstance(value, list) or len(value) != 2:
-            raise _wrong(file, name, shown(value), "two numbers")
-        return first(file, f"{name}[0]", value[0]), second(file, f"{name}[1]", value[1])
-
-    return check
-
-
-def _or_none(check: _Check) -> _Check:
-    return lambda file, name, value: None if value is None else check(file, name, value)
-
-
-def _curve(file: str | Path, name: str, value: Any) -> Curve:
-    if not isinstance(value, list) or len(value) > _POINTS:
-        raise _wrong(file, name, shown(value), f"up to {_POINTS} pairs of bytes and GB/s")
-    point = _pair(_whole(1), _RATE)
-    points = tuple(point(file, f"{name}[{i}]", one) for i, one in enumerate(value))
-    sizes = [size for size, _ in points]
-    if sizes != sorted(set(sizes)):
+def _read_tuple(file: str | Path, name: str, value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a pair of numbers, or a curve as pairs in ascending order of size."""
+    curve = kinds[-1] is Ellipsis
+    if not isinstance(value, list) or (len(value) > _POINTS if curve else len(value) != len(kinds)):
+        allowed = f"up to {_POINTS} pairs of bytes and GB/s" if curve else "two numbers"
+        raise _wrong(file, name, shown(value), allowed)
+    kinds = kinds[:1] * len(value) if curve else kinds
+    read = tuple(_read(file, f"{name}[{i}]", one, kind) for i, (one, kind) in enumerate(zip(value, kinds, strict=True)))
+    if curve and (sizes := [size for size, _ in read]) != sorted(set(sizes)):
         raise _wrong(file, name, f"sizes {shown(sizes)}", "each size once, the smallest first")
-    return points
-
-
-_RATE, _LATENCY, _SHARE = _number(_LEAST, _MOST), _number(0.0, _SLOWEST), _number(0.0, 1.0)
-_KEPT = _number(0.01, 1.0)
-_CHECKS: dict[str, _Check] = {
-    "tflops": _RATE,
-    "backward": _number(_LEAST, _MOST, or_zero=True),
-    "gbps": _RATE,
-    "outer_gbps": _RATE,
-    "memory": _number(_LEAST, _MOST, or_zero=True),
-    "hop_latency": _LATENCY,
-    "launch_latency": _LATENCY,
-    "backward_launch_latency": _LATENCY,
-    "link": _curve,
-    "direct": _curve,
-    "spread": _curve,
-    "holds_up": _pair(_SHARE, _SHARE),
-    "holds_up_first": _or_none(_pair(_SHARE, _SHARE)),
-    "in_pieces": _flag,
-    "merged_once": _flag,
-    "writes_gradients": _flag,
-    "faster_squares": _flag,
-    "backward_in_turn": _KEPT,
-    "long": _pair(_whole(0), _KEPT),
-    "block": _whole(1),
-    "node": _whole(0),
-}
+    return read
