@@ -196,11 +196,12 @@ class View:
         )
         rows = table("rate", "value", "how", left=("value", "how"))
         for name, value in facts["rates"].items():
-            how = facts["how"][name]
-            style = "" if how["measured"] else "dim"
-            rows.add_row(Text(name, style), Text(_value(name, value), style), Text(how["how"], style))
+            method = facts["methods"][name]
+            style = "" if method["measured"] else "dim"
+            rows.add_row(Text(name, style), Text(_value(name, value), style), Text(method["method"], style))
         say("", rows, "", sep="\n")
-        if busy := [f"{name} by {most:.2g} times" for name, most in facts["varied"].items() if most > BUSY]:
+        rounds = {name: method["max_over_min"] or 1.0 for name, method in facts["methods"].items()}
+        if busy := [f"{name} by {most:.2g} times" for name, most in rounds.items() if most > BUSY]:
             say(Text.assemble(("warning", "yellow"), f"  rounds differ, {', '.join(busy)}: {_BUSY}"), "", sep="\n")
         told = [f"with --json FILE they are kept, for BURST_RATES=FILE and `{PROGRAM} plan --rates FILE`"]
         if file is not None:

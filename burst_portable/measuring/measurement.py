@@ -110,8 +110,32 @@ def measure(
         ) from error
 
 
+@dataclass(frozen=True)
+class Measured:
+    """One field of `Rates`.
+
+    Attributes:
+        value: None if it could not be measured; the field then keeps its value.
+        method: how it was measured, or why not.
+        max_over_min: the longest of its rounds over the shortest; None if there were no rounds.
+        is_measured: False also for a value that was taken from another field.
+    """
+
+    value: Any
+    method: str
+    max_over_min: float | None = None
+    is_measured: bool = True
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what a file says besides the value."""
+        if self.max_over_min is None:
+            return {"measured": self.is_measured, "method": self.method, "max_over_min": None}
+        rounds = f"{self.method}; rounds within {self.max_over_min:.2f} times the shortest"
+        return {"measured": self.is_measured, "method": rounds, "max_over_min": round(self.max_over_min, 3)}
+
+
 class _Measurement:
-    """One after the other; what was found, and how, by the names of `Rates`."""
+    """Measure one field of `Rates` after the other, into `found`."""
 
     def __init__(
         self, mesh: Mesh, device: torch.device, backend: Backend, kernel: Kernel, problem: KernelProblem,
@@ -123,8 +147,7 @@ class _Measurement:
         self.length = length or self.sizes.length
         self.transport = mesh.transport(device.type)
         self.clock: Clock = TransportClock(self.transport, device, streams=streams)
-        self.told, self.found, self.how, self.why_not = told, dict[str, Any](), dict[str, str](), dict[str, str]()
-        self.varied: dict[str, float] = {}
+        self.told, self.found = told, dict[str, Measured]()
         self.node = mesh.inner if mesh.inner and 1 < mesh.inner < mesh.size else 0
         self.direct = ""
 
@@ -138,6 +161,7 @@ class _Measurement:
         del block
         before = rates_of(self.backend, self.mesh.size, self.kernel)
         p = self.problem
+        values = {name: one.value for name, one in self.found.items() if one.value is not None}
         return {
             "schema": SCHEMA,
             "date": date.today().isoformat(),
@@ -153,23 +177,21 @@ class _Measurement:
             "dtype": str(p.dtype).removeprefix("torch."),
             "lengths": list(self._lengths()),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "rates": as_json(replace(before, **traits(self.kernel), **self.found)),
-            "how": {name: self._told_how(name, before) for name in as_json(before)},
-            "varied": {name: round(most, 3) for name, most in self.varied.items()},
+            "rates": as_json(replace(before, **traits(self.kernel), **values)),
+            "methods": {name: self._method(name, before).as_json() for name in as_json(before)},
         }
 
-    def _told_how(self, name: str, before: Rates) -> dict[str, Any]:
-        if name in self.how:
-            rounds = f"; rounds within {self.varied[name]:.2f} times the shortest" if name in self.varied else ""
-            return {"measured": True, "how": self.how[name] + rounds}
+    def _method(self, name: str, before: Rates) -> Measured:
+        """Return how a field was measured, or why it kept its value."""
+        found = self.found.get(name)
+        if found and found.value is not None:
+            return found
         if name in traits(None):
-            return {"measured": False, "how": f"what the kernel {self.kernel.name} says of itself"}
-        if name == "holds_up" and name in self.found and self.transport.high_priority:
-            return {"measured": False, "how": "not measured, messages went first; taken from holds_up_first"}
+            return Measured(None, f"what the kernel {self.kernel.name} says of itself", is_measured=False)
         alone = self.mesh.size == 1 and name in _OF_LINKS
-        why = self.why_not.get(name, "one rank has no links" if alone else "not measured")
+        why = found.method if found else "one rank has no links" if alone else "not measured"
         source = f"known {before.source}" if before.source else f"the guess of the backend {self.backend.name}"
-        return {"measured": False, "how": f"{why}; kept as it was: {source}"}
+        return Measured(None, f"{why}; kept as it was: {source}", is_measured=False)
 
     def _device(self) -> str:
         """The devices of all ranks by name."""
@@ -197,24 +219,22 @@ class _Measurement:
             points = [(float(flops[one]), took[one]) for flops, took in seconds]
             made: Speed = speed(*points)
             rate, latency = names[one]
-            self.found[rate], self.found[latency] = made.tflops, made.latency
-            self.varied[rate] = max(of_length[one] for of_length in varied)
             took = ", ".join(
                 f"{length:,} tokens {seconds_text(time)}" for length, (_, time) in zip(lengths, points, strict=True)
             )
             told = f"{one} of {self.kernel.name}, causal: {took}"
-            self.how[rate] = f"{told}; by exact area"
-            self.how[latency] = told if made.apart else f"{told}; too near to tell a latency, taken for none"
+            most = max(of_length[one] for of_length in varied)
+            self.found[rate] = Measured(made.tflops, f"{told}; by exact area", most)
+            how = told if made.apart else f"{told}; too near to tell a latency, taken for none"
+            self.found[latency] = Measured(made.latency, how)
         return block
 
     def _memory(self) -> None:
         self.told("memory")
         self.clock.varied()
-        self.found["memory"] = memory_rate(self.clock, self.sizes.memory)
-        self.varied["memory"] = self.clock.varied()
-        self.how["memory"] = (
-            f"an elementwise add of tensors of {bytes_text(self.sizes.memory)}, read twice, written once"
-        )
+        rate = memory_rate(self.clock, self.sizes.memory)
+        how = f"an elementwise add of tensors of {bytes_text(self.sizes.memory)}, read twice, written once"
+        self.found["memory"] = Measured(rate, how, self.clock.varied())
 
     # ---------------------------------------------------------------------------------------------------------- links
 
@@ -224,51 +244,46 @@ class _Measurement:
         near = Peers.next(rank, ranks, self.node)
         self.told(f"{name} to the next rank")
         found = self.found
-        found["link"] = self._curve("link", self.transport, near, sizes)
-        found["gbps"] = max(gbps for _, gbps in found["link"])
-        found["hop_latency"] = hop(self.clock, self.transport, near)
-        self.how["link"] = f"{name} to the next rank and from the last, {several}"
-        self.how["gbps"] = "the most of `link`"
-        self.how["hop_latency"] = f"{name}: a message of a few bytes, of many back to back"
+        how = f"to the next rank and from the last, {several}"
+        link = found["link"] = self._curve(self.transport, near, sizes, how)
+        found["gbps"] = Measured(max(gbps for _, gbps in link.value), "the most of `link`")
+        latency = hop(self.clock, self.transport, near)
+        found["hop_latency"] = Measured(latency, f"{name}: a message of a few bytes, of many back to back")
         self._spread(several)
         self._direct(near, several)
         if self.node:
             self.told(f"{name} to the next node")
             there = Peers.next_node(rank, ranks, self.node)
-            beyond = self._curve("outer_gbps", self.transport, there, sizes[-1:])
-            found["outer_gbps"], found["node"] = beyond[-1][1], self.node
-            self.how["outer_gbps"] = f"{name}: all ranks to the same place of the next node, {bytes_text(sizes[-1])}"
-            self.how["node"] = "named by --inner"
+            beyond = self._curve(self.transport, there, sizes[-1:], "")
+            how = f"{name}: all ranks to the same place of the next node, {bytes_text(sizes[-1])}"
+            found["outer_gbps"] = Measured(beyond.value[-1][1], how, beyond.max_over_min)
+            found["node"] = Measured(self.node, "named by --inner")
 
-    def _curve(self, name: str, transport: Transport, peers: Peers, sizes: Sequence[int]) -> Curve:
+    def _curve(self, transport: Transport, peers: Peers, sizes: Sequence[int], how: str) -> Measured:
+        """Measure a `Curve`; `how` follows the name of the transport."""
         self.clock.varied()
-        points = curve(self.clock, transport, peers, sizes)
-        self.varied[name] = self.clock.varied()
-        return points
+        points: Curve = curve(self.clock, transport, peers, sizes)
+        return Measured(points, f"{transport.name} {how}", self.clock.varied())
 
     def _spread(self, several: str) -> None:
         everybody = Peers.others(self.mesh.rank, self.mesh.size, self.node)
         if len(everybody.there) < 2:
-            self.found["spread"] = ()
-            self.how["spread"] = "two ranks: the other one is the next, see `link`"
+            self.found["spread"] = Measured((), "two ranks: the other one is the next, see `link`")
             return
         self.told(f"{self.transport.name} to all others")
-        self.found["spread"] = self._curve("spread", self.transport, everybody, self.sizes.messages)
-        self.how["spread"] = (
-            f"{self.transport.name} to all others and from all at once, {several}; bytes of all together"
-        )
+        how = f"to all others and from all at once, {several}; bytes of all together"
+        self.found["spread"] = self._curve(self.transport, everybody, self.sizes.messages, how)
 
     def _direct(self, near: Peers, several: str) -> None:
         """Over the backend's own transport, if it has one and these ranks can have it; else nothing is direct."""
         direct, why = self.mesh.transport_for(self.device.type, direct=True)
-        self.found["direct"] = ()
-        self.how["direct"] = f"no transport of its own for it: {why}" if direct is self.transport else ""
         if direct is self.transport:
+            self.found["direct"] = Measured((), f"no transport of its own for it: {why}")
             return
         self.told(f"{direct.name} to the next rank")
         self.direct = direct.name
-        self.found["direct"] = self._curve("direct", direct, near, self.sizes.messages)
-        self.how["direct"] = f"{direct.name} to the next rank and from the last, {several}"
+        how = f"to the next rank and from the last, {several}"
+        self.found["direct"] = self._curve(direct, near, self.sizes.messages, how)
 
     def _held_up(self, block: Block) -> None:
         """Kernels alone, messages alone, both: of either pass."""
@@ -285,11 +300,11 @@ class _Measurement:
             shares.append(share)
             tellings.append(f"{one}: {tale}")
         forward, backward = (old if share is None else share for old, share in zip(before, shares, strict=True))
-        self.found[name] = (forward, backward)
+        told = "; ".join(tellings)
+        self.found[name] = Measured(None if shares == [None, None] else (forward, backward), told)
         if self.transport.high_priority and not any(known.holds_up):  # else 0 would be said of messages that wait
-            self.found["holds_up"] = (forward, backward)
-        told = self.why_not if shares == [None, None] else self.how
-        told[name] = "; ".join(tellings)
+            how = "not measured, messages went first; taken from holds_up_first"
+            self.found["holds_up"] = Measured((forward, backward), how, is_measured=False)
 
 
 _OF_LINKS = ("gbps", "hop_latency", "link", "direct", "spread", "holds_up", "holds_up_first")

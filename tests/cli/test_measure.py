@@ -88,12 +88,17 @@ def test_the_usual_length_counts_too(capsys, monkeypatch):
 def test_a_machine_that_was_busy_is_told_of(capsys):
     """More than 1.3 times the shortest round; the rates that were steady are not named."""
     about = dict.fromkeys(("device", "backend", "kernel", "dtype"), "x")
-    facts = {**about, "ranks": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "rates": {}, "how": {}}
+    facts = {**about, "ranks": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "rates": {}}
     view = measure.View(quiet=False, stderr=False)
-    view.show({**facts, "varied": {"tflops": 1.31, "memory": 1.3, "link": 2.5}}, None)
+
+    def show(**rounds: float | None) -> None:
+        methods = {name: {"measured": True, "method": "", "max_over_min": most} for name, most in rounds.items()}
+        view.show({**facts, "methods": methods}, None)
+
+    show(tflops=1.31, memory=1.3, link=2.5, gbps=None)
     told = "warning  rounds differ, tflops by 1.3 times, link by 2.5 times: the machine was busy; measure again\n"
     assert told in capsys.readouterr().out
-    view.show({**facts, "varied": {"tflops": 1.29}}, None)
+    show(tflops=1.29)
     assert "warning" not in capsys.readouterr().out
 
 

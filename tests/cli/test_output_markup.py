@@ -36,9 +36,8 @@ def test_the_doctor_shows_brackets(capsys):
 
 def test_measured_rates_show_brackets(capsys):
     names = dict.fromkeys(("device", "backend", "kernel", "dtype"), NAMED)
-    how = {"block": {"measured": False, "how": NAMED}}
-    facts = {**names, "ranks": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "rates": {"block": 1}, "how": how,
-             "varied": {}}  # fmt: skip
+    methods = {"block": {"measured": False, "method": NAMED, "max_over_min": None}}
+    facts = {**names, "ranks": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "rates": {"block": 1}, "methods": methods}
     measure.View(quiet=False, stderr=False).show(facts, Path(NAMED))
     assert capsys.readouterr().out.count(NAMED) == 5 + 3  # the file: in the environment, in Config, on the command line
 

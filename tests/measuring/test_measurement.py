@@ -36,10 +36,10 @@ def test_what_cannot_be_told_is_kept(monkeypatch):
 
     facts = bp.run_local(2, work)[0]
     assert facts["rates"]["holds_up"] == rates_of(load("cpu"), 2).holds_up
-    how = facts["how"]["holds_up"]
+    how = facts["methods"]["holds_up"]
     assert not how["measured"]
-    assert how["how"].startswith("forward: planted; backward: planted")
-    assert "kept as it was: the guess of the backend cpu" in how["how"]
+    assert how["method"].startswith("forward: planted; backward: planted")
+    assert "kept as it was: the guess of the backend cpu" in how["method"]
 
 
 @pytest.mark.parametrize("known", [(0.0, 0.0), (0.9, 0.3)])
@@ -55,10 +55,10 @@ def test_where_messages_go_first_those_that_wait_are_not_said_to_hold_up_nothing
 
     facts = bp.run_local(2, work)[0]
     assert facts["rates"]["holds_up_first"] == (0.25, 0.25)
-    assert facts["how"]["holds_up_first"]["measured"]
+    assert facts["methods"]["holds_up_first"]["measured"]
     assert facts["rates"]["holds_up"] == (known if any(known) else (0.25, 0.25))
-    assert not facts["how"]["holds_up"]["measured"]
-    assert ("taken from holds_up_first" in facts["how"]["holds_up"]["how"]) is not any(known)
+    assert not facts["methods"]["holds_up"]["measured"]
+    assert ("taken from holds_up_first" in facts["methods"]["holds_up"]["method"]) is not any(known)
 
 
 def test_how_far_rounds_differ():
@@ -92,11 +92,11 @@ def test_all_of_it_over_threads(tmp_path, ranks, inner):
     assert as_json(found.rates) == facts["rates"] | {
         name: tuple(map(tuple, facts["rates"][name])) for name in ("link", "direct", "spread")
     } | {"holds_up": tuple(facts["rates"]["holds_up"]), "long": tuple(facts["rates"]["long"])}
-    assert set(facts["how"]) == set(facts["rates"])
-    measured = {name for name, how in facts["how"].items() if how["measured"]}
+    assert set(facts["methods"]) == set(facts["rates"])
+    measured = {name for name, how in facts["methods"].items() if how["measured"]}
     alone = {"tflops", "launch_latency", "backward", "backward_launch_latency", "memory"}
     of_links = {"gbps", "hop_latency", "link", "direct", "spread", "holds_up"}
-    if "too soon to tell" in facts["how"]["holds_up"]["how"]:  # kernels as small as these may be shorter than a message
+    if "too soon to tell" in facts["methods"]["holds_up"]["method"]:  # kernels this small may be shorter than a message
         measured.add("holds_up")
     assert measured == alone | (of_links if ranks > 1 else set()) | ({"node", "outer_gbps"} if inner else set())
     assert [size for size, _ in found.rates.link] == ([1 << 16, 1 << 20, 8 << 20] if ranks > 1 else [])
@@ -105,15 +105,17 @@ def test_all_of_it_over_threads(tmp_path, ranks, inner):
     assert all(0 <= share <= 1 for share in found.rates.holds_up)
     guess = rates_of(load("cpu"), ranks)
     if ranks == 1:
-        assert "one rank has no links; kept as it was: the guess of the backend cpu" in facts["how"]["link"]["how"]
+        kept = "one rank has no links; kept as it was: the guess of the backend cpu"
+        assert kept in facts["methods"]["link"]["method"]
         assert (found.rates.gbps, found.rates.hop_latency) == (guess.gbps, guess.hop_latency)
     assert found.rates.tflops != guess.tflops
     steady = {"tflops", "backward", "memory"} | ({"link"} if ranks > 1 else set())
     steady |= {"spread"} if found.rates.spread else set()
-    assert set(facts["varied"]) == steady | ({"outer_gbps"} if inner else set())
-    for name, most in facts["varied"].items():
-        assert most >= 1
-        assert facts["how"][name]["how"].endswith("times the shortest")
+    rounds = {name: method for name, method in facts["methods"].items() if method["max_over_min"] is not None}
+    assert set(rounds) == steady | ({"outer_gbps"} if inner else set())
+    for method in rounds.values():
+        assert method["max_over_min"] >= 1
+        assert method["method"].endswith("times the shortest")
     q = torch.ones(1, 8, 4, 16)
     if ranks > 1:
         why = bp.run_local(
