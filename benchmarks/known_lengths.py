@@ -13,6 +13,7 @@ import torch
 
 import burst_portable as bp
 from burst_portable.backends.registry import for_device
+from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.kernels.base import Options
 from burst_portable.profiling.analysis.analyze import analyze
 from burst_portable.profiling.recorder import Recorder, RecordingRuntime
@@ -114,8 +115,7 @@ def beside(device: Device, kernel: float, copy: float) -> Found:
 def _beside(device: Device, kernel: float, copy: float) -> Found | None:
     """None where they did not begin together."""
     plan = bp.plan(seq_len=64, ranks=2, heads=1, head_dim=16, mask="full", layout="contiguous", strategy="ring")
-    traits = {"host": "", "persistent_inbox": True, "supports_strided_sends": False, "high_priority": False}
-    transport = SimpleNamespace(name="copies", rank=0, size=2, **traits)
+    transport = LocalTransport(Fabric(2, 1.0), 0)
     arriving: list[Callable[[], None]] = []
 
     def post(sends: list[Any], receives: list[Any], step: int, *, backward: bool) -> tuple[list[Waits], list[Waits]]:

@@ -127,16 +127,12 @@ class Still(Transport):
     """Another transport, until `moving` is False: then every message is there already, as it came before."""
 
     def __init__(self, inner: Transport) -> None:
-        self._inner, self.moving = inner, True
-        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
+        super().__init__(inner.name, inner.rank, inner.size, inner.state)
+        self._inner, self.moving, self.host = inner, True, inner.host
         self.direct, self.persistent_inbox = inner.direct, True
         self.supports_strided_sends = inner.supports_strided_sends
         self._kept: dict[bytes, list[Tensor]] = {}
         self._pass: list[Tensor] = []
-
-    @property
-    def agreed(self) -> set[bytes]:
-        return self._inner.agreed
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         self._key, self._next = digest[:16], 0

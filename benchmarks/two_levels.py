@@ -75,8 +75,8 @@ class Slowed(Transport):
     """Another transport, whose messages leave as late as a link of so many GB/s a rank would have brought them."""
 
     def __init__(self, inner: Transport, gbps: float, device: torch.device) -> None:
-        self._inner, self._bytes_a_second = inner, gbps * 1e9
-        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
+        super().__init__(inner.name, inner.rank, inner.size)
+        self._inner, self._bytes_a_second, self.host = inner, gbps * 1e9, inner.host
         self._free = 0.0  # when the link has done what it was given so far; host time
         self._device = device
         if not inner.host:

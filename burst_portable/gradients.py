@@ -156,9 +156,9 @@ def _agree_on(groups: Groups, listed: list[Tensor], mesh: Mesh, bucket_bytes: in
     }
     agree(transport, statement(facts))
     compared = statement({**facts, _VALUES: "compared"}).digest
-    if transport.size > 1 and compared not in transport.agreed:
+    if transport.size > 1 and compared not in transport.state.agreed:
         agree(transport, statement({**facts, _VALUES: _checksum(listed)}))
-        transport.agreed.add(compared)
+        transport.state.agreed.add(compared)
 
 
 def _checksum(parameters: list[Tensor]) -> Named:

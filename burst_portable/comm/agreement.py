@@ -101,10 +101,10 @@ def agree(transport: Transport, mine: Statement, *, forward_pass: int = 0, deadl
     if transport.size == 1:
         return
     transport.check_in_sync()
-    transport.passes += 1
-    if mine.digest in transport.agreed:
+    transport.state.passes += 1
+    if mine.digest in transport.state.agreed:
         return
-    label = f"asking whether ranks agree on pass {transport.passes} ({mine.title})"
+    label = f"asking whether ranks agree on pass {transport.state.passes} ({mine.title})"
     _ask(transport, mine, label, forward_pass=forward_pass, deadline=deadline)
     if not transport.host:
         _remember(transport, mine.digest)
@@ -134,7 +134,7 @@ def _ask(
     transport: Transport, mine: Statement, label: str, *, forward_pass: int = 0, deadline: float | None = None
 ) -> None:
     """Raise `MismatchError` on every rank if they do not all state the same."""
-    counts = transport.passes.to_bytes(8, "little") + forward_pass.to_bytes(8, "little")
+    counts = transport.state.passes.to_bytes(8, "little") + forward_pass.to_bytes(8, "little")
     stated = transport.share(mine.digest + counts, label, deadline)
     if all(other == stated[0] for other in stated):
         return
@@ -149,9 +149,9 @@ def _ask(
 
 
 def _remember(transport: Transport, digest: bytes) -> None:
-    if len(transport.agreed) >= _REMEMBERED:  # all ranks do this at once: they have agreed on the same statements
-        transport.agreed.clear()
-    transport.agreed.add(digest)
+    if len(transport.state.agreed) >= _REMEMBERED:  # all ranks do this at once: they have agreed on the same statements
+        transport.state.agreed.clear()
+    transport.state.agreed.add(digest)
 
 
 def tell_refusal(transport: Transport, error: Exception, deadline: float = _TELLING) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -125,52 +126,60 @@ class Exchange:
             handle.wait()
 
 
+@dataclass(slots=True, eq=False)
+class TransportState:
+    """Progress of one rank on a transport. A transport that wraps another shares the state of that one.
+
+    Attributes:
+        passes: how many passes this rank has begun; see `comm.agreement`.
+        agreed: digests of the calls that the ranks need not compare again; see `comm.agreement`.
+        pass_active: whether a pass has begun and not ended.
+        exchange_active: whether messages between passes have begun and not ended.
+    """
+
+    passes: int = 0
+    agreed: set[bytes] = field(default_factory=set)
+    pass_active: bool = False
+    exchange_active: bool = False
+
+
 class Transport(ABC):
     """The ranks of one group, as seen from one of them.
+
+    A transport must define `post`, and sets those of the following that differ from their defaults.
 
     Attributes:
         name: its name in reports.
         rank, size: this rank's number in the group, and the size of the group.
+        state: the progress of this rank.
         host: whether buffers in host memory can be sent, and have arrived once a handle has been waited for.
-        passes: how many passes this rank has begun on it; see `comm.agreement`.
-        agreed: digests of the calls that its ranks need not compare again; see `comm.agreement`.
         direct: whether it serves only passes whose messages go straight to where they are used.
         persistent_inbox: whether the contents of an inbox stay there after the pass.
         supports_strided_sends: whether `exchange` also sends `Strips`, so that senders need not pack.
         ranks_per_node: ranks per node, if messages between nodes have connections of their own; else 0.
-        pass_active: whether a pass has begun here and not ended.
-        exchange_active: the same of messages between passes.
         high_priority: whether its messages are moved by kernels that get room on a device before kernels that compute.
     """
 
-    name: str
-    rank: int
-    size: int
     host: bool = True
-    passes: int = 0
     direct: bool = False
     persistent_inbox: bool = False
     supports_strided_sends: bool = False
     ranks_per_node: int = 0
-    pass_active: bool = False
-    exchange_active: bool = False
     high_priority: bool = False
+
+    def __init__(self, name: str, rank: int, size: int, state: TransportState | None = None) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self.state = TransportState() if state is None else state
 
     @property
     def others(self) -> list[int]:
         """The other ranks, beginning with the next."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
-    @property
-    def agreed(self) -> set[bytes]:
-        """See above; made on first use."""
-        found: set[bytes] = self.__dict__.setdefault("_agreed", set())
-        return found
-
     def check_in_sync(self) -> None:
         """Raise a `CommunicationError` if what was done last never ended: its messages would be taken for others.
 
-        Ranks ask it before they tell each other anything: other sizes end a process over gloo, or are taken in silence.
+        Ranks call this before they send anything: over gloo, other sizes end a process or are accepted silently.
         """
         if last := self.unfinished():
             raise CommunicationError(
@@ -180,22 +189,21 @@ class Transport(ABC):
             )
 
     def unfinished(self) -> str:
-        """What was begun here and has not ended, in words; empty if nothing."""
-        return "pass" if self.pass_active else "exchange between passes" if self.exchange_active else ""
-
-    def between_passes(self) -> AbstractContextManager[None]:
-        """A context around messages between passes. What an error leaves of them stays: see `check_in_sync`."""
-        return self._exchange()
+        """Return what has begun and not ended, in words; "" if nothing."""
+        if self.state.pass_active:
+            return "pass"
+        return "exchange between passes" if self.state.exchange_active else ""
 
     @contextmanager
-    def _exchange(self) -> Iterator[None]:
-        before, self.exchange_active = self.exchange_active, True
+    def between_passes(self) -> Iterator[None]:
+        """Surround messages between passes. After an error they count as unfinished: see `check_in_sync`."""
+        before, self.state.exchange_active = self.state.exchange_active, True
         yield
-        self.exchange_active = before
+        self.state.exchange_active = before
 
     def mark_out_of_sync(self) -> None:
-        """Refuse all further calls: the others wait for one that this rank left out, and were not told."""
-        self.exchange_active = True
+        """Make all further calls raise: other ranks wait for a call that this rank left out without a message."""
+        self.state.exchange_active = True
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         """A pass begins on the current stream; every rank calls this. Raises as `check_in_sync`.
@@ -205,11 +213,11 @@ class Transport(ABC):
             inbox: the most bytes that come from one rank in this pass; the average if all messages have places.
         """
         self.check_in_sync()
-        self.pass_active = True
+        self.state.pass_active = True
 
     def end(self) -> None:
         """The pass is over: everything that arrived has been used, in the order of the current stream."""
-        self.pass_active = False
+        self.state.pass_active = False
 
     @abstractmethod
     def post(
@@ -291,36 +299,18 @@ class Transport(ABC):
 
 
 class WrappedTransport(Transport):
-    """See `comm.base.Transport`. The inner transport counts passes, and remembers what ranks have agreed on.
+    """A transport that hands everything on to another one, and shares its state.
 
     An exchange becomes messages that are posted here.
     """
 
     def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.name, inner.rank, inner.size, inner.state)
         self._inner = inner
-        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
-        self.persistent_inbox, self.high_priority = inner.persistent_inbox, inner.high_priority
+        self.host, self.persistent_inbox, self.high_priority = inner.host, inner.persistent_inbox, inner.high_priority
 
-    @property
-    def passes(self) -> int:
-        return self._inner.passes
-
-    @passes.setter
-    def passes(self, count: int) -> None:
-        self._inner.passes = count
-
-    @property
-    def agreed(self) -> set[bytes]:
-        return self._inner.agreed
-
-    def check_in_sync(self) -> None:
-        self._inner.check_in_sync()
-
-    def between_passes(self) -> AbstractContextManager[None]:
-        return self._inner.between_passes()
-
-    def mark_out_of_sync(self) -> None:
-        self._inner.mark_out_of_sync()
+    def unfinished(self) -> str:
+        return self._inner.unfinished()
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         self._inner.begin(digest, inbox)

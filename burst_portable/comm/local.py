@@ -138,11 +138,11 @@ class _End:
 class LocalTransport(Transport):
     """See `comm.base.Transport`. A message is copied once, from buffer to buffer."""
 
-    name = "local"
     persistent_inbox = True
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
-        self.fabric, self.rank, self.size = fabric, rank, fabric.size
+        super().__init__("local", rank, fabric.size)
+        self.fabric = fabric
         self._turn = 0
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, Protocol
 from zlib import crc32
@@ -138,52 +137,28 @@ class PeerMemory(Protocol):
 class PeerCopyTransport(Transport):
     """See `comm.base.Transport`. Messages go by peer copies inside a pass; all else goes through `other`.
 
+    It shares the state of `other`, where other meshes of the group look and a rank that refuses its call answers.
+
     Args:
         memory: the peer memory of the group's ranks.
         other: a transport of the same ranks, for messages between passes.
     """
 
-    name = "peer_copy"
     host = False
     direct = True
     supports_strided_sends = True
 
     def __init__(self, memory: PeerMemory, other: Transport) -> None:
+        super().__init__("peer_copy", memory.rank, memory.size, other.state)
         self.memory, self._other = memory, other
-        self.rank, self.size = memory.rank, memory.size
         self._region = self._number = self._mark = self._turn = self._exchanges = 0
         self._waited: set[int] = set()
         self._sent_to = _Places(self.size)
         self._coming = _Places(self.size)
         self._handed: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
 
-    # The other transport counts passes, as a rank that refuses its call says so through that one, and knows of one that
-    # is under way, as other meshes of the group look there.
-
-    @property
-    def passes(self) -> int:
-        return self._other.passes
-
-    @passes.setter
-    def passes(self, count: int) -> None:
-        self._other.passes = count
-
-    @property
-    def pass_active(self) -> bool:
-        return self._other.pass_active
-
-    @pass_active.setter
-    def pass_active(self, value: bool) -> None:
-        self._other.pass_active = value
-
     def unfinished(self) -> str:
         return self._other.unfinished()
-
-    def between_passes(self) -> AbstractContextManager[None]:
-        return self._other.between_passes()
-
-    def mark_out_of_sync(self) -> None:
-        self._other.mark_out_of_sync()
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         memory = self.memory
@@ -212,7 +187,7 @@ class PeerCopyTransport(Transport):
         super().end()
 
     def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
-        if not self.pass_active or not size:
+        if not self.state.pass_active or not size:
             return self._other.inbox(size, device, peer)
         if place is not None:
             assert place + size <= self._region * self.size, "an inbox has room for all messages"
@@ -228,7 +203,7 @@ class PeerCopyTransport(Transport):
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
-        if not self.pass_active:
+        if not self.state.pass_active:
             return self._other.post(sends, receives, label)
         self.memory.check()
         incoming: list[Handle] = [self._expect(message, label) for message in receives]
@@ -243,7 +218,7 @@ class PeerCopyTransport(Transport):
         self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
     ) -> Exchange:
         """See `Transport.exchange`. One flag per peer says that all of its buffers have arrived."""
-        if not self.pass_active or not leaving or leaving[0].parts[0].place is None:
+        if not self.state.pass_active or not leaving or leaving[0].parts[0].place is None:
             return super().exchange(leaving, arriving, label)
         memory, index = self.memory, self._exchanges
         memory.check()

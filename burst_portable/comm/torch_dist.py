@@ -141,9 +141,8 @@ class TorchDistTransport(Transport):
     ) -> None:
         found = group if group is not None else dist.group.WORLD
         assert found is not None, "a mesh refuses to be made without one"
-        self.group = found
-        self.name, self._batched, self._deadline = name, batched, deadline
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        super().__init__(name, dist.get_rank(found), dist.get_world_size(found))
+        self.group, self._batched, self._deadline = found, batched, deadline
         self.host, self.high_priority = not batched, high_priority
         self._watch = HopWatch(deadline, self._give_up, in_watch) if batched and deadline else None
         self._connected = not batched or self.size == 1

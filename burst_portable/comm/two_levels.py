@@ -12,18 +12,17 @@ A process group that launches kernels launches one for all messages that are pos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import compress
 from typing import Any
 
 import torch.distributed as dist
 
-from burst_portable.comm.base import Handle, Message, Transport
+from burst_portable.comm.base import Handle, Message, Transport, WrappedTransport
 from burst_portable.comm.torch_dist import named_error
 
 
-class TwoLevelTransport(Transport):
+class TwoLevelTransport(WrappedTransport):
     """See `comm.base.Transport`. Everything before the first pass goes through `intra_node`.
 
     Args:
@@ -33,23 +32,10 @@ class TwoLevelTransport(Transport):
     """
 
     def __init__(self, intra_node: Transport, connect: Callable[[], Transport], ranks_per_node: int) -> None:
+        super().__init__(intra_node)
         self.intra_node, self.ranks_per_node = intra_node, ranks_per_node
         self.inter_node: Transport | None = None
-        self.name, self.rank, self.size = intra_node.name, intra_node.rank, intra_node.size
-        self.host, self.high_priority = intra_node.host, intra_node.high_priority
-        self.persistent_inbox = intra_node.persistent_inbox
         self._connect = connect
-
-    # What has begun stands at `intra_node`, where other meshes of the group look.
-
-    def unfinished(self) -> str:
-        return self.intra_node.unfinished()
-
-    def between_passes(self) -> AbstractContextManager[None]:
-        return self.intra_node.between_passes()
-
-    def mark_out_of_sync(self) -> None:
-        self.intra_node.mark_out_of_sync()
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
         self.intra_node.begin(digest, inbox)
@@ -78,9 +64,6 @@ class TwoLevelTransport(Transport):
 
     def _apart(self, message: Message) -> bool:
         return message.peer // self.ranks_per_node != self.rank // self.ranks_per_node
-
-    def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
-        return self.intra_node.share(data, label, deadline)
 
     def close(self) -> None:
         self.intra_node.close()

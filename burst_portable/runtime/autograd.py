@@ -65,7 +65,7 @@ class Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         out, lse, kept = run_forward(call, q, k, v, sinks)
         ctx.save_for_backward(*kept, sinks)
-        ctx.call, ctx.number = call, call.runtime.transport.passes
+        ctx.call, ctx.number = call, call.runtime.transport.state.passes
         call.runtime.transport.end()
         if lse is not None:
             ctx.mark_non_differentiable(lse)

@@ -247,7 +247,7 @@ def attend(
     ticket = torch.zeros(1, dtype=torch.int64, device="cpu")
     if keep:
         saved = _not_of(saved, (q, k, v, out, lse))
-        _keep(ticket, Kept(call, call.runtime.transport.passes, saved))
+        _keep(ticket, Kept(call, call.runtime.transport.state.passes, saved))
     return out, lse, ticket, _turn()
 
 

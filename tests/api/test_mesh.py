@@ -303,7 +303,7 @@ def test_a_rank_may_refuse_the_call_in_which_the_others_connect():
         with pytest.raises((InputError, MismatchError), match="scale is not a number"):
             bp.attention(x, x, x, mesh=mesh, strategy="ulysses", scale="bad" if mesh.rank else 0.5)
         bp.attention(x, x, x, mesh=mesh, strategy="ulysses", scale=0.5).sum().backward()
-        return mesh.transport("cpu").passes
+        return mesh.transport("cpu").state.passes
 
     assert run_threads(2, work, deadline=3.0) == [4, 4]  # twice they agreed to connect, once for each pass
 

@@ -19,7 +19,8 @@ class ByStore(Transport):
     host = False
 
     def __init__(self, rank: int, size: int, store: dist.Store, deadline: float = 5.0) -> None:
-        self.rank, self.size, self.asked = rank, size, 0
+        super().__init__("store", rank, size)
+        self.asked = 0
         self._board, self._deadline = Board(store, rank, size), deadline
 
     def post(self, sends, receives, label=""):
@@ -62,7 +63,7 @@ def test_a_call_is_compared_once():
         for _ in range(5):
             for fact in ("b", "c"):
                 agree(transport, statement({"a": fact}))
-        return transport.asked, transport.passes
+        return transport.asked, transport.state.passes
 
     assert over_store(3, work) == [(2, 10)] * 3
 

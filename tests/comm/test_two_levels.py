@@ -23,8 +23,8 @@ class Watched(Transport):
     """Counts the steps that post something, and notes at which of them each message is posted and waited for."""
 
     def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.name, inner.rank, inner.size)
         self.inner = inner
-        self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self.posted = 0
         self.waits: list[tuple[bool, int]] = []  # whether it crosses, and after how many posts more
 
@@ -148,10 +148,9 @@ def test_handles_come_back_in_order():
 
     def handles(name):
         class One(Transport):
-            rank, size = 1, 4
-
             def __init__(self):
-                self.name, self.posts = name, []
+                super().__init__(name, 1, 4)
+                self.posts = []
 
             def post(self, sends, receives, label=""):
                 self.posts.append(label)

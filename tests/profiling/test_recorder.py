@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.comm.local import LocalTransport
+from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.planning.cost import rank_cost
 from burst_portable.planning.rates import Rates
 from burst_portable.profiling import recorder as module
@@ -209,19 +209,9 @@ def test_a_batch_is_watched_once_and_sends_of_their_own_are_not():
     )
 
     def arrivals(sending):
-        inner = SimpleNamespace(
-            transport=SimpleNamespace(
-                name="",
-                rank=0,
-                size=2,
-                host="",
-                persistent_inbox=True,
-                supports_strided_sends=False,
-                high_priority=False,
-                end=lambda: log.append("end"),
-            ),
-            post=lambda *_, **__: ([sending], [batch]),
-        )
+        transport = LocalTransport(Fabric(2, 1.0), 0)
+        transport.end = lambda: log.append("end")
+        inner = SimpleNamespace(transport=transport, post=lambda *_, **__: ([sending], [batch]))
         recorder = Recorder(0, "host", light=False)
         recorder._clocks[buffer.device] = clock
         runtime = RecordingRuntime(inner, plan, recorder)

@@ -172,8 +172,8 @@ class Mute(Transport):
     """Another one; its rank posts nothing of a step."""
 
     def __init__(self, inner: Transport, step: str) -> None:
+        super().__init__(inner.name, inner.rank, inner.size)
         self.inner, self.step = inner, step
-        self.name, self.rank, self.size = inner.name, inner.rank, inner.size
 
     def post(self, sends, receives, label=""):
         if label == self.step:

@@ -60,8 +60,9 @@ class Delaying(Transport):
     """Another transport, at random moments; its buffers from a pool if there is one."""
 
     def __init__(self, inner: Transport, seed: int, pool: Pool | None = None) -> None:
+        super().__init__(inner.name, inner.rank, inner.size)
         self._inner, self._pool, self._random = inner, pool, random.Random(seed)
-        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
+        self.host = inner.host
 
     def delay(self) -> None:
         time.sleep(self._random.random() * _LONGEST)

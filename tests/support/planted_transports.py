@@ -14,12 +14,8 @@ class Through(Transport):
     """A transport that does what the real one does."""
 
     def __init__(self, inner: Transport) -> None:
-        self.inner = inner
-        self.name, self.rank, self.size, self.host = inner.name, inner.rank, inner.size, inner.host
-
-    @property
-    def agreed(self) -> set[bytes]:
-        return self.inner.agreed
+        super().__init__(inner.name, inner.rank, inner.size, inner.state)
+        self.inner, self.host = inner, inner.host
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""

@@ -124,7 +124,7 @@ def _proof(transport: PeerCopyTransport, device: torch.device) -> str:
             if wrong := _tried(transport, device, turn, trial):
                 return wrong
     except Exception as error:  # noqa: BLE001  (a compiler's too: NCCL can still be had, and others wait to be told)
-        transport.pass_active = False  # the ranks go on by the other transport, which had no message of the trial
+        transport.state.pass_active = False  # the ranks go on by the other transport, which had no message of the trial
         return f"{type(error).__name__}: {first_line(error)}"
     return ""
 
