@@ -20,9 +20,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from burst_portable.backends.ascend import triton_kernels
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support
-from burst_portable.kernels.triton.arguments import padded, score_numbers, strides
+from burst_portable.kernels.triton.arguments import name_compile_errors, padded, score_numbers, strides
 from burst_portable.kernels.triton.blocks import block_table, transposed
-from burst_portable.kernels.triton.prepared import told_where
 from burst_portable.numerics import Compensated, State, row_delta
 from burst_portable.planning.tiles import Tile, Tiles
 
@@ -218,5 +217,5 @@ class AscendTritonKernel:
             **flags,
         }
         sizes = blocks, heads, q.shape[2] // k.shape[2], work
-        with told_where(kernel, f"npu, {q.dtype}", constants, "pass other cuts to AscendTritonKernel"):
+        with name_compile_errors(kernel, f"npu, {q.dtype}", constants, "pass other cuts to AscendTritonKernel"):
             kernel[(min(work, self._programs),)](*arguments, *sizes, **constants)

@@ -1,12 +1,20 @@
-"""What launches of all our Triton and Gluon kernels share: options, sizes, strides, numbers, addresses."""
+"""Define what launches of all our Triton and Gluon kernels share: options, sizes, strides, numbers, addresses, errors.
+
+Triton is imported only while a kernel is compiled: Hopper and Ascend import this module before there is one, and
+Triton for Ascend is an older release, without what `prepared` imports.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from subprocess import CalledProcessError
 
 import torch
 from torch import Tensor
 
+from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import Options
 
 # a·b + c in one instruction: Triton's default, of which 3.9 warns that it will be another from 3.10 on.
@@ -44,3 +52,33 @@ class Address:
 
     def data_ptr(self) -> int:
         return self.pointer
+
+
+_COMPILER_WORDS = ("PassManager", "C compiler")
+"""Words of a bare RuntimeError of Triton's own compiler, and of a missing C compiler for its launchers."""
+
+
+@contextmanager
+def name_compile_errors(kernel: object, target: str, configuration: object, next_step: str) -> Iterator[None]:
+    """Raise `UnsupportedError` if the body cannot compile a jitted function; other errors pass.
+
+    Args:
+        kernel: the jitted function.
+        target: chip and dtype.
+        configuration: all that the function is compiled for.
+        next_step: what the user can do.
+    """
+    from triton.errors import TritonError
+
+    try:
+        yield
+    except (TritonError, RuntimeError, CalledProcessError, OSError) as error:  # OSError: no such compiler
+        bare = isinstance(error, RuntimeError) and not isinstance(error, TritonError)
+        if bare and not any(word in str(error) for word in _COMPILER_WORDS):
+            raise  # it did not come from compiling
+        name = getattr(kernel, "__name__", repr(kernel))
+        raise UnsupportedError(
+            f"the Triton kernel {name} does not compile for {target}",
+            got=f"{configuration}: {error}",
+            next_step=next_step,
+        ) from error

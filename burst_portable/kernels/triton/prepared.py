@@ -7,52 +7,22 @@ strides, and whether addresses are multiples of 16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from subprocess import CalledProcessError
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.errors import TritonError
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.triton import descriptors as matrix_descriptors
 from burst_portable.kernels.triton import forward
-from burst_portable.kernels.triton.arguments import ALWAYS, Address
+from burst_portable.kernels.triton.arguments import ALWAYS, Address, name_compile_errors
 from burst_portable.kernels.triton.arguments import padded as padded
 from burst_portable.kernels.triton.arguments import strides as strides
-
-_OF_COMPILING = ("PassManager", "C compiler")
-"""What Triton says in a bare RuntimeError: of its own compiler, and where the one that builds launchers is missing."""
-
-
-@contextmanager
-def told_where(kernel: object, target: str, configuration: object, next_step: str) -> Iterator[None]:
-    """Around what compiles a jitted function: `UnsupportedError` where it cannot; other errors pass.
-
-    Args:
-        kernel: the jitted function.
-        target: chip and dtype.
-        configuration: all that the function is compiled for.
-    """
-    try:
-        yield
-    except (TritonError, RuntimeError, CalledProcessError, OSError) as error:  # of the system: no such compiler
-        bare = isinstance(error, RuntimeError) and not isinstance(error, TritonError)
-        if bare and not any(word in str(error) for word in _OF_COMPILING):
-            raise  # no matter of compiling
-        name = getattr(kernel, "__name__", repr(kernel))
-        raise UnsupportedError(
-            f"the Triton kernel {name} does not compile for {target}",
-            got=f"{configuration}: {error}",
-            next_step=next_step,
-        ) from error
-
 
 TMA_BYTES = 16
 """What addresses and strides of a hardware descriptor are multiples of."""
@@ -100,7 +70,7 @@ class Launch:
     def _first(self, arguments: tuple[object, ...]) -> Callable[..., object]:
         configuration = f"{self._tail}, {self._options}"
         step = "pass another tuning to TritonKernel, or name another kernel"
-        with told_where(self._kernel, self._what, configuration, step):
+        with name_compile_errors(self._kernel, self._what, configuration, step):
             compiled = self._compile(arguments, self._options)
             if matrix_descriptors.faults(compiled):  # two warps multiply by mma.sync, which knows no descriptors
                 compiled = self._compile(arguments, {**self._options, "num_warps": 2})

@@ -5,6 +5,8 @@ What triton-ascend makes of them is looked at by `make conform-ascend`.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -56,3 +58,13 @@ def test_declines_with_the_reason() -> None:
     assert "it takes NPU tensors, not cpu" in kernel.supports(replace(problem, device="cpu")).reason
     assert "torch.float64 is not among" in kernel.supports(replace(problem, dtype=torch.float64)).reason
     assert "at most 256" in kernel.supports(replace(problem, head_dim=320)).reason
+
+
+def test_import_loads_no_launch_of_newer_triton():
+    """Triton for Ascend is Triton 3.2, which lacks what `kernels.triton.prepared` imports."""
+    program = (
+        "import sys, burst_portable.backends.ascend.triton_launch; "
+        "sys.exit('burst_portable.kernels.triton.prepared' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

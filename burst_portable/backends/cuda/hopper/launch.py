@@ -29,7 +29,7 @@ from burst_portable.backends.cuda.hopper.configs import (
 )
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.operator_kernel import in_steps
-from burst_portable.kernels.triton.arguments import ALWAYS, Address
+from burst_portable.kernels.triton.arguments import ALWAYS, Address, name_compile_errors
 from burst_portable.planning.tiles import Tiles
 
 _DESCRIPTORS = 8192  # the most that are kept: 13 per layer and group of heads
@@ -71,10 +71,8 @@ class Launcher:
         constants: Sequence[Any],
         options: dict[str, int],
     ) -> Callable[[tuple[int, int, int], Sequence[Any], int], None]:
-        from burst_portable.kernels.triton.prepared import told_where
-
         configuration = f"{key}, {tuple(constants)}, {options}"
-        with told_where(self._kernel, "sm_90", configuration, "name another kernel, such as 'triton'"):
+        with name_compile_errors(self._kernel, "sm_90", configuration, "name another kernel, such as 'triton'"):
             compiled = self._kernel[grid](*_for_triton(args), *constants, **options, **ALWAYS)
 
         def by_triton(grid: tuple[int, int, int], args: Sequence[Any], stream: int) -> None:
