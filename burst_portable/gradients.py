@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from burst_portable.comm.agreement import Named, agree, named, statement
+from burst_portable.comm.agreement import HashedValue, agree, call_signature, hashed_value
 from burst_portable.errors import InputError, shown
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import accumulation_dtype
-from burst_portable.runtime.validation import check_tensor, tell_the_others
+from burst_portable.runtime.validation import broadcast_error, check_tensor
 from burst_portable.utils.torch_modes import outside_graphs
 from burst_portable.utils.values import size
 
@@ -47,10 +47,10 @@ def sum_over_ranks(x: Tensor, mesh: MeshLike = None) -> Tensor:
         check_tensor("x", x)
         transport = mesh.transport(x.device.type)
     except Exception as refusal:
-        tell_the_others(mesh, refusal, x)
+        broadcast_error(mesh, refusal, x)
         raise
     dtype = str(x.dtype).removeprefix("torch.")
-    agree(transport, statement({"pass": "sum_over_ranks", "dtype": dtype, "shape": str(tuple(x.shape))}))
+    agree(transport, call_signature({"pass": "sum_over_ranks", "dtype": dtype, "shape": str(tuple(x.shape))}))
     with transport.between_passes():
         return _summed(x, mesh)
 
@@ -114,7 +114,7 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: MeshLike = None, *, bucket
     except Exception as refusal:
         for parameter in missing:
             parameter.grad = None
-        tell_the_others(mesh, refusal, *listed[:1])
+        broadcast_error(mesh, refusal, *listed[:1])
         raise
     for (_, device), members in groups.items():
         with mesh.transport(device.type).between_passes():
@@ -149,19 +149,19 @@ def _agree_on(groups: Groups, listed: list[Tensor], mesh: Mesh, bucket_bytes: in
     shapes = [(str(dtype), [tuple(_gradient(p).shape) for p in members]) for (dtype, _), members in groups.items()]
     numbers = sum(_gradient(p).numel() for members in groups.values() for p in members)
     told = f"{sum(map(len, groups.values())):,} tensors of {numbers:,} numbers"
-    facts: dict[str, str | Named] = {
+    facts: dict[str, str | HashedValue] = {
         "pass": "sum_gradients",
-        "parameters": named(told, shapes),
+        "parameters": hashed_value(told, shapes),
         "bucket_bytes": str(bucket_bytes),
     }
-    agree(transport, statement(facts))
-    compared = statement({**facts, _VALUES: "compared"}).digest
+    agree(transport, call_signature(facts))
+    compared = call_signature({**facts, _VALUES: "compared"}).digest
     if transport.size > 1 and compared not in transport.state.agreed:
-        agree(transport, statement({**facts, _VALUES: _checksum(listed)}))
+        agree(transport, call_signature({**facts, _VALUES: _checksum(listed)}))
         transport.state.agreed.add(compared)
 
 
-def _checksum(parameters: list[Tensor]) -> Named:
+def _checksum(parameters: list[Tensor]) -> HashedValue:
     """Of the numbers of all parameters, by their bits: the same on any device. Read once, on the device."""
     sums: dict[torch.device, list[Tensor]] = {}
     for x in map(_local, parameters):
@@ -169,7 +169,7 @@ def _checksum(parameters: list[Tensor]) -> Named:
         if bits is not None and not x.is_meta and x.layout is torch.strided:
             sums.setdefault(x.device, []).append(x.detach().view(bits).sum(dtype=torch.int64))
     told = [torch.stack(there).tolist() for there in sums.values()]
-    made = named("", told)
+    made = hashed_value("", told)
     return made._replace(name=f"checksum {made.digest[:8]}")
 
 

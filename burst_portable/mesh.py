@@ -18,7 +18,7 @@ from torch import Tensor
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import for_device, group_options_of, known, runnable
-from burst_portable.comm.agreement import agree, statement
+from burst_portable.comm.agreement import agree, call_signature
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import Fabric, LocalTransport, run_threads
 from burst_portable.comm.two_levels import with_two_levels
@@ -315,7 +315,7 @@ class Mesh:
             backend = self.backend_for(device_type)
             plain = self.transport(device_type)
             # `agree` also hears from a rank that refuses its call, so nobody waits for that rank.
-            agree(plain, statement({"pass": f"connecting the transport {name!r}"}))
+            agree(plain, call_signature({"pass": f"connecting the transport {name!r}"}))
             try:
                 self._direct[device_type] = backend.connect_direct(plain, self.group, self.config.deadline)
             except UnsupportedError as error:

@@ -19,7 +19,7 @@ from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import MeshLike, as_mesh
-from burst_portable.runtime.validation import check_rows, check_tensor, tell_the_others, whole_length
+from burst_portable.runtime.validation import broadcast_error, check_rows, check_tensor, whole_length
 from burst_portable.sharding import positions
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.planner import layout_of, mask_of, no_mask, strategy_of
@@ -157,7 +157,7 @@ class SelfAttention(nn.Module):
             length, where = self._placed(x, seq_len, mask, position_ids)
             q, k, v = self._projected(x, where)
         except Exception as refusal:
-            tell_the_others(self.mesh, refusal, x)
+            broadcast_error(self.mesh, refusal, x)
             raise
         out = attention(q, k, v, mask=mask, mesh=self.mesh, strategy=self.strategy, layout=self.layout, seq_len=length)
         projected: Tensor = self.out(out.flatten(-2))

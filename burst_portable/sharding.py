@@ -8,12 +8,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from burst_portable.comm.agreement import Statement, agree, named, statement
+from burst_portable.comm.agreement import CallSignature, agree, call_signature, hashed_value
 from burst_portable.errors import DtypeError, InputError, MaskError, ShapeError, shown
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask, cumulative_lengths
 from burst_portable.mesh import Mesh, MeshLike, as_mesh, position_ids
-from burst_portable.runtime.validation import check_rows, check_tensor, device_here, tell_the_others
+from burst_portable.runtime.validation import broadcast_error, check_rows, check_tensor, device_here
 from burst_portable.strategies.planner import layout_of, mask_of
 from burst_portable.utils.torch_modes import outside_graphs
 from burst_portable.utils.values import as_int, size
@@ -112,9 +112,9 @@ def unshard(
         # Lazy conjugation and negation are not in the bytes that are sent.
         mine = x.resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
     except Exception as refusal:
-        tell_the_others(mesh, refusal, x)
+        broadcast_error(mesh, refusal, x)
         raise
-    agree(transport, _statement(mine, dim % x.dim(), where))
+    agree(transport, _call_signature(mine, dim % x.dim(), where))
     with transport.between_passes():
         parts = [mine.new_empty(where.count(r), *mine.shape[1:]) for r in range(mesh.size)]
         flat = [part.view(-1).view(torch.uint8) for part in parts]
@@ -128,16 +128,16 @@ def unshard(
     return whole.movedim(0, dim)
 
 
-def _statement(mine: Tensor, dim: int, where: Layout) -> Statement:
+def _call_signature(mine: Tensor, dim: int, where: Layout) -> CallSignature:
     """What ranks must state alike before they unshard; `mine` has its rows first."""
-    return statement(
+    return call_signature(
         {
             "pass": "unshard",
             "dtype": str(mine.dtype).removeprefix("torch."),
             "shape of a row": str(tuple(mine.shape[1:])),
             "dim": str(dim),
             "tokens": str(where.length),
-            "layout": named(where.name, where.shards),
+            "layout": hashed_value(where.name, where.shards),
         }
     )
 

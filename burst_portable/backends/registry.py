@@ -135,7 +135,7 @@ def probed(backend: Backend) -> Probe:
     return probe if probe.ok or probe.reason else Probe(False, "it does not say why", probe.facts)
 
 
-def refusal(name: str, device_type: str | None = None) -> str:
+def unavailable_reason(name: str, device_type: str | None = None) -> str:
     """Why that backend cannot serve here, or cannot serve tensors of a device type; "" if it can."""
     try:
         backend = load(name)
@@ -154,8 +154,8 @@ def runnable(name: str) -> Backend:
     Raises `UnknownNameError`, or `BackendUnavailableError` if it cannot run, listing those that can.
     """
     backend = load(name)
-    if reason := refusal(name):
-        able = [other for other in known() if not refusal(other)]
+    if reason := unavailable_reason(name):
+        able = [other for other in known() if not unavailable_reason(other)]
         raise BackendUnavailableError(
             f"the backend {name!r} cannot run here: {reason}", allowed=", ".join(able) or "none runs here"
         )
@@ -171,8 +171,8 @@ def for_device(device_type: str, named: str = "auto") -> Backend:
     if named == "auto":
         return _first_for(device_type)
     backend = runnable(named)
-    if reason := refusal(named, device_type):
-        able = [name for name in known() if not refusal(name, device_type)]
+    if reason := unavailable_reason(named, device_type):
+        able = [name for name in known() if not unavailable_reason(name, device_type)]
         raise UnsupportedError(
             f"the backend {named!r} was named, and {reason}",
             got=f"tensors on {device_type!r}",
@@ -185,7 +185,7 @@ def for_device(device_type: str, named: str = "auto") -> Backend:
 def _first_for(device_type: str) -> Backend:
     reasons = []
     for name in known():
-        reason = refusal(name, device_type)
+        reason = unavailable_reason(name, device_type)
         if not reason:
             return load(name)
         reasons.append(f"not {name}: {reason}")

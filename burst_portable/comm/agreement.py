@@ -46,46 +46,46 @@ REFUSED = "refused"
 """The fact that a rank states after refusing its own call, so that others do not wait for it."""
 
 
-class Named(NamedTuple):
+class HashedValue(NamedTuple):
     """A fact that ranks compare by a digest of its content; errors show its name."""
 
     name: str
     digest: str
 
 
-Facts = Mapping[str, str | Named]
+Facts = Mapping[str, str | HashedValue]
 
 
-class Statement(NamedTuple):
+class CallSignature(NamedTuple):
     """What one rank says of its call."""
 
     digest: bytes
     facts: Facts
 
-    def of_pass(self, name: str) -> Statement:
+    def of_pass(self, name: str) -> CallSignature:
         """The statement for one pass of the same call."""
-        return statement({**self.facts, "pass": name})
+        return call_signature({**self.facts, "pass": name})
 
     @property
     def title(self) -> str:
         """The call in a few words, for errors about ranks that do not answer."""
-        shown = [fact.name if isinstance(fact, Named) else fact for fact in map(self.facts.get, _TITLE) if fact]
+        shown = [fact.name if isinstance(fact, HashedValue) else fact for fact in map(self.facts.get, _TITLE) if fact]
         return ", ".join(shown) or "a refusal"
 
 
-def named(name: str, holds: object) -> Named:
+def hashed_value(name: str, holds: object) -> HashedValue:
     """A fact with this name; `holds` is compared by its repr, which must be the same on all ranks."""
-    return Named(name[:_SHOWN], hashlib.blake2b(repr(holds).encode(), digest_size=16).hexdigest())
+    return HashedValue(name[:_SHOWN], hashlib.blake2b(repr(holds).encode(), digest_size=16).hexdigest())
 
 
-def statement(facts: Facts) -> Statement:
-    """A statement of facts. Only the digest of a `Named` fact counts: equal masks with different names are the same."""
-    compared = {key: fact.digest if isinstance(fact, Named) else fact for key, fact in facts.items()}
+def call_signature(facts: Facts) -> CallSignature:
+    """Sign a call by its facts. Only the digest of a `HashedValue` counts: equal masks may have different names."""
+    compared = {key: fact.digest if isinstance(fact, HashedValue) else fact for key, fact in facts.items()}
     text = json.dumps(compared, sort_keys=True)
-    return Statement(hashlib.blake2b(text.encode(), digest_size=16).digest(), facts)
+    return CallSignature(hashlib.blake2b(text.encode(), digest_size=16).digest(), facts)
 
 
-def agree(transport: Transport, mine: Statement, *, forward_pass: int = 0, deadline: float | None = None) -> None:
+def agree(transport: Transport, mine: CallSignature, *, forward_pass: int = 0, deadline: float | None = None) -> None:
     """Count a pass, and return when all ranks of the transport have stated the same; every rank must call this.
 
     Args:
@@ -125,13 +125,13 @@ def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -
         return
     transport.check_in_sync()
     try:
-        _ask(transport, statement({"pass": call, **(facts or {})}), f"asking whether all ranks call {call}")
+        _ask(transport, call_signature({"pass": call, **(facts or {})}), f"asking whether all ranks call {call}")
     except (DeadlineError, PeerLostError) as error:
         raise type(error)(f"{error}; every rank of the mesh must call {call}") from error
 
 
 def _ask(
-    transport: Transport, mine: Statement, label: str, *, forward_pass: int = 0, deadline: float | None = None
+    transport: Transport, mine: CallSignature, label: str, *, forward_pass: int = 0, deadline: float | None = None
 ) -> None:
     """Raise `MismatchError` on every rank if they do not all state the same."""
     counts = transport.state.passes.to_bytes(8, "little") + forward_pass.to_bytes(8, "little")
@@ -154,7 +154,7 @@ def _remember(transport: Transport, digest: bytes) -> None:
     transport.state.agreed.add(digest)
 
 
-def tell_refusal(transport: Transport, error: Exception, deadline: float = _TELLING) -> None:
+def share_error(transport: Transport, error: Exception, deadline: float = _TELLING) -> None:
     """Let the others know that this rank refuses its call, so that they raise too instead of waiting.
 
     If the others are not there at all, a few seconds are lost, at most `deadline`, and the refusal is raised anyway.
@@ -170,7 +170,7 @@ def tell_refusal(transport: Transport, error: Exception, deadline: float = _TELL
             torch._C.DisableTorchFunction(),
             _disable_current_modes(),
         ):
-            agree(transport, statement({REFUSED: told[:1000]}), deadline=min(_TELLING, deadline))
+            agree(transport, call_signature({REFUSED: told[:1000]}), deadline=min(_TELLING, deadline))
     except CommunicationError:
         return  # this rank's own error says more
 
@@ -209,7 +209,7 @@ def _difference(texts: Sequence[str], stated: Sequence[bytes]) -> str:
 
 
 def _sides(name: str, values: Sequence[str | list[str]]) -> str:
-    """``name: value on rank 0, 2; other on rank 1``; empty if all say the same. A `Named` is [name, digest] here."""
+    """Return ``name: value on rank 0, 2; other on rank 1``, or "" if all are equal. A `HashedValue` is a list here."""
     ranks = defaultdict(list)
     for rank, value in enumerate(values):
         told, compared = value if isinstance(value, list) else (value, value)

@@ -29,7 +29,7 @@ _LONGEST = 400  # characters of a note
 _MOST = 8  # notes that an error shows
 
 
-def compare_accounts(group: dist.ProcessGroup, mine: str) -> str:
+def exchange_error_notes(group: dist.ProcessGroup, mine: str) -> str:
     """Leave `mine` for the other ranks of the group; returns, in one line, what they left or that they left nothing.
 
     Takes a few seconds at most. Empty if the store cannot be reached, or the group has one rank.

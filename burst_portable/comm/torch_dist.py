@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport
-from burst_portable.comm.faults import HopWatch, compare_accounts
+from burst_portable.comm.faults import HopWatch, exchange_error_notes
 from burst_portable.errors import LATE, CommunicationError, DeadlineError, PeerLostError, first_line
 
 
-def board_of(group: dist.ProcessGroup) -> Board:
+def store_exchange(group: dist.ProcessGroup) -> StoreExchange:
     """The board of a group, on the store that the group was made with."""
     store = dist.PrefixStore(f"burst_portable/{group.group_name}", group.get_group_store())
-    return Board(store, dist.get_rank(group), dist.get_world_size(group))
+    return StoreExchange(store, dist.get_rank(group), dist.get_world_size(group))
 
 
-class Board:
+class StoreExchange:
     """Where every rank of a group posts what it says, turn after turn; the store counts each rank's turns.
 
     Args:
@@ -99,7 +99,7 @@ def named_error(error: RuntimeError, what: str, group: dist.ProcessGroup) -> Com
     late = "timed out" in told.lower() or "timeout" in told.lower()
     kind, verb = (DeadlineError, "took too long") if late else (PeerLostError, "failed")
     advice = LATE if late else "look at the output of that rank"
-    others = compare_accounts(group, f"{what} {verb}")
+    others = exchange_error_notes(group, f"{what} {verb}")
     return kind(f"{what} {verb}", got=told, next_step="; ".join(filter(None, (others, advice))))
 
 
@@ -180,7 +180,7 @@ class TorchDistTransport(Transport):
             if self.host:
                 return self._exchanged(data, label, self._deadline if deadline is None else deadline)
             seconds = deadline or self._deadline or _SHARING
-            return board_of(self.group).share(data, f"rank {self.rank}, {label}: hearing from all ranks", seconds)
+            return store_exchange(self.group).share(data, f"rank {self.rank}, {label}: hearing from all ranks", seconds)
 
     def _exchanged(self, data: bytes, label: str, deadline: float | None) -> list[bytes]:
         """What every rank said, point to point: the error of a collective would not name the missing rank."""

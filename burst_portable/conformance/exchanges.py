@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from burst_portable.comm.agreement import agree, statement
+from burst_portable.comm.agreement import agree, call_signature
 from burst_portable.comm.base import Handle, Message, Part, Parts, Strip, Strips, Transport
 from burst_portable.errors import CommunicationError, MismatchError
 
@@ -253,7 +253,7 @@ def shared(transport: Transport, device: torch.device) -> str:
 def disagreed(transport: Transport, device: torch.device) -> str:
     """Ranks that make different calls are told so, on every rank: else they would take each other's blocks."""
     try:
-        agree(transport, statement({"case": f"that of rank {transport.rank}"}))
+        agree(transport, call_signature({"case": f"that of rank {transport.rank}"}))
     except MismatchError as error:
         sides = (f"that of rank {rank} on rank {rank}" for rank in range(transport.size))
         silent = [side for side in sides if side not in str(error)]

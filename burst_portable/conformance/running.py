@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from burst_portable import numerics
-from burst_portable.comm.agreement import agree, statement
+from burst_portable.comm.agreement import agree, call_signature
 from burst_portable.comm.base import Transport
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import Answer, Inputs, in_memory
@@ -118,7 +118,7 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
     plan = plan_of(case)
     kernel = subject.choose(kernel_problem(case, device.type, plan))
     plan = plan_for_kernel(plan, kernel)
-    said = statement({"case": case.spec()})
+    said = call_signature({"case": case.spec()})
     runtime: Runtime = PlainRuntime(kernel, transport)
     if (wrap := installed.get()) is not None:  # as in a call: a profiling session records it
         runtime = wrap(runtime, plan, Mesh(transport.rank, transport.size, lambda _: transport))
@@ -129,8 +129,8 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
     sinks = None if x.sinks is None else x.sinks.to(device)
     context: Any = _Context()
     with torch.no_grad():
-        agree(runtime.transport, call.forward_statement)
-        runtime.transport.begin(call.forward_statement.digest)
+        agree(runtime.transport, call.forward_signature)
+        runtime.transport.begin(call.forward_signature.digest)
         out, lse = Attention.forward(context, q, k, v, sinks, call)
         dq, dk, dv, dsinks, _ = (None if g is None else g.cpu() for g in Attention.backward(context, dout, None))
     assert lse is not None, "it is asked for unless a call says otherwise"

@@ -33,7 +33,7 @@ from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Compute
 from burst_portable.runtime.observer import Queries, Runtime, WrappedRuntime, installed
-from burst_portable.runtime.validation import tell_the_others
+from burst_portable.runtime.validation import broadcast_error
 from burst_portable.utils.values import as_int
 
 REPEAT = 3
@@ -107,7 +107,7 @@ def ablate(
         repeat = _checked(step, model, repeat)
         device = device or _device_of(model)
     except InputError as refusal:
-        tell_the_others(mesh, refusal)
+        broadcast_error(mesh, refusal)
         raise
     agree_on_call(mesh.transport(device), "ablate()", {"repeat": str(repeat)})
     with _put_back(model, device):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from burst_portable import numerics
-from burst_portable.comm.agreement import Statement, agree, tell_refusal
+from burst_portable.comm.agreement import CallSignature, agree, share_error
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import Gradients, Options, arrived, as_kernels_take
 from burst_portable.mesh import Mesh
@@ -32,7 +32,7 @@ class Call:
     """Everything about one call of attention except its tensors.
 
     Attributes:
-        forward_statement, backward_statement: what the ranks agree on before each pass.
+        forward_signature, backward_signature: what the ranks agree on before each pass.
         inboxes: bytes, forward and backward: see `planning.messages.Inboxes`.
         by_out: whether the backward kernel is given out instead of delta.
         with_lse: whether the caller asked for LSE, which then travels home where heads are resharded.
@@ -42,8 +42,8 @@ class Call:
     plan: Plan
     runtime: Runtime
     options: Options
-    forward_statement: Statement
-    backward_statement: Statement
+    forward_signature: CallSignature
+    backward_signature: CallSignature
     inboxes: tuple[int, int] = (0, 0)
     by_out: bool = False
     with_lse: bool = True
@@ -134,7 +134,7 @@ def _refuse_twice(call: Call) -> NoReturn:
         next_step="leave create_graph out, or use torch's own attention for second derivatives",
     )
     if call.runtime.transport.size > 1:
-        tell_refusal(call.runtime.transport, refusal)
+        share_error(call.runtime.transport, refusal)
     raise refusal
 
 
@@ -179,9 +179,9 @@ def begin(call: Call, device: torch.device, *, forward_pass: int = 0) -> None:
     transport = call.runtime.transport
     if transport.size == 1:
         return
-    stated, inbox = call.forward_statement, call.inboxes[0]
+    stated, inbox = call.forward_signature, call.inboxes[0]
     if forward_pass:
-        stated, inbox = call.backward_statement, call.inboxes[1]
+        stated, inbox = call.backward_signature, call.inboxes[1]
     agree(transport, stated, forward_pass=forward_pass)
     with _on(device):
         transport.begin(stated.digest + forward_pass.to_bytes(8, "little"), inbox)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burst_portable.backends.registry import known, refusal, supports_high_priority
+from burst_portable.backends.registry import known, supports_high_priority, unavailable_reason
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
@@ -114,7 +114,7 @@ def _backend(chosen: Choices, mesh: Mesh) -> Choice:
     device = chosen.problem.device
     why = f"the first for tensors on {device} that can run here" if mesh.backend == "auto" else "named by the mesh"
     others = {
-        name: refusal(name, device) or _passed_over(named=mesh.backend != "auto")
+        name: unavailable_reason(name, device) or _passed_over(named=mesh.backend != "auto")
         for name in known()
         if name != chosen.backend.name
     }

@@ -38,7 +38,7 @@ from burst_portable.mesh import Mesh, as_mesh, position_ids
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.runtime.autograd import Call, begin, observed, run_backward, run_forward, run_without_backward
 from burst_portable.runtime.prepare import Arguments, called, choose, requested
-from burst_portable.runtime.validation import check_rows, device_here, tell_the_others
+from burst_portable.runtime.validation import broadcast_error, check_rows, device_here
 from burst_portable.strategies.planner import layout_of, mask_of
 from burst_portable.utils.torch_modes import as_autocast_would, hidden_from_checkpoints, own_precision
 from burst_portable.utils.values import size
@@ -375,7 +375,7 @@ def positions_(rows: int, seq_len: int, device: torch.device, name: str) -> Tens
         check_rows(where, rows, mesh)
         return position_ids(where, mesh.rank, device_here(device))
     except Exception as refusal:
-        tell_the_others(mesh, refusal, torch.empty(0, device=device))
+        broadcast_error(mesh, refusal, torch.empty(0, device=device))
         raise
 
 

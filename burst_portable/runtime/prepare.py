@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel, rates_of
-from burst_portable.comm.agreement import Named, Statement, named, statement
+from burst_portable.comm.agreement import CallSignature, HashedValue, call_signature, hashed_value
 from burst_portable.comm.base import Transport
 from burst_portable.errors import InputError, shown
 from burst_portable.kernels.base import (
@@ -33,6 +33,7 @@ from burst_portable.runtime.autograd import Call
 from burst_portable.runtime.observer import PlainRuntime
 from burst_portable.runtime.validation import (
     as_number,
+    broadcast_error,
     check_data,
     check_kept,
     check_no_transforms,
@@ -44,7 +45,6 @@ from burst_portable.runtime.validation import (
     checked_scale,
     checked_softcap,
     not_to_be_kept,
-    tell_the_others,
     whole_length,
 )
 from burst_portable.strategies.auto import AutoStrategy
@@ -301,7 +301,7 @@ def called(
         call = mesh.remembered(key, lambda: _prepare(q, k, v, sinks, mesh, request, return_lse))
         q, k, v = map(as_kernels_take, (q, k, v))
     except Exception as refusal:
-        tell_the_others(mesh, refusal, q, k, v)
+        broadcast_error(mesh, refusal, q, k, v)
         raise
     return call, q, k, v
 
@@ -336,14 +336,14 @@ def _prepare(
         chosen = choose(q, k, v, sinks, mesh, request)
         transport, _ = mesh.transport_for(q.device.type, direct=chosen.plan.direct)
     plan = chosen.plan
-    stated = _statement(chosen, transport, q, sinks, with_lse)
+    stated = _call_signature(chosen, transport, q, sinks, with_lse)
     inbox = inboxes(plan, mesh.rank) if transport.direct else Inboxes()
     return Call(
         plan,
         PlainRuntime(chosen.kernel, transport, inbox.places),
         replace(chosen.options, makes_way=transport.high_priority and chosen.plan.moves_beside_kernels),
-        forward_statement=stated.of_pass("forward"),
-        backward_statement=stated.of_pass("backward"),
+        forward_signature=stated.of_pass("forward"),
+        backward_signature=stated.of_pass("backward"),
         inboxes=(inbox.forward, inbox.backward),
         by_out=plan.backward.side == "kv" and takes_pieces(chosen.kernel),
         with_lse=with_lse,
@@ -351,7 +351,9 @@ def _prepare(
     )
 
 
-def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor | None, with_lse: bool) -> Statement:
+def _call_signature(
+    chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor | None, with_lse: bool
+) -> CallSignature:
     """What every rank must state alike. Vendors must not differ: their partial results would be mixed.
 
     Kernels may differ if they take rows in the same order.
@@ -371,7 +373,7 @@ def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor |
         backward.route,
         backward.results,
     )
-    return statement(
+    return call_signature(
         {
             "backend": backend.name,
             "process group": backend.capabilities.process_group,
@@ -381,9 +383,9 @@ def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor |
             "head sizes": f"{p.head_dim}, {p.value_dim} of V",
             "tokens": str(p.layout.length),
             "dtype": str(q.dtype).removeprefix("torch."),
-            "mask": named(str(p.mask), p.mask.regions),
-            "layout": named(p.layout.name, p.layout.shards),
-            "strategy": named(moves, (*routes, plan.backward.narrow)),
+            "mask": hashed_value(str(p.mask), p.mask.regions),
+            "layout": hashed_value(p.layout.name, p.layout.shards),
+            "strategy": hashed_value(moves, (*routes, plan.backward.narrow)),
             "rows that cross nodes": _order_of_rows(chosen),
             "scale": repr(options.scale),
             "softcap": repr(options.softcap),
@@ -393,10 +395,10 @@ def _statement(chosen: Choices, transport: Transport, q: Tensor, sinks: Tensor |
     )
 
 
-def _order_of_rows(chosen: Choices) -> Named:
+def _order_of_rows(chosen: Choices) -> HashedValue:
     """The order in which a node's rows go to other nodes: kernels differ in the order that they want."""
     plan = chosen.plan
     if not plan.reshard or plan.nodes == 1:
-        return named("none are put together", ())
+        return hashed_value("none are put together", ())
     layout = plan.forward.call.layout
-    return named(f"in the order that the kernel {chosen.kernel.name!r} takes", layout.shards)
+    return hashed_value(f"in the order that the kernel {chosen.kernel.name!r} takes", layout.shards)

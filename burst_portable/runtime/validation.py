@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from burst_portable.comm.agreement import tell_refusal
+from burst_portable.comm.agreement import share_error
 from burst_portable.comm.base import Transport
 from burst_portable.errors import (
     BurstError,
@@ -213,12 +213,12 @@ def checked_softcap(softcap: float | None) -> float | None:
     return number
 
 
-def tell_the_others(mesh: Mesh, refusal: Exception, *tensors: object) -> None:
+def broadcast_error(mesh: Mesh, refusal: Exception, *tensors: object) -> None:
     """Tell the other ranks that this one refuses its call: the reason may be this rank's alone, and they would wait."""
     if mesh.size == 1 or isinstance(refusal, CommunicationError):
         return
     if (transport := _transport_to_tell(mesh, tensors)) is not None:
-        tell_refusal(transport, refusal, mesh.config.deadline)
+        share_error(transport, refusal, mesh.config.deadline)
 
 
 def _transport_to_tell(mesh: Mesh, tensors: Sequence[object]) -> Transport | None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import burst_portable as bp
 from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.comm.base import Message
-from burst_portable.comm.faults import compare_accounts
+from burst_portable.comm.faults import exchange_error_notes
 from burst_portable.comm.local import Fabric, LocalTransport, run_threads
 from burst_portable.config import Config
 from burst_portable.errors import (
@@ -175,7 +175,7 @@ def test_a_mesh_whose_group_was_destroyed(one_process):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(InputError, match=r"does not know this process group; .*not registered"):
         bp.attention(x, x, x, mesh=mesh)
-    assert "this rank has destroyed the process group: make a new Mesh" in compare_accounts(group, "waiting")
+    assert "this rank has destroyed the process group: make a new Mesh" in exchange_error_notes(group, "waiting")
     assert bp.attention(x, x, x).shape == x.shape  # the new group has a mesh of its own
 
 

@@ -16,7 +16,7 @@ import torch
 
 import burst_portable as bp
 from burst_portable.backends.cpu.backend import CpuBackend
-from burst_portable.comm.agreement import agree, statement, tell_refusal
+from burst_portable.comm.agreement import agree, call_signature, share_error
 from burst_portable.comm.local import run_threads
 from burst_portable.config import Config
 from burst_portable.errors import BurstError, CommunicationError, LayoutError, MismatchError
@@ -234,7 +234,7 @@ def test_the_question_costs_one_exchange_when_all_agree():
         asked = []
         share = transport.share
         transport.share = lambda *a, **k: (asked.append(1), share(*a, **k))[1]
-        agree(transport, statement({"a": "b"}))
+        agree(transport, call_signature({"a": "b"}))
         return len(asked)
 
     assert bp.run_local(3, work) == [1, 1, 1]
@@ -263,7 +263,7 @@ def test_a_refusal_waits_no_longer_than_it_is_told():
             assert told.wait(30)
             return
         began = time.monotonic()
-        tell_refusal(transport, ValueError("mine"), deadline=0.1)
+        share_error(transport, ValueError("mine"), deadline=0.1)
         told.set()
         assert time.monotonic() - began < 5
 
@@ -282,6 +282,6 @@ def test_facts_that_are_too_long(facts, message):
 
     def work(transport):
         with pytest.raises(MismatchError, match=message):
-            agree(transport, statement(facts[transport.rank]))
+            agree(transport, call_signature(facts[transport.rank]))
 
     run_threads(2, work)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import burst_portable as bp
 from burst_portable.comm import torch_dist
-from burst_portable.comm.agreement import statement
+from burst_portable.comm.agreement import call_signature
 from burst_portable.comm.local import run_threads
-from burst_portable.comm.torch_dist import Board, TorchDistTransport
+from burst_portable.comm.torch_dist import StoreExchange, TorchDistTransport
 from burst_portable.config import Config
 from burst_portable.errors import CommunicationError, LayoutError
 from burst_portable.runtime import autograd
@@ -62,12 +62,12 @@ def asked(monkeypatch):
         get_world_size=lambda local: local.size,
     )
     monkeypatch.setattr(torch_dist, "dist", stand_in)
-    monkeypatch.setattr(torch_dist, "compare_accounts", lambda *_: "")
+    monkeypatch.setattr(torch_dist, "exchange_error_notes", lambda *_: "")
     return batches
 
 
 def test_an_error_of_torch_s_that_says_nothing_is_told_all_the_same(monkeypatch):
-    monkeypatch.setattr(torch_dist, "compare_accounts", lambda *_: "")
+    monkeypatch.setattr(torch_dist, "exchange_error_notes", lambda *_: "")
     told = str(torch_dist.named_error(RuntimeError(), "rank 0, forward step 1", None))
     assert told == "rank 0, forward step 1 failed; got RuntimeError; look at the output of that rank"
 
@@ -103,7 +103,7 @@ class Asking(Batched):
 def test_a_rank_whose_refusal_is_not_heard_is_refused_its_next_call(asked, monkeypatch):
     """The others know the call, so they do not ask. Else they would take its next rows for those that it refused."""
     store = dist.HashStore()
-    monkeypatch.setattr(torch_dist, "board_of", lambda group: Board(store, group.rank, group.size))
+    monkeypatch.setattr(torch_dist, "store_exchange", lambda group: StoreExchange(store, group.rank, group.size))
 
     def work(local):
         transport = Asking(local)
@@ -142,7 +142,7 @@ def test_a_pass_begins_on_the_device_of_its_tensors(index, current, monkeypatch)
     monkeypatch.setattr(autograd, "agree", lambda *_, **__: None)
     transport = SimpleNamespace(size=2, check_in_sync=lambda: None, begin=lambda *_: begun.append(at[0]))
     call = SimpleNamespace(
-        runtime=SimpleNamespace(transport=transport), forward_statement=statement({}), inboxes=(0, 0)
+        runtime=SimpleNamespace(transport=transport), forward_signature=call_signature({}), inboxes=(0, 0)
     )
     autograd.begin(call, torch.device("cpu" if index is None else "cuda", index))
     assert begun == [current]

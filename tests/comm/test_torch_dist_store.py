@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from burst_portable.comm.agreement import agree, statement
+from burst_portable.comm.agreement import agree, call_signature
 from burst_portable.comm.base import Transport
 from burst_portable.comm.faults import NoteExchange
 from burst_portable.comm.local import run_threads
-from burst_portable.comm.torch_dist import Board
+from burst_portable.comm.torch_dist import StoreExchange
 from burst_portable.errors import DeadlineError, MismatchError
 
 
@@ -21,7 +21,7 @@ class ByStore(Transport):
     def __init__(self, rank: int, size: int, store: dist.Store, deadline: float = 5.0) -> None:
         super().__init__("store", rank, size)
         self.asked = 0
-        self._board, self._deadline = Board(store, rank, size), deadline
+        self._board, self._deadline = StoreExchange(store, rank, size), deadline
 
     def post(self, sends, receives, label=""):
         raise AssertionError("no message is sent here")
@@ -40,7 +40,7 @@ def test_everybody_hears_everybody_and_keys_are_cleared_away():
     store = dist.HashStore()
 
     def work(local):
-        board = Board(store, local.rank, 3)
+        board = StoreExchange(store, local.rank, 3)
         return [board.share(bytes([turn, local.rank]), "sharing", 5.0) for turn in range(50)]
 
     for heard in run_threads(3, work):
@@ -53,7 +53,7 @@ def test_a_silent_rank_is_named():
         if transport.rank == 1:
             return
         with pytest.raises(DeadlineError, match=r"rank 1 said nothing in 0\.2 s"):
-            agree(transport, statement({"a": "b"}))
+            agree(transport, call_signature({"a": "b"}))
 
     over_store(3, work, deadline=0.2)
 
@@ -62,7 +62,7 @@ def test_a_call_is_compared_once():
     def work(transport):
         for _ in range(5):
             for fact in ("b", "c"):
-                agree(transport, statement({"a": fact}))
+                agree(transport, call_signature({"a": fact}))
         return transport.asked, transport.state.passes
 
     assert over_store(3, work) == [(2, 10)] * 3
@@ -70,10 +70,10 @@ def test_a_call_is_compared_once():
 
 def test_calls_that_differ_are_told_and_not_remembered():
     def work(transport):
-        agree(transport, statement({"dtype": "float32"}))
+        agree(transport, call_signature({"dtype": "float32"}))
         for _ in range(2):
             with pytest.raises(MismatchError, match=r"float32 on rank 0.*float16 on rank 1"):
-                agree(transport, statement({"dtype": "float16" if transport.rank else "float32", "more": "yes"}))
+                agree(transport, call_signature({"dtype": "float16" if transport.rank else "float32", "more": "yes"}))
 
     over_store(2, work)
 

@@ -12,7 +12,7 @@ from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.integrations.transformers.masks import Band, Wanted, mask_of
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
-from burst_portable.runtime.validation import tell_the_others
+from burst_portable.runtime.validation import broadcast_error
 from burst_portable.utils.torch_modes import never_compiled
 
 ATTRIBUTE = "_burst_portable"
@@ -89,7 +89,7 @@ def attend(
         _refuse(sequence, attention_mask.band, dropout, query, key, others)
         mask = mask_of(attention_mask.band, sequence.seq_len, sequence.documents)
     except Exception as refusal:
-        tell_the_others(state.mesh, refusal, query)
+        broadcast_error(state.mesh, refusal, query)
         raise
     out = attention(
         query.transpose(1, 2),

@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.gradients import sum_over_ranks
 from burst_portable.mesh import Mesh
-from burst_portable.runtime.validation import tell_the_others
+from burst_portable.runtime.validation import broadcast_error
 from burst_portable.utils.torch_modes import never_compiled
 
 LOGITS_BYTES = 1 << 28
@@ -216,7 +216,7 @@ def with_router_loss(model: Any, output: Any, mesh: Mesh) -> Any:
     try:
         _check_known(model, found, logits, top_k, weight)
     except UnsupportedError as refusal:
-        tell_the_others(mesh, refusal, found)  # rounding may differ, and they would wait for the sum
+        broadcast_error(mesh, refusal, found)  # rounding may differ, and they would wait for the sum
         raise
     part = router_loss(logits, top_k, mesh)
     if output.loss is not None:

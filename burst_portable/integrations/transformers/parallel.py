@@ -35,7 +35,7 @@ from burst_portable.integrations.transformers.masks import check_padded_model, h
 from burst_portable.layout import Layout
 from burst_portable.mask import cumulative_lengths
 from burst_portable.mesh import MeshLike, as_mesh
-from burst_portable.runtime.validation import check_tensor, tell_the_others
+from burst_portable.runtime.validation import broadcast_error, check_tensor
 from burst_portable.sharding import positions, shard, shard_batch
 from burst_portable.strategies.base import Strategy, make_strategy
 from burst_portable.utils.torch_modes import never_compiled
@@ -279,7 +279,7 @@ class Parallel:
             sequence = self._prepare(module, kwargs)
         except Exception as refusal:
             # Else the others would take what this rank does next for its part of this call.
-            tell_the_others(self.mesh, refusal, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+            broadcast_error(self.mesh, refusal, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
             raise
         self.call, self._running, self.attended, self.attending = sequence, RunningCall(module), 0, False
         return (), kwargs
@@ -336,7 +336,7 @@ class Parallel:
         kernels, see `comm.agreement`, that call is refused.
         """
         if isinstance(error, Exception) and self._waited_for:
-            tell_the_others(self.mesh, error, next(self.model.parameters()))
+            broadcast_error(self.mesh, error, next(self.model.parameters()))
 
     @property
     def _waited_for(self) -> bool:
