@@ -32,7 +32,7 @@ from benchmarks.ranks import leave
 from benchmarks.script import count, end, file
 from burst_portable.kernels.base import Options
 from burst_portable.planning.tiles import Tile, Tiles
-from burst_portable.strategies.base import make_strategy
+from burst_portable.strategies.registry import make_strategy
 
 HEADS, KV_HEADS, DIM = 8, 8, 64
 LIMIT_RATIO, LIMIT_MICROSECONDS, LIMIT_PLANNING = 1.25, 20.0, 1.0

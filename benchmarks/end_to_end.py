@@ -44,7 +44,7 @@ from burst_portable.cli.run.train import Course, Sharded, Where, train_step
 from burst_portable.integrations.transformers import parallelize
 from burst_portable.integrations.transformers.layouts import sizes_of
 from burst_portable.integrations.transformers.loss import ShardedLoss, loss_of
-from burst_portable.strategies.base import NAMES as STRATEGIES
+from burst_portable.strategies.registry import OURS as STRATEGIES
 
 NAME = "context_parallel"
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}

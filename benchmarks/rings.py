@@ -21,7 +21,7 @@ from benchmarks.ring_rows import Row
 from burst_portable.comm.base import Exchange, Transport
 from burst_portable.errors import BurstError
 from burst_portable.layout import Layout
-from burst_portable.strategies.base import make_strategy
+from burst_portable.strategies.registry import make_strategy
 
 Gradients = tuple[Tensor, ...]
 Calls = tuple[Callable[[], Tensor], Callable[[], Gradients]]

@@ -47,7 +47,8 @@ from burst_portable.errors import InputError
 from burst_portable.kernels.base import KernelProblem
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.rates import Rates
-from burst_portable.strategies.base import Strategy, make_strategy
+from burst_portable.strategies.base import Strategy
+from burst_portable.strategies.registry import make_strategy
 
 PASSES = ("forward", "backward")
 STRATEGIES: dict[str, dict[str, Any]] = {

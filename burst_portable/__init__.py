@@ -34,7 +34,7 @@ _HOMES = {  # public name -> module of this package
     "make_layout": "layout",
     "Mesh": "mesh",
     "run_local": "mesh",
-    "make_strategy": "strategies.base",
+    "make_strategy": "strategies.registry",
     "BurstError": "errors",
 }
 
@@ -64,8 +64,8 @@ if TYPE_CHECKING:
     from burst_portable.sharding import shard as shard
     from burst_portable.sharding import shard_batch as shard_batch
     from burst_portable.sharding import unshard as unshard
-    from burst_portable.strategies.base import make_strategy as make_strategy
     from burst_portable.strategies.planner import plan as plan
+    from burst_portable.strategies.registry import make_strategy as make_strategy
 
 else:  # hidden from type checkers, for which __getattr__ would make every misspelt name valid
 

@@ -124,7 +124,7 @@ class Mesh:
 
     Attributes:
         rank, size: this rank's number, and how many ranks share the sequence.
-        inner: ranks per node, where there are several nodes. Lets `auto` consider the double ring and USP, which also
+        inner: ranks per node, where there are several nodes. Lets `auto` consider strategies for nodes, which also
             use it where they are named, and gives messages between nodes their own connections, made in the first pass.
         backend: the name of the backend to use, or "auto": the first that can serve the tensors' device.
         config: settings, from the environment unless given.
@@ -299,7 +299,7 @@ class Mesh:
             raise UnsupportedError(
                 f"the transport {name!r} cannot serve this call",
                 got=found,
-                next_step="moves='fetch' or 'ulysses', or leave the transport to 'auto'",
+                next_step="take a strategy whose messages go straight to their users, or leave the transport to 'auto'",
             )
         return plain, f"not {name}: {found}"
 

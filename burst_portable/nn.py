@@ -22,7 +22,8 @@ from burst_portable.mesh import MeshLike, as_mesh
 from burst_portable.runtime.validation import broadcast_error, check_rows, check_tensor, whole_length
 from burst_portable.sharding import positions
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.planner import layout_of, mask_of, no_mask, strategy_of
+from burst_portable.strategies.planner import layout_of, mask_of, no_mask
+from burst_portable.strategies.registry import strategy_of
 from burst_portable.utils.torch_modes import outside_graphs
 from burst_portable.utils.values import as_float, size
 

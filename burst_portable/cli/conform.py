@@ -27,6 +27,9 @@ def conform(
         list[str] | None, typer.Option(help="One trial, as a report names it: attention:mask=full,ranks=3")
     ] = None,
     kernel: Annotated[str, typer.Option(help="The one kernel to examine, instead of all.")] = "auto",
+    strategy: Annotated[
+        str, typer.Option(help="The one strategy to try, ours or another package's, instead of a whole backend.")
+    ] = "",
     quick: Annotated[
         bool,
         typer.Option(
@@ -77,6 +80,8 @@ def conform(
         return 0
     if quick and full:
         raise InputError("--quick and --full exclude each other")
+    if strategy and case:
+        raise InputError("--strategy and --case exclude each other", next_step="a case names its strategy itself")
     if only and case:
         raise InputError("--only and --case exclude each other", next_step="a case names its group itself")
     check_files({"--json": json_option.file, "--junit": junit_file, "--markdown": markdown_file})
@@ -94,6 +99,7 @@ def conform(
             cases=case or (),
             effort=effort,
             kernel=kernel,
+            strategy=strategy,
             tier=tier,
             processes=processes,
             progress=told,

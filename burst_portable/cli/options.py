@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from burst_portable.config import Launched
 from burst_portable.errors import BurstError, InputError, format_error, shown
 from burst_portable.planning.rates import Rates
-from burst_portable.strategies.base import NAMES, WITH_NODES, Strategy, make_strategy
+from burst_portable.strategies.base import Strategy
+from burst_portable.strategies.options import Option, options_of
+from burst_portable.strategies.registry import classes, has_option, known, make_strategy
 
 LENGTH = "128k and 1m are 131072 and 1048576."
 """For the help of an option whose value `tokens` reads."""
@@ -34,34 +39,85 @@ def tokens(typed: str | int) -> int:
         raise typer.BadParameter(format_error("not a number of tokens", got=shown(typed), allowed=allowed)) from None
 
 
-STRATEGY = "auto (the least predicted time), ring, burst, double_ring, ulysses or usp."
+STRATEGY = f"{', '.join(known())}; auto takes the least predicted time."
 LAYOUT = (
     "auto (the least predicted time), contiguous, zigzag or striped; whole_documents or document_zigzag where the mask "
     "is of documents."
 )
-MOVES = (
-    "For ring and burst, and for usp between nodes: neighbour (from rank to rank) or fetch (straight from the owner); "
-    "neighbour unless given."
-)
-TRAVELS = "For double_ring and usp: kv or q, what goes round in the backward pass; q unless given, and kv of usp."
-INNER = "Ranks a node, for double_ring, usp and auto; unless given, auto leaves these two out."
-_SERVED = {"--inner": WITH_NODES, "--travels": ("double_ring", "usp"), "--moves": ("ring", "burst", "usp")}
 
 
-def asked_strategy(name: str, inner: int | None, travels: str | None, moves: str | None, rates: Rates) -> Strategy:
-    """The strategy of that name with what was given; `rates` are what auto predicts times with.
+INNER = "Ranks a node, if there are several nodes; unless given, auto leaves out the strategies for them."
+
+
+def _those_with(option: str) -> list[str]:
+    """Return the names of the strategies that have an option."""
+    return [name for name, strategy in classes().items() if any(one.name == option for one in fields(strategy))]
+
+
+def strategy_flags() -> dict[str, inspect.Parameter]:
+    """Return a command's parameter for each option of a strategy that has a flag, by the option's name.
+
+    Strategies that declare an option alike share a sentence of its help.
+    """
+    declared: dict[str, dict[Option, list[str]]] = {}
+    for name, strategy in classes().items():
+        for option, how in options_of(strategy):
+            if how.flag:
+                declared.setdefault(option, {}).setdefault(how, []).append(name)
+    return {
+        option: inspect.Parameter(
+            option,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                (str if next(iter(alike)).choices else int) | None, typer.Option(help=_flag_help(alike))
+            ],
+        )
+        for option, alike in declared.items()
+    }
+
+
+def _flag_help(alike: Mapping[Option, list[str]]) -> str:
+    return " ".join(f"For {', '.join(names)}: {how.help} Default: {how.default}." for how, names in alike.items())
+
+
+Command = Callable[..., int]
+
+
+def with_strategy_flags(command: Command) -> Command:
+    """Give a command the flags of all strategies; those that were typed come as its argument `options`, by name."""
+    flags = strategy_flags()
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    for name, one in inspect.signature(command).parameters.items():
+        parameters += flags.values() if name == "options" else [one.replace(annotation=hints[name])]
+
+    def run(**given: Any) -> int:
+        options = {name: value for name in flags if (value := given.pop(name)) is not None}
+        return command(**given, options=options)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads it
+        [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+    )
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    return run
+
+
+def asked_strategy(name: str, inner: int | None, options: Mapping[str, object], rates: Rates) -> Strategy:
+    """Return the strategy of that name with what was typed; `rates` are what auto predicts times with.
 
     Raises `UnknownNameError`, or `InputError` for an option that the strategy does not have.
     """
-    typed = {"--inner": inner, "--travels": travels, "--moves": moves}
-    for option, served in _SERVED.items():
-        if typed[option] is not None and name in NAMES and name not in served:
+    typed = {**options, **({} if inner is None else {"inner": inner})}
+    for option, value in typed.items():
+        if name in known() and not has_option(name, option):
             raise InputError(
-                f"the strategy {name!r} takes no {option}",
-                got=shown(typed[option]),
-                next_step=f"leave it out, or ask for --strategy {' or '.join(served)}",
+                f"the strategy {name!r} takes no --{option}",
+                got=shown(value),
+                next_step=f"leave it out, or ask for --strategy {' or '.join(_those_with(option))}",
             )
-    return make_strategy(name, inner=inner, travels=travels, moves=moves, rates=rates if name == "auto" else None)
+    return make_strategy(name, **typed, rates=rates if name == "auto" else None)
 
 
 def ranks_asked(asked: int | None, place: Launched | None) -> int | None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated
 
 import typer
 
-from burst_portable.cli.options import INNER, LAYOUT, LENGTH, METAVAR, MOVES, STRATEGY, TRAVELS, asked_strategy, tokens
+from burst_portable.cli.options import (
+    INNER,
+    LAYOUT,
+    LENGTH,
+    METAVAR,
+    STRATEGY,
+    asked_strategy,
+    tokens,
+    with_strategy_flags,
+)
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, check, checked_ranks, plan_facts
 from burst_portable.config import from_environment
 from burst_portable.errors import InputError, unknown_name
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.rates import Rates, read_rates
-from burst_portable.strategies.base import WITH_NODES
 from burst_portable.strategies.planner import plan as make_plan
+from burst_portable.strategies.registry import has_option, known
 from burst_portable.utils.values import check_divides
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -24,6 +33,7 @@ _RANKS_A_NODE = 8  # the most devices that a server usually has
 _PROGRESS_ABOVE = 64  # ranks; fewer are checked too quickly for a progress bar
 
 
+@with_strategy_flags
 def plan(
     seq_len: Annotated[
         int, typer.Option(parser=tokens, metavar=METAVAR, help=f"Tokens of the whole sequence; {LENGTH}")
@@ -43,8 +53,8 @@ def plan(
     strategy: Annotated[str, typer.Option(help=STRATEGY)] = "auto",
     layout: Annotated[str, typer.Option(help=LAYOUT)] = "zigzag",
     inner: Annotated[int | None, typer.Option(help=f"{INNER} For any strategy, what leaves a node is priced.")] = None,
-    travels: Annotated[str | None, typer.Option(help=TRAVELS)] = None,
-    moves: Annotated[str | None, typer.Option(help=MOVES)] = None,
+    *,
+    options: Mapping[str, object],
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "bfloat16",
     tflops: Annotated[
@@ -109,7 +119,7 @@ def plan(
             head_dim=head_dim,
             value_dim=value_dim,
             mask=mask,
-            strategy=asked_strategy(strategy, inner if strategy in WITH_NODES else None, travels, moves, rates),
+            strategy=asked_strategy(strategy, inner if _has_nodes(strategy) else None, options, rates),
             layout=layout,
             batch=batch,
             itemsize=DTYPES[dtype],
@@ -132,6 +142,10 @@ def plan(
     if not json_option.stdout:
         show_check(console(), facts)
     return 0 if facts["check"].get("ok", True) else 1
+
+
+def _has_nodes(strategy: str) -> bool:
+    return strategy in known() and has_option(strategy, "inner")
 
 
 def _rates(file: str | None, tflops: float | None, gbps: float | None, ranks: int, dtype: str, head_dim: int) -> Rates:

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from burst_portable.errors import InputError, LayoutError, unknown_name
+from burst_portable.errors import InputError, LayoutError, UnsupportedError, unknown_name
 from burst_portable.layout import NAMES as LAYOUTS
 from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import UNBOUNDED, Mask, Region
-from burst_portable.planning.plans import can_group, can_share, heads_each
-from burst_portable.strategies.base import Strategy, make_strategy
+from burst_portable.planning.call import AttentionCall
+from burst_portable.strategies.base import Strategy
+from burst_portable.strategies.registry import OURS, known, load
 
 LENGTH = 53
 """Divided by no number of ranks that is tried: every shard is ragged."""
@@ -61,24 +62,17 @@ def mask_of(name: str, length: int) -> Mask:
     return Mask(tuple(kept), mask.name)
 
 
-STRATEGIES: Mapping[str, Mapping[str, object]] = {
-    "ring": {},
-    "ring+fetch": {"moves": "fetch"},
-    "ring+ahead": {"moves": "fetch", "ahead": 64},
-    "ring+together": {"moves": "fetch", "together": 2},
-    "ring+last": {"moves": "fetch", "ahead": 64, "own": "last"},
-    "ring+divided": {"moves": "fetch", "ahead": 64, "together": 64, "own": "divided"},
-    "burst": {},
-    "burst+fetch": {"moves": "fetch"},
-    "burst+together": {"moves": "fetch", "ahead": 64, "together": 64},
-    "double_ring": {},
-    "double_ring+kv": {"travels": "kv"},
-    "ulysses": {},
-    "ulysses+groups": {"groups": 2},
-    "usp": {},
-    "usp+fetch": {"moves": "fetch", "travels": "q"},
-    "auto": {},
+STRATEGIES: Mapping[str, Strategy] = {
+    label: strategy for name in OURS for label, strategy in load(name).trials().items()
 }
+"""Trials of our own strategies. Those of other packages are tried if they are named: see `strategy_trials`."""
+
+
+@lru_cache(maxsize=32)
+def strategy_trials(name: str) -> Mapping[str, Strategy]:
+    """Return the trials of a strategy by label, ours or another package's. Raises as `registry.load`."""
+    return load(name).trials()
+
 
 HEADS = {
     "mha": (12, 12, 8, 8),
@@ -164,8 +158,21 @@ class Case:
         return make_layout(self.layout, self.length, self.ranks, self.make_mask())
 
     def make_strategy(self) -> Strategy:
-        name, _, _ = self.strategy.partition("+")
-        return make_strategy(name, **STRATEGIES[self.strategy])
+        return _strategy(self.strategy)
+
+    def make_call(self) -> AttentionCall:
+        """Return the call that a strategy plans."""
+        heads, kv_heads, head_dim, value_dim = self.sizes
+        return AttentionCall(
+            mask=self.make_mask(),
+            layout=self.make_layout(),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            batch=self.batch,
+            itemsize=self.dtype.itemsize,
+        )
 
     def possible(self) -> bool:
         """Whether its choices go together at all."""
@@ -175,12 +182,23 @@ class Case:
             return False
         if not self.make_mask().regions:
             return False
-        name, _, options = self.strategy.partition("+")
-        heads, kv_heads, _, _ = self.sizes
-        if name != "ulysses":
-            return True
-        shares = can_share(heads, kv_heads, self.ranks)
-        return shares and can_group(*heads_each(heads, kv_heads, self.ranks), 2 if options else 1)
+        try:
+            self.make_strategy().check(self.make_call())
+        except UnsupportedError:
+            return False
+        return True
+
+
+def _strategy(label: str) -> Strategy:
+    """Return the strategy of a trial. Raises `UnknownNameError`."""
+    if label not in STRATEGIES:
+        others = known()
+        name, _, _ = label.partition("+")
+        found = strategy_trials(name) if name in others and name not in OURS else {}
+        if label not in found:
+            raise unknown_name("strategy", label, {**STRATEGIES, **found, **others})
+        return found[label]
+    return STRATEGIES[label]
 
 
 def _text(value: object) -> str:
@@ -235,6 +253,11 @@ def _scale(text: str) -> float:
     return value
 
 
+def _strategy_label(text: str) -> str:
+    _strategy(text)
+    return text
+
+
 def _heads(text: str) -> str:
     if text not in HEADS:
         _spelt(text)
@@ -247,7 +270,7 @@ _YES = {"True": True, "False": False}
 _READERS: Mapping[str, Callable[[str], object]] = {
     "mask": _named("mask", MASKS),
     "layout": _named("layout", LAYOUTS),
-    "strategy": _named("strategy", STRATEGIES),
+    "strategy": _strategy_label,
     "ranks": _count,
     "heads": _heads,
     "dtype": _one_of("dtype", DTYPES),

@@ -26,7 +26,6 @@ from burst_portable.kernels.base import Kernel, KernelProblem, Options
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.numerics import State
-from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import Tiles, find_tiles
 from burst_portable.runtime.autograd import Attention, Call
@@ -65,19 +64,7 @@ class Shard:
 
 def plan_of(case: Case) -> Plan:
     """The plan of a case."""
-    heads, kv_heads, head_dim, value_dim = case.sizes
-    where = case.make_layout()
-    problem = AttentionCall(
-        mask=case.make_mask(),
-        layout=where,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        batch=case.batch,
-        itemsize=case.dtype.itemsize,
-    )
-    return planned(case.make_strategy(), problem)
+    return planned(case.make_strategy(), case.make_call())
 
 
 def kernel_problem(case: Case, device: str, plan: Plan | None = None) -> KernelProblem:

@@ -20,7 +20,7 @@ import torch
 from burst_portable import __version__
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel, known, load, probed
-from burst_portable.conformance.cases import Case
+from burst_portable.conformance.cases import Case, strategy_trials
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.processes import carried, deaf_to_interrupts, unpacked
 from burst_portable.conformance.report import TIERS, Report, Result
@@ -92,10 +92,13 @@ def listed(subject: Subject, only: Iterable[str] = (), cases: Sequence[str] = ()
 
 def trials_of(subject: Subject, only: Iterable[str] = ()) -> Iterator[Trial]:
     """All trials, or those of some groups."""
-    names = tuple(only) or tuple(CHECKS)
+    some = [name for name, check in CHECKS.items() if check.by_strategy or not subject.strategy]
+    names = tuple(only) or tuple(some)
     for name in names:
         if name not in CHECKS:
             raise unknown_name("group of checks", name, CHECKS)
+        if name not in some:
+            raise InputError(f"the group {name!r} has no trials of a strategy", allowed=", ".join(some))
     for name in CHECKS:
         if name in names:
             yield from CHECKS[name].trials(subject)
@@ -323,6 +326,7 @@ def check_backend(
     processes: int = 1,
     progress: Progress | None = None,
     trial_timeout: float = TRIAL_TIMEOUT,
+    strategy: str = "",
 ) -> Report:
     """Try everything that a backend must fulfil, and say how it went.
 
@@ -342,13 +346,14 @@ def check_backend(
             spawned: a script that asks for several starts from ``if __name__ == "__main__":``.
         progress: told about every trial, in order.
         trial_timeout: Seconds for one trial, if trials run in other processes.
+        strategy: The strategy whose trials are made, by name. Default: all groups, with our own strategies.
 
     Raises:
         InputError: a name that is none, or numbers that are out of range.
         BackendUnavailableError: the backend cannot run here.
     """
     found = load(backend) if isinstance(backend, str) else backend
-    subject = Subject(found, ranks, effort, kernel, wrap, deadline)
+    subject = Subject(found, ranks, effort, kernel, wrap, deadline, strategy)
     facts = _able(found)
     _check_arguments(subject, tier, processes)
     only, cases = tuple(only), tuple(cases)
@@ -363,7 +368,7 @@ def check_backend(
         ranks=ranks,
         effort=effort,
         kernel=kernel,
-        only=only or cases,
+        only=only or cases or ((f"strategy {strategy}",) if strategy else ()),
         kernels=tuple(k.name for k in found.kernels()),
         device=_device(found, facts),
         versions=_versions(),
@@ -407,6 +412,8 @@ def _check_arguments(subject: Subject, tier: str | None, processes: int) -> None
         raise unknown_name("effort", subject.effort, EFFORTS)
     if tier is not None and tier not in TIERS:
         raise unknown_name("tier of evidence", tier, TIERS)
+    if subject.strategy:
+        strategy_trials(subject.strategy)  # raises for a name that is none
     if subject.kernel != "auto":  # a name that is none is refused
         names = [k.name for k in subject.backend.kernels()]
         if subject.kernel not in names:

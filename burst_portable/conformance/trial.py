@@ -14,7 +14,7 @@ from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import run_threads
-from burst_portable.conformance.cases import Case
+from burst_portable.conformance.cases import STRATEGIES, Case, strategy_trials
 from burst_portable.errors import in_a_line
 from burst_portable.kernels.base import Kernel, KernelProblem
 
@@ -40,6 +40,7 @@ class Subject:
         kernel: the one kernel to try, or "auto" for all of them, chosen as a call would.
         wrap: put around what ranks as threads talk through.
         deadline: seconds until a rank that waits gives up.
+        strategy: the one strategy to try, by name; "" for all of our own.
     """
 
     backend: Backend
@@ -48,6 +49,12 @@ class Subject:
     kernel: str = "auto"
     wrap: Wrap = as_it_is
     deadline: float = 60.0
+    strategy: str = ""
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Labels of the trials of the strategy to try, or of all of our own."""
+        return tuple(strategy_trials(self.strategy) if self.strategy else STRATEGIES)
 
     @property
     def device(self) -> torch.device:
@@ -133,12 +140,14 @@ class Check:
         title: what a reader of a report should know.
         trials: all of them, for a subject.
         of_case: the trial of any case (and kernel), for groups whose trials are cases.
+        by_strategy: whether its trials are those of `Subject.strategies`.
     """
 
     name: str
     title: str
     trials: Callable[[Subject], Iterator[Trial]]
     of_case: Callable[[Subject, Case, str], Trial] | None = None
+    by_strategy: bool = False
 
 
 def raised(error: BaseException) -> str:

@@ -28,17 +28,9 @@ from burst_portable.planning.tiles import BlockPairs
 from burst_portable.profiling.clocks import Clock, Sensors, make_clock
 from burst_portable.profiling.records import COLUMNS, NEVER, TIMES, Place, RankRecords, Table
 from burst_portable.runtime.observer import Queries, Runtime, WrappedRuntime
-from burst_portable.strategies.base import make_strategy
 from burst_portable.strategies.planner import planned
+from burst_portable.strategies.registry import classes
 
-_STRATEGIES: dict[str, tuple[str, dict[str, object]]] = {
-    "strategy='ring'": ("ring", {}),
-    "strategy='burst'": ("burst", {}),
-    "RingStrategy(moves='fetch')": ("ring", {"moves": "fetch"}),
-    "BurstStrategy(moves='fetch')": ("burst", {"moves": "fetch"}),
-    "strategy='ulysses'": ("ulysses", {}),
-}
-"""As a program writes it -> name and options."""
 _MOST = 1 << 11  # ranks times regions of the mask: with more, trying layouts takes too long
 _MOST_PIECES = 1 << 17  # ranks times segments of all keys: half a second
 
@@ -46,13 +38,14 @@ _MOST_PIECES = 1 << 17  # ranks times segments of all keys: half a second
 def strategies(plan: Plan, rank: int, rates: Rates) -> dict[str, dict[str, Any]]:
     """Other strategies: bytes sent and predicted seconds of this rank in both passes, and which side travels."""
     found = {}
-    for label, (name, options) in _STRATEGIES.items():
+    suggested = [one.trials()[label] for one in classes().values() for label in one.suggested]
+    for strategy in suggested:
         try:
-            other = planned(make_strategy(name, **options), plan.call)
+            other = planned(strategy, plan.call)
         except (InputError, UnsupportedError):
             continue  # it does not go with this problem
         costs = [rank_cost(other, one, rank, rates) for one in PASSES]
-        found[label] = {
+        found[strategy.as_code()] = {
             "sent": sum(c.sent for c in costs),
             "seconds": sum(c.seconds for c in costs),
             "travels": {one: pass_plan.side for one, pass_plan in other.passes()},

@@ -49,7 +49,8 @@ from burst_portable.runtime.validation import (
 )
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.planner import layout_of, mask_of, plan, planned, strategy_of
+from burst_portable.strategies.planner import layout_of, mask_of, plan, planned
+from burst_portable.strategies.registry import strategy_of
 from burst_portable.strategies.ulysses import in_rank_order
 from burst_portable.utils.torch_modes import as_autocast_would
 from burst_portable.utils.values import size

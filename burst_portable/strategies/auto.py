@@ -18,43 +18,47 @@ from burst_portable.planning.cost import plan_cost, plan_seconds
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.tiles import BlockPairs
-from burst_portable.strategies.base import Strategy, check_inner
-from burst_portable.strategies.burst import BurstStrategy
-from burst_portable.strategies.double_ring import DoubleRingStrategy
-from burst_portable.strategies.ring import RingStrategy
-from burst_portable.strategies.ulysses import UlyssesStrategy, possible_groups, shares_out
-from burst_portable.strategies.usp import UspStrategy
+from burst_portable.strategies.base import Machine, Strategy
+from burst_portable.strategies.options import INNER, option
+from burst_portable.strategies.registry import broken, classes, make_strategy
 from burst_portable.utils.text import by_time
-from burst_portable.utils.values import divisors
 
 DEFAULT_RATES = Rates(tflops=400.0, gbps=100.0)
 """A present-day accelerator, used where no backend knows better."""
 
-_AT_ONCE = 16  # ranks, at most, whose blocks may all be held at once
 _NO_FASTER = 1.005  # of the predicted time: smaller gains from more groups of heads were not seen when measured
-_LITTLE = 0.5  # of a message's time: if messages delay a forward kernel by less, sending them in parts pays
 _SAMPLED_RANKS = 4  # with more ranks, only this many and the busiest are priced: all would take ranks² tiles
 _LOOKED_AT = 1 << 13  # segments, and ranks times regions: beyond this, the busiest rank is not searched for
 
 
 @dataclass(frozen=True)
-class AutoStrategy:
+class AutoStrategy(Strategy):
     """Of the plans of the other strategies, the one that is predicted to be fastest at these `rates`.
 
-    With `inner` (ranks per node), the double ring and USP are candidates too, and messages between nodes have their own
-    price.
+    With `inner` (ranks per node), strategies for several nodes are candidates too, and messages between nodes have
+    their own price.
     """
 
-    inner: int | None = None
+    name = "auto"
+    title = "the strategy whose plan has the least predicted time"
+
+    inner: int | None = option(INNER)
     rates: Rates = DEFAULT_RATES
-    name: str = "auto"
 
     def __post_init__(self) -> None:
-        check_inner(self.inner)
+        super().__post_init__()
         if not isinstance(self.rates, Rates):
             raise InputError(
                 "rates are not Rates", got=shown(self.rates), allowed="burst_portable.planning.rates.Rates"
             )
+
+    def check(self, call: AttentionCall) -> None:
+        """Every call has a candidate that plans it."""
+
+    @classmethod
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+        """It chooses among the others."""
+        yield from ()
 
     def seconds(self, plan: Plan) -> float:
         """What plans are compared by: their predicted time at these rates, over a sample of ranks if there are many."""
@@ -62,10 +66,10 @@ class AutoStrategy:
 
     def plan(self, call: AttentionCall) -> Plan:
         if call.ranks == 1:
-            return replace(RingStrategy().plan(call), reason="on one rank nothing travels, so nothing is chosen")
+            return replace(make_strategy("ring").plan(call), reason="on one rank nothing travels, so nothing is chosen")
         plans: dict[str, Plan] = {}
-        refusals = []
-        for label, strategy in self._candidates(call):
+        refusals = [f"not {name}: {reason}" for name, reason in broken().items()]
+        for label, strategy in self.all_candidates(call):
             try:
                 plans[label] = strategy.plan(call)
             except UnsupportedError as error:
@@ -99,42 +103,12 @@ class AutoStrategy:
             return self.rates
         return replace(self.rates.with_nodes(node), direct=())
 
-    def _candidates(self, call: AttentionCall) -> Iterator[tuple[str, Strategy]]:
-        ranks, rates = call.ranks, self._rates_for(call)
-        yield "ring", RingStrategy()
-        yield "burst", BurstStrategy()
-        yield "ring+fetch", RingStrategy(moves="fetch")
-        yield "ring+fetch, own last", RingStrategy(moves="fetch", own="last")
-        yield "burst+fetch", BurstStrategy(moves="fetch")
-        yield "ulysses", UlyssesStrategy()
-        # Only where the cost of such messages was measured, and not for many ranks, whose blocks, all held at once,
-        # would fill the memory.
-        if (rates.direct or rates.spread) and ranks <= _AT_ONCE:
-            yield "ring+fetch, all ahead", RingStrategy(moves="fetch", ahead=ranks)
-            yield "burst+fetch, all ahead", BurstStrategy(moves="fetch", ahead=ranks)
-            yield "ring+fetch, all ahead, own last", RingStrategy(moves="fetch", ahead=ranks, own="last")
-            together = RingStrategy(moves="fetch", ahead=ranks, together=ranks)
-            yield "ring+fetch, all together", together
-            yield "ring+fetch, all together, own last", replace(together, own="last")
-            yield "ring+fetch, all together, own divided", replace(together, own="divided")
-            yield "burst+fetch, all together", BurstStrategy(moves="fetch", ahead=ranks, together=ranks)
-        if rates.direct or (rates.link and rates.holds_up[0] < _LITTLE):  # groups of heads travel beside the kernel
-            for groups in possible_groups(call):
-                yield f"ulysses, {groups} groups", UlyssesStrategy(groups=groups)
-        if self.inner is not None and self.inner > 1:
-            yield "double_ring", DoubleRingStrategy(inner=self.inner)
-            yield "double_ring+kv", DoubleRingStrategy(inner=self.inner, travels="kv")
-            yield from self._usp(call, self.inner)
-
-    def _usp(self, call: AttentionCall, node: int) -> Iterator[tuple[str, Strategy]]:
-        """USP inside nodes, or inside the largest parts of them that the heads allow."""
-        fitting = [i for i in divisors(node) if i > 1 and shares_out(call, i)]
-        inner = max(fitting, default=node)  # its plan is refused, with the reason
-        if inner < call.ranks and call.ranks % inner == 0:
-            part = "" if inner == node else f" in {inner}"
-            yield f"usp{part}", UspStrategy(inner=inner)
-            yield f"usp{part}+q", UspStrategy(inner=inner, travels="q")
-            yield f"usp{part}+fetch", UspStrategy(inner=inner, moves="fetch")
+    def all_candidates(self, call: AttentionCall) -> Iterator[tuple[str, Strategy]]:
+        """Yield (label, strategy) of everything that is compared for a call."""
+        machine = Machine(self._rates_for(call), self.inner)
+        for strategy in classes().values():
+            if strategy.exact:
+                yield from strategy.candidates(call, machine)
 
 
 def _fewest_groups(best: str, plans: dict[str, Plan], seconds: dict[str, float]) -> str:

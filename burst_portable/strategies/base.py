@@ -1,96 +1,120 @@
-"""What a strategy is: a generator of plans."""
+"""Define `Strategy`: a generator of plans, in one file that also says how it is tried, chosen and described."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from importlib import import_module
-from typing import Literal, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
-from burst_portable.errors import InputError, shown, unknown_name
+from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import row_size
 from burst_portable.planning.plans import Plan, make_pass_plan
+from burst_portable.planning.rates import Rates
 from burst_portable.planning.routes import Fetch, Own, Ring, Route, Side
+from burst_portable.strategies.options import GradientWidth, Moves, check_options
 from burst_portable.utils.values import divisors
 
-Moves = Literal["neighbour", "fetch"]
-"""How blocks travel: from neighbour to neighbour, or straight from their owners."""
-GradientWidth = Literal["wide", "narrow"]
-"""How gradients travel: as they are added up (wide: float32 for 16-bit inputs), or rounded to the inputs' dtype."""
+_AT_ONCE = 16  # ranks, at most, whose blocks may all be held at once
+_LITTLE = 0.5  # of a message's time: if messages delay a forward kernel by less, sending them in parts pays
 
 
-class Strategy(Protocol):
-    """One way to distribute an attention. Frozen, hashable; `plan` is pure."""
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a candidate for `auto` may depend on besides its call.
+
+    Attributes:
+        rates: What plans are priced with.
+        ranks_per_node: None if there is one node, or if nobody said.
+    """
+
+    rates: Rates
+    ranks_per_node: int | None = None
+
+    def can_hold_all(self, call: AttentionCall) -> bool:
+        """Return whether a rank may receive all blocks at once.
+
+        That takes a measured rate of such messages, and few ranks: the blocks of many would fill the memory.
+        """
+        return bool(self.rates.direct or self.rates.spread) and call.ranks <= _AT_ONCE
 
     @property
-    def name(self) -> str:
-        """File name, registry key, command-line value, test id and trace label."""
+    def hides_exchanges(self) -> bool:
+        """Whether an exchange between all ranks is worth dividing, so that kernels compute beside its parts."""
+        return bool(self.rates.direct) or bool(self.rates.link and self.rates.holds_up[0] < _LITTLE)
 
-    def __hash__(self) -> int:
-        """Plans are looked up by their strategy."""
 
+@dataclass(frozen=True)
+class Strategy(ABC):
+    """One way to distribute an attention over ranks: a frozen, hashable dataclass, whose fields are its options.
+
+    Attributes:
+        name: The file's name, registry key, command-line value and trace label.
+        title: What it does, in one line.
+        exact: Whether it computes the mask that it is given. If not, `computes` says what, and `auto` never takes it.
+        suggested: Those of its `trials` that a profile may propose.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    exact: ClassVar[bool] = True
+    suggested: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @abstractmethod
     def plan(self, call: AttentionCall) -> Plan:
-        """The plan for a call.
+        """Return the plan for a call. It is pure: equal calls give equal plans, on every rank.
 
-        Raises `UnsupportedError` or `InputError` where strategy and call do not go together.
+        Raises `UnsupportedError` or `InputError` if strategy and call do not go together.
         """
 
+    def check(self, call: AttentionCall) -> None:
+        """Raise as `plan` does if strategy and call do not go together."""
+        self.plan(call)
 
-def check_name(kind: str, name: object, known: Sequence[str]) -> None:
-    """Refuse a name that is not in `known`."""
-    if not isinstance(name, str) or name not in known:
-        raise unknown_name(kind, name, known)
+    @classmethod
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+        """Yield (label, strategy) of what `auto` compares for a call. Those that cannot plan it are left out."""
+        yield cls.name, cls()
 
+    @classmethod
+    def trials(cls) -> Mapping[str, Strategy]:
+        """Return what conformance tries, by label: the name, or the name, "+" and a word for the options."""
+        return {cls.name: cls()}
 
-def check_moves(moves: object) -> None:
-    """Refuse what is not one of `Moves`."""
-    check_name("way of moving", moves, ("neighbour", "fetch"))
+    def computes(self, mask: Mask) -> Mask:
+        """Return the mask that is computed if `mask` is asked for; another one only if the strategy is not `exact`."""
+        return mask
 
-
-def check_inner(inner: object) -> None:
-    """Refuse what is not a number of ranks per node. 2.0 and True are refused too: as keys they equal 2 and 1."""
-    if inner is not None and (type(inner) is not int or inner < 1):
-        raise InputError("inner is not a size", got=shown(inner), allowed="an int of at least 1, or None")
+    def as_code(self) -> str:
+        """Return how a program writes this strategy: ``strategy='ring'``, or ``RingStrategy(moves='fetch')``."""
+        given = ((one.name, getattr(self, one.name), one.default) for one in fields(self))
+        changed = ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)
+        return f"{type(self).__name__}({changed})" if changed else f"strategy={self.name!r}"
 
 
 def node_size(ranks: int, fits: Callable[[int], bool] = lambda inner: True) -> int:
-    """Ranks a node where nobody says: the largest divisor that fits, is at most 8, and leaves several nodes."""
+    """Return the default number of ranks per node.
+
+    This is the largest divisor of `ranks` that satisfies `fits`, is at most 8 and leaves at least two nodes; 1 if
+    there is none.
+    """
     return max((i for i in divisors(ranks) if i <= min(ranks // 2, 8) and fits(i)), default=1)
 
 
-def check_fetched(moves: Moves, ahead: object, together: object) -> None:
-    """Refuse an `ahead` that is not a number of steps, and a `together` that is not a number of fetched blocks."""
-    for name, what, given in (("ahead", "steps", ahead), ("together", "blocks", together)):
-        if type(given) is not int or given < 1:
-            raise InputError(f"{name} is not a number of {what}", got=shown(given), allowed="an int of at least 1")
-    if together != 1 and moves != "fetch":
-        raise InputError(
-            "blocks from a neighbour come one by one", got=f"together={together}", next_step='moves="fetch"'
-        )
-
-
-def check_own(moves: Moves, own: object) -> None:
-    """Refuse an `own` that does not say when the own block is computed with."""
-    check_name("place of the own block", own, ("first", "last", "divided"))
-    if own != "first" and moves != "fetch":
-        raise InputError(
-            "a block that is handed on begins with its owner", got=f"own={own!r}", next_step='moves="fetch"'
-        )
-
-
-def check_gradients(gradients: object) -> None:
-    """Refuse what is not one of `GradientWidth`."""
-    check_name("way for gradients to travel", gradients, ("wide", "narrow"))
-
-
 def travel_narrow(call: AttentionCall, gradients: GradientWidth) -> bool:
-    """Whether gradients travel in fewer bytes than they are summed in. Those of float32 and float64 inputs never do."""
+    """Return whether gradients travel in fewer bytes than they are summed in. Those of 32-bit inputs never do."""
     return gradients == "narrow" and call.itemsize < 4
 
 
 def share_before(call: AttentionCall, own: Own, side: Side, *, narrow: bool) -> float:
-    """How much of its own block a rank computes before all others: divided, by the bytes that each part is to hide."""
+    """Return the fraction of the local block that is computed before all remote blocks: 1 for "first", 0 for "last".
+
+    For "divided", it is block bytes / (block + gradient bytes), so that each part overlaps the transfer of its size.
+    """
     if own != "divided":
         return float(own == "first")
     block, gradients = (row_size(call, side, result=result, narrow=narrow) for result in (False, True))
@@ -98,7 +122,7 @@ def share_before(call: AttentionCall, own: Own, side: Side, *, narrow: bool) -> 
 
 
 def route(ranks: int, moves: Moves, ahead: int = 1, together: int = 1, before: float = 1.0) -> Route:
-    """The route for a way of moving. `ahead`, `together` and `before` are for fetched blocks: see `routes.Fetch`."""
+    """Return the route for a way of moving. `ahead`, `together` and `before` are for `routes.Fetch`."""
     if moves == "fetch":
         others = max(1, ranks - 1)
         together = min(together, others)
@@ -110,13 +134,17 @@ def ring_plan(
     call: AttentionCall, strategy: str, *, side: Side, path: Route, back: Route | None = None, note: str = "",
     stride: int = 1, narrow: bool = False,
 ) -> Plan:  # fmt: skip
-    """The plan of the whole ring family: K and V travel forward, `side` and its gradients travel backward.
+    """Return the plan of the whole ring family: K and V travel forward, `side` and its gradients travel backward.
 
     Args:
-        path: the route of the forward pass.
-        back: the route of the backward pass; `path` unless given.
-        note: the plan's `reason`.
-        stride, narrow: see `PassPlan`.
+        call: What is planned.
+        strategy: The name of the strategy.
+        side: What travels backward.
+        path: The route of the forward pass.
+        back: The route of the backward pass. Default: `path`.
+        note: The plan's `reason`.
+        stride: See `PassPlan`.
+        narrow: See `PassPlan`.
     """
     back = back or path
     return Plan(
@@ -126,43 +154,3 @@ def ring_plan(
         backward=make_pass_plan(call, side, back, results=back, stride=stride, narrow=narrow),
         reason=note,
     )
-
-
-_CLASSES = {
-    "ring": "RingStrategy",
-    "burst": "BurstStrategy",
-    "double_ring": "DoubleRingStrategy",
-    "ulysses": "UlyssesStrategy",
-    "usp": "UspStrategy",
-    "auto": "AutoStrategy",
-}
-
-NAMES = tuple(_CLASSES)
-WITH_NODES = ("double_ring", "usp", "auto")
-"""Those that have an option `inner`: ranks per node."""
-
-
-def make_strategy(name: str, **options: object) -> Strategy:
-    """The strategy of that name, with its options; options that are None are left at their defaults.
-
-    Raises `UnknownNameError`, or `InputError` for an option that the strategy does not have.
-    """
-    if not isinstance(name, str) or name not in _CLASSES:
-        base = name.partition("+")[0] if isinstance(name, str) else ""
-        if base in _CLASSES:  # as plans are called where their options differ
-            raise InputError(
-                "a strategy's options are not part of its name",
-                got=shown(name),
-                next_step=f'make_strategy("{base}", moves="fetch", ...), or --strategy {base} --moves fetch',
-            )
-        raise unknown_name("strategy", name, _CLASSES)
-    cls = getattr(import_module(f"burst_portable.strategies.{name}"), _CLASSES[name])
-    given = {key: value for key, value in options.items() if value is not None}
-    allowed = {field.name for field in fields(cls)} - {"name"}
-    if extra := sorted(set(given) - allowed):
-        raise InputError(
-            f"the strategy {name!r} has no option {extra[0]!r}",
-            allowed=", ".join(sorted(allowed)) or "none",
-        )
-    strategy: Strategy = cls(**given)
-    return strategy

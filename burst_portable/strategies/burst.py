@@ -14,42 +14,45 @@ heads these are fewer bytes than the ring's; for few K/V heads (GQA) they are mo
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
-from burst_portable.strategies.base import (
-    GradientWidth,
-    Moves,
-    check_fetched,
-    check_gradients,
-    check_moves,
-    ring_plan,
-    route,
-    travel_narrow,
-)
+from burst_portable.strategies.base import Machine, Strategy, ring_plan, route, travel_narrow
+from burst_portable.strategies.options import AHEAD, GRADIENTS, MOVES, TOGETHER, GradientWidth, Moves, option
 
 
 @dataclass(frozen=True)
-class BurstStrategy:
+class BurstStrategy(Strategy):
     """K and V travel forward, Q, dO, LSE, delta and dQ backward."""
 
-    moves: Moves = "neighbour"
-    ahead: int = 1  # steps before it is needed that a block is fetched
-    together: int = 1  # fetched blocks per launch
-    gradients: GradientWidth = "wide"
-    name: str = "burst"
+    name = "burst"
+    title = "K and V go round; backward, Q, dO, LSE and delta, and dQ after them"
+    suggested = ("burst", "burst+fetch")
 
-    def __post_init__(self) -> None:
-        check_moves(self.moves)
-        check_fetched(self.moves, self.ahead, self.together)
-        check_gradients(self.gradients)
+    moves: Moves = option(MOVES)
+    ahead: int = option(AHEAD)
+    together: int = option(TOGETHER)
+    gradients: GradientWidth = option(GRADIENTS)
 
     def plan(self, call: AttentionCall) -> Plan:
-        return ring_plan(
-            call,
-            self.name,
-            side="q",
-            path=route(call.ranks, self.moves, ahead=self.ahead, together=self.together),
-            narrow=travel_narrow(call, self.gradients),
-        )
+        path = route(call.ranks, self.moves, self.ahead, self.together)
+        return ring_plan(call, self.name, side="q", path=path, narrow=travel_narrow(call, self.gradients))
+
+    @classmethod
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+        yield "burst", cls()
+        yield "burst+fetch", cls("fetch")
+        if machine.can_hold_all(call):
+            n = call.ranks
+            yield "burst+fetch, all ahead", cls("fetch", ahead=n)
+            yield "burst+fetch, all together", cls("fetch", ahead=n, together=n)
+
+    @classmethod
+    def trials(cls) -> Mapping[str, Strategy]:
+        return {
+            "burst": cls(),
+            "burst+fetch": cls("fetch"),
+            "burst+together": cls("fetch", ahead=64, together=64),
+        }

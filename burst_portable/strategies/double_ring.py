@@ -21,37 +21,28 @@ Never more blocks are held for it: what is left of the round begins at the block
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import row_size
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import DoubleRing, Side
-from burst_portable.strategies.base import (
-    GradientWidth,
-    check_gradients,
-    check_inner,
-    check_name,
-    node_size,
-    ring_plan,
-    travel_narrow,
-)
+from burst_portable.strategies.base import Machine, Strategy, node_size, ring_plan, travel_narrow
+from burst_portable.strategies.options import GRADIENTS, INNER, TRAVELS, GradientWidth, option
 from burst_portable.utils.values import check_divides
 
 
 @dataclass(frozen=True)
-class DoubleRingStrategy:
+class DoubleRingStrategy(Strategy):
     """`inner` ranks per node; None takes the largest divisor of the ranks that is at most 8 and below all of them."""
 
-    inner: int | None = None
-    travels: Side = "q"
-    gradients: GradientWidth = "wide"
-    name: str = "double_ring"
+    name = "double_ring"
+    title = "as ring or burst, round rings inside nodes and a ring over the nodes"
 
-    def __post_init__(self) -> None:
-        check_inner(self.inner)
-        check_name("travelling side", self.travels, ("kv", "q"))
-        check_gradients(self.gradients)
+    inner: int | None = option(INNER)
+    travels: Side = option(TRAVELS)
+    gradients: GradientWidth = option(GRADIENTS)
 
     def plan(self, call: AttentionCall) -> Plan:
         narrow = travel_narrow(call, self.gradients)
@@ -63,6 +54,16 @@ class DoubleRingStrategy:
         path = DoubleRing(call.ranks, inner, first=inner)
         back = replace(path, first=_first_steps(call, self.travels, inner, narrow=narrow))
         return ring_plan(call, self.name, side=self.travels, path=path, back=back, note=note, narrow=narrow)
+
+    @classmethod
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+        if machine.ranks_per_node is not None and machine.ranks_per_node > 1:
+            yield "double_ring", cls(machine.ranks_per_node)
+            yield "double_ring+kv", cls(machine.ranks_per_node, travels="kv")
+
+    @classmethod
+    def trials(cls) -> Mapping[str, Strategy]:
+        return {"double_ring": cls(), "double_ring+kv": cls(travels="kv")}
 
 
 def _first_steps(call: AttentionCall, side: Side, inner: int, *, narrow: bool) -> int:

@@ -12,8 +12,8 @@ from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.auto import AutoStrategy
-from burst_portable.strategies.base import NAMES as STRATEGIES
-from burst_portable.strategies.base import WITH_NODES, Strategy, make_strategy
+from burst_portable.strategies.base import Strategy
+from burst_portable.strategies.registry import strategy_of
 from burst_portable.utils.text import by_time
 from burst_portable.utils.values import size
 
@@ -129,25 +129,6 @@ def layout_of(layout: Layout | str, length: int, ranks: int, mask: Mask | None) 
             allowed=f"{ranks} ranks and {length} tokens",
         )
     return layout
-
-
-def strategy_of(strategy: Strategy | str, inner: int | None = None) -> Strategy:
-    """The strategy that a user passed. It is part of the key of plans, so it must be hashable.
-
-    inner: ranks per node, for a strategy with nodes that is passed by name; its own default unless given.
-    """
-    if isinstance(strategy, str):
-        return make_strategy(strategy, inner=inner if strategy in WITH_NODES else None)
-    if isinstance(strategy, type) or not callable(getattr(strategy, "plan", None)):
-        raise unknown_name("strategy", strategy, STRATEGIES)
-    try:
-        hash(strategy)
-    except TypeError:
-        name = type(strategy).__name__
-        raise InputError(
-            f"the strategy {name} cannot be hashed", next_step="make it frozen, with options that can be"
-        ) from None
-    return strategy
 
 
 def check_heads(heads: int, kv_heads: int) -> None:

@@ -13,31 +13,32 @@ while the next group arrives and the previous one leaves.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from burst_portable.errors import InputError, UnsupportedError, shown
+from burst_portable.errors import UnsupportedError
 from burst_portable.layout import contiguous
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import comes_in_order
 from burst_portable.planning.plans import Plan, can_group, can_share, heads_each, make_pass_plan
 from burst_portable.planning.routes import Ring
+from burst_portable.strategies.base import Machine, Strategy
+from burst_portable.strategies.options import Option, option
 
 MOST_GROUPS = 8
 
 
 @dataclass(frozen=True)
-class UlyssesStrategy:
+class UlyssesStrategy(Strategy):
     """Heads are sharded during the attention; a rank computes its heads in this many `groups`."""
 
-    groups: int = 1
-    name: str = "ulysses"
+    name = "ulysses"
+    title = "all rows of some heads to each rank, plain attention there, and back"
+    suggested = ("ulysses",)
 
-    def __post_init__(self) -> None:
-        if type(self.groups) is not int or not 1 <= self.groups <= MOST_GROUPS:
-            allowed = f"an int from 1 to {MOST_GROUPS}"
-            raise InputError("groups must be a number of groups", got=shown(self.groups), allowed=allowed)
+    groups: int = option(Option(1, "a number of groups", most=MOST_GROUPS, help="Groups in which heads are computed."))
 
-    def plan(self, call: AttentionCall) -> Plan:
+    def check(self, call: AttentionCall) -> None:
         ranks = call.ranks
         if not shares_out(call, ranks):
             raise UnsupportedError(
@@ -54,6 +55,11 @@ class UlyssesStrategy:
                 got=f"{heads} query and {kv_heads} K/V heads per rank",
                 allowed=f"groups of {', '.join(map(str, allowed))}",
             )
+
+    def plan(self, call: AttentionCall) -> Plan:
+        self.check(call)
+        ranks = call.ranks
+        heads, kv_heads = heads_each(call.heads, call.kv_heads, ranks)
         # After the first all-to-all every rank holds all rows, in their natural order: a call of one rank.
         whole = replace(
             call,
@@ -70,6 +76,16 @@ class UlyssesStrategy:
             reshard="heads",
             groups=self.groups,
         )
+
+    @classmethod
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+        yield "ulysses", cls()
+        if machine.hides_exchanges:
+            yield from ((f"ulysses, {groups} groups", cls(groups)) for groups in possible_groups(call))
+
+    @classmethod
+    def trials(cls) -> Mapping[str, Strategy]:
+        return {"ulysses": cls(), "ulysses+groups": cls(groups=2)}
 
 
 def possible_groups(call: AttentionCall) -> tuple[int, ...]:

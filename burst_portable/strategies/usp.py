@@ -17,43 +17,30 @@ its gradients are added up.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from burst_portable.errors import UnsupportedError
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan, heads_each
 from burst_portable.planning.routes import Side
-from burst_portable.strategies.base import (
-    GradientWidth,
-    Moves,
-    check_gradients,
-    check_inner,
-    check_moves,
-    check_name,
-    node_size,
-    ring_plan,
-    route,
-    travel_narrow,
-)
+from burst_portable.strategies.base import Machine, Strategy, node_size, ring_plan, route, travel_narrow
+from burst_portable.strategies.options import GRADIENTS, INNER, MOVES, TRAVELS, GradientWidth, Moves, option
 from burst_portable.strategies.ulysses import UlyssesStrategy, shares_out
 from burst_portable.utils.values import check_divides, divisors
 
 
 @dataclass(frozen=True)
-class UspStrategy:
+class UspStrategy(Strategy):
     """`inner` ranks per node; None takes the largest divisor of the ranks that heads allow, at most 8 and below all."""
 
-    inner: int | None = None
-    travels: Side = "kv"  # backward, between nodes
-    moves: Moves = "neighbour"  # between nodes
-    gradients: GradientWidth = "wide"  # between nodes
-    name: str = "usp"
+    name = "usp"
+    title = "all rows of the node of some heads to each rank, a ring over the nodes, and back"
 
-    def __post_init__(self) -> None:
-        check_inner(self.inner)
-        check_name("travelling side", self.travels, ("kv", "q"))
-        check_moves(self.moves)
-        check_gradients(self.gradients)
+    inner: int | None = option(INNER)
+    travels: Side = option(TRAVELS, default="kv")
+    moves: Moves = option(MOVES)  # between nodes, as the next
+    gradients: GradientWidth = option(GRADIENTS)
 
     def plan(self, call: AttentionCall) -> Plan:
         inner, note = self._inner(call)
@@ -73,6 +60,24 @@ class UspStrategy:
         path = route(nodes, self.moves)
         ring = ring_plan(between, self.name, side=self.travels, path=path, note=note, stride=inner, narrow=narrow)
         return replace(ring, call=call, reshard="heads" if inner > 1 else None)
+
+    @classmethod
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+        """Yield USP inside nodes, or inside the largest parts of them that the heads allow."""
+        node = machine.ranks_per_node
+        if node is None or node == 1:
+            return
+        fitting = [i for i in divisors(node) if i > 1 and shares_out(call, i)]
+        inner = max(fitting, default=node)  # its plan is refused, with the reason
+        if inner < call.ranks and call.ranks % inner == 0:
+            part = "" if inner == node else f" in {inner}"
+            yield f"usp{part}", cls(inner)
+            yield f"usp{part}+q", cls(inner, travels="q")
+            yield f"usp{part}+fetch", cls(inner, moves="fetch")
+
+    @classmethod
+    def trials(cls) -> Mapping[str, Strategy]:
+        return {"usp": cls(), "usp+fetch": cls(travels="q", moves="fetch")}
 
     def _inner(self, call: AttentionCall) -> tuple[int, str]:
         """(ranks per node, a note if they were not given). Raises if the ranks or heads do not fit what was given."""

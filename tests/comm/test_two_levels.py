@@ -14,7 +14,7 @@ from burst_portable.comm.base import Message, Transport
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.comm.two_levels import TwoLevelTransport
 from burst_portable.errors import DeadlineError, MismatchError
-from burst_portable.strategies.base import make_strategy
+from burst_portable.strategies.registry import make_strategy
 
 RANKS, NODE = 8, 4
 

@@ -12,7 +12,7 @@ from burst_portable.mask import Mask, Region
 from burst_portable.planning.cost import PICKED_BATCHES, pass_flops, plan_cost, rank_cost
 from burst_portable.planning.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy
-from burst_portable.strategies.base import make_strategy
+from burst_portable.strategies.registry import make_strategy
 from tests.support.plans import make_plan, plan
 
 MIB = 1 << 20

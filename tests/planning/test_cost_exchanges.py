@@ -9,7 +9,7 @@ import pytest
 import burst_portable as bp
 from burst_portable.planning.cost import rank_cost
 from burst_portable.planning.rates import Rates
-from burst_portable.strategies.base import make_strategy
+from burst_portable.strategies.registry import make_strategy
 
 MIB = 1 << 20
 

@@ -8,7 +8,7 @@ import burst_portable as bp
 from burst_portable.layout import Layout, Segment
 from burst_portable.planning.cost import comes_in_order, rank_cost, resharded_bytes
 from burst_portable.planning.rates import Rates
-from burst_portable.strategies.base import make_strategy
+from burst_portable.strategies.registry import make_strategy
 
 PIECES = Rates(1.0, 1.0, in_pieces=True)
 USUAL = {"heads": 6, "kv_heads": 6, "head_dim": 64, "mask": "full", "layout": "contiguous"}

@@ -19,10 +19,9 @@ from tests.support.plans import make_plan
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("layout", NAMES)
 def test_every_plan_is_complete(strategy, layout):
-    name, _, _ = strategy.partition("+")
     for mask, ranks in itertools.product(MASKS.values(), (1, 3, 8)):
         try:
-            plan = make_plan(mask, layout, name, ranks, LENGTH, 48, 48, **STRATEGIES[strategy])
+            plan = make_plan(mask, layout, STRATEGIES[strategy], ranks, LENGTH, 48, 48)
         except LayoutError:
             assert layout in OF_DOCUMENTS
             continue

@@ -27,7 +27,7 @@ from burst_portable.runtime.head_parallel import _orders
 from burst_portable.runtime.observer import PlainRuntime
 from burst_portable.runtime.prepare import choose, requested
 from burst_portable.strategies.auto import AutoStrategy
-from burst_portable.strategies.base import make_strategy
+from burst_portable.strategies.registry import make_strategy
 from burst_portable.strategies.ulysses import in_rank_order
 from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
 from tests.support.thread_peers import World, run_peers
@@ -190,7 +190,7 @@ def test_groups(heads, kv_heads, groups, keys, shared):
 
 def test_groups_that_cannot_be():
     assert not can_group(6, 3, 2)  # three heads would read one K/V head and a half
-    with pytest.raises(InputError, match="groups must be a number of groups; got 0"):
+    with pytest.raises(InputError, match="groups is not a number of groups; got 0"):
         bp.make_strategy("ulysses", groups=0)
     with pytest.raises(
         UnsupportedError, match="in 2 groups; got 6 query and 3 K/V heads per rank; allowed: groups of 1"

@@ -11,7 +11,7 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy, _sample
-from burst_portable.strategies.base import make_strategy
+from burst_portable.strategies.registry import make_strategy
 
 COPIES = Rates(tflops=400.0, gbps=100.0, direct=((1, 100.0),))
 ALWAYS = {"ring", "burst", "ring+fetch", "ring+fetch, own last", "burst+fetch", "ulysses"}
@@ -62,7 +62,7 @@ def called(label: str, ranks: int, node: int) -> object:
     ],
 )
 def test_candidates_are_what_they_are_called(ranks, inner, rates, heads, expected):
-    candidates = dict(AutoStrategy(inner=inner, rates=rates)._candidates(problem(ranks, heads, heads)))
+    candidates = dict(AutoStrategy(inner=inner, rates=rates).all_candidates(problem(ranks, heads, heads)))
     assert candidates.keys() == expected
     for label, strategy in candidates.items():
         assert strategy == called(label, ranks, inner or 0), label

@@ -14,7 +14,7 @@ from benchmarks.ring_rows import ROWS
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.planning.cost import plan_cost
 from burst_portable.strategies.auto import AutoStrategy
-from burst_portable.strategies.base import make_strategy
+from burst_portable.strategies.registry import make_strategy
 from tests.support.plans import plan
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -115,7 +115,7 @@ def test_what_is_predicted_to_be_fastest_was_fastest(runs, case):
         rates = replace(rates, backward=OF_FOUR)
     predicted = {}
     usual = {"seq_len": row.length, "ranks": ranks, "heads": row.heads[0], "kv_heads": row.heads[1], "mask": row.mask}
-    for label, strategy in AutoStrategy(rates=rates)._candidates(bp.plan(**usual).call):
+    for label, strategy in AutoStrategy(rates=rates).all_candidates(bp.plan(**usual).call):
         for layout in {layout for found, layout in times if found == label}:
             if transport == "nccl" or label not in ("ring", "burst"):
                 made = bp.plan(**usual, layout=layout, strategy=strategy)

@@ -16,7 +16,7 @@ from burst_portable.planning.rates import Rates
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.auto import AutoStrategy
-from burst_portable.strategies.base import make_strategy
+from burst_portable.strategies.registry import make_strategy
 from burst_portable.strategies.ulysses import in_rank_order
 
 

@@ -14,7 +14,6 @@ from burst_portable.backends.registry import for_device
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES, Case
 from burst_portable.conformance.oracle import Answer, judge
-from burst_portable.strategies.base import make_strategy
 
 HEADS, KV_HEADS, DIM = 8, 4, 64
 
@@ -37,8 +36,7 @@ def wrong(mesh: bp.Mesh, device: torch.device, mask: str, layout: str, strategy:
     where = bp.make_layout(layout, LENGTH, mesh.size, MASKS[mask])
     q, k, v, dout = (bp.shard(x.to(device), mesh, layout=where) for x in whole)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    name, _, _ = strategy.partition("+")
-    chosen = make_strategy(name, **STRATEGIES[strategy])
+    chosen = STRATEGIES[strategy]
     out, lse = bp.attention(*leaves, mask=MASKS[mask], mesh=mesh, strategy=chosen, layout=where, return_lse=True)
     out.backward(dout)
 

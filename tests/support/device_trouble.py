@@ -24,7 +24,7 @@ import burst_portable as bp
 from burst_portable.backends.registry import for_device
 from burst_portable.config import Config
 from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError
-from burst_portable.strategies.base import make_strategy
+from burst_portable.strategies.registry import make_strategy
 
 DEADLINE = 5.0
 HEADS, KV_HEADS, DIM = 8, 4, 64

@@ -7,7 +7,7 @@ from burst_portable.layout import make_layout
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
-from burst_portable.strategies.base import make_strategy
+from burst_portable.strategies.registry import make_strategy
 
 
 def plan(strategy, ranks=8, **changes):
@@ -19,4 +19,5 @@ def make_plan(mask=None, layout="zigzag", strategy="ring", ranks=4, length=64, h
     mask = Mask.causal() if mask is None else mask
     where = make_layout(layout, length, ranks, mask)
     problem = AttentionCall(mask, where, heads, kv_heads, 64, 64)
-    return make_strategy(strategy, **options).plan(problem)
+    made = make_strategy(strategy, **options) if isinstance(strategy, str) else strategy
+    return made.plan(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,12 +16,11 @@ from burst_portable.cli.options import (
     LAYOUT,
     LENGTH,
     METAVAR,
-    MOVES,
     STRATEGY,
-    TRAVELS,
     naming_rank,
     ranks_asked,
     tokens,
+    with_strategy_flags,
 )
 from burst_portable.cli.output import JSON_HELP, JsonOption, check_folder, json_text, writing
 from burst_portable.errors import BackendUnavailableError, InputError
@@ -36,6 +36,7 @@ _LEARNING_RATE = 1e-3
 _RANKS = 2
 
 
+@with_strategy_flags
 def run(
     model: Annotated[
         str,
@@ -72,8 +73,8 @@ def run(
         typer.Option(help=LAYOUT),
     ] = "auto",
     inner: Annotated[int | None, typer.Option(help=INNER)] = None,
-    travels: Annotated[str | None, typer.Option(help=TRAVELS)] = None,
-    moves: Annotated[str | None, typer.Option(help=MOVES)] = None,
+    *,
+    options: Mapping[str, object],
     dtype: Annotated[
         str, typer.Option(help="float32, float64; bfloat16 and float16 are autocast's, over float32 weights.")
     ] = "float32",
@@ -144,8 +145,7 @@ def run(
             backend=backend,
             strategy=strategy,
             inner=inner,
-            travels=travels,
-            moves=moves,
+            options=options,
             layout=layout,
             dtype=dtype,
             recompute=recompute,

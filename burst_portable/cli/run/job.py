@@ -6,9 +6,9 @@ import gc
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -147,7 +147,9 @@ class Job(Saved):
         batch: sequences per step.
         scoring: perplexity instead of training.
         backend, device_type: the backend by name, and the type of its devices.
-        strategy, inner, travels, moves: see `cli.options`.
+        strategy: name of the strategy.
+        inner: ranks per node, or None.
+        options: the strategy's other options that were typed, by name.
         recompute: whether layers are computed again in the backward pass, instead of keeping what they made.
         profile: the level of profiling, "session" or "deep"; "" for none.
         ablate: whether a step is run again with attention's messages off, its kernels off, and both.
@@ -170,8 +172,7 @@ class Job(Saved):
     dtype: str
     threads: int
     inner: int | None = None
-    travels: str | None = None
-    moves: str | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
     recompute: bool = False
     profile: str = ""
     ablate: bool = False

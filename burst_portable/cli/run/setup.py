@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,7 @@ def prepare(
     backend: str,
     strategy: str,
     inner: int | None,
-    travels: str | None,
-    moves: str | None,
+    options: Mapping[str, object],
     layout: str,
     dtype: str,
     recompute: bool,
@@ -124,7 +124,7 @@ def prepare(
     tokens, name = tokens_of(text, checkpoint)
     check_tokens(tokens, seq_len, config.vocab_size)
     rates = rates_of_run(chosen, ranks, settings.rates, dtype, sizes_of(config)["head_dim"])
-    planner = asked_strategy(strategy, inner, travels, moves, rates)
+    planner = asked_strategy(strategy, inner, options, rates)
     plan = _plan(config, seq_len, ranks, batch, planner, layout, dtype)
     about = _about(model, config, sketch)
     flops = model_flops(config, sketch, seq_len=seq_len, batch=batch, scoring=scoring)
@@ -144,8 +144,7 @@ def prepare(
         device_type=chosen.capabilities.device_type,
         strategy=strategy,
         inner=inner,
-        travels=travels,
-        moves=moves,
+        options=dict(options),
         layout=plan.layout.name,
         dtype=dtype,
         threads=max(1, cores() // ranks) if local else torch.get_num_threads(),

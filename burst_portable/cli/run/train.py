@@ -216,7 +216,7 @@ def run_rank(job: Job, mesh: Mesh, device: torch.device, on_step: OnStep) -> tup
         def prepare(model: Any) -> Sharded:
             head_dim = sizes_of(model.config)["head_dim"]
             rates = rates_of_run(backend, job.ranks, mesh.config.rates, job.dtype, head_dim)
-            strategy = asked_strategy(job.strategy, job.inner, job.travels, job.moves, rates)
+            strategy = asked_strategy(job.strategy, job.inner, job.options, rates)
             handle = parallelize(model, mesh, strategy=strategy, layout=job.layout)
             session.mark()  # making the model is not part of the first step
             return Sharded(handle, mesh, session, timed=not capabilities.streams)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import cycle
 
 from burst_portable.conformance.cases import AXES, Case, covering, product
 from burst_portable.conformance.checks.attending import case_trial, case_trials
@@ -32,22 +34,28 @@ _QUICK = (
 _PRODUCT = ("mask", "layout", "strategy", "ranks", "heads")
 
 
-def axes(ranks: int) -> Mapping[str, tuple[object, ...]]:
-    """All choices, up to this many ranks."""
+def axes(ranks: int, strategies: Sequence[str] = AXES["strategy"]) -> Mapping[str, tuple[object, ...]]:
+    """Return all choices, up to this many ranks."""
     counts = tuple(n for n in AXES["ranks"] if isinstance(n, int) and n <= ranks)
-    return {**AXES, "ranks": counts, "deterministic": (True, False)}
+    return {**AXES, "strategy": tuple(strategies), "ranks": counts, "deterministic": (True, False)}
 
 
 def trials(subject: Subject) -> Iterator[Trial]:
     """Few cases in which every pair of choices occurs, or a handful; besides, the product of `_PRODUCT`."""
     if subject.effort == "quick":
-        yield from case_trials(NAME, subject, _QUICK)
+        yield from case_trials(NAME, subject, _quick(subject))
         return
-    every = axes(subject.ranks)
+    every = axes(subject.ranks, subject.strategies)
     cases = covering(every)
     if subject.effort == "full":  # dtypes, softcap, sinks meet each other in pairs only: all of it would take days
         cases += product({axis: every[axis] for axis in _PRODUCT})
     yield from case_trials(NAME, subject, cases)
+
+
+def _quick(subject: Subject) -> Iterable[Case]:
+    if not subject.strategy:
+        return _QUICK
+    return (replace(case, strategy=label) for case, label in zip(_QUICK, cycle(subject.strategies), strict=False))
 
 
 def of_case(subject: Subject, case: Case, kernel: str) -> Trial:
@@ -55,4 +63,4 @@ def of_case(subject: Subject, case: Case, kernel: str) -> Trial:
     return case_trial(NAME, subject, case)
 
 
-CHECK = Check(NAME, "forward, LSE and each gradient over ranks, against float64", trials, of_case)
+CHECK = Check(NAME, "forward, LSE and each gradient over ranks, against float64", trials, of_case, by_strategy=True)

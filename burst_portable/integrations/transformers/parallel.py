@@ -37,7 +37,8 @@ from burst_portable.mask import cumulative_lengths
 from burst_portable.mesh import MeshLike, as_mesh
 from burst_portable.runtime.validation import broadcast_error, check_tensor
 from burst_portable.sharding import positions, shard, shard_batch
-from burst_portable.strategies.base import Strategy, make_strategy
+from burst_portable.strategies.base import Strategy
+from burst_portable.strategies.registry import make_strategy
 from burst_portable.utils.torch_modes import never_compiled
 from burst_portable.utils.values import size
 

@@ -252,7 +252,7 @@ def _links(report: dict[str, Any]) -> list[Loss]:
             text = f"the link from rank {source} to rank {target} is slow: {_speeds(report, pair)}"
             advice = (
                 f"look at the way from rank {source} to rank {target} (topology, other traffic, the network between "
-                "them); until then order the ranks so that fewer bytes take it, or try strategy='ulysses'"
+                "them); until then order the ranks so that fewer bytes take it, or try another strategy"
             )
             found.append(_loss("slow link", excess, text, advice, BOTH_ENDS, source, target))
             slow, usual = pair, rest / worst

@@ -1,0 +1,124 @@
+"""Declare the options of strategies: each once, with its check, its command-line flag and its help.
+
+An option is a field of a strategy's dataclass::
+
+    moves: Moves = option(MOVES)
+    ahead: int = option(AHEAD)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from burst_portable.errors import InputError, shown, unknown_name
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Moves = Literal["neighbour", "fetch"]
+"""How blocks travel: from neighbor to neighbor, or straight from their owners."""
+GradientWidth = Literal["wide", "narrow"]
+"""How gradients travel: as they are added up (wide: float32 for 16-bit inputs), or rounded to the inputs' dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option: a word of `choices`, or an integer if there are none.
+
+    Attributes:
+        default: The value of a strategy that does not set it. None also allows None.
+        what: The noun in error messages: "unknown WHAT", or "OPTION is not WHAT" for an integer.
+        choices: Allowed words.
+        least: Smallest integer.
+        most: Largest integer; None for no limit.
+        needs: (another option, the value that it must have unless this option has its default, the reason).
+        flag: Whether the commands have a flag for it, named after the option.
+        help: What it decides, for the flag's help.
+    """
+
+    default: object
+    what: str
+    choices: tuple[str, ...] = ()
+    least: int = 1
+    most: int | None = None
+    needs: tuple[str, object, str] | None = None
+    flag: bool = False
+    help: str = ""
+
+    def check(self, name: str, value: object) -> None:
+        """Raise `InputError` if the option `name` cannot have this value.
+
+        2.0 and True are no integers here: as keys of plans they equal 2 and 1.
+        """
+        if self.choices:
+            if not isinstance(value, str) or value not in self.choices:
+                raise unknown_name(self.what, value, self.choices)
+        elif value is None and self.default is None:
+            return
+        elif type(value) is not int or value < self.least or (self.most is not None and value > self.most):
+            limits = f"of at least {self.least}" if self.most is None else f"from {self.least} to {self.most}"
+            allowed = f"an int {limits}{', or None' if self.default is None else ''}"
+            raise InputError(f"{name} is not {self.what}", got=shown(value), allowed=allowed)
+
+
+def option(declared: Option, **changes: Any) -> Any:
+    """Return the dataclass field of an option. `changes`: what this strategy declares otherwise, as its default."""
+    declared = replace(declared, **changes)
+    return field(default=declared.default, metadata={"option": declared})
+
+
+def options_of(strategy: DataclassInstance | type[DataclassInstance]) -> Iterator[tuple[str, Option]]:
+    """Yield (name, declaration) of each option of a strategy."""
+    for one in fields(strategy):
+        if "option" in one.metadata:
+            yield one.name, one.metadata["option"]
+
+
+def check_options(strategy: DataclassInstance) -> None:
+    """Raise `InputError` if an option of a strategy has a value that it cannot have, alone or beside the others."""
+    for name, declared in options_of(strategy):
+        value = getattr(strategy, name)
+        declared.check(name, value)
+        if declared.needs is None or value == declared.default:
+            continue
+        other, needed, reason = declared.needs
+        if getattr(strategy, other) != needed:
+            next_step = f'{other}="{needed}"' if isinstance(needed, str) else f"{other}={needed!r}"
+            raise InputError(reason, got=f"{name}={value!r}", next_step=next_step)
+
+
+_FETCHED = ("moves", "fetch")
+# Those that several strategies have.
+MOVES = Option(
+    "neighbour",
+    "way of moving",
+    choices=("neighbour", "fetch"),
+    flag=True,
+    help="neighbour (from rank to rank) or fetch (straight from the owner).",
+)
+AHEAD = Option(1, "a number of steps", help="Steps before it is needed that a block is fetched.")
+TOGETHER = Option(
+    1,
+    "a number of blocks",
+    needs=(*_FETCHED, "blocks from a neighbour come one by one"),
+    help="Fetched blocks per launch.",
+)
+OWN = Option(
+    "first",
+    "place of the own block",
+    choices=("first", "last", "divided"),
+    needs=(*_FETCHED, "a block that is handed on begins with its owner"),
+    help="When backward computes with the local block: first hides the block that comes, last gradients.",
+)
+GRADIENTS = Option(
+    "wide",
+    "way for gradients to travel",
+    choices=("wide", "narrow"),
+    help="wide (as they are added up) or narrow (in the dtype of the inputs).",
+)
+TRAVELS = Option(
+    "q", "travelling side", choices=("kv", "q"), flag=True, help="kv or q, what goes round in the backward pass."
+)
+INNER = Option(None, "a size", help="Ranks per node.")
