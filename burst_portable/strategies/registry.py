@@ -90,8 +90,8 @@ def make_strategy(name: str, **options: object) -> Strategy:
 
     Raises `UnknownNameError`, or `InputError` for an option that the strategy does not have.
     """
-    base = name.partition("+")[0] if isinstance(name, str) else ""
-    if base != name and base in _OURS:  # as plans are called if their options differ
+    base, plus, _ = name.partition("+") if isinstance(name, str) else ("", "", "")
+    if plus and base in _OURS:  # as plans are called if their options differ
         raise InputError(
             "a strategy's options are not part of its name",
             got=shown(name),

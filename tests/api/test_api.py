@@ -34,6 +34,7 @@ from burst_portable.kernels.base import KernelProblem
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.mesh import as_mesh
 from burst_portable.planning.tiles import Tile
+from burst_portable.strategies.ring import RingStrategy
 from tests.support.local_kernels import expected, inputs
 
 
@@ -48,6 +49,10 @@ def test_one_rank_equals_plain_attention():
         *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
     )
     torch.testing.assert_close(out, sdpa.transpose(1, 2))
+
+
+class Unhashable(RingStrategy):
+    __hash__ = None
 
 
 @pytest.mark.parametrize(
@@ -101,7 +106,8 @@ def test_tensors_that_do_not_go_together(tensors, error, message):
         ({"mask": torch.tensor([0, 5, 16])}, InputError, r"shape \(3,\).*go into Mask\.documents\(cu_seqlens\)"),
         ({"strategy": ["ring"]}, UnknownNameError, "unknown strategy"),
         ({"strategy": type(bp.make_strategy("ring"))}, UnknownNameError, "unknown strategy"),
-        ({"strategy": SimpleNamespace(plan=len)}, InputError, "SimpleNamespace cannot be hashed"),
+        ({"strategy": SimpleNamespace(plan=len)}, UnknownNameError, "unknown strategy"),
+        ({"strategy": Unhashable()}, InputError, "the strategy Unhashable cannot be hashed"),
         ({"layout": ["zigzag"]}, UnknownNameError, "unknown layout"),
         ({"layout": torch.zeros(2, 2)}, UnknownNameError, r"got Tensor of shape \(2, 2\)"),
         ({"kernel": None}, InputError, "kernel must be a name"),
