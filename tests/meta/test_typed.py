@@ -1,4 +1,4 @@
-"""What a user's type checker sees of the package as a wheel installs it: mypy, strict, over the pages' examples.
+"""Check with strict mypy what users and implementers write, over the package as a wheel installs it.
 
 `assert_type` fails where a call is typed `Any` or `object`, or not at all; a line `# type: ignore` that is needed no
 more fails too, so misspelt names must be errors.
@@ -97,6 +97,63 @@ def calls(x: Tensor, with_lse: bool, model: PreTrainedModel) -> None:
 """
 
 
+UNFINISHED = """
+from collections.abc import Sequence
+from typing import Any
+from burst_portable.backends.base import AcceleratorBackend, Backend, Capabilities, Rates
+from burst_portable.comm.base import Handle, Message, Transport
+
+class Lacking(Backend):
+    name = "lacking"
+
+class Mistaken(Backend):
+    name = "mistaken"
+    capabilities = Capabilities("cpu", "gloo", False, Rates(tflops=1.0, gbps=1.0))
+
+    def probe(self) -> bool:
+        return True
+
+    def kernels(self) -> str:
+        return "triton"
+
+    def peaks(self) -> float:
+        return 1e12
+
+class Chip(AcceleratorBackend):
+    name = "chip"
+    capabilities = Mistaken.capabilities
+
+    def missing(self) -> str:
+        return ""
+
+class Silent(Transport):
+    direct = True
+
+class Unlabeled(Transport):
+    host = "yes"
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Handle], list[Handle]]:
+        return [], []
+
+Lacking()
+Chip()
+Silent("silent", 0, 1)
+Unlabeled("unlabeled")
+"""
+OWED = {
+    "Lacking": 'abstract class "Lacking" with abstract attributes "capabilities", "kernels" and "probe"',
+    "probe": 'Return type "bool" of "probe" incompatible with return type "Probe" in supertype',
+    "kernels": 'Return type "str" of "kernels" incompatible with return type',
+    "peaks": 'Signature of "peaks" incompatible with supertype',
+    "Chip": 'abstract class "Chip" with abstract attributes "describe", "libraries" and "make_kernels"',
+    "Silent": 'abstract class "Silent" with abstract attribute "post"',
+    "host": '(expression has type "str", base class "Transport" defined the type as "bool")',
+    "post": 'Signature of "post" incompatible with supertype',
+    "Unlabeled": 'Missing positional arguments "rank", "size" in call to "Unlabeled"',
+}
+"""A part of what mypy prints for each mistake above."""
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
@@ -116,8 +173,16 @@ def every_name() -> str:
     return "\n".join(["import burst_portable as bp", "import burst_portable.conformance as conformance", *lines])
 
 
+@pytest.fixture(scope="module")
+def installed(wheel) -> Path:
+    """Return a folder with the installed package, beside which type checks keep their cache."""
+    folder = wheel.parent / "installed"
+    shutil.unpack_archive(wheel, folder, "zip")
+    return folder
+
+
 def type_checked(folder: Path, installed: Path, programs: dict[str, str]) -> str:
-    """What mypy says of a user's programs, where `installed` is all there is of the package."""
+    """Return what mypy prints of a user's programs, where `installed` is all there is of the package."""
     for name, text in programs.items():
         (folder / f"{name}.py").write_text(text + "\n", encoding="utf-8")
     settings = folder / "mypy.ini"
@@ -126,22 +191,38 @@ def type_checked(folder: Path, installed: Path, programs: dict[str, str]) -> str
     command = [sys.executable, "-S", "-m", "mypy", "--config-file", str(settings)]
     paths = os.pathsep.join((str(installed), sysconfig.get_path("purelib")))
     done = subprocess.run(
-        [*command, "--cache-dir", str(folder / "cache"), *(f"{name}.py" for name in programs)],
+        [*command, "--cache-dir", str(installed.parent / "cache"), *(f"{name}.py" for name in programs)],
         cwd=folder, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_what_users_write_is_typed(wheel, tmp_path):
-    shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
+def test_what_users_write_is_typed(installed, tmp_path):
     programs = {name: code_of(page) for name, page in PAGES.items()}
     assert all("bp." in text or "burst_portable." in text for text in programs.values())
     programs = {name: text + AFTER_THE_PAGE[name] for name, text in programs.items()}
     programs |= {"calls": CALLS, "every_name": every_name()}
-    (tmp_path / "user").mkdir()
-    told = type_checked(tmp_path / "user", tmp_path / "installed", programs)
+    told = type_checked(tmp_path, installed, programs)
     assert told == "Success: no issues found in 4 source files\n", told
+
+
+@pytest.mark.slow
+def test_typed_contracts_name_what_an_implementer_owes(installed, tmp_path):
+    printed = type_checked(tmp_path, installed, {"unfinished": UNFINISHED})
+    errors = [line for line in printed.splitlines() if ": error: " in line]
+    missing = [name for name, part in OWED.items() if not any(part in line for line in errors)]
+    assert not missing, printed
+    assert len(errors) == len(OWED), printed
+
+
+@pytest.mark.slow
+def test_typed_example_of_a_backend_passes(installed, tmp_path):
+    folder = ROOT / "examples" / "backend_package" / "their_attention"
+    (tmp_path / folder.name).mkdir()
+    programs = {f"{folder.name}/{path.stem}": path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
+    printed = type_checked(tmp_path, installed, programs)
+    assert printed == f"Success: no issues found in {len(programs)} source files\n", printed
 
 
 def test_without_the_marker_a_checker_sees_nothing(wheel, tmp_path):

@@ -90,5 +90,6 @@ def _shared(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _summed(x: Tensor, groups: int) -> Tensor:
-    """Gradients of heads that share a K/V head, added up."""
-    return x.unflatten(2, (groups, -1)).sum(3)
+    """Add up the gradients of heads that share a K/V head."""
+    batch, columns, heads, size = x.shape
+    return x.reshape(batch, columns, groups, heads // groups, size).sum(3)
