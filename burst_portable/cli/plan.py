@@ -19,6 +19,7 @@ from burst_portable.cli.options import (
     with_strategy_flags,
 )
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, on_stderr
+from burst_portable.cli.plan_comparison import ALL, comparison_facts, show_comparison
 from burst_portable.cli.plan_facts import CHECKED_RANKS, Facts, check, checked_ranks, plan_facts
 from burst_portable.config import from_environment
 from burst_portable.errors import InputError, unknown_name
@@ -50,7 +51,7 @@ def plan(
             "sink:N:LEFT, global:N:LEFT:RIGHT, block_causal:SIZE or share_question:Q,A,A; in tokens, see docs/masks.md"
         ),
     ] = "causal",
-    strategy: Annotated[str, typer.Option(help=STRATEGY)] = "auto",
+    strategy: Annotated[str, typer.Option(help=f"{STRATEGY} {ALL} compares them, in a table.")] = "auto",
     layout: Annotated[str, typer.Option(help=LAYOUT)] = "zigzag",
     inner: Annotated[int | None, typer.Option(help=f"{INNER} For any strategy, what leaves a node is priced.")] = None,
     *,
@@ -95,6 +96,7 @@ def plan(
 
     burst-portable plan --seq-len 131072 --ranks 8
     burst-portable plan --seq-len 8192 --ranks 4 --mask documents:0,3000,8192 --json plan.json
+    burst-portable plan --seq-len 131072 --ranks 8 --strategy all
     """
     json_option = JsonOption(json_name, sources=(rates_file,))
     if check_all and not checked:
@@ -110,6 +112,12 @@ def plan(
             "--outer-gbps is between nodes, and there is one", next_step="name --inner, the ranks per node"
         )
     rates = rates.with_nodes(inner or 0, outer_gbps)
+    everything = strategy == ALL
+    if everything and options:
+        got = ", ".join(f"--{name} {value}" for name, value in options.items())
+        raise InputError("--strategy all takes no options of a strategy", got=got, next_step="name one strategy")
+    named = "auto" if everything else strategy
+    planner = asked_strategy(named, inner if _has_nodes(named) else None, options, rates)
     with _waiting("planning"):
         made = make_plan(
             seq_len=seq_len,
@@ -119,20 +127,25 @@ def plan(
             head_dim=head_dim,
             value_dim=value_dim,
             mask=mask,
-            strategy=asked_strategy(strategy, inner if _has_nodes(strategy) else None, options, rates),
+            strategy=planner,
             layout=layout,
             batch=batch,
             itemsize=DTYPES[dtype],
         )
         if not 0 <= rank < ranks:
             raise InputError("no such rank", got=rank, allowed=f"0 to {ranks - 1}")
-        facts = plan_facts(made, rates, rank)
+        facts = comparison_facts(made, planner, rates) if everything else plan_facts(made, rates, rank)
     guessed = rates_file is None and gbps is None
     facts["notes"] = [_one_link(ranks)] if guessed and not rates.node and ranks > _RANKS_A_NODE else []
     if rates_file is None and (file := from_environment().rates):
         facts["notes"].append(
             f"the rates of BURST_RATES are this machine's, and not read here: --rates {file} takes them"
         )
+    if everything:
+        if not json_option.stdout:
+            show_comparison(console(), facts)
+        json_option.write(facts)
+        return 0
     from burst_portable.cli.plan_view import show, show_check
 
     if not json_option.stdout:

@@ -58,20 +58,13 @@ def plan_facts(plan: Plan, rates: Rates, rank: int) -> Facts:
     return {
         "schema": SCHEMA,
         "version": __version__,
-        "problem": _problem(plan.call),
+        "problem": call_facts(plan.call),
         "strategy": plan.strategy,
         "reason": plan.reason,
         "reshard": plan.reshard,
         "groups": plan.groups,
         "inner": plan.inner,
-        "rates": {
-            "tflops": rates.tflops,
-            "gbps": rates.gbps,
-            "node": rates.node or None,
-            "outer_gbps": rates.outer_gbps if rates.node else None,
-            "outer_source": (rates.outer_origin or None) if rates.node else None,
-            "source": rates.source or None,
-        },
+        "rates": rates_facts(rates),
         "costed_ranks": list(costed),
         "passes": {
             name: {
@@ -117,7 +110,20 @@ def costed_ranks(ranks: int, shown: int) -> tuple[int, ...]:
     return tuple(sorted({i * (ranks - 1) // 7 for i in range(8)} | {shown}))
 
 
-def _problem(problem: AttentionCall) -> Facts:
+def rates_facts(rates: Rates) -> Facts:
+    """Return the rates that times are predicted with."""
+    return {
+        "tflops": rates.tflops,
+        "gbps": rates.gbps,
+        "node": rates.node or None,
+        "outer_gbps": rates.outer_gbps if rates.node else None,
+        "outer_source": (rates.outer_origin or None) if rates.node else None,
+        "source": rates.source or None,
+    }
+
+
+def call_facts(problem: AttentionCall) -> Facts:
+    """Return the sizes that were asked for."""
     return {
         "seq_len": problem.layout.length,
         "ranks": problem.ranks,

@@ -1,0 +1,113 @@
+"""`burst-portable plan --strategy all`: the plans of all strategies that serve a call, side by side. Needs no torch.
+
+==================  ==========================================================================================
+schema              "burst_portable.plans/1"; a change that breaks readers counts it up
+problem, rates      as `plan` writes them, see `cli.plan_facts`
+costed_ranks        the ranks that numbers below are taken over: all of them, or a sample
+chosen              what `auto` says: which of them it takes, and why
+strategies          a list, by predicted time: `label` as `auto` calls it, `strategy`, `title`, `reason`; `seconds`,
+                    forward and backward, and by "forward" and "backward": `sent_bytes`, `launches` (most of a rank),
+                    `imbalance` (largest over mean FLOPs of a rank), `seconds` (of the slowest rank)
+refused             by label: why a strategy cannot serve
+==================  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from burst_portable import __version__
+from burst_portable.cli.output import labelled, table
+from burst_portable.cli.plan_facts import Facts, call_facts, costed_ranks, rates_facts
+from burst_portable.errors import InputError, UnsupportedError
+from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.plans import PASSES, Plan
+from burst_portable.planning.rates import Rates
+from burst_portable.strategies.auto import AutoStrategy
+from burst_portable.strategies.base import Strategy
+from burst_portable.strategies.registry import broken, classes
+from burst_portable.utils.text import bytes_text, seconds_text
+
+ALL = "all"
+"""The value of `--strategy` for a comparison."""
+SCHEMA = "burst_portable.plans/1"
+
+
+def comparison_facts(chosen: Plan, auto: Strategy, rates: Rates) -> Facts:
+    """Return what each strategy would do with a call, and what it costs. `chosen`: the plan that `auto` made for it."""
+    assert isinstance(auto, AutoStrategy), "it lists the candidates"
+    call = chosen.call
+    ranks = costed_ranks(call.ranks, 0)
+    served, refused = [], dict(broken())
+    for label, strategy in _every(call, auto):
+        try:
+            plan = strategy.plan(call)
+        except (InputError, UnsupportedError) as error:
+            refused[label] = str(error)
+        else:
+            served.append({"label": label, "title": strategy.title, **_costs(plan, rates, ranks)})
+    return {
+        "schema": SCHEMA,
+        "version": __version__,
+        "problem": call_facts(call),
+        "rates": rates_facts(rates),
+        "costed_ranks": list(ranks),
+        "chosen": chosen.reason,
+        "strategies": sorted(served, key=lambda one: one["seconds"]),
+        "refused": refused,
+    }
+
+
+def _every(call: AttentionCall, auto: AutoStrategy) -> Iterator[tuple[str, Strategy]]:
+    """Yield what `auto` compares, and the other strategies with their default options."""
+    compared = dict(auto.all_candidates(call))
+    yield from compared.items()
+    found = {type(strategy) for strategy in compared.values()}
+    for name, strategy in classes().items():
+        if strategy not in found and strategy is not type(auto):
+            yield name, strategy()
+
+
+def _costs(plan: Plan, rates: Rates, ranks: tuple[int, ...]) -> Facts:
+    cost = plan_cost(plan, rates, ranks)
+    passes = {
+        name: {
+            "sent_bytes": max(one.sent for one in cost.per_rank[name]),
+            "launches": max(one.launches for one in cost.per_rank[name]),
+            "imbalance": cost.imbalance(name),
+            "seconds": max(one.seconds for one in cost.per_rank[name]),
+        }
+        for name in PASSES
+    }
+    return {"strategy": plan.strategy, "reason": plan.reason, "seconds": cost.seconds, "passes": passes}
+
+
+def show_comparison(console: Console, facts: Facts) -> None:
+    """Print a row for each strategy, then what `auto` takes, and why the others cannot serve."""
+    columns = ("strategy", "sent, forward", "backward", "launches", "imbalance", "forward", "backward", "together")
+    rows = table(*columns, left=("strategy",), title="by predicted time; bytes and launches of the rank that has most")
+    for one in facts["strategies"]:
+        forward, backward = (one["passes"][name] for name in PASSES)
+        rows.add_row(
+            Text(one["label"]),
+            bytes_text(forward["sent_bytes"]),
+            bytes_text(backward["sent_bytes"]),
+            f"{forward['launches']} + {backward['launches']}",
+            f"{forward['imbalance']:.3f}",
+            *(seconds_text(seconds) for seconds in (forward["seconds"], backward["seconds"], one["seconds"])),
+        )
+    console.print(rows, "")
+    titles = Table.grid(padding=(0, 1, 0, 0))
+    for name, title in {one["strategy"]: one["title"] for one in facts["strategies"]}.items():
+        titles.add_row(Text(name), Text(title))
+    console.print(titles, "")
+    parts = facts["chosen"].split("; ")  # the times that it lists are those of the table
+    chosen = [part.partition(" (")[0] for part in parts if not part.startswith("not ")]
+    console.print(labelled("auto", "; ".join(chosen[: 1 + chosen[0].startswith("layout ")])))
+    for label, reason in facts["refused"].items():
+        console.print(labelled("not", f"{label}: {reason}"))

@@ -1,0 +1,56 @@
+"""`plan --strategy all`: every strategy that serves a call, side by side."""
+
+from __future__ import annotations
+
+import json
+
+from burst_portable.cli import main
+from burst_portable.strategies.registry import OURS
+
+CALL = ("plan", "--seq-len", "4096", "--ranks", "8", "--heads", "8", "--strategy", "all")
+
+
+def facts_of(capsys, *arguments):
+    assert main([*CALL, *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plan_all_lists_each_strategy_once_by_time(capsys):
+    facts = facts_of(capsys)
+    assert facts["schema"] == "burst_portable.plans/1"
+    served = facts["strategies"]
+    assert {one["strategy"] for one in served} == {*OURS} - {"auto"}
+    assert [one["seconds"] for one in served] == sorted(one["seconds"] for one in served)
+    assert len({one["label"] for one in served}) == len(served)
+    assert facts["chosen"].startswith(f"chose {served[0]['label']} by predicted time")
+    (ring,) = (one for one in served if one["label"] == "ring")
+    assert main([*CALL[:-1], "ring", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    for name, costs in ring["passes"].items():
+        most = alone["passes"][name]["max"]
+        assert (costs["sent_bytes"], costs["launches"]) == (most["sent_bytes"], most["launches"])
+        assert costs["imbalance"] == alone["passes"][name]["imbalance"]
+    assert ring["seconds"] == alone["seconds"]
+
+
+def test_plan_all_names_why_a_strategy_cannot_serve(capsys):
+    facts = facts_of(capsys, "--heads", "6")
+    assert facts["refused"].keys() == {"ulysses"}
+    assert "cannot share these heads" in facts["refused"]["ulysses"]
+    assert main([*CALL, "--heads", "6"]) == 0
+    shown = capsys.readouterr().out
+    assert "not     ulysses: ulysses cannot share these heads" in " ".join(shown.split("\n"))
+    assert "auto    chose " in shown
+
+
+def test_plan_all_takes_layout_and_nodes(capsys):
+    facts = facts_of(capsys, "--inner", "4", "--layout", "auto", "--mask", "window:200")
+    assert facts["problem"]["layout"] == "contiguous"
+    assert {"usp+q", "double_ring+kv"} <= {one["label"] for one in facts["strategies"]}
+    assert main([*CALL, "--inner", "4", "--layout", "auto", "--mask", "window:200"]) == 0
+    assert "layout contiguous by predicted time; chose ring+fetch" in capsys.readouterr().out
+
+
+def test_plan_all_refuses_options_of_one_strategy(capsys):
+    assert main([*CALL, "--moves", "fetch"]) == 2
+    assert "takes no options of a strategy; got --moves fetch" in capsys.readouterr().err
