@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 
 from burst_portable.conformance import check_backend
@@ -120,7 +120,7 @@ def test_ctrl_c_in_a_terminal_while_processes_start():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", LISTENING], start_new_session=True, **pipes)
     try:
-        while len(found := _started_by(process.pid)) < 3:  # with multiprocessing's own
+        while len(found := psutil.Process(process.pid).children()) < 3:  # with multiprocessing's own
             assert process.poll() is None, process.communicate()
             time.sleep(0.02)
         time.sleep(0.3)
@@ -138,14 +138,9 @@ def test_ctrl_c_in_a_terminal_while_processes_start():
         time.sleep(0.05)
 
 
-def _started_by(pid: int) -> list[str]:
-    """Processes that any thread of a process has started."""
-    return [child for tasks in Path(f"/proc/{pid}/task").glob("*/children") for child in tasks.read_text().split()]
-
-
-def _runs(pid: str) -> bool:
-    """Whether there is such a process, and not only the rest of one that nobody has asked for."""
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process runs; one that has ended may stay as a zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False

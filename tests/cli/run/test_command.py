@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from time import monotonic, sleep
 
+import psutil
 import pytest
 
 from burst_portable.cli import main
@@ -185,7 +186,7 @@ def test_interrupted(config: Path, tmp_path: Path, again: float | None):
         assert process.returncode == 128 + signal.SIGINT, err
         assert err == ""
         assert list(temporary.iterdir()) == []
-        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+        assert not any(worker.is_running() for worker in workers)
     finally:
         process.kill()  # its ranks end with it
         process.communicate()
@@ -199,20 +200,15 @@ sys.exit(main())
 """
 
 
-def _workers(process: subprocess.Popen[str], count: int) -> list[int]:
+def _workers(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
     """The ranks of a run, once all are there."""
     until = monotonic() + 60
-    while len(found := _children(process.pid)) < count:
+    while len(found := psutil.Process(process.pid).children()) < count:
         assert process.poll() is None, process.communicate()
         assert monotonic() < until
         sleep(0.1)
     sleep(1.0)
     return found
-
-
-def _children(pid: int) -> list[int]:
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in path.read_text(encoding="ascii").split()] if path.exists() else []
 
 
 # ------------------------------------------------------------------------------------------------- bad input
