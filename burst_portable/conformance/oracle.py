@@ -6,6 +6,7 @@ from autograd. It needs memory in proportion to the square of the length, so it 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -164,20 +165,23 @@ FLOOR = {torch.float64: 1e-14, torch.float32: 6e-7, torch.float16: 1e-3, torch.b
 
 _ROUNDINGS = 4
 
+# The largest of many rounding errors varies more than their 2-norm does.
+_MAX_MULTIPLE, _MAX_FLOORS = 2.0, 2.0
 
-def relative_error(x: Tensor, reference: Tensor) -> float:
-    """|x - reference| / |reference| in the 2-norm; infinite if x holds a NaN, or an infinity of its own.
 
-    Infinities that the reference has too (LSE of rows that see nothing) must be equal, and count no further.
+def relative_error(x: Tensor, reference: Tensor, order: float = 2) -> float:
+    """Return ``|x - reference| / |reference|`` in the norm of an order: 2, or infinity for the largest absolute value.
+
+    The result is infinite if `x` contains a NaN, or an infinity that `reference` does not have. Infinities that both
+    have (LSE of fully masked rows) must be equal, and count no further.
     """
     x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
     finite = reference.isfinite()
     if x.shape != reference.shape or not torch.equal(x[~finite], reference[~finite]):
-        return float("inf")
-    difference = (x[finite] - reference[finite]).norm().item()
-    norm = reference[finite].norm().item()
+        return math.inf
+    difference, norm = ((one[finite].norm(order).item() if finite.any() else 0.0) for one in (x - reference, reference))
     error = difference / norm if norm else difference
-    return error if error == error else float("inf")
+    return error if error == error else math.inf
 
 
 def error_of_weights(exact: Answer, dtype: torch.dtype, rounding: float = 0.0) -> float:
@@ -195,26 +199,34 @@ def error_of_weights(exact: Answer, dtype: torch.dtype, rounding: float = 0.0) -
 def errors(
     answer: Answer, exact: Answer, plain: Answer, dtype: torch.dtype, extra: float = 0.0, rounding: float = 0.0
 ) -> dict[str, tuple[float, float]]:
-    """Every quantity of an answer: name -> (error, allowed).
+    """Return the errors of every quantity of an answer: name -> (error, allowed).
+
+    Each quantity is compared twice: `name` in the 2-norm, which averages over all elements, and `name (max)` by the
+    largest absolute error, relative to the largest absolute value. One wrong element of many exceeds only the latter,
+    and a small error of every element only the former.
 
     Args:
-        extra: is allowed to gradients besides.
-        rounding: of the kernel's operands.
+        answer: The answer to be judged.
+        exact: The oracle's answer in float64.
+        plain: The answer of plain attention in `dtype`.
+        dtype: The dtype of the inputs.
+        extra: Additional relative error that gradients may have.
+        rounding: Relative rounding of the kernel's operands.
     """
-    expected, usual = exact.quantities(), plain.quantities()
-    return {
-        name: (
-            relative_error(value, expected[name]),
-            MULTIPLE[name] * relative_error(usual[name], expected[name])
-            + FLOOR[dtype]
-            + _ROUNDINGS * rounding
-            + (extra if name.startswith("d") else 0.0),
-        )
-        for name, value in answer.quantities().items()
-    }
+    expected, usual, found = exact.quantities(), plain.quantities(), {}
+    floor = FLOOR[dtype] + _ROUNDINGS * rounding
+    for name, value in answer.quantities().items():
+        more = extra if name.startswith("d") else 0.0
+        for title, order, multiple, floors in (
+            (name, 2, MULTIPLE[name], 1.0),
+            (f"{name} (max)", math.inf, _MAX_MULTIPLE, _MAX_FLOORS),
+        ):
+            allowed = multiple * relative_error(usual[name], expected[name], order) + floors * floor + more
+            found[title] = relative_error(value, expected[name], order), allowed
+    return found
 
 
 def judge(answer: Answer, exact: Answer, plain: Answer, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """The quantities that are too far off: name -> (error, allowed). Empty for a good answer."""
+    """Return the quantities whose error exceeds the tolerance: name -> (error, allowed). Empty for a good answer."""
     every = errors(answer, exact, plain, dtype)
     return {name: (error, allowed) for name, (error, allowed) in every.items() if not error <= allowed}
