@@ -123,8 +123,8 @@ def test_the_readme_example_runs_as_torchrun_would_start_it():
     assert float(told[1]) < 2e-6
 
 
-def test_the_picture_of_two_plans_is_what_the_plans_make():
-    done = subprocess.run(
-        [sys.executable, "ci/make_images.py", "--check"], cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}, check=False
-    )
-    assert done.returncode == 0, "run python ci/make_images.py"
+@pytest.mark.parametrize("script", ["make_images", "make_diagrams"])
+def test_pictures_are_what_their_scripts_draw(script):
+    command = [sys.executable, f"ci/{script}.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}, check=False)
+    assert done.returncode == 0, f"run PYTHONPATH=. python ci/{script}.py"

@@ -1,0 +1,168 @@
+"""Draw the diagrams of CONTRIBUTING.md into docs/images/.
+
+    PYTHONPATH=. python ci/make_diagrams.py [--check]
+
+layers.svg has the folders and modules at the root of the package, in the layers that pyproject.toml declares, and the
+imports between them. An import that follows from others is left out: if a imports b and b imports c, no arrow leads
+from a to c. With --check nothing is written, and the exit code is 1 if a file differs from what would be written.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
+PACKAGE = "burst_portable"
+STYLE = """
+  text { font: 14px system-ui, sans-serif; fill: #1b2430; text-anchor: middle }
+  .soft { fill: #5b6775; font-size: 13px } .start { text-anchor: start }
+  .back { fill: #fff } .box { fill: #e9edf2; stroke: #9aa7b5 } .pure { fill: #d9efe3; stroke: #1f9d63 }
+  .line { stroke: #5b6775; stroke-width: 1.4; fill: none } .tip { fill: #5b6775 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6ebf1 } .soft { fill: #9aa7b5 } .back { fill: #0d1117 }
+    .box { fill: #232c37; stroke: #5b6775 } .pure { fill: #14382a; stroke: #1f9d63 }
+    .line { stroke: #9aa7b5 } .tip { fill: #9aa7b5 }
+  }
+"""
+WIDTH, HEIGHT, ROW, COLUMN, LEFT, TOP = 104, 30, 54, 150, 120, 74  # pixels: a box, and the distances between centers
+
+# Where a name stands, in columns. Chosen so that no arrow crosses a box, which `check_crossings` makes sure of.
+COLUMNS = {
+    "cli": 1.6, "conformance": 1.45, "integrations": 3.7, "measuring": 0.0, "profiling": 1.3, "nn": 2.1, "api": 1.9,
+    "sharding": 3.2, "gradients": 4.1, "runtime": 1.3, "mesh": 0.7, "backends": 1.1, "kernels": 1.5, "strategies": 2.5,
+    "comm": 0.7, "planning": 2.2, "numerics": 1.4, "layout": 2.2, "mask": 2.2, "config": -0.3, "utils": 0.8,
+    "errors": 1.4,
+}  # fmt: skip
+
+Edges = dict[str, set[str]]
+Point = tuple[float, float]
+
+
+def read_contracts() -> tuple[dict[str, int], set[str]]:
+    """Return the layer of every name, 0 at the top, and the names that import no torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = {one["id"]: one for one in project["tool"]["importlinter"]["contracts"]}
+    layers = contracts["layers"]["layers"]
+    rows = {name: row for row, names in enumerate(layers) for name in names.split(" | ") if name != "__main__"}
+    pure = {name.removeprefix(f"{PACKAGE}.") for name in contracts["pure"]["source_modules"]}
+    return rows, pure & rows.keys()
+
+
+def imports_between(names: set[str]) -> Edges:
+    """Return which of the names import which, without imports that follow from others."""
+    graph, edges = grimp.build_graph(PACKAGE, cache_dir=None), {name: set[str]() for name in names}
+    for module in graph.modules - {PACKAGE}:
+        for imported in graph.find_modules_directly_imported_by(module) - {PACKAGE}:
+            a, b = (name.split(".")[1] for name in (module, imported))
+            if a in names and b in names and a != b:
+                edges[a].add(b)
+
+    def reached(name: str) -> set[str]:
+        return edges[name].union(*(reached(other) for other in edges[name]))
+
+    below = {name: reached(name) for name in names}
+    return {
+        name: {one for one in edges[name] if not any(one in below[other] for other in edges[name])} for name in names
+    }
+
+
+def center(name: str, rows: dict[str, int]) -> Point:
+    """Return the center of a box."""
+    return LEFT + COLUMN * COLUMNS[name], TOP + ROW * (rows[name] - 1)
+
+
+def check_crossings(rows: dict[str, int], edges: Edges) -> None:
+    """Raise `SystemExit` if an arrow leads upward or crosses a box."""
+    for a, targets in sorted(edges.items()):
+        for b in sorted(targets):
+            if rows[b] <= rows[a]:
+                raise SystemExit(f"the import of {b} by {a} leads upward")
+            (x1, y1), (x2, y2) = center(a, rows), center(b, rows)
+            for name, row in rows.items():
+                x, y = center(name, rows)
+                for edge in (y - HEIGHT / 2, y + HEIGHT / 2) if rows[a] < row < rows[b] else ():
+                    if abs(x1 + (x2 - x1) * (edge - y1) / (y2 - y1) - x) < WIDTH / 2 + 4:
+                        raise SystemExit(f"the arrow from {a} to {b} crosses {name}; change COLUMNS")
+
+
+def arrow(start: Point, end: Point) -> list[str]:
+    """Draw a line with a tip at its end."""
+    (x1, y1), (x2, y2) = start, end
+    length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5
+    ux, uy = (x2 - x1) / length, (y2 - y1) / length
+    bx, by = x2 - 9 * ux, y2 - 9 * uy
+    tip = f"{x2:.1f},{y2:.1f} {bx - 4 * uy:.1f},{by + 4 * ux:.1f} {bx + 4 * uy:.1f},{by - 4 * ux:.1f}"
+    line = f'<path class="line" d="M{x1:.1f},{y1:.1f} L{bx:.1f},{by:.1f}"/>'
+    return [line, f'<polygon class="tip" points="{tip}"/>']
+
+
+def box(middle: Point, text: str, kind: str = "box", width: int = WIDTH) -> list[str]:
+    """Draw a box with a line of text."""
+    x, y = middle
+    shape = f'x="{x - width / 2:.1f}" y="{y - HEIGHT / 2:.1f}" width="{width}" height="{HEIGHT}" rx="5"'
+    return [f'<rect class="{kind}" {shape}/>', f'<text x="{x:.1f}" y="{y + 5:.1f}">{text}</text>']
+
+
+def picture(title: str, width: float, height: float, parts: list[str]) -> str:
+    """Return an SVG file."""
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img">',
+            f"<title>{title}</title>",
+            f"<style>{STYLE}</style>",
+            f'<rect class="back" width="{width:.0f}" height="{height:.0f}" rx="8"/>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def draw_layers() -> str:
+    """Return layers.svg."""
+    rows, pure = read_contracts()
+    if missing := rows.keys() ^ COLUMNS.keys():
+        raise SystemExit(f"COLUMNS and the layers of pyproject.toml differ in {', '.join(sorted(missing))}")
+    edges = imports_between(set(rows))
+    check_crossings(rows, edges)
+    parts = []
+    for a in rows:
+        for b in sorted(edges[a], key=COLUMNS.__getitem__):
+            (x1, y1), (x2, y2) = center(a, rows), center(b, rows)
+            shift = max(-WIDTH / 2 + 12, min(WIDTH / 2 - 12, HEIGHT / 2 * (x2 - x1) / (y2 - y1)))
+            parts += arrow((x1 + shift, y1 + HEIGHT / 2), (x2 - shift, y2 - HEIGHT / 2 - 1))
+    for name in rows:
+        parts += box(center(name, rows), name, "pure" if name in pure else "box")
+    width, height = LEFT + 4 * COLUMN + 80, TOP + ROW * (max(rows.values()) - 1) + 36
+    legend = [("box", "may import torch"), ("pure", "imports no torch")]
+    for number, (kind, text) in enumerate(legend):
+        y = height - 58 + 26 * number
+        parts.append(f'<rect class="{kind}" x="{width - 170}" y="{y - 11}" width="22" height="14" rx="3"/>')
+        parts.append(f'<text class="soft start" x="{width - 140}" y="{y}">{text}</text>')
+    note = "An arrow leads to what is imported. Imports that follow from others are left out."
+    parts.append(f'<text class="soft start" x="20" y="32">{note}</text>')
+    return picture("The folders of burst_portable and their imports, from high to low", width, height, parts)
+
+
+DIAGRAMS = {"layers.svg": draw_layers}
+
+
+def main() -> int:
+    """Write the diagrams, or compare them with the files."""
+    stale = 0
+    for name, draw in DIAGRAMS.items():
+        file, text = IMAGES / name, draw()
+        if "--check" not in sys.argv[1:]:
+            file.write_text(text, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != text:
+            print(f"docs/images/{name} is stale: run PYTHONPATH=. python ci/make_diagrams.py")
+            stale = 1
+    return stale
+
+
+if __name__ == "__main__":
+    sys.exit(main())
