@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from burst_portable.conformance.checks import (
-    attention,
-    blind,
-    claims,
-    extremes,
-    group,
-    profiler,
-    sizes,
-    steady,
-    transport,
-)
-from burst_portable.conformance.checks import buffers as memory
-from burst_portable.conformance.checks import kernel_contract as kernels
+from burst_portable.conformance.checks import attention, buffers, claims, kernel_contract, profiler, transport
 from burst_portable.conformance.trial import Check
 
 CHECKS: dict[str, Check] = {
-    module.NAME: module.CHECK
-    for module in (claims, kernels, transport, attention, sizes, blind, extremes, memory, steady, profiler, group)
+    check.name: check
+    for check in (
+        claims.CHECK,
+        kernel_contract.CHECK,
+        transport.TRANSPORT,
+        attention.ATTENTION,
+        attention.SIZES,
+        attention.BLIND,
+        attention.EXTREMES,
+        buffers.CHECK,
+        attention.STEADY,
+        profiler.CHECK,
+        transport.GROUP,
+    )
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport, WrappedTransport
 from burst_portable.conformance.cases import Case
-from burst_portable.conformance.checks.attending import judged
+from burst_portable.conformance.checks.attention import judged
 from burst_portable.conformance.checks.kernel_contract import plainest
 from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.running import kernel_problem, run_case, run_kernel

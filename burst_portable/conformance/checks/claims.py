@@ -12,8 +12,7 @@ import torch.distributed as dist
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel
 from burst_portable.conformance.cases import DTYPES, Case
-from burst_portable.conformance.checks.attending import judged
-from burst_portable.conformance.checks.sizes import HEAD_SIZES
+from burst_portable.conformance.checks.attention import HEAD_SIZES, judged
 from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.running import kernel_problem, run_kernel, serves
 from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain

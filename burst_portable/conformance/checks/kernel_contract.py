@@ -21,9 +21,7 @@ from burst_portable.conformance.cases import (
     Choices,
     covering,
 )
-from burst_portable.conformance.checks.attending import judged
-from burst_portable.conformance.checks.sizes import HEAD_SIZES
-from burst_portable.conformance.checks.steady import grown
+from burst_portable.conformance.checks.attention import HEAD_SIZES, grown, judged
 from burst_portable.conformance.oracle import Answer, Inputs, make_inputs
 from burst_portable.conformance.running import Trespass, kernel_problem, run_kernel, run_whole, serves
 from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain

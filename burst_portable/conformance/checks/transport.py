@@ -1,25 +1,70 @@
-"""Point to point and collectives between ranks as threads: order, sizes, buffers of their own."""
+"""Check transports: between ranks as threads, and a backend's own between processes with a device each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.checks.attention import case_trial, case_trials, judged
 from burst_portable.conformance.exchanges import JOBS
+from burst_portable.conformance.oracle import make_inputs
+from burst_portable.conformance.processes import devices, exchange, shards
+from burst_portable.conformance.running import together
 from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
 
-NAME = "transport"
 
-
-def trials(subject: Subject) -> Iterator[Trial]:
-    """Every job, on few ranks and on many."""
+def _thread_trials(subject: Subject) -> Iterator[Trial]:
+    """Yield every job, on few ranks and on many."""
     for ranks in (2, 3) if subject.effort == "quick" else (2, 3, 5, 8):
         if ranks <= subject.ranks:
-            yield from (plain(NAME, f"{job}-{ranks}ranks", _attempt, subject, job, ranks) for job in JOBS)
+            yield from (plain("transport", f"{job}-{ranks}ranks", _run_job, subject, job, ranks) for job in JOBS)
 
 
-def _attempt(subject: Subject, job: str, ranks: int) -> Outcome:
+def _run_job(subject: Subject, job: str, ranks: int) -> Outcome:
     said = subject.threads(ranks, lambda transport: JOBS[job](transport, subject.device))
     return Outcome(wrong="; ".join(f"rank {rank}: {wrong}" for rank, wrong in enumerate(said) if wrong))
 
 
-CHECK = Check(NAME, "messages and collectives between ranks as threads", trials)
+TRANSPORT = Check("transport", "messages and collectives between ranks as threads", _thread_trials)
+
+
+_GROUP_CASES = (
+    Case(mask="custom", layout="striped", strategy="burst", ranks=2, sinks=True),
+    Case(mask="documents", layout="document_zigzag", strategy="ring+fetch", ranks=3, dtype=torch.bfloat16),
+    Case(mask="causal", strategy="ulysses", ranks=4, heads="mha"),
+    Case(mask="sink_window", strategy="double_ring", ranks=4),
+    Case(mask="causal", strategy="usp", ranks=4),
+)
+
+
+def _group_trials(subject: Subject) -> Iterator[Trial]:
+    """Yield messages and collectives, and a few attentions. A process takes seconds to start: few of each."""
+    counts, cases = ((2,), _GROUP_CASES[:1]) if subject.effort == "quick" else ((2, 3), _GROUP_CASES)
+    yield from (plain("group", f"messages-{n}ranks", _messages, subject, n) for n in counts if n <= subject.ranks)
+    yield from case_trials("group", subject, cases, _attend)
+
+
+def _messages(subject: Subject, ranks: int) -> Outcome:
+    too_few = _too_few(subject, ranks)
+    return Outcome(skipped=too_few) if too_few else Outcome(wrong=exchange(subject, ranks))
+
+
+def _attend(subject: Subject, case: Case) -> Outcome:
+    if too_few := _too_few(subject, case.ranks):
+        return Outcome(skipped=too_few)
+    return judged(case, make_inputs(case), together(shards(subject, case), case.make_layout()))
+
+
+def _too_few(subject: Subject, ranks: int) -> str:
+    found = devices(subject.backend)
+    return f"{ranks} ranks need {ranks} devices, and there is {found}" if found is not None and found < ranks else ""
+
+
+GROUP = Check(
+    "group",
+    "the backend's own transport, between processes",
+    _group_trials,
+    lambda subject, case, kernel: case_trial("group", subject, case, _attend),
+)

@@ -16,7 +16,7 @@ from backends.ascend.standin import fusion
 from burst_portable.backends.ascend import attention
 from burst_portable.backends.ascend.attention import FusionKernel
 from burst_portable.conformance.cases import MASKS, Case
-from burst_portable.conformance.checks.attending import judged
+from burst_portable.conformance.checks.attention import judged
 from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.running import run_kernel
 from burst_portable.kernels.base import KernelProblem, Options
