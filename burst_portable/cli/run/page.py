@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from burst_portable.cli.drawing import score_matrix
@@ -14,6 +13,7 @@ from burst_portable.cli.run import charts
 from burst_portable.cli.run.charts import Part, Series
 from burst_portable.cli.run.view import timing_text, utilisation_text, verdict_text
 from burst_portable.planning.plans import PASSES, TRAVELS, Plan
+from burst_portable.profiling.report.html import template_environment
 from burst_portable.utils.text import bytes_text, scaled, time_text
 
 # What a step is made of, in the order in which it is drawn: (class, name, what it is).
@@ -34,13 +34,7 @@ def write_html(facts: dict[str, Any], plan: Plan, path: Path) -> None:
         facts: as `training.outcome.facts_of` made them.
         plan: that ran, for its picture.
     """
-    environment = Environment(
-        loader=PackageLoader("burst_portable.cli.run", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = template_environment("burst_portable.cli.run")
     environment.filters.update(
         bytes=bytes_text,
         flops=lambda x: scaled(x, "FLOP"),

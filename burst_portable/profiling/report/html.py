@@ -43,15 +43,15 @@ _SENSORS = {"watts": "W", "megahertz": "MHz", "celsius": "°C"}
 _SHORT = 20_000  # nanoseconds: shorter waits and copies are not drawn
 
 
+def template_environment(package: str) -> Environment:
+    """Return an environment for the HTML templates of a package: escaped, strict, without blank lines of blocks."""
+    loader = PackageLoader(package, ".")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+
+
 def page(data: dict[str, Any]) -> str:
-    """The whole file as text."""
-    environment = Environment(
-        loader=PackageLoader("burst_portable.profiling.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    """Return the whole file as text."""
+    environment = template_environment("burst_portable.profiling.report")
     environment.filters.update(
         time=time_text,
         percent=percent,
