@@ -1,0 +1,64 @@
+"""The base class of backends: what an implementer must define, and what the defaults say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.backends.base import AcceleratorBackend, Backend, Capabilities, Probe, Rates
+from burst_portable.comm.base import Transport
+from burst_portable.errors import BackendUnavailableError, UnsupportedError
+from burst_portable.kernels.reference import ReferenceKernel
+
+README = Path(__file__).resolve().parents[2] / "backends" / "README.md"
+
+
+class Least(Backend):
+    name = "least"
+    capabilities = Capabilities("cpu", "gloo", False, Rates(tflops=1.0, gbps=1.0))
+
+    def probe(self):
+        return Probe(True)
+
+    def kernels(self):
+        return (ReferenceKernel(),)
+
+
+@pytest.mark.parametrize("cls", [Backend, AcceleratorBackend, Transport])
+def test_readme_lists_what_a_class_must_define(cls):
+    """The table of backends/README.md against the class."""
+    home = f"`{cls.__module__.removeprefix('burst_portable.')}.{cls.__name__}`"
+    (row,) = (line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {home}"))
+    _, must_define, has_default = row.strip("| ").split(" | ")
+    assert set(re.findall(r"`(\w+)`", must_define)) == cls.__abstractmethods__
+    listed = set(re.findall(r"`(\w+)`", has_default))
+    assert all(name in dir(cls) for name in listed)
+    if cls is Backend:
+        public = {name for name in dir(Backend) if not name.startswith("_")}
+        assert listed == public - Backend.__abstractmethods__
+
+
+def test_backend_defaults_say_that_it_has_none():
+    backend = Least()
+    assert (
+        backend.measured_rates(2, "") is backend.group_options(None) is backend.tracer() is backend.kineto([]) is None
+    )
+    assert backend.peaks("float32").flops is None
+    with pytest.raises(BackendUnavailableError, match="the backend 'least' reads no sensors"):
+        backend.meter(0)
+    with pytest.raises(BackendUnavailableError, match="'least' does not count what crosses links"):
+        backend.link_counters(0)
+    with pytest.raises(UnsupportedError, match="'least' has no direct transport"):
+        backend.connect_direct(None, None, 1.0)
+
+
+def test_backend_without_transport_serves_one_rank(monkeypatch):
+    backend, x = Least(), torch.randn(1, 8, 2, 16)
+    monkeypatch.setattr(bp.Mesh, "backend_for", lambda mesh, device_type: backend)
+    assert bp.attention(x, x, x, mesh=bp.Mesh.single()).shape == x.shape
+    with pytest.raises(UnsupportedError, match="the backend 'least' has no transport, so it serves one rank only"):
+        backend.transport(None, 1.0)
