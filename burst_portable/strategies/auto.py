@@ -62,7 +62,7 @@ class AutoStrategy(Strategy):
 
     def seconds(self, plan: Plan) -> float:
         """What plans are compared by: their predicted time at these rates, over a sample of ranks if there are many."""
-        return plan_seconds(plan, self._rates_for(plan.call), _sample(plan.call))
+        return plan_seconds(plan, self._rates_for(plan.call), sampled_ranks(plan.call))
 
     def plan(self, call: AttentionCall) -> Plan:
         if call.ranks == 1:
@@ -94,7 +94,7 @@ class AutoStrategy(Strategy):
 
     def _sent(self, plan: Plan) -> int:
         """Bytes sent by the rank that sends most, in both passes: the tie-breaker between equally fast plans."""
-        return plan_cost(plan, self._rates_for(plan.call), _sample(plan.call)).sent
+        return plan_cost(plan, self._rates_for(plan.call), sampled_ranks(plan.call)).sent
 
     def _rates_for(self, call: AttentionCall) -> Rates:
         """These rates; over several nodes without peer copies: one transport serves all, and they end at the node."""
@@ -124,8 +124,8 @@ def _fewest_groups(best: str, plans: dict[str, Plan], seconds: dict[str, float])
 
 
 @lru_cache(maxsize=64)
-def _sample(call: AttentionCall) -> tuple[int, ...]:
-    """The ranks whose costs are compared: all if there are few, else a few evenly spaced ones and the busiest."""
+def sampled_ranks(call: AttentionCall) -> tuple[int, ...]:
+    """Return the ranks whose costs are compared: all if there are few, else some evenly spaced ones and the busiest."""
     ranks, mask = call.ranks, call.mask
     if ranks <= _SAMPLED_RANKS:
         return tuple(range(ranks))

@@ -18,7 +18,7 @@ from burst_portable.conformance.running import plan_of
 from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.rates import Rates
-from burst_portable.profiling.analysis.causes import _add_collectives
+from burst_portable.profiling.analysis.causes import add_collectives
 from burst_portable.profiling.session import profile
 from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
 from tests.support.live_memory import KV_BYTES, RESULT_BYTES, measured
@@ -307,7 +307,7 @@ def test_who_is_late_is_sought_in_the_own_node():
 
     records = bp.run_local(4, work)[0]
     segments = {one.rank: [] for one in records}
-    _add_collectives(segments, records)
+    add_collectives(segments, records)
     waited = {rank: {s.late for s in own if s.end - s.start > 200_000_000} for rank, own in segments.items()}
     assert waited == {0: {1}, 1: set(), 2: {3}, 3: set()}
 

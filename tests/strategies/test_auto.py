@@ -10,7 +10,7 @@ from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.rates import Rates
-from burst_portable.strategies.auto import AutoStrategy, _sample
+from burst_portable.strategies.auto import AutoStrategy, sampled_ranks
 from burst_portable.strategies.registry import make_strategy
 
 COPIES = Rates(tflops=400.0, gbps=100.0, direct=((1, 100.0),))
@@ -92,7 +92,7 @@ def test_of_plans_that_take_equally_long_the_one_that_sends_least():
 )
 def test_ranks_that_are_priced(mask, ranks, priced):
     """Some at equal distances, the one whose queries see most, and the one whose keys are seen most."""
-    assert _sample(problem(ranks, mask=mask)) == priced
+    assert sampled_ranks(problem(ranks, mask=mask)) == priced
 
 
 def test_it_follows_the_arithmetic_of_the_travelling_side():

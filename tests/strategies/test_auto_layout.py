@@ -14,7 +14,7 @@ from burst_portable.mask import Mask
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.verify import verify
-from burst_portable.strategies.auto import AutoStrategy, _sample
+from burst_portable.strategies.auto import AutoStrategy, sampled_ranks
 
 H200 = rates_of_machine("NVIDIA H200", 4)
 DOCUMENTS = (0, 9000, 9100, 12000, 12345, 16000, 20001, 22000, 32768)
@@ -70,7 +70,7 @@ def test_the_busiest_rank_is_among_those_that_are_priced():
     ends = [*range(0, 3072, 64), 3072, *range(4096, 16385, 64)]
     made = plan(mask=Mask.documents(ends), layout="contiguous", ranks=16, seq_len=16384, strategy="ring")
     rates = Rates(1.0, 100.0)
-    priced = _sample(made.call)
+    priced = sampled_ranks(made.call)
     assert 3 in priced
     assert len(priced) < 8
     assert AutoStrategy(rates=rates).seconds(made) == pytest.approx(plan_cost(made, rates).seconds)

@@ -87,7 +87,7 @@ def find_causes(records: Sequence[RankRecords], messages: Messages) -> Waits:
     """Every wait of every rank, by cause. The records are on one clock."""
     segments: dict[int, list[Segment]] = {one.rank: _computing(one) for one in records}
     _add_messages(segments, messages)
-    _add_collectives(segments, records)
+    add_collectives(segments, records)
     ranks = {one.rank: _Rank(_disjoint(segments[one.rank]), passes_of(one)) for one in records}
     waits: Waits = defaultdict(lambda: defaultdict(int))
     for rank, own in ranks.items():
@@ -138,7 +138,7 @@ def _add_messages(segments: dict[int, list[Segment]], messages: Messages) -> Non
                 segments[mine].append(Segment(both, stop, link))
 
 
-def _add_collectives(segments: dict[int, list[Segment]], records: Sequence[RankRecords]) -> None:
+def add_collectives(segments: dict[int, list[Segment]], records: Sequence[RankRecords]) -> None:
     """The others wait for the last rank to come; from then on, all exchange."""
     together: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
     for one in records:

@@ -249,7 +249,7 @@ def _links(report: dict[str, Any]) -> list[Loss]:
         if len(times) > 1 and worst > _STANDS_OUT * rest and _brings_less(report, pair):
             excess = worst - rest
             source, target = pair
-            text = f"the link from rank {source} to rank {target} is slow: {_speeds(report, pair)}"
+            text = f"the link from rank {source} to rank {target} is slow: {link_speeds_text(report, pair)}"
             advice = (
                 f"look at the way from rank {source} to rank {target} (topology, other traffic, the network between "
                 "them); until then order the ranks so that fewer bytes take it, or try another strategy"
@@ -283,8 +283,8 @@ def _brings_less(report: dict[str, Any], pair: tuple[int, int]) -> bool:
     return not speeds[pair] or not others or _STANDS_OUT * speeds[pair] < median(others)
 
 
-def _speeds(report: dict[str, Any], pair: tuple[int, int]) -> str:
-    """The rates of the slow link and of the others, in words."""
+def link_speeds_text(report: dict[str, Any], pair: tuple[int, int]) -> str:
+    """Return the rates of a slow link and of the others as text."""
     speeds = {(link["source"], link["target"]): link["bytes_per_second"] for link in report["links"]}
     others = [s for p, s in speeds.items() if p != pair and s]
     if not speeds[pair]:

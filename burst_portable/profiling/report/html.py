@@ -60,7 +60,7 @@ def page(data: dict[str, Any]) -> str:
         flops=lambda x: scaled(x, "FLOP/s"),
         loss_name=loss_name,
         backward=PASSES.index,
-        whole=_whole,
+        whole=keep_units_together,
     )
     environment.globals.update(
         cell=_cell,
@@ -106,8 +106,8 @@ def page(data: dict[str, Any]) -> str:
     )
 
 
-def _whole(text: str) -> str:
-    """A sentence in which numbers are kept on one line with their units."""
+def keep_units_together(text: str) -> str:
+    """Return the text with no-break spaces between numbers and their units."""
     return re.sub(r"(?<=\d) (?=(?:%|[nµm]?s|[kKMGTPE]?i?(?:B|FLOP)(?:/s)?)(?!\w))", "\u00a0", text)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.profiling.analysis.analyze import analyze
-from burst_portable.profiling.analysis.verdict import _speeds, losses_of
+from burst_portable.profiling.analysis.verdict import link_speeds_text, losses_of
 from burst_portable.profiling.recorder import layouts
 from burst_portable.profiling.records import RankRecords
 from burst_portable.profiling.report.tables import loss_name
@@ -139,7 +139,7 @@ def test_a_link_as_fast_as_the_others_is_not_slow_though_it_is_waited_for(others
 def test_what_a_slow_link_brings_is_told_in_a_unit_that_fits():
     links = [{"source": 0, "target": 1, "bytes_per_second": 12_500_000_000}]
     links.append({"source": 1, "target": 0, "bytes_per_second": 45_000_000_000})
-    assert _speeds({"links": links}, (0, 1)) == "it brings 12.5 GB/s, others 45 GB/s"
+    assert link_speeds_text({"links": links}, (0, 1)) == "it brings 12.5 GB/s, others 45 GB/s"
 
 
 def test_exposed_communication_and_the_side_that_travels_less():
