@@ -72,6 +72,15 @@ def test_the_doctor_finds_it(environment):
 
 
 @pytest.mark.slow
+def test_run_computes_with_the_named_backend(environment):
+    """The backend cpu serves the same device and comes first, and has no kernel of that name."""
+    options = ["--backend", "theirs", "--ranks", "2", "--steps", "1", "--seq-len", "64", "--json", "-"]
+    done = run({**environment, "BURST_KERNEL": "their_boxes"}, "burst_portable", "run", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["backend"] == "theirs"
+
+
+@pytest.mark.slow
 def test_its_own_tests_are_one_decorator(environment):
     options = ["-q", "-p", "no:cacheprovider", "-k", "transport or blind", str(EXAMPLE / "tests")]
     done = run(environment, "pytest", "--rootdir", str(EXAMPLE), "-c", "/dev/null", *options)

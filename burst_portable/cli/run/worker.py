@@ -71,7 +71,7 @@ def _run(path: Path, rank: int) -> None:
     try:
         outcome, gradients = run_rank(
             job,
-            Mesh.from_group(inner=job.inner),
+            Mesh.from_group(inner=job.inner, backend=job.backend),
             device,
             lambda course: tell(event="step", loss=course.losses[-1], seconds=course.seconds[-1]),
         )
