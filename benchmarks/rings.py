@@ -145,9 +145,9 @@ class Still(Transport):
             self._kept[self._key] = [x.clone() for x in self._pass]
             self._inner.end()
 
-    def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
+    def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
         if self.moving:
-            self._pass.append(self._inner.inbox(size, device, peer, place))
+            self._pass.append(self._inner.inbox(size, device, peer, offset))
             return self._pass[-1]
         self._next += 1
         return self._pass[self._next - 1]

@@ -1,11 +1,11 @@
-"""Do all ranks make the same call? Asked before the first hop of a pass, and answered on every rank.
+"""Check that all ranks make the same call, before a pass sends its first block.
 
 Each rank shares 16 bytes (a hash of everything that must be equal) and how many passes it has begun. If these differ,
-the facts themselves are exchanged, and every rank raises an error that names both sides; no block is sent.
+the facts themselves are exchanged, and every rank raises an error that names both sides. No block is then sent.
 
-Transports of host memory ask in every pass. With others the host would have to wait for the device, so ranks ask only
-when a call is new, through the store of their group. If a rank later makes a different call, the flags of peer copies
-(`comm.peer_copy`) or the deadline of NCCL reveal it.
+Transports of host memory compare in every pass. With others the host would have to wait for the device, so ranks
+compare only when a call is new, through the store of their group. If a rank later makes a different call, the flags of
+peer copies (`comm.peer_copy`) or the timeout of NCCL reveal it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from burst_portable.errors import (
 
 _FACTS_SIZE = 4096
 _SHOWN = 300
-_REMEMBERED = 1 << 14  # statements that a transport need not ask about again
-_TELLING = 10.0  # seconds that a rank which refuses its call waits for the others to hear of it
+_REMEMBERED = 1 << 14  # signatures that a transport need not compare again
+_TELLING = 10.0  # seconds that a rank with an error waits for the other ranks to receive it
 _TITLE = ("pass", "mask", "case")
 _HINTS = {  # what to do if ranks differ in a fact that no user chose
     "tokens": "where ranks hold different numbers of rows, pass seq_len= (tokens of the whole sequence)",
@@ -43,7 +43,7 @@ _HINTS = {  # what to do if ranks differ in a fact that no user chose
 }
 _GIVEN = ("mask", "batch", "heads", "head sizes", "dtype", "backend")  # if these differ, `auto` chooses differently
 REFUSED = "refused"
-"""The fact that a rank states after refusing its own call, so that others do not wait for it."""
+"""Name of the fact that a rank sends in place of its call after an error, so that no rank waits for it."""
 
 
 class HashedValue(NamedTuple):
@@ -57,46 +57,48 @@ Facts = Mapping[str, str | HashedValue]
 
 
 class CallSignature(NamedTuple):
-    """What one rank says of its call."""
+    """The facts of a call that all ranks must have in common, and their digest."""
 
     digest: bytes
     facts: Facts
 
     def of_pass(self, name: str) -> CallSignature:
-        """The statement for one pass of the same call."""
+        """Return the signature of one pass of this call."""
         return call_signature({**self.facts, "pass": name})
 
     @property
     def title(self) -> str:
-        """The call in a few words, for errors about ranks that do not answer."""
+        """Describe the call in a few words, for errors about ranks that do not answer."""
         shown = [fact.name if isinstance(fact, HashedValue) else fact for fact in map(self.facts.get, _TITLE) if fact]
         return ", ".join(shown) or "a refusal"
 
 
-def hashed_value(name: str, holds: object) -> HashedValue:
-    """A fact with this name; `holds` is compared by its repr, which must be the same on all ranks."""
-    return HashedValue(name[:_SHOWN], hashlib.blake2b(repr(holds).encode(), digest_size=16).hexdigest())
+def hashed_value(name: str, value: object) -> HashedValue:
+    """Hash the repr of a value, which must be the same on all ranks."""
+    return HashedValue(name[:_SHOWN], hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest())
 
 
 def call_signature(facts: Facts) -> CallSignature:
-    """Sign a call by its facts. Only the digest of a `HashedValue` counts: equal masks may have different names."""
+    """Return the signature of a call. Only the digest of a `HashedValue` counts: equal masks may differ in name."""
     compared = {key: fact.digest if isinstance(fact, HashedValue) else fact for key, fact in facts.items()}
     text = json.dumps(compared, sort_keys=True)
     return CallSignature(hashlib.blake2b(text.encode(), digest_size=16).digest(), facts)
 
 
 def agree(transport: Transport, mine: CallSignature, *, forward_pass: int = 0, deadline: float | None = None) -> None:
-    """Count a pass, and return when all ranks of the transport have stated the same; every rank must call this.
+    """Count a pass, and return when all ranks of the transport have the same signature. Every rank must call this.
 
     Args:
         transport: of the ranks that make the call together.
-        mine: what this rank says about it.
+        mine: signature of this rank's call.
         forward_pass: for a backward pass, which of the transport's passes was its forward pass: ranks that go backward
             in different orders would exchange blocks of different calls.
-        deadline: seconds; the transport's own unless given.
+        deadline: seconds. Default: the transport's own.
 
-    Raises `MismatchError` on every rank if they differ, `CommunicationError` if a rank does not answer, or if what this
-    rank did last on the transport has not ended: see `Transport.check_in_sync`.
+    Raises:
+        MismatchError: the signatures differ; raised on every rank.
+        CommunicationError: a rank does not answer, or the last pass of this rank has not ended: see
+            `Transport.check_in_sync`.
     """
     if transport.size == 1:
         return
@@ -111,15 +113,16 @@ def agree(transport: Transport, mine: CallSignature, *, forward_pass: int = 0, d
 
 
 def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -> None:
-    """Return when all ranks of the transport make this call, which is no pass of attention; asked every time.
+    """Return when all ranks of the transport make this call, which is no pass of attention. Compares every time.
 
     Args:
         transport: of the ranks that make the call together.
         call: how users write it, "session.report()".
-        facts: what ranks must state alike about it.
+        facts: what all ranks must have in common.
 
-    Raises `MismatchError` on every rank if they differ or some make another call; `DeadlineError` or `PeerLostError`,
-    naming the call, if a rank does not make it.
+    Raises:
+        MismatchError: the facts differ, or some ranks make another call; raised on every rank.
+        DeadlineError, PeerLostError: a rank does not make the call, which the message names.
     """
     if transport.size == 1:
         return
@@ -133,7 +136,7 @@ def agree_on_call(transport: Transport, call: str, facts: Facts | None = None) -
 def _ask(
     transport: Transport, mine: CallSignature, label: str, *, forward_pass: int = 0, deadline: float | None = None
 ) -> None:
-    """Raise `MismatchError` on every rank if they do not all state the same."""
+    """Raise `MismatchError` on every rank if the signatures differ."""
     counts = transport.state.passes.to_bytes(8, "little") + forward_pass.to_bytes(8, "little")
     stated = transport.share(mine.digest + counts, label, deadline)
     if all(other == stated[0] for other in stated):
@@ -155,15 +158,15 @@ def _remember(transport: Transport, digest: bytes) -> None:
 
 
 def share_error(transport: Transport, error: Exception, deadline: float = _TELLING) -> None:
-    """Let the others know that this rank refuses its call, so that they raise too instead of waiting.
+    """Send the error that this rank is about to raise, so that the other ranks raise too and do not wait.
 
-    If the others are not there at all, a few seconds are lost, at most `deadline`, and the refusal is raised anyway.
-    Where they go on by what was agreed on before, they do not hear it; then this rank's next call is refused, too: they
-    would take it for the one that it refuses now. See `Transport.between_passes`.
+    If no other rank answers, this takes at most `deadline` seconds, and the caller raises its error anyway. Ranks that
+    have agreed on this call before do not compare, and so do not receive the error. This rank's next call then raises
+    too, since the other ranks would match it with the present one. See `Transport.between_passes`.
     """
     told = str(error) if isinstance(error, BurstError) else f"{type(error).__name__}: {error}"
     try:
-        # What is refused may be a transform, a trace or a mode of torch, which would also affect the messages.
+        # The error may be about a transform, a trace or a mode of torch, which would also affect the messages.
         with (
             _untraced(),
             torch._C._DisableFuncTorch(),
@@ -177,7 +180,7 @@ def share_error(transport: Transport, error: Exception, deadline: float = _TELLI
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    """Outside of torch.jit.trace: a process group is refused in a trace. Where there is none, nothing may be set."""
+    """Leave torch.jit.trace, in which a process group raises. Without a trace, no state may be set."""
     if not torch._C._is_tracing():
         yield
         return
@@ -190,7 +193,7 @@ def _untraced() -> Iterator[None]:
 
 
 def _difference(texts: Sequence[str], stated: Sequence[bytes]) -> str:
-    """The facts that differ, each with what every rank says."""
+    """Return the facts that differ, each with the values of all ranks."""
     facts: list[dict[str, Any]] = []
     for text in texts:
         try:

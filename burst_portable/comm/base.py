@@ -1,6 +1,6 @@
-"""What a transport is: it moves byte buffers between the ranks of one group, and returns handles.
+"""Define `Transport`, which moves byte buffers between the ranks of one group and returns handles.
 
-Both ends post matching moves in the same order. Nothing is looked up by name, no state is shared between two groups,
+Both ends post matching messages in the same order. Nothing is looked up by name, no state is shared between two groups,
 and nothing depends on what another rank has cached.
 """
 
@@ -19,54 +19,54 @@ from burst_portable.errors import CommunicationError
 
 
 class Handle(Protocol):
-    """A transfer that is under way."""
+    """A transfer that has been started."""
 
     def wait(self) -> None:
         """Return when the buffer may be used (on a device: when work issued from now on may use it).
 
-        Raises a `CommunicationError` that names the peer when the transfer failed or came too late.
+        Raises a `CommunicationError` that names the peer if the transfer failed or came too late.
         """
 
 
 class Message(NamedTuple):
-    """One contiguous uint8 buffer, the rank that it goes to or comes from, and its place: see `Transport.inbox`."""
+    """One contiguous uint8 buffer, its peer rank, and its offset in the receiver's inbox: see `Transport.inbox`."""
 
     buffer: Tensor
     peer: int
-    place: int | None = None
+    offset: int | None = None
 
 
 class Part(NamedTuple):
-    """Bytes [start, stop) of a buffer, the rank that they go to or come from, and their place: see `Transport.inbox`.
+    """Bytes [start, stop) of a buffer, their peer rank, and their offset in the inbox: see `Transport.inbox`.
 
-    A rank may be its own peer; the bytes are then copied to that place.
+    A rank may be its own peer. The bytes are then copied within the rank.
     """
 
     peer: int
     start: int
     stop: int
-    place: int | None = None
+    offset: int | None = None
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return self.stop - self.start
 
 
 class Strip(NamedTuple):
-    """Lines of bytes that lie apart, the rank that they go to, and their place there: see `Transport.inbox`.
+    """Lines of bytes at a constant distance, their target rank, and their offset there: see `Transport.inbox`.
 
     ::
 
         here, from byte `start` on      ####......####......####        `lines` of `width` bytes, `step` from one to the
-        there, from `place` on          ####..####..####                next; there it is `jump`
+        there, from `offset` on         ####..####..####                next; there it is `jump`
 
-    Neither `step` nor `jump` is less than the width, even for a single line: copy engines refuse that.
+    Neither `step` nor `jump` may be less than the width, even for a single line: copy engines reject that.
     """
 
     peer: int
     start: int
-    place: int
+    offset: int
     lines: int
     width: int
     step: int
@@ -74,7 +74,7 @@ class Strip(NamedTuple):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return self.lines * self.width
 
 
@@ -85,9 +85,9 @@ class Parts(NamedTuple):
     parts: tuple[Part, ...]
 
     def messages(self) -> list[Message]:
-        """One message for each part."""
+        """Return one message for each part."""
         flat = self.buffer.reshape(-1).view(torch.uint8)
-        return [Message(flat[p.start : p.stop], p.peer, p.place) for p in self.parts]
+        return [Message(flat[p.start : p.stop], p.peer, p.offset) for p in self.parts]
 
 
 class Strips(NamedTuple):
@@ -98,7 +98,7 @@ class Strips(NamedTuple):
 
 
 class Exchange:
-    """Messages between all ranks, under way, as one rank sees them.
+    """Messages between all ranks that have been started, as one rank sees them.
 
     Args:
         leaving, arriving: handles of what this rank sends and receives.
@@ -111,12 +111,12 @@ class Exchange:
         self._leaving, self._arriving, self._own = leaving, arriving, own
 
     def copy_own(self) -> None:
-        """Copy what this rank sends to itself; call it once, before `wait`, best while the rest is on its way."""
+        """Copy what this rank sends to itself. Call it once, before `wait`, preferably during the transfers."""
         for source, target in self._own:
             target.copy_(source)
 
     def wait(self) -> None:
-        """Return when everything that comes to this rank may be used."""
+        """Return when everything that this rank receives may be used."""
         for handle in dict.fromkeys(self._arriving):
             handle.wait()
 
@@ -206,39 +206,39 @@ class Transport(ABC):
         self.state.exchange_active = True
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
-        """A pass begins on the current stream; every rank calls this. Raises as `check_in_sync`.
+        """Begin a pass on the current stream. Every rank calls this. Raises as `check_in_sync`.
 
         Args:
-            digest: of what all ranks state alike about it.
-            inbox: the most bytes that come from one rank in this pass; the average if all messages have places.
+            digest: digest of the call signature, which all ranks have in common.
+            inbox: the most bytes that one rank sends here in this pass; the average if all messages have offsets.
         """
         self.check_in_sync()
         self.state.pass_active = True
 
     def end(self) -> None:
-        """The pass is over: everything that arrived has been used, in the order of the current stream."""
+        """End the pass: everything that arrived has been used, in the order of the current stream."""
         self.state.pass_active = False
 
     @abstractmethod
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
     ) -> tuple[list[Handle], list[Handle]]:
-        """Start all of them at once; returns handles of the sends and of the receives, in order.
+        """Start all messages at once. Return handles of the sends and of the receives, in order.
 
-        Until its handle has been waited for, a buffer that is sent must not change, and one that is received into
-        must not be used. `label` names the step in errors.
+        Until its handle has been waited for, a buffer that is sent must not change, and a buffer that receives must not
+        be used. `label` names the step in errors.
         """
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
-        """A new buffer of `size` bytes that this transport can send from and receive into."""
+        """Return a new buffer of `size` bytes that this transport can send from and receive into."""
         return torch.empty(size, dtype=torch.uint8, device=device)
 
-    def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
-        """A buffer to receive into: where the message will lie, if senders write there, else a new one.
+    def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
+        """Return a buffer to receive into: the memory that senders write to, if they do, else a new buffer.
 
-        With a `place` (a byte offset, which senders name as well) it begins there, and holds messages that lie one
-        after the other, whoever sends them. Without a place it is for the next message of that peer, so buffers must
-        be requested in the order in which messages are posted. Either all messages of a pass have places, or none. The
+        With an `offset` in bytes, which senders name as well, the buffer begins there. It then holds consecutive
+        messages, from any sender. Without an offset it is for the next message of that peer, so buffers must be
+        requested in the order in which messages are posted. Either all messages of a pass have offsets, or none. The
         buffer may be used until the pass ends.
         """
         return self.buffer(size, device)
@@ -246,10 +246,10 @@ class Transport(ABC):
     def exchange(
         self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
     ) -> Exchange:
-        """Start messages between all ranks, one or more for each pair; every rank calls this, with the same label.
+        """Start messages between all ranks, one or more for each pair. Every rank calls this with the same label.
 
-        Or between the ranks of each node separately: only the ranks that the parts name take part, and nothing may
-        wait for others.
+        An exchange may also be among the ranks of each node: only ranks in the parts take part, and it must not wait
+        for other ranks.
 
         Each of `leaving` has parts for the same ranks, and each of `arriving` has parts from the same ranks. This rank
         may be among them: `Exchange.copy_own` copies the first part that it sends to itself to the first part that it
@@ -259,17 +259,17 @@ class Transport(ABC):
             leaving: what this rank sends; `Strips` only if this transport `supports_strided_sends`.
             arriving: where it receives.
             label: names the exchange in errors.
-            alone: whether no kernel runs until everything has arrived, so that kernels may move it.
+            alone: whether no kernel runs until everything has arrived, so that a kernel may copy it.
         """
         packed = [one for one in leaving if isinstance(one, Parts)]
-        assert len(packed) == len(leaving), "this transport does not pick"
+        assert len(packed) == len(leaving), "this transport sends no strips"
         sends, receives = ([m for parts in side for m in parts.messages()] for side in (packed, arriving))
         out, back = ([m for m in side if m.peer != self.rank] for side in (sends, receives))
         own = ([m.buffer for m in side if m.peer == self.rank] for side in (sends, receives))
         return Exchange(*self.post(out, back, label), list(zip(*own, strict=True)))
 
     def all_to_all(self, sends: Sequence[Tensor], receives: Sequence[Tensor], label: str = "all_to_all") -> None:
-        """sends[r] goes to rank r, receives[r] comes from it; uint8, any sizes; returns when all have arrived."""
+        """Send sends[r] to rank r and receive receives[r] from it. Buffers are uint8. Return when all have arrived."""
         if receives[self.rank].data_ptr() != sends[self.rank].data_ptr():
             receives[self.rank].copy_(sends[self.rank])
         out = [Message(sends[r], r) for r in self.others if sends[r].numel()]
@@ -279,14 +279,14 @@ class Transport(ABC):
         exchange.left()
 
     def all_gather(self, send: Tensor, receives: Sequence[Tensor], label: str = "all_gather") -> None:
-        """receives[r] is what rank r sent; uint8, any sizes; returns when all have arrived."""
+        """Receive what rank r sends into receives[r]. Buffers are uint8. Return when all have arrived."""
         self.all_to_all([send] * self.size, receives, label)
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
-        """A few bytes of every rank, in rank order; equally many from each. It may be called inside a pass and outside.
+        """Return a few bytes of every rank, in rank order. All ranks pass equally many, inside a pass or outside.
 
-        Raises a `CommunicationError` when a rank does not take part within the deadline (seconds). This implementation
-        uses messages and has their deadline; transports that can keep another override it.
+        Raises a `CommunicationError` if a rank does not take part within the deadline (seconds). This implementation
+        uses messages and has their deadline. Transports that can keep another one override it.
         """
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
@@ -326,8 +326,8 @@ class WrappedTransport(Transport):
     def buffer(self, size: int, device: torch.device) -> Tensor:
         return self._inner.buffer(size, device)
 
-    def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
-        return self._inner.inbox(size, device, peer, place)
+    def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
+        return self._inner.inbox(size, device, peer, offset)
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
         return self._inner.share(data, label, deadline)

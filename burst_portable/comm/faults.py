@@ -1,4 +1,4 @@
-"""A thread that notices transfers that never end, for NCCL, RCCL and HCCL, where the device waits for them.
+"""Watch for transfers that never end, in a thread, for NCCL, RCCL and HCCL, where the device waits for them.
 
 torch's own watchdog ends the process after the group's timeout and names the number of an operation. This one counts
 from when the device could have begun a transfer, prints rank, step and peers to standard error, fills what was to be
@@ -30,20 +30,20 @@ _MOST = 8  # notes that an error shows
 
 
 def exchange_error_notes(group: dist.ProcessGroup, mine: str) -> str:
-    """Leave `mine` for the other ranks of the group; returns, in one line, what they left or that they left nothing.
+    """Leave the note `mine` for the other ranks of the group. Return their notes in one line, and who left none.
 
-    Takes a few seconds at most. Empty if the store cannot be reached, or the group has one rank.
+    Takes a few seconds at most. Returns "" if the store cannot be reached, or the group has one rank.
     """
     try:
         ranks = dist.get_process_group_ranks(group)
     except KeyError:  # torch has forgotten it
         return "this rank has destroyed the process group: make a new Mesh of an existing one"
-    place = f"{mine[:_LONGEST]} [group {group.group_name}: {rank_names(ranks)}]"
-    asking = NoteExchange(ranks, place)
-    # A store blocks for minutes if its host is stopped: then what has been read so far must do.
-    asking.thread.wake(asking)
-    asking.over.wait(_PATIENCE + 1)
-    told = asking.told
+    note = f"{mine[:_LONGEST]} [group {group.group_name}: {rank_names(ranks)}]"
+    notes = NoteExchange(ranks, note)
+    # A store blocks for minutes if its host is stopped. The notes that have been read by then are used.
+    notes.thread.wake(notes)
+    notes.over.wait(_PATIENCE + 1)
+    told = notes.told
     if not told:
         return ""
     others = [(r, told.get(global_rank, "")) for r, global_rank in enumerate(ranks) if global_rank != dist.get_rank()]
@@ -53,7 +53,7 @@ def exchange_error_notes(group: dist.ProcessGroup, mine: str) -> str:
 
 
 class NoteExchange:
-    """Leaves this rank's note, and fills `told` with the notes in the store, by global rank.
+    """Leaves this rank's note in the store, and fills `told` with the notes of all ranks, by global rank.
 
     `poll` is the time in seconds between looks at the store.
     """
@@ -65,7 +65,7 @@ class NoteExchange:
         self.thread = Background(self, NoteExchange.run, "accounts of a fault")
 
     def run(self) -> None:
-        """Read notes until all ranks have left one or patience ends."""
+        """Read notes until all ranks have left one or the time is over."""
         try:
             if (world := dist.group.WORLD) is not None:  # else this rank has left the group by now
                 self._ask(world.get_group_store(), dist.get_rank())
@@ -101,7 +101,7 @@ class _Work(Protocol):
 
 @dataclass(eq=False)
 class _Hop:
-    """Transfers of one post; `ready` is recorded just before them on the device, None while the host starts them."""
+    """Transfers of one post. `ready` is recorded just before them on the device; None while the host starts them."""
 
     what: str
     ready: _Event | None
@@ -114,7 +114,7 @@ class _Hop:
 
 
 class HopWatch:
-    """Watches over the transfers of one rank of a group.
+    """Watches the transfers of one rank of a group.
 
     Args:
         deadline: seconds that a transfer may take.
@@ -140,10 +140,10 @@ class HopWatch:
         self._thread: Background[HopWatch] | None = None
 
     def starting(self, what: str, incoming: Sequence[Tensor]) -> _Hop:
-        """The host is about to start transfers. The watch begins now, since starting may block if a peer is gone.
+        """Watch transfers that the host is about to start, which may block if a peer is gone.
 
-        Finished transfers are released here, not only when the thread looks again: until then their buffers could not
-        be reused, and the call would need more memory.
+        Finished transfers are also released here. Until then their buffers could not be reused, and the call would need
+        more memory.
         """
         if self.failed is not None:
             raise self.failed
@@ -159,14 +159,14 @@ class HopWatch:
         return hop
 
     def forget(self, hop: _Hop) -> None:
-        """The transfers could not be started; the caller raises that error."""
+        """Forget transfers that could not be started. The caller raises that error."""
         with self._lock:
             self._hops.remove(hop)
 
     # ------------------------------------------------------------------------------------------ the thread
 
     def _watch(self) -> None:
-        """Watch until no transfer is under way."""
+        """Watch until no transfer is active."""
         if self._prepare is not None:
             self._prepare()
             self._prepare = None
@@ -177,7 +177,7 @@ class HopWatch:
                 self._fail(late.what)
 
     def _goes_on(self) -> bool:
-        """Whether there are transfers to watch. If not, the thread sleeps until the next transfer wakes it."""
+        """Return whether there are transfers to watch. If not, the thread sleeps until the next transfer wakes it."""
         with self._lock:
             self._awake = bool(self._hops) and self.failed is None
             return self._awake
@@ -187,7 +187,7 @@ class HopWatch:
             self._hops.popleft()
 
     def _look(self) -> _Hop | None:
-        """Release finished transfers. Returns the first transfer if it has been under way for too long, else None."""
+        """Release finished transfers. Return the first transfer if it has taken too long, else None."""
         with self._lock:
             self._let_go()
             if not self._hops or not (self._hops[0].ready is None or self._hops[0].ready.query()):

@@ -1,9 +1,9 @@
-"""Ranks as threads of one process: for tests, notebooks, and watching plans run.
+"""Run ranks as threads of one process: for tests, notebooks, and watching plans run.
 
-    results = run_threads(4, lambda transport: ...)      # one result a rank
+    results = run_threads(4, lambda transport: ...)      # one result per rank
 
-A rank that raises ends the others at their next hop, and its error is the one that is raised. A rank that returns while
-others wait for it ends them too.
+A rank that raises ends the other ranks at their next message, and its error is raised. A rank that returns while other
+ranks wait for it ends them too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from burst_portable.utils.text import rank_names
 
 T = TypeVar("T")
 _POLL = 0.05  # seconds between looks at whether a peer has failed
-_LAST_WORDS = 3.0  # seconds that ranks get to finish when nobody waits for them any more
+_LAST_WORDS = 3.0  # seconds that ranks get to finish after Ctrl-C
 
 
 class Transfer:
@@ -44,7 +44,7 @@ class Transfer:
         self.mismatch = ""
 
     def meet(self, buffer: Tensor, *, sends: bool) -> None:
-        """The second end has come, with its buffer: copy."""
+        """Copy, now that the second end has posted its buffer."""
         assert self.buffer is not None
         sent, received = (buffer, self.buffer) if sends else (self.buffer, buffer)
         # The handle of the slower end must not keep the memory of the faster one.
@@ -58,7 +58,7 @@ class Transfer:
 
 
 class Fabric:
-    """What the threads share: for every pair of ranks, the messages that only one of them has posted, in order."""
+    """Shared by the threads: for every pair of ranks, the messages that only one of them has posted, in order."""
 
     def __init__(self, size: int, deadline: float) -> None:
         self.size, self.deadline = size, deadline
@@ -83,7 +83,7 @@ class Fabric:
         return transfer
 
     def share(self, rank: int, turn: int, data: bytes) -> tuple[threading.Event, dict[int, bytes]]:
-        """Say something at this turn; returns (an event that is set when all ranks have spoken, what each said)."""
+        """Share data at this turn. Return (an event that is set when all ranks have shared, the data by rank)."""
         with self._lock:
             event, said = self._said.setdefault(turn, (threading.Event(), {}))
             said[rank] = data
@@ -93,7 +93,7 @@ class Fabric:
         return event, said
 
     def wait(self, event: threading.Event, where: str, missing: Callable[[], list[int]], seconds: float) -> None:
-        """Wait for an event. Raises if a rank fails or will not come, or at the deadline; `missing`: those awaited."""
+        """Wait for an event. Raises if a rank fails or returns, or at the deadline. `missing` returns late ranks."""
         deadline = time.monotonic() + seconds
         while not event.wait(_POLL):
             if self.failed is not None:
@@ -111,7 +111,7 @@ class Fabric:
                 )
 
     def fail(self, rank: int) -> None:
-        """A rank is gone: the others stop waiting."""
+        """Record that a rank has failed, which ends the waits of the others."""
         with self._lock:
             if self.failed is None:
                 self.failed = rank

@@ -1,11 +1,11 @@
-"""Peer copies: a sender writes each message straight into the memory of the rank that it is for.
+"""Send messages by peer copies: the sender writes into the memory of the receiver.
 
 ::
 
     sender                                   receiver
                                              a pass begins: "my inbox is free"         -> every peer
     copy stream: wait until it is free
-    copy the message into its place
+    copy the message to its offset
     "it has come"                        ->  compute stream: wait; use it where it lies
 
 While a kernel runs, copy engines move the blocks, and no multiprocessor is needed. What all ranks exchange at once has
@@ -31,39 +31,39 @@ from burst_portable.comm.base import Exchange, Handle, Message, Part, Parts, Str
 from burst_portable.errors import UnsupportedError
 
 MESSAGES = 64
-"""The most from one rank to another in one pass."""
+"""Limit of messages from one rank to another in one pass."""
 EXCHANGES = 32
-"""The most in one pass."""
+"""Limit of exchanges in one pass."""
 
 
 def flags(size: int) -> int:
-    """How many flags each of `size` ranks has."""
+    """Return how many flags each of `size` ranks has."""
     return size * (MESSAGES + 1 + EXCHANGES)
 
 
 def came_flag(peer: int, index: int) -> int:
-    """The flag by which a peer says that its message of this index has arrived."""
+    """Return the flag that a peer sets when its message of this index has arrived."""
     return peer * MESSAGES + index
 
 
 def free_flag(size: int, peer: int) -> int:
-    """The flag by which a peer says that its inbox is free."""
+    """Return the flag that a peer sets when its inbox is free."""
     return size * MESSAGES + peer
 
 
 def exchange_flag(size: int, index: int, peer: int) -> int:
-    """The flag by which a peer says that its part of this exchange has arrived."""
+    """Return the flag that a peer sets when its part of this exchange has arrived."""
     return size * (MESSAGES + 1 + index) + peer
 
 
 @lru_cache(maxsize=1024)
 def exchange_flags(size: int, index: int, peers: tuple[int, ...]) -> tuple[int, ...]:
-    """The same for several peers."""
+    """Return the `exchange_flag` of several peers."""
     return tuple(exchange_flag(size, index, peer) for peer in peers)
 
 
 def peer_of(flag: int, size: int) -> int:
-    """The peer that sets a flag."""
+    """Return the peer that sets a flag."""
     return flag // MESSAGES if flag < size * MESSAGES else flag % size
 
 
@@ -95,31 +95,31 @@ class PeerMemory(Protocol):
         """
 
     def inbox(self, offset: int, size: int) -> Tensor:
-        """Bytes of this rank's own inbox."""
+        """Return bytes of this rank's own inbox."""
 
     def enter(self) -> None:
-        """A pass begins on the current stream, after the last pass, whatever stream that was on.
+        """Begin a pass on the current stream, after the last pass on any stream.
 
-        Raises, without having begun one, if the stream cannot have a pass.
+        If the stream cannot have a pass, raises and begins none.
         """
 
     def leave(self) -> None:
-        """The pass ends: the next one comes after everything that the current stream has been given so far."""
+        """End the pass: the next one runs after everything that the current stream has been given so far."""
 
     def fork(self) -> None:
-        """The copy stream continues after everything that the current stream has been given so far."""
+        """Make the copy stream wait for everything that the current stream has been given so far."""
 
     def copy(self, leaving: Sequence[Parts | Strips], *, alone: bool) -> None:
-        """Copy parts of buffers to their places in inboxes, on the copy stream.
+        """Copy parts of buffers to their offsets in inboxes, on the copy stream.
 
-        alone: whether no kernel runs beside it, so that a kernel may copy. If not, all parts go to other ranks.
+        If `alone`, no other kernel runs, so that a kernel may copy. If not, all parts go to other ranks.
         """
 
     def copy_own(self, leaving: Sequence[Parts | Strips]) -> None:
-        """The same for parts that stay on this rank, on the current stream."""
+        """Copy parts that stay on this rank, on the current stream."""
 
     def sent(self) -> Handle:
-        """A handle for everything that the copy stream has been given so far."""
+        """Return a handle for everything that the copy stream has been given so far."""
 
     def signal(self, flags: Sequence[tuple[int, int]], mark: int, *, copying: bool) -> None:
         """Set flags, as (peer, flag), once everything that the stream was given before is done."""
@@ -186,14 +186,14 @@ class PeerCopyTransport(Transport):
         self.memory.leave()
         super().end()
 
-    def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
+    def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
         if not self.state.pass_active or not size:
             return self._other.inbox(size, device, peer)
-        if place is not None:
-            assert place + size <= self._region * self.size, "an inbox has room for all messages"
-            return self.memory.inbox(place, size)
-        index, offset = self._take(self._coming, peer, size)
-        buffer = self.memory.inbox(peer * self._region + offset, size)
+        if offset is not None:
+            assert offset + size <= self._region * self.size, "an inbox has room for all messages"
+            return self.memory.inbox(offset, size)
+        index, start = self._take(self._coming, peer, size)
+        buffer = self.memory.inbox(peer * self._region + start, size)
         self._handed[peer].append((index, buffer))
         return buffer
 
@@ -218,7 +218,7 @@ class PeerCopyTransport(Transport):
         self, leaving: Sequence[Parts | Strips], arriving: Sequence[Parts], label: str, *, alone: bool = False
     ) -> Exchange:
         """See `Transport.exchange`. One flag per peer says that all of its buffers have arrived."""
-        if not self.state.pass_active or not leaving or leaving[0].parts[0].place is None:
+        if not self.state.pass_active or not leaving or leaving[0].parts[0].offset is None:
             return super().exchange(leaving, arriving, label)
         memory, index = self.memory, self._exchanges
         memory.check()
@@ -250,13 +250,13 @@ class PeerCopyTransport(Transport):
 
     def _send(self, message: Message, label: str) -> None:
         memory, peer = self.memory, message.peer
-        if message.place is not None:
-            index, place = self._take(self._sent_to, peer, 0)[0], message.place
+        if message.offset is not None:
+            index, offset = self._take(self._sent_to, peer, 0)[0], message.offset
         else:
-            index, offset = self._take(self._sent_to, peer, message.buffer.numel())
-            place = self.rank * self._region + offset
+            index, start = self._take(self._sent_to, peer, message.buffer.numel())
+            offset = self.rank * self._region + start
         self._wait_for_room([peer], label)
-        memory.copy([Parts(message.buffer, (Part(peer, 0, message.buffer.numel(), place),))], alone=False)
+        memory.copy([Parts(message.buffer, (Part(peer, 0, message.buffer.numel(), offset),))], alone=False)
         memory.signal([(peer, came_flag(self.rank, index))], self._mark, copying=True)
 
     def _wait_for_room(self, peers: Sequence[int], label: str) -> None:
@@ -270,25 +270,25 @@ class PeerCopyTransport(Transport):
 
     def _expect(self, message: Message, label: str) -> Handle:
         peer = message.peer
-        if message.place is not None:
-            index, place = self._take(self._coming, peer, 0)[0], message.buffer
+        if message.offset is not None:
+            index, inbox = self._take(self._coming, peer, 0)[0], message.buffer
         else:
             if not self._handed[peer]:
                 self.inbox(message.buffer.numel(), message.buffer.device, peer)
-            index, place = self._handed[peer].pop(0)
-        assert place.numel() == message.buffer.numel(), "buffers from `inbox` are posted in their order"
+            index, inbox = self._handed[peer].pop(0)
+        assert inbox.numel() == message.buffer.numel(), "buffers from `inbox` are posted in their order"
         flag = came_flag(peer, index)
-        return _Arrival(self.memory, flag, self._mark, self._missing(label), place, message.buffer)
+        return _Arrival(self.memory, flag, self._mark, self._missing(label), inbox, message.buffer)
 
     def _missing(self, label: str) -> _Wait:
         return _Wait(self.rank, self.size, label, "has not sent its message")
 
     def _distance(self, peer: int) -> int:
-        """How many ranks further on a peer is."""
+        """Return by how many ranks a peer is ahead."""
         return (peer - self.rank) % self.size
 
     def _take(self, places: _Places, peer: int, size: int) -> tuple[int, int]:
-        """(index, offset) of the next message from or to a peer."""
+        """Return (index, offset) of the next message from or to a peer."""
         index, offset = places.next(peer, size)
         if index >= MESSAGES or offset + size > self._region:
             got = f"message {index + 1} of rank {peer}, {offset + size} bytes in all"
@@ -317,7 +317,7 @@ class _PeerExchange(Exchange):
 
 
 def _split(leaving: Sequence[Parts | Strips], rank: int) -> tuple[list[Parts | Strips], list[Parts | Strips]]:
-    """(what goes to other ranks, what stays on this one)."""
+    """Return (what goes to other ranks, what stays on this one)."""
     sides: tuple[list[Parts | Strips], list[Parts | Strips]] = ([], [])
     for one in leaving:
         for side, parts in zip(sides, _split_parts(one.parts, rank), strict=True):
@@ -332,7 +332,7 @@ def _split_parts(parts: tuple[Any, ...], rank: int) -> tuple[tuple[Any, ...], tu
 
 
 def _peers(side: Sequence[Parts | Strips]) -> tuple[int, ...]:
-    """The ranks that one side of an exchange names."""
+    """Return the ranks that one side of an exchange names."""
     peers = _ranks(side[0].parts)
     assert all(_ranks(one.parts) == peers for one in side[1:]), "all buffers have parts for the same ranks"
     return peers
@@ -354,7 +354,7 @@ class _Places:
             self._count[peer] = self._offset[peer] = 0
 
     def next(self, peer: int, size: int) -> tuple[int, int]:
-        """(index, offset) of the next message."""
+        """Return (index, offset) of the next message."""
         found = self._count[peer], self._offset[peer]
         self._count[peer] += 1
         self._offset[peer] += -(-size // ALIGNMENT) * ALIGNMENT
@@ -362,7 +362,7 @@ class _Places:
 
 
 class _Wait:
-    """What is being waited for; put into words only if it does not arrive."""
+    """Describes what is waited for. The text is made only if it does not arrive."""
 
     __slots__ = ("label", "missing", "rank", "size")
 
@@ -374,7 +374,7 @@ class _Wait:
 
 
 class _Arrivals:
-    """What all ranks send at once, on its way to this rank's inbox."""
+    """The handle of what all ranks send at once to this rank's inbox."""
 
     __slots__ = ("_flags", "_mark", "_what", "memory")
 
@@ -387,15 +387,15 @@ class _Arrivals:
 
 
 class _Arrival(_Arrivals):
-    """One message, and the buffer in which it is wanted, which may lie elsewhere."""
+    """The handle of one message, and the buffer that receives it, which may be outside of the inbox."""
 
-    __slots__ = ("_buffer", "_place")
+    __slots__ = ("_buffer", "_inbox")
 
-    def __init__(self, memory: PeerMemory, flag: int, mark: int, what: _Wait, place: Tensor, buffer: Tensor) -> None:
+    def __init__(self, memory: PeerMemory, flag: int, mark: int, what: _Wait, inbox: Tensor, buffer: Tensor) -> None:
         super().__init__(memory, [flag], mark, what)
-        self._place, self._buffer = place, buffer
+        self._inbox, self._buffer = inbox, buffer
 
     def wait(self) -> None:
         super().wait()
-        if self._buffer.data_ptr() != self._place.data_ptr():
-            self._buffer.copy_(self._place)
+        if self._buffer.data_ptr() != self._inbox.data_ptr():
+            self._buffer.copy_(self._inbox)

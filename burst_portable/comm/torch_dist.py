@@ -1,7 +1,7 @@
-"""Point to point through torch.distributed: NCCL, RCCL, HCCL, gloo.
+"""Send messages through torch.distributed: NCCL, RCCL, HCCL, gloo.
 
-Moves of one post go out together: in one batch if the process group launches kernels for them (so that no order of
-sends and receives can deadlock), one by one if it has threads of its own.
+Messages of one post are started together: in one batch if the process group launches kernels for them (so that no order
+of sends and receives can deadlock), one by one if it has threads of its own.
 """
 
 from __future__ import annotations
@@ -23,43 +23,44 @@ from burst_portable.errors import LATE, CommunicationError, DeadlineError, PeerL
 
 
 def store_exchange(group: dist.ProcessGroup) -> StoreExchange:
-    """The board of a group, on the store that the group was made with."""
+    """Return the exchange of a group over the store that the group was made with."""
     store = dist.PrefixStore(f"burst_portable/{group.group_name}", group.get_group_store())
     return StoreExchange(store, dist.get_rank(group), dist.get_world_size(group))
 
 
 class StoreExchange:
-    """Where every rank of a group posts what it says, turn after turn; the store counts each rank's turns.
+    """Exchange of a few bytes between the ranks of a group through a store, which counts each rank's turns.
 
     Args:
-        store: shared by the ranks, and by nobody else under the same prefix.
+        store: shared by these ranks only.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
 
     def share(self, data: bytes, what: str, deadline: float) -> list[bytes]:
-        """What every rank said at this turn, in rank order.
+        """Return what every rank shared at this turn, in rank order.
 
-        Raises `DeadlineError`, naming the ranks that said nothing in `deadline` seconds; `PeerLostError` if the store
-        itself is gone.
+        Raises:
+            DeadlineError: ranks shared nothing in `deadline` seconds; the message names them.
+            PeerLostError: the store itself is gone.
         """
         until = time.monotonic() + deadline
         turn = -1  # unknown
         try:
             turn = self._store.add(f"turns/{self._rank}", 1) - 1
             self._store.set(f"{turn}/{self._rank}", data)  # type: ignore[arg-type]  # bytes need not be text
-            if turn > 1:  # all ranks have spoken at the last turn, so they have read the one before
+            if turn > 1:  # all ranks have shared at the last turn, so they have read the one before
                 self._store.delete_key(f"{turn - 2}/{self._rank}")
-            return [self._said(f"{turn}/{rank}", until) for rank in range(self._size)]
+            return [self._read(f"{turn}/{rank}", until) for rank in range(self._size)]
         except RuntimeError as error:
-            raise self._named(error, turn, what, deadline) from error
+            raise self._error(error, turn, what, deadline) from error
 
-    def _said(self, key: str, until: float) -> bytes:
+    def _read(self, key: str, until: float) -> bytes:
         self._store.wait([key], timedelta(seconds=max(0.001, until - time.monotonic())))
         return bytes(self._store.get(key))
 
-    def _named(self, error: RuntimeError, turn: int, what: str, deadline: float) -> CommunicationError:
+    def _error(self, error: RuntimeError, turn: int, what: str, deadline: float) -> CommunicationError:
         told = first_line(error)
         try:
             silent = [rank for rank in range(self._size) if not self._store.check([f"{turn}/{rank}"])]
@@ -77,7 +78,7 @@ _SHARING = 600.0  # seconds for sharing bytes through the store, if no deadline 
 
 
 class _Transfer:
-    """torch works, and what to call them in errors."""
+    """Works of torch, and their description in errors."""
 
     def __init__(self, works: Sequence[dist.Work], what: str, deadline: float | None, group: dist.ProcessGroup) -> None:
         self._works, self._what, self._deadline, self._group = works, what, deadline, group
@@ -94,7 +95,7 @@ class _Transfer:
 
 
 def named_error(error: RuntimeError, what: str, group: dist.ProcessGroup) -> CommunicationError:
-    """torch's error as ours: too late, or peer lost; with what other ranks say about it."""
+    """Convert torch's error to a `DeadlineError` or `PeerLostError`, with the notes of other ranks about it."""
     told = re.sub(r"^\[\S+\] ", "", first_line(error)).partition(". This is typically")[0]
     late = "timed out" in told.lower() or "timeout" in told.lower()
     kind, verb = (DeadlineError, "took too long") if late else (PeerLostError, "failed")
@@ -104,14 +105,14 @@ def named_error(error: RuntimeError, what: str, group: dist.ProcessGroup) -> Com
 
 
 def _capturing(x: Tensor) -> bool:
-    """Whether device work is being captured into a graph: then nothing runs that could be late."""
-    asked = getattr(torch.get_device_module(x.device), "is_current_stream_capturing", None)
-    return bool(asked and asked())
+    """Return whether device work is being captured into a graph: then no transfer runs that could be late."""
+    is_capturing = getattr(torch.get_device_module(x.device), "is_current_stream_capturing", None)
+    return bool(is_capturing and is_capturing())
 
 
 @lru_cache(maxsize=1)
 def _of_groups() -> WeakKeyDictionary[dist.ProcessGroup, WeakSet[TorchDistTransport]]:
-    """The transports of every process group."""
+    """Return the transports of every process group."""
     return WeakKeyDictionary()
 
 
@@ -120,10 +121,10 @@ class TorchDistTransport(Transport):
 
     Args:
         group: a process group of torch.distributed; None for the default one.
-        name: what torch calls the group's backend: "gloo", "nccl" (RCCL too), "hccl".
-        batched: whether moves are launched as one batch.
-        deadline: seconds a transfer may take; None leaves it to the group's own timeout.
-        in_watch: called first in the thread that watches the deadline of batched moves, if given.
+        name: torch's name of the group's backend: "gloo", "nccl" (RCCL too), "hccl".
+        batched: whether messages are launched as one batch.
+        deadline: seconds that a transfer may take. None: the group's own timeout.
+        in_watch: called first in the thread that watches the deadline of batched messages, if given.
         high_priority: whether the group's kernels run on a stream of high priority.
     """
 
@@ -150,7 +151,7 @@ class TorchDistTransport(Transport):
         self._of_this_group.add(self)
 
     def unfinished(self) -> str:
-        """Of any transport of this group, as of another mesh: their messages would meet."""
+        """Return what is unfinished on any transport of this group, also of other meshes, whose messages would mix."""
         return next(filter(None, (super(TorchDistTransport, one).unfinished() for one in self._of_this_group)), "")
 
     def begin(self, digest: bytes = b"", inbox: int = 0) -> None:
@@ -159,8 +160,10 @@ class TorchDistTransport(Transport):
             self._connect()
 
     def _connect(self) -> None:
-        """Exchange a byte with the neighbours. A group that launches kernels connects in its first batch, and there
-        waits for all ranks, even those that a mask leaves without messages. More pairs would take more buffers.
+        """Exchange a byte with the neighbors.
+
+        A group that launches kernels connects in its first batch and there waits for all ranks, even those that a mask
+        leaves without messages. More pairs would take more buffers.
         """
         mine = torch.zeros(1, dtype=torch.uint8, device=torch.accelerator.current_accelerator(check_available=True))
         there, back = Message(mine, self.others[0]), Message(torch.empty_like(mine), self.others[-1])
@@ -175,15 +178,15 @@ class TorchDistTransport(Transport):
         return self._post(sends, receives, label, self._deadline)
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:
-        # If not all ranks come, the others neither heard this rank nor wait for what it does next.
+        # If a rank is missing, the exchange stays active, and the next call raises.
         with self.between_passes():
             if self.host:
-                return self._exchanged(data, label, self._deadline if deadline is None else deadline)
+                return self._share_by_messages(data, label, self._deadline if deadline is None else deadline)
             seconds = deadline or self._deadline or _SHARING
             return store_exchange(self.group).share(data, f"rank {self.rank}, {label}: hearing from all ranks", seconds)
 
-    def _exchanged(self, data: bytes, label: str, deadline: float | None) -> list[bytes]:
-        """What every rank said, point to point: the error of a collective would not name the missing rank."""
+    def _share_by_messages(self, data: bytes, label: str, deadline: float | None) -> list[bytes]:
+        """Share point to point: the error of a collective would not name the missing rank."""
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         outgoing, incoming = self._post(

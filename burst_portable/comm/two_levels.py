@@ -1,4 +1,4 @@
-"""Separate connections for messages that cross from node to node.
+"""Use separate connections for messages between nodes.
 
 ::
 
@@ -78,12 +78,12 @@ def with_two_levels(
     deadline: float,
     options: Callable[[timedelta], dict[str, Any]],
 ) -> TwoLevelTransport:
-    """Two transports for one group: its own inside nodes, and that of a second group of the same ranks between nodes.
+    """Make two transports for one group: its own inside nodes, and one of a second group of these ranks between nodes.
 
     Args:
         transport: makes the transport of a process group.
-        options: what else `new_group` takes for a timeout, if the group has one backend.
-        deadline: of a hop, in seconds. The new group's own is twice that, so that our error comes first.
+        options: returns further arguments of `new_group` for a timeout; used if the group has one backend.
+        deadline: of a message, in seconds. The timeout of the new group is twice that, so that our error comes first.
     """
 
     def connect() -> Transport:

@@ -203,7 +203,7 @@ def _exchanged(transport: Transport, device: torch.device, inner: int, picked: b
     rank, size = transport.rank, lines * width
     node = range(rank - rank % inner, min(rank - rank % inner + inner, transport.size))
     ranks = (*(r for r in transport.others if r in node), rank)
-    place = rank * size
+    offset = rank * size
 
     def sent(source: int, target: int) -> Tensor:
         return _bytes(size, (turn * transport.size + source) * transport.size + target, device)
@@ -214,9 +214,9 @@ def _exchanged(transport: Transport, device: torch.device, inner: int, picked: b
         apart = torch.full((lines, transport.size, step), 255, dtype=torch.uint8, device=device)
         apart[:, :, :width] = torch.stack([block.view(lines, width) for block in blocks], 1)
         across = transport.size * step
-        leaving = Strips(apart, tuple(Strip(r, r * step, place, lines, width, across, width) for r in ranks))
+        leaving = Strips(apart, tuple(Strip(r, r * step, offset, lines, width, across, width) for r in ranks))
     else:
-        leaving = Parts(torch.cat(blocks), tuple(Part(r, r * size, (r + 1) * size, place) for r in ranks))
+        leaving = Parts(torch.cat(blocks), tuple(Part(r, r * size, (r + 1) * size, offset) for r in ranks))
     transport.begin(b"exchanged", size)
     inbox = transport.inbox(transport.size * size, device, rank, 0)
     arriving = Parts(inbox, tuple(Part(r, r * size, (r + 1) * size, r * size) for r in ranks))

@@ -219,7 +219,7 @@ class _Silent(WrappedTransport):
             return Exchange([], [])
         return super().exchange(leaving, arriving, label, alone=alone)
 
-    def inbox(self, size: int, device: torch.device, peer: int, place: int | None = None) -> Tensor:
+    def inbox(self, size: int, device: torch.device, peer: int, offset: int | None = None) -> Tensor:
         return self.buffer(size, device)
 
     def share(self, data: bytes, label: str = "share", deadline: float | None = None) -> list[bytes]:

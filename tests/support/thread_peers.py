@@ -99,7 +99,7 @@ class ThreadPeers:
         memory = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
         at = buffer.storage_offset() * buffer.itemsize + part.start
         inbox = self.world.inboxes[part.peer]
-        there = inbox.as_strided((lines, width), (jump, 1), part.place)
+        there = inbox.as_strided((lines, width), (jump, 1), part.offset)
         there.copy_(memory.as_strided((lines, width), (step, 1), at))
         self.world.moved[self.rank][part.peer] += part.size * (part.peer != self.rank)
 

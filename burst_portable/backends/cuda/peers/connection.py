@@ -161,8 +161,8 @@ def _messages(transport: PeerCopyTransport, mine: Tensor) -> dict[int, Tensor]:
 def _parts(transport: PeerCopyTransport, mine: Tensor) -> dict[int, Tensor]:
     """Messages all at once, this rank's own among them."""
     ranks = (*transport.others, transport.rank)
-    place = transport.rank * _PROOF
-    return _exchanged(transport, Parts(mine, tuple(Part(r, 0, _PROOF, place) for r in ranks)), _PROOF)
+    offset = transport.rank * _PROOF
+    return _exchanged(transport, Parts(mine, tuple(Part(r, 0, _PROOF, offset) for r in ranks)), _PROOF)
 
 
 def _lines(transport: PeerCopyTransport, mine: Tensor, alone: bool) -> dict[int, Tensor]:

@@ -146,8 +146,8 @@ class CudaPeerMemory:
 
     def _address(self, part: Part | Strip) -> int:
         """The address of a part in its rank's memory."""
-        assert part.place is not None, "parts that are copied have places"
-        return self._starts[part.peer] + self._base + part.place
+        assert part.offset is not None, "parts that are copied have offsets"
+        return self._starts[part.peer] + self._base + part.offset
 
     def sent(self) -> _Sent:
         return _Sent(self, self._copy_stream)
