@@ -9,6 +9,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,18 +17,19 @@ import torch.distributed as dist
 import burst_portable as bp
 from burst_portable.config import Config
 from burst_portable.errors import BurstError
+from burst_portable.strategies.base import Strategy
 from tests.support.forked import run_forked
 
 RANKS = 3
 
 
 @dataclass(frozen=True)
-class Broken:
+class Broken(Strategy):
     """A strategy with a mistake in it."""
 
-    name: str = "broken"
+    name: ClassVar[str] = "broken"
 
-    def plan(self, problem):
+    def plan(self, call):
         raise TypeError("planning fell over")
 
 
