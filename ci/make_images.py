@@ -1,10 +1,10 @@
-"""Makes the pictures of docs/images/ that need no measurement, and the sample of a profile's page.
+"""Make the pictures of docs/images/ that need no measurement, and the sample of a profile's page.
 
     PYTHONPATH=. python ci/make_images.py [--check]
 
-plan.svg is drawn from two real plans: who computes which pairs of a causal mask, at which ring step. profile.png and
-profile-dark.png are photographs of the sample's page, by Chromium where there is one. With --check nothing is written,
-and the exit code is 1 where plan.svg on disk is another than the plans make. Speeds are benchmarks/picture.py's.
+plan.svg is drawn from two plans: which rank computes which pairs of a causal mask, at which ring step. profile.png and
+profile-dark.png are screenshots of the sample's page, if Chromium is installed. With --check nothing is written, and
+the exit code is 1 if plan.svg differs from what would be written. benchmarks/picture.py draws the speeds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGE_SIZE = (1160, 1300)  # pixels of the page's photograph: down to the timelin
 RANKS, CHUNKS, LENGTH = 4, 8, 8192
 SLOWEST = 14 * (LENGTH // CHUNKS) ** 2  # pairs of the slowest rank of each step, contiguous: both panels' full width
 CELL, LEFT, TOP, GAP = 38, 20, 96, 78
-COLOURS = ("#3b6fd4", "#e07b1a", "#1f9d63", "#a24bc4")  # of equal weight, and apart for the colour-blind
+COLORS = ("#3b6fd4", "#e07b1a", "#1f9d63", "#a24bc4")  # of equal weight, and distinct for the color-blind
 STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #1b2430 }
   .head { font-size: 17px; font-weight: 600 } .soft { fill: #5b6775 }
@@ -36,7 +36,7 @@ STYLE = """
 
 
 def steps_of(plan: Plan) -> dict[tuple[int, int], int]:
-    """(rank, rank whose keys it meets) -> the step at which that happens."""
+    """Return {(rank, owner of the keys): step at which the rank computes with them}."""
     return {
         (rank, owner): step.index
         for rank in range(RANKS)
@@ -47,7 +47,7 @@ def steps_of(plan: Plan) -> dict[tuple[int, int], int]:
 
 
 def owners_of(plan: Plan) -> list[int]:
-    """The rank that holds each chunk of the sequence."""
+    """Return the rank that holds each chunk of the sequence."""
     first_rows = {segment.start: rank for rank, held in enumerate(plan.call.layout.shards) for segment in held}
     owner, owners = 0, []
     for chunk in range(CHUNKS):
@@ -57,7 +57,7 @@ def owners_of(plan: Plan) -> list[int]:
 
 
 def matrix(plan: Plan, left: int) -> list[str]:
-    """The score matrix: a chunk of queries a row, a chunk of keys a column; above the diagonal nothing is seen."""
+    """Draw the score matrix: one row per chunk of queries, one column per chunk of keys, masked above the diagonal."""
     owners, steps, parts = owners_of(plan), steps_of(plan), []
     for row, rank in enumerate(owners):
         y = TOP + row * CELL
@@ -70,14 +70,14 @@ def matrix(plan: Plan, left: int) -> list[str]:
                 continue
             side = CELL - 2
             shape = f"M{x},{y} L{x},{y + side} L{x + side},{y + side}" + ("" if column == row else f" L{x + side},{y}")
-            parts.append(f'<path d="{shape} Z" fill="{COLOURS[rank]}"/>')
+            parts.append(f'<path d="{shape} Z" fill="{COLORS[rank]}"/>')
             middle = (x + 11, y + 30) if column == row else (x + 18, y + 23)
             parts.append(f'<text class="step" x="{middle[0]}" y="{middle[1]}">{steps[rank, owner]}</text>')
     return parts
 
 
 def bars(plan: Plan, left: int) -> list[str]:
-    """What each rank computes, a box a step, as long as its pairs; the step ends with its slowest rank."""
+    """Draw one box per rank and step, as long as its pairs. A step ends with its slowest rank."""
     areas = [
         {step.index: step.compute.tiles.area for step in plan.forward.steps_of(rank) if step.compute}
         for rank in range(RANKS)
@@ -92,7 +92,7 @@ def bars(plan: Plan, left: int) -> list[str]:
             room = scale * longest[step] - 2
             parts.append(f'<rect class="empty" x="{x:.1f}" y="{y}" width="{room:.1f}" height="17" rx="3"/>')
             if width:
-                filled = f'x="{x:.1f}" y="{y}" width="{width - 2:.1f}" height="17" rx="3" fill="{COLOURS[rank]}"'
+                filled = f'x="{x:.1f}" y="{y}" width="{width - 2:.1f}" height="17" rx="3" fill="{COLORS[rank]}"'
                 parts.append(
                     f'<rect {filled}/><text class="step" x="{x + width / 2 - 1:.1f}" y="{y + 13}">{step}</text>'
                 )
@@ -103,7 +103,7 @@ def bars(plan: Plan, left: int) -> list[str]:
 
 
 def panel(layout: str, left: int) -> list[str]:
-    """One layout: its matrix over its bars."""
+    """Draw one layout: its matrix above its bars."""
     plan = bp.plan(seq_len=LENGTH, ranks=RANKS, heads=1, mask=bp.Mask.causal(), strategy="ring", layout=layout)
     heads = [
         f'<text class="head" x="{left}" y="44">{layout}</text>',
@@ -114,7 +114,7 @@ def panel(layout: str, left: int) -> list[str]:
 
 
 def draw() -> str:
-    """The picture, as SVG."""
+    """Return plan.svg."""
     lefts = (LEFT + 30, LEFT + 30 + CHUNKS * CELL + GAP)
     width, height = lefts[1] + CHUNKS * CELL + LEFT, TOP + CHUNKS * CELL + 166
     parts = [part for layout, left in zip(("contiguous", "zigzag"), lefts, strict=True) for part in panel(layout, left)]
@@ -132,7 +132,7 @@ def draw() -> str:
 
 
 def photograph(page: Path) -> None:
-    """The top of a page, for readers in the light and in the dark."""
+    """Write screenshots of the top of a page in both color schemes."""
     from tests.support import chromium
 
     if chromium.path() is None:
@@ -149,10 +149,10 @@ def photograph(page: Path) -> None:
 
 
 def main() -> int:
-    """Writes the pictures, or compares."""
+    """Write the pictures, or compare plan.svg."""
     if "--check" in sys.argv[1:]:
         same = PICTURE.read_text(encoding="utf-8") == draw()
-        print(f"docs/images/plan.svg is {'what the plans make' if same else 'old: run ci/make_images.py'}")
+        print(f"docs/images/plan.svg is {'up to date' if same else 'stale: run ci/make_images.py'}")
         return 0 if same else 1
     PICTURE.write_text(draw(), encoding="utf-8")
     page = SAMPLE.with_suffix(".html")

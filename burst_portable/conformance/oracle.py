@@ -1,7 +1,7 @@
-"""Dense attention in float64, written from the definition. It shares no code with what it judges.
+"""Compute dense attention in float64 from its definition, and compare answers with it.
 
-Nothing here knows tiles, layouts, merging or tricks: positions are listed, the mask is a matrix, gradients come
-from autograd. It needs memory in proportion to the square of the length, so it is for short sequences.
+The computation shares no code with the tested code. It has no tiles, layouts or merging: positions are listed, the
+mask is a matrix, and gradients come from autograd. Its memory grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Answer:
     dsinks: Tensor | None = None
 
     def quantities(self) -> dict[str, Tensor]:
-        """The quantities by name, without those that are None."""
+        """Return the quantities by name, without those that are None."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def differs(self, other: Answer) -> str:
-        """The first quantity that has other bits in the other answer; "" if none has."""
+        """Return the first quantity whose bits differ in the other answer; "" if none does."""
         theirs = other.quantities()
         return next((name for name, value in self.quantities().items() if not torch.equal(value, theirs[name])), "")
 
 
 def dense_mask(mask: Mask, q_length: int, k_length: int | None = None) -> Tensor:
-    """``[Sq, Sk]`` bool, straight from the definition of a region; how often a pair is seen must be 0 or 1."""
+    """Return the mask as bool ``[Sq, Sk]``, from the definition of a region. No pair may be visible twice."""
     k_length = q_length if k_length is None else k_length
     q, k = torch.arange(q_length).unsqueeze(1), torch.arange(k_length)
     seen = torch.zeros(q_length, k_length, dtype=torch.int64)
@@ -63,9 +63,9 @@ def attention(
     sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Answer:
-    """Out, LSE and all gradients for an upstream gradient `dout`; `mask` is ``[Sq, Sk]`` bool.
+    """Return out, LSE and all gradients for an upstream gradient `dout`; `mask` is bool ``[Sq, Sk]``.
 
-    In a lower `dtype` it is *plain attention*: what its arithmetic loses there is what tolerances are multiples of.
+    In a lower `dtype` this is *plain attention*. Tolerances are multiples of its errors.
     """
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
@@ -98,7 +98,7 @@ _SPREAD = {"usual": 1.0, "large": 40.0, "small": 1e-3, "high": 1.0, "low": 1.0}
 
 @dataclass(frozen=True)
 class Inputs:
-    """Whole tensors, ``[B, S, H, D]``."""
+    """Unsharded tensors, ``[B, S, H, D]``."""
 
     q: Tensor
     k: Tensor
@@ -108,7 +108,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
-    """The tensors of a case; the same every time."""
+    """Return the tensors of a case; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     heads, kv_heads, d, dv = case.sizes
 
@@ -119,7 +119,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     q = q * _SPREAD[case.values]
     if case.values in ("high", "low"):
         # One coordinate is the same for all queries and for all keys, so every score moves alike. The keys' is 1:
-        # dq is a sum over keys in which a large one would cancel, and magnify rounding that nobody can help.
+        # dq is a sum over keys in which a large one would cancel, and magnify rounding that is inevitable.
         q[..., 0] = (_SHIFT_BESIDE_SINKS if case.sinks else _SHIFT) * d**0.5
         k[..., 0] = 1.0 if case.values == "high" else -1.0
     sinks = torch.randn(heads, generator=generator).to(case.dtype) if case.sinks else None
@@ -128,7 +128,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 
 def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:
-    """The oracle's answer in float64, and plain attention's in the case's dtype."""
+    """Return the oracle's answer in float64, and that of plain attention in the case's dtype."""
     seen = dense_mask(case.make_strategy().computes(case.make_mask()), case.length)
     exact, plain = (
         attention(x.q, x.k, x.v, x.dout, seen, scale=case.factor, softcap=case.softcap, sinks=x.sinks, dtype=dtype)
@@ -138,7 +138,7 @@ def expected(case: Case, x: Inputs) -> tuple[Answer, Answer]:
 
 
 def in_memory(x: Tensor, how: str, device: torch.device) -> Tensor:
-    """The same numbers on a device, laid out in another way; the last stride stays 1."""
+    """Return the same numbers on a device with other strides; the last stride is 1."""
     x = x.to(device)
     if how == "heads":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -185,10 +185,10 @@ def relative_error(x: Tensor, reference: Tensor, order: float = 2) -> float:
 
 
 def error_of_weights(exact: Answer, dtype: torch.dtype, rounding: float = 0.0) -> float:
-    """The relative error of a weight from rounding the largest LSE: gradients recompute each as exp(score - LSE).
+    """Return the relative error of a weight due to the rounding of the largest LSE.
 
-    That is what makes attention fit (FlashAttention-2, section 3.1.2), and its price where scores are large: an LSE
-    of 100 is rounded by 4e-6, and every weight of its row with it. Plain attention keeps its weights and pays nothing.
+    Gradients recompute each weight as exp(score - LSE), which saves memory (FlashAttention-2, section 3.1.2). An LSE
+    of 100 is rounded by 4e-6, and every weight of its row with it. Plain attention keeps its weights.
     A kernel whose operands are rounded, by `rounding`, moves a score of 100 by up to 0.1, if they are those of TF32.
     """
     finite = exact.lse[exact.lse.isfinite()].abs()
