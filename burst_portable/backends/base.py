@@ -1,6 +1,6 @@
 """Define `Backend`, the contract between a vendor's device, kernels and transports and all other code.
 
-Code outside a vendor's folder never asks for a vendor's name; it asks for a capability.
+Code outside a vendor's folder never queries a vendor's name, but a capability.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether a backend can run on this machine; if not, the reason; if so, what was found."""
+    """Whether a backend can run on this machine, the reason if not, and what was found."""
 
     ok: bool
     reason: str = ""
@@ -55,15 +55,15 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The most that a device can do: the roofline with which profiles are compared. What is not known is None.
+    """Peak rates of a device: the roofline with which profiles are compared. Unknown rates are None.
 
     Attributes:
-        device: its name.
-        dtype: the dtype of `flops`, as torch calls it without "torch.".
-        flops: dense matrix FLOP/s in that dtype, accumulated at least in float32.
+        device: name of the device.
+        dtype: dtype of `flops`, torch's name without "torch.".
+        flops: peak FLOP/s of dense matrix products in that dtype, accumulated at least in float32.
         bandwidth: bytes/s of its memory, reads and writes together.
-        source: where the numbers come from, in words; or why nothing is known.
-        measured: whether they were measured on this machine; else they are the vendor's.
+        source: source of the numbers, in words, or why they are unknown.
+        measured: whether they were measured on this machine. If not, they are the vendor's.
     """
 
     device: str
@@ -78,33 +78,35 @@ class Meter(Protocol):
     """The sensors of one device. A read takes the host at most a millisecond or two, and the device no time."""
 
     def read(self) -> dict[str, float]:
-        """The readings that it has: "watts", "megahertz" of the compute clock, "celsius", and "joules" since some
+        """Return the available readings: "watts", "megahertz" of the compute clock, "celsius", and "joules" since some
         moment in the past."""
 
     def close(self) -> None:
-        """It is read no more."""
+        """Release the sensors."""
 
 
 class LinkCounters(Protocol):
-    """What has crossed the links from one device to others of its kind, as the device itself counts it."""
+    """Counters of one device for the bytes on its links to other devices of its kind."""
 
     def read(self) -> tuple[int, int]:
-        """(sent, received) bytes since some moment in the past: messages, and everything else that is written or read
-        over a link, without what the protocol of the links adds. Work under way may be counted in part. Raises
-        `BackendUnavailableError` if it can no longer be read."""
+        """Return (sent, received) bytes since some moment in the past.
+
+        Counts messages and all other writes and reads over a link, without the overhead of the link's protocol. Active
+        transfers may be counted in part. Raises `BackendUnavailableError` if the counters can no longer be read.
+        """
 
     def close(self) -> None:
-        """It is read no more."""
+        """Release the counters."""
 
 
 class Tracer(Protocol):
     """A vendor's own tracer of all that this process runs, with `torch.profiler.record_function` as annotations."""
 
     def start(self) -> None:
-        """Begin to trace. Raises `UnsupportedError` if it cannot."""
+        """Start tracing. Raises `UnsupportedError` if that is not possible."""
 
     def stop(self) -> bytes:
-        """Stop tracing; returns the tracer's own file. Raises `UnsupportedError` if there is none."""
+        """Stop tracing and return the tracer's own file. Raises `UnsupportedError` if there is none."""
 
 
 class Backend(ABC):
@@ -125,7 +127,7 @@ class Backend(ABC):
 
     @abstractmethod
     def probe(self) -> Probe:
-        """Look at this machine. Does not raise if the vendor's devices or packages are absent."""
+        """Return whether this machine can run the backend. Does not raise if devices or packages are absent."""
 
     @abstractmethod
     def kernels(self) -> tuple[Kernel, ...]:
@@ -194,15 +196,15 @@ class Backend(ABC):
 
 
 def wrong_with(package: str, at_least: str, *, module: str | None = None, install: str | None = None) -> str:
-    """What is wrong with a vendor's package here, and what to do; "" if nothing is. For a `probe`.
+    """Return what is wrong with a vendor's package here, and the next step; "" if nothing is. For a `probe`.
 
     Absent, too old and broken packages have different messages.
 
     Args:
-        package: the distribution, as pip calls it.
-        at_least: the first version that will do, such as "2.13".
-        module: imported to see whether that works; nothing is imported unless given.
-        install: what to do; ``pip install`` unless given.
+        package: pip's name of the distribution.
+        at_least: the lowest supported version, such as "2.13".
+        module: module that is imported as a test. Default: none.
+        install: the next step. Default: ``pip install``.
     """
     step = install or f"pip install '{package}>={at_least}'"
     try:
@@ -217,9 +219,9 @@ def wrong_with(package: str, at_least: str, *, module: str | None = None, instal
 
 
 def require(package: str, at_least: str, install: str | None = None) -> None:
-    """For the top of a vendor's module: refuse to go on without a package, or with one that is too old.
+    """Raise `BackendUnavailableError` if a package is absent or too old. For the top of a vendor's module.
 
-    Raises `BackendUnavailableError` with the message of `wrong_with`.
+    The message is that of `wrong_with`.
     """
     if reason := wrong_with(package, at_least, install=install):
         raise BackendUnavailableError(reason)
@@ -228,7 +230,7 @@ def require(package: str, at_least: str, install: str | None = None) -> None:
 def _import_error(package: str, found: str, module: str) -> str:
     try:
         import_module(module)
-    # Bindings of a missing library may raise anything; the user must hear which package it was.
+    # Bindings of a missing library may raise anything. The message must name the package.
     except Exception as error:  # noqa: BLE001
         return format_error(
             f"the package {package} {found} is broken: it fails to import",
@@ -239,19 +241,19 @@ def _import_error(package: str, found: str, module: str) -> str:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a version: 2.13.0+rocm7.1 -> (2, 13, 0)."""
+    """Return the numbers of a version: 2.13.0+rocm7.1 -> (2, 13, 0)."""
     return tuple(int(n) for n in re.findall(r"\d+", text.partition("+")[0]))
 
 
 Facts = dict[str, Any]
 TORCH = "2.11"
-"""The first version of torch that accelerators are served with."""
+"""The lowest version of torch that accelerators need."""
 
 
 class AcceleratorBackend(Backend):
     """A backend of devices that torch drives as `torch.<type>`, with streams.
 
-    A vendor says what is missing, describes its devices, and makes its kernels.
+    A vendor defines what is missing, which kernels there are, and what reports say of its devices.
     """
 
     def __init__(self) -> None:
@@ -259,19 +261,19 @@ class AcceleratorBackend(Backend):
 
     @abstractmethod
     def missing(self) -> str:
-        """Why it cannot run on this machine and, after a semicolon, what to do; "" if it can. Does not raise."""
+        """Return why it cannot run on this machine and, after a semicolon, the next step; or "". Never raises."""
 
     @abstractmethod
     def make_kernels(self) -> Iterable[Kernel]:
-        """Its kernels, in order of preference; called once."""
+        """Make the kernels, in order of preference. Called once."""
 
     @abstractmethod
     def describe(self, properties: Any) -> Facts:
-        """What torch's properties of a device say besides name and memory. Called only where nothing is missing."""
+        """Return facts from torch's properties of a device, besides name and memory; called if nothing is missing."""
 
     @abstractmethod
     def libraries(self) -> Facts:
-        """Versions, the driver, links. Called only where nothing is missing."""
+        """Return versions of libraries and the driver, and the links; called if nothing is missing."""
 
     def probe(self) -> Probe:
         if reason := wrong_with("torch", TORCH) or self.missing():
@@ -285,7 +287,7 @@ class AcceleratorBackend(Backend):
         return TorchDistTransport(group, self.capabilities.process_group, batched=True, deadline=deadline)
 
     def why_none(self, missing: str, look_at: str) -> str:
-        """The reason if torch sees no device, with what torch says when it starts the driver: absent, too old ..."""
+        """Return the reason for no device, with torch's message when it starts the driver: absent, too old ..."""
         try:
             torch.get_device_module(self.capabilities.device_type).init()
             said = "a driver that starts and shows no device"

@@ -1,4 +1,4 @@
-"""Backends by name, from entry points: in this tree or in somebody else's package.
+"""Find, load and choose backends by name, from entry points: in this tree or in a third-party package.
 
 Nothing is imported before it is needed. The backends of this tree are also listed here, so that they are found in a
 checkout that is not installed.
@@ -27,12 +27,12 @@ _OURS = {name: f"burst_portable.backends.{name}:backend" for name in ("cpu", "cu
 
 
 def known() -> dict[str, str]:
-    """Every backend's name, and where it comes from (``module:attribute``). No package can take our names."""
+    """Return the name of each backend and its target (``module:attribute``). No package can replace our names."""
     return {name: homes[0] for name, homes in _registered().items()}
 
 
 def passed_over() -> list[str]:
-    """What is wrong with packages that registered one of our names: they are never used."""
+    """Describe the packages that registered one of our names. They are never used."""
     return [
         format_error(
             f"the backend {name!r} (from {home}) is not used",
@@ -45,7 +45,7 @@ def passed_over() -> list[str]:
 
 
 def _registered() -> dict[str, list[str]]:
-    """Every name, and everything that is registered under it; ours first."""
+    """Return each name with all targets that are registered under it, ours first."""
     homes = {name: [home] for name, home in _OURS.items()}
     for point in entry_points(group=GROUP):
         found = homes.setdefault(point.name, [])
@@ -56,10 +56,11 @@ def _registered() -> dict[str, list[str]]:
 
 @lru_cache(maxsize=32)
 def load(name: str) -> Backend:
-    """The backend of that name.
+    """Return the backend of that name.
 
-    Raises `UnknownNameError` for an unknown name, `BackendUnavailableError` for a backend that cannot be imported: a
-    package is absent, too old, or broken.
+    Raises:
+        UnknownNameError: no backend has that name.
+        BackendUnavailableError: the backend cannot be imported: a package is absent, too old, or broken.
     """
     table = _registered()
     if name not in table:
@@ -85,7 +86,7 @@ def _imported(name: str, home: str) -> Backend:
         raise BackendUnavailableError(
             f"{what} needs {missing}, which is absent", got=error, next_step=next_step
         ) from error
-    # A vendor's module may do anything on import; the user must hear which one it was.
+    # A vendor's module may raise anything on import. The message must name it.
     except (Exception, SystemExit) as error:
         next_step = f"`python -c 'import {module}'` shows where; reinstall that package, or remove it"
         raise BackendUnavailableError(
@@ -122,12 +123,12 @@ def _contract_violation(backend: Backend, name: str) -> str:
 
 
 def probed(backend: Backend) -> Probe:
-    """What its probe says about this machine; for a probe that breaks its contract, no, and what is wrong."""
+    """Return the backend's probe. If the probe violates its contract, the answer is no, with the violation."""
     from burst_portable.backends.base import Probe
 
     try:
         probe = backend.probe()
-    # It must not raise. One that does only hinders whoever names this backend.
+    # It must not raise. One that does must only affect users who name this backend.
     except Exception as error:  # noqa: BLE001
         return Probe(False, f"it is broken: its probe raised {in_a_line(error)}")
     if not isinstance(probe, Probe):
@@ -136,10 +137,10 @@ def probed(backend: Backend) -> Probe:
 
 
 def unavailable_reason(name: str, device_type: str | None = None) -> str:
-    """Why that backend cannot serve here, or cannot serve tensors of a device type; "" if it can."""
+    """Return why that backend cannot run here, or cannot take tensors of a device type; "" if it can."""
     try:
         backend = load(name)
-    except BackendUnavailableError as error:  # it was not named, only looked at: a reason, like a probe's
+    except BackendUnavailableError as error:  # no user named it: a reason, like a probe's
         return str(error)
     own = backend.capabilities.device_type
     if device_type not in (None, own):
@@ -149,9 +150,9 @@ def unavailable_reason(name: str, device_type: str | None = None) -> str:
 
 
 def runnable(name: str) -> Backend:
-    """The backend that a user named.
+    """Return the backend that a user named.
 
-    Raises `UnknownNameError`, or `BackendUnavailableError` if it cannot run, listing those that can.
+    Raises `UnknownNameError`, or `BackendUnavailableError` if it cannot run; the message lists those that can.
     """
     backend = load(name)
     if reason := unavailable_reason(name):
@@ -164,9 +165,9 @@ def runnable(name: str) -> Backend:
 
 @lru_cache(maxsize=32)
 def for_device(device_type: str, named: str = "auto") -> Backend:
-    """The backend for tensors of a device type: the one named, or the first that can run here.
+    """Return the backend for tensors of a device type: the named one, or the first that can run here.
 
-    Raises `UnsupportedError` if there is none, or if the named one takes other tensors; and as `runnable`.
+    Raises `UnsupportedError` if there is none, or if the named one takes other tensors. Also raises as `runnable`.
     """
     if named == "auto":
         return _first_for(device_type)
@@ -205,13 +206,15 @@ def rates_of(
     *,
     high_priority: bool = False,
 ) -> Rates:
-    """The rates that predict plans for this many ranks: measured on machines like this one, else the backend's guess.
+    """Return the rates that predict plans for this many ranks.
+
+    They are measured on a machine like this one if the backend has such rates, else the backend's estimates.
 
     Args:
         kernel: the kernel that will compute, if known.
-        file: a file of rates that were measured here, which then count alone; see `planning.rates`.
-        dtype, head_dim: of the call, if known: the source of a file's rates says if they were measured with others.
-        high_priority: whether messages go first: see `comm.base.Transport`.
+        file: a file of rates that were measured here, which replace all others; see `planning.rates`.
+        dtype, head_dim: of the call, if known. The source of a file's rates says if they were measured with others.
+        high_priority: whether messages have high priority: see `comm.base.Transport`.
 
     Raises `InputError` for a file that cannot be used.
     """
@@ -227,14 +230,13 @@ def rates_of(
 
 
 def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:
-    """What `init_process_group` and `new_group` take besides a backend: the timeout, and options with which messages go
-    first, if there are such options.
+    """Return arguments of `init_process_group` and `new_group`: the timeout, and options for messages of high priority.
 
-    Raises `BackendUnavailableError` if the backend fails to make them.
+    Options are left out if the backend has none. Raises `BackendUnavailableError` if the backend fails to make them.
     """
     try:
         options = backend.group_options(timeout)
-    # Caught here, so that it is not taken for an error of the group, which absent ranks also cause.
+    # Caught here, so that it is not mistaken for an error of the group, which absent ranks also cause.
     except Exception as error:
         what = f"the backend {backend.name!r} is broken: it fails to make options of a process group"
         next_step = "upgrade or mend it: group_options(timeout) gives torch's pg_options, or None"
@@ -243,7 +245,7 @@ def group_options_of(backend: Backend, timeout: timedelta) -> dict[str, Any]:
 
 
 def supports_high_priority(backend: Backend) -> bool:
-    """Whether messages go first in groups that are made with its options."""
+    """Return whether messages have high priority in groups that are made with the backend's options."""
     return "pg_options" in group_options_of(backend, timedelta(seconds=1))
 
 
@@ -268,7 +270,7 @@ def as_kineto(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def choose_kernel(backend: Backend, problem: KernelProblem, named: str = "auto") -> tuple[Kernel, str]:
-    """The kernel for a problem, and why: the one named, or the first in the backend's order that serves it.
+    """Return the kernel for a problem and the reason: the named one, or the first of the backend that serves it.
 
     Raises `UnknownNameError`, or `UnsupportedError` with every reason.
     """

@@ -1,4 +1,4 @@
-"""Huawei's NPUs as a backend. torch_npu is imported when the backend is asked whether it can run, never before."""
+"""Define the backend of Huawei's NPUs. torch_npu is imported by the first probe, never before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INSTALL = "install CANN, then the torch_npu of this torch's version: pip instal
 
 
 def missing() -> str:
-    """Why NPUs cannot be used; "" if they can. Imports torch_npu if it is installed."""
+    """Return why NPUs cannot be used; "" if they can. Imports torch_npu if it is installed."""
     try:
         require("torch_npu", AT_LEAST, _INSTALL)
     except BackendUnavailableError as refusal:
@@ -30,7 +30,7 @@ def missing() -> str:
         return other
     try:
         npu = import_module("torch_npu").npu
-    # Whatever goes wrong in there (a library of CANN that is missing, mostly), the user must hear it.
+    # Whatever goes wrong there (mostly a missing library of CANN), the message must include it.
     except Exception as error:  # noqa: BLE001
         step = "source CANN's set_env.sh, and look whether its version fits torch_npu's"
         return format_error("torch_npu is installed and fails to import", got=in_a_line(error), next_step=step)
@@ -38,7 +38,7 @@ def missing() -> str:
 
 
 def _other_torch(npu: str, torch_version: str) -> str:
-    """torch_npu is built for one torch; with another it crashes in ways that say nothing."""
+    """Return what is wrong if torch_npu is built for another torch, with which it would crash without a reason."""
     wanted, found = (".".join(text.partition("+")[0].split(".")[:2]) for text in (npu, torch_version))
     if wanted == found:
         return ""
@@ -49,7 +49,7 @@ def _other_torch(npu: str, torch_version: str) -> str:
 
 
 def libraries() -> Facts:
-    """Versions, as torch_npu tells them."""
+    """Return versions, as torch_npu reports them."""
     cann = str(import_module("torch_npu").npu.utils.get_cann_version("CANN"))
     facts: Facts = {"torch_npu": version("torch_npu"), "cann": cann}
     # The imitation that `make conform-ascend` builds calls itself so: no report of it may pass for a device's.

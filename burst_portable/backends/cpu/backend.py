@@ -1,4 +1,4 @@
-"""The CPU as a backend: a laptop, a CI machine, and the oracle's home."""
+"""Define the backend of CPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECONDS = 0.02  # for each measurement
 
 
 def peaks(dtype: str) -> Peaks:
-    """By the threads that torch has now; measured once per process and number of threads, in about 50 ms."""
+    """Return the peaks of torch's present threads, measured once per process and number of threads in about 50 ms."""
     return _measured(dtype, torch.get_num_threads())
 
 
@@ -45,7 +45,7 @@ def _measured(dtype: str, threads: int) -> Peaks:
 
 
 def _shortest(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of some calls, in time of this thread, so that neighbours on the machine count little."""
+    """Return the seconds of the fastest of some calls, in time of this thread, so that other processes count little."""
     work()
     times: list[float] = []
     until = time.perf_counter() + _SECONDS

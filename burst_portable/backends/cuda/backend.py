@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as a backend. Triton, Gluon and NVML are imported when they are needed, never before."""
+"""Define the backend of NVIDIA GPUs. Triton, Gluon and NVML are imported only when they are needed."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from burst_portable.kernels.reference import ReferenceKernel
 
 
 def high_priority_options(timeout: timedelta) -> Any:
-    """Options of a process group whose stream has it; None where this torch has no NCCL."""
+    """Return options of a process group whose stream has high priority; None if this torch has no NCCL."""
     if not (dist.is_available() and dist.is_nccl_available()):
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # torch warns where it is not that of the group
+    options._timeout = timeout  # torch warns if it is not that of the group
     return options
 
 
 def has_high_priority(group: Any) -> bool:
-    """Whether the stream of a group (None: the default one) has it; only NCCL's can be asked, others count as no."""
+    """Return whether the stream of a group (None: the default one) has high priority; false if it is not NCCL's."""
     found: Any = dist.group.WORLD if group is None else group
     try:
         options = getattr(found._get_backend(torch.device("cuda")), "options", None)
@@ -106,7 +106,7 @@ class CudaBackend(AcceleratorBackend):
         return libraries()
 
     def measured_rates(self, ranks: int, kernel: str) -> Rates | None:
-        """The rates of the current kind of GPU."""
+        """Return the rates of the current kind of GPU."""
         return rates_of_machine(torch.cuda.get_device_name(), ranks, kernel) if not self.missing() else None
 
     def meter(self, index: int) -> Meter:
@@ -129,16 +129,16 @@ class CudaBackend(AcceleratorBackend):
         )
 
     def group_options(self, timeout: timedelta) -> Any:
-        """NCCL's kernels on a stream of high priority."""
+        """Return options with which NCCL's kernels run on a stream of high priority."""
         return high_priority_options(timeout)
 
     def connect_direct(self, other: Transport, group: Any, deadline: float) -> Transport:
-        """Peer copies, if all ranks can have them."""
+        """Connect peer copies, if all ranks can have them."""
         from burst_portable.backends.cuda.peers.connection import connect
 
         return connect(other, group, deadline)
 
 
 def _uuid(index: int) -> str:
-    """The id of a GPU in every library, by torch's index."""
+    """Return the UUID of a GPU, which all libraries know, by torch's index."""
     return str(torch.cuda.get_device_properties(index).uuid)

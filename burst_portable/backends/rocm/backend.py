@@ -1,4 +1,4 @@
-"""AMD GPUs as a backend. Triton, AITER and amdsmi are imported when they are needed, never before.
+"""Define the backend of AMD GPUs. Triton, AITER and amdsmi are imported only when they are needed.
 
 torch for ROCm calls its devices ``cuda`` and RCCL ``nccl``; `torch.version.hip` tells the two builds apart.
 """
