@@ -121,7 +121,9 @@ class Step:
 
 Steps = tuple[Step, ...]
 _ROWS = 128  # what most kernels compute at once: a launch is cut where such a block begins
-_WORTH_A_LAUNCH = 4096  # rows: writing so many wide and rounding them takes as long as a launch, with 32 heads of 128
+ROWS_WORTH_A_LAUNCH = (
+    4096  # rows: writing so many wide and rounding them takes as long as a launch, with 32 heads of 128
+)
 _MOVES = ("arrivals", "sends", "receives", "result_arrivals", "result_sends", "result_receives")
 """The fields of a `Step` that hold moves."""
 
@@ -203,7 +205,7 @@ def merged_rows(steps: Steps, rows: int) -> tuple[int, int] | None:
         return None
     start, stop = min(row + box[0] for row, box in boxes), max(row + box[1] for row, box in boxes)
     start, stop = start // _ROWS * _ROWS, min(rows, -(-stop // _ROWS) * _ROWS)
-    return (start, stop) if rows - (stop - start) >= max(_WORTH_A_LAUNCH, rows // 2) else None
+    return (start, stop) if rows - (stop - start) >= max(ROWS_WORTH_A_LAUNCH, rows // 2) else None
 
 
 def _ordered(moves: Iterable[Move]) -> tuple[Move, ...]:

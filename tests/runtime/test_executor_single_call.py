@@ -94,7 +94,7 @@ def test_of_several_ranks_those_that_compute_once_ask_for_the_whole(asked, mask,
 
 def test_rows_that_one_step_completes_are_written_once(monkeypatch):
     """Under a window, a kernel that writes where it is told gives 16 bits for all rows but those that are merged."""
-    monkeypatch.setattr(schedule, "_WORTH_A_LAUNCH", 1)
+    monkeypatch.setattr(schedule, "ROWS_WORTH_A_LAUNCH", 1)
     written = []
 
     def attend_into(self, q, k, v, tiles, options, out, lse):

@@ -59,14 +59,14 @@ def one_program_for_all_heads_of_a_key(monkeypatch):
 
 def long_blocks_where_they_can(monkeypatch):
     """Key blocks that more queries see than others do are served apart, however short the sequence is."""
-    monkeypatch.setattr(block_tables, "_SHORT", 0)
+    monkeypatch.setattr(block_tables, "SHORT", 0)
     monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
 
 
 def small_l2(monkeypatch):
     """Boxes of four key blocks and more are walked from other blocks on, as those that the L2 does not hold."""
-    monkeypatch.setattr(block_tables, "_ABREAST", 2)
-    monkeypatch.setattr(configs, "_mebibyte", lambda keys, dim: 1)
+    monkeypatch.setattr(block_tables, "ABREAST", 2)
+    monkeypatch.setattr(configs, "blocks_per_mebibyte", lambda keys, dim: 1)
     monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
 
 

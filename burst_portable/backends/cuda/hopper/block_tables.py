@@ -27,11 +27,11 @@ from burst_portable.planning.tiles import Tile, Tiles
 
 _WORK = 16
 _HIDDEN = (0, 0, 0, 0, 0, 0, 0, 0)  # a masked block that shows nothing
-_SHORT = 64  # inner blocks: shorter work need not be divided
+SHORT = 64  # inner blocks: shorter work need not be divided
 _LONG = 4  # outer blocks: a document of this many has blocks of its own
 _PART = 8  # inner blocks: a shorter part costs more by adding at its end than it saves
 
-_ABREAST = 32  # query blocks of a head that run side by side, and how many MiB of K and V apart they may be in the L2
+ABREAST = 32  # query blocks of a head that run side by side, and how many MiB of K and V apart they may be in the L2
 
 Span = tuple[int, int]
 """[start, stop) of outer indices. A block's is shorter than others' where the next starts at a document's start."""
@@ -105,8 +105,8 @@ def forward_table(
     for number, (span, block) in enumerate(blocks.items()):
         if not block.masked:
             _peel(block, span, k_block)
-        if not block.banded and block.length >= 2 * _ABREAST * mebibyte:
-            skip = number % _ABREAST * mebibyte
+        if not block.banded and block.length >= 2 * ABREAST * mebibyte:
+            skip = number % ABREAST * mebibyte
             block.runs = [part for run in block.runs for part in _apart(run, skip, k_block)]
     return _pack(blocks.items(), peel=True)
 
@@ -175,7 +175,7 @@ def _spans(tiles: Iterable[Tile], length: int, size: int, cuts: Iterable[int] = 
 def _longest_of(blocks: dict[Span, _Block]) -> int:
     """How many inner blocks a block may visit. A head's long ones begin first, but the last head's end last."""
     total = sum(block.length for block in blocks.values())
-    return max(_SHORT, 2 * -(-total // max(1, len(blocks))))
+    return max(SHORT, 2 * -(-total // max(1, len(blocks))))
 
 
 def _filling(lengths: list[int], heads: int, processors: int) -> int:

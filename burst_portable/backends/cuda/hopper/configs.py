@@ -67,12 +67,14 @@ def forward_cut(
     """
     tall = TALL.get(dim)
     if tall is not None:
-        table = forward_table(tiles, rows, 64 * tall.W, tall.BN, every_block, _mebibyte(tall.BN, dim))
+        table = forward_table(tiles, rows, 64 * tall.W, tall.BN, every_block, blocks_per_mebibyte(tall.BN, dim))
         enough = table.blocks * heads >= TALL_ITEMS * processors
         if enough and table.total >= TALL_BLOCKS * table.blocks:
             return tall, table
     config = FORWARD[dim]
-    return config, forward_table(tiles, rows, 64 * config.W, config.BN, every_block, _mebibyte(config.BN, dim))
+    return config, forward_table(
+        tiles, rows, 64 * config.W, config.BN, every_block, blocks_per_mebibyte(config.BN, dim)
+    )
 
 
 def turns(table: LaunchTable, dim: int, heads: int, at_once: int) -> int:
@@ -90,8 +92,8 @@ def turns(table: LaunchTable, dim: int, heads: int, at_once: int) -> int:
     return max(1, min(ROOM * table.blocks // max(1, visited), table.blocks * heads // at_once))
 
 
-def _mebibyte(keys: int, dim: int) -> int:
-    """How many blocks of this many keys, with their values, in 16 bits, make a mebibyte."""
+def blocks_per_mebibyte(keys: int, dim: int) -> int:
+    """Return how many blocks of this many keys, with their values, in 16 bits, make a mebibyte."""
     return (1 << 20) // (2 * 2 * keys * dim)
 
 
