@@ -195,7 +195,7 @@ class Backend(ABC):
         return None
 
 
-def wrong_with(package: str, at_least: str, *, module: str | None = None, install: str | None = None) -> str:
+def package_error(package: str, at_least: str, *, module: str | None = None, install: str | None = None) -> str:
     """Return what is wrong with a vendor's package here, and the next step; "" if nothing is. For a `probe`.
 
     Absent, too old and broken packages have different messages.
@@ -218,12 +218,12 @@ def wrong_with(package: str, at_least: str, *, module: str | None = None, instal
     return _import_error(package, found, module) if module else ""
 
 
-def require(package: str, at_least: str, install: str | None = None) -> None:
+def require_package(package: str, at_least: str, install: str | None = None) -> None:
     """Raise `BackendUnavailableError` if a package is absent or too old. For the top of a vendor's module.
 
-    The message is that of `wrong_with`.
+    The message is that of `package_error`.
     """
-    if reason := wrong_with(package, at_least, install=install):
+    if reason := package_error(package, at_least, install=install):
         raise BackendUnavailableError(reason)
 
 
@@ -253,14 +253,14 @@ TORCH = "2.11"
 class AcceleratorBackend(Backend):
     """A backend of devices that torch drives as `torch.<type>`, with streams.
 
-    A vendor defines what is missing, which kernels there are, and what reports say of its devices.
+    A vendor defines why devices cannot be used, which kernels there are, and what reports say of its devices.
     """
 
     def __init__(self) -> None:
         self._kernels = tuple(self.make_kernels())
 
     @abstractmethod
-    def missing(self) -> str:
+    def unavailable_reason(self) -> str:
         """Return why it cannot run on this machine and, after a semicolon, the next step; or "". Never raises."""
 
     @abstractmethod
@@ -269,14 +269,14 @@ class AcceleratorBackend(Backend):
 
     @abstractmethod
     def describe(self, properties: Any) -> Facts:
-        """Return facts from torch's properties of a device, besides name and memory; called if nothing is missing."""
+        """Return facts from torch's properties of a device, besides name and memory; called if devices can be used."""
 
     @abstractmethod
     def libraries(self) -> Facts:
-        """Return versions of libraries and the driver, and the links; called if nothing is missing."""
+        """Return versions of libraries and the driver, and the links; called if devices can be used."""
 
     def probe(self) -> Probe:
-        if reason := wrong_with("torch", TORCH) or self.missing():
+        if reason := package_error("torch", TORCH) or self.unavailable_reason():
             return Probe(False, reason)
         return Probe(True, facts={"devices": self._devices(), **self.libraries()})
 
@@ -286,7 +286,7 @@ class AcceleratorBackend(Backend):
     def transport(self, group: Any, deadline: float) -> Transport:
         return TorchDistTransport(group, self.capabilities.process_group, batched=True, deadline=deadline)
 
-    def why_none(self, missing: str, look_at: str) -> str:
+    def no_device_reason(self, missing: str, look_at: str) -> str:
         """Return the reason for no device, with torch's message when it starts the driver: absent, too old ..."""
         try:
             torch.get_device_module(self.capabilities.device_type).init()

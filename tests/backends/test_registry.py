@@ -11,7 +11,7 @@ import torch
 
 import burst_portable
 from burst_portable.backends import registry
-from burst_portable.backends.base import wrong_with
+from burst_portable.backends.base import package_error
 from burst_portable.cli import doctor
 from burst_portable.cli.backends import choose_backend
 from burst_portable.conformance import check_backend
@@ -43,7 +43,7 @@ def installed(tmp_path, monkeypatch):
         cache.cache_clear()
 
 
-REQUIRE = "from burst_portable.backends.base import require\n"
+REQUIRE = "from burst_portable.backends.base import require_package\n"
 BACKEND = """
 from burst_portable.backends.base import Backend, Capabilities, Probe, Rates
 from burst_portable.kernels.reference import ReferenceKernel
@@ -60,9 +60,13 @@ class Theirs(Backend):
 """
 WRONG = {
     "absent, imported": ("import their_vendor\n", "needs their_vendor, which is absent", "install their_vendor"),
-    "absent, required": (REQUIRE + "require('vendor-torch', '2.0')\n", "vendor-torch is not installed", "pip install"),
+    "absent, required": (
+        REQUIRE + "require_package('vendor-torch', '2.0')\n",
+        "vendor-torch is not installed",
+        "pip install",
+    ),
     "too old": (
-        REQUIRE + "require('torch', '99.1')\n",
+        REQUIRE + "require_package('torch', '99.1')\n",
         "the package torch is too old; got 2.",
         "allowed: 99.1 or later",
     ),
@@ -197,14 +201,14 @@ def vendor(tmp_path, monkeypatch):
 def test_what_is_wrong_with_a_package_is_told_in_three_ways(vendor, package, what, then):
     """For a probe, which does not raise."""
     vendor(**package)
-    reason = wrong_with("vendor-torch", "2.13", module="vendor_torch")
+    reason = package_error("vendor-torch", "2.13", module="vendor_torch")
     assert what in reason
     assert then in reason
 
 
 def test_nothing_is_wrong_with_a_package_that_imports(vendor):
     vendor("2.13.0.post1", "answer = 42\n")
-    assert wrong_with("vendor-torch", "2.13", module="vendor_torch") == ""
+    assert package_error("vendor-torch", "2.13", module="vendor_torch") == ""
 
 
 def problem():

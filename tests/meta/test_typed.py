@@ -123,7 +123,7 @@ class Chip(AcceleratorBackend):
     name = "chip"
     capabilities = Mistaken.capabilities
 
-    def missing(self) -> str:
+    def unavailable_reason(self) -> str:
         return ""
 
 class Silent(Transport):

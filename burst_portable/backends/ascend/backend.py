@@ -11,7 +11,7 @@ import torch
 
 from burst_portable.backends.ascend.attention import FusionKernel
 from burst_portable.backends.ascend.tracer import Event, NpuTracer, kineto
-from burst_portable.backends.base import AcceleratorBackend, Capabilities, Facts, Peaks, Rates, Tracer, require
+from burst_portable.backends.base import AcceleratorBackend, Capabilities, Facts, Peaks, Rates, Tracer, require_package
 from burst_portable.errors import BackendUnavailableError, format_error, in_a_line
 from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
@@ -20,10 +20,10 @@ AT_LEAST = "2.11"
 _INSTALL = "install CANN, then the torch_npu of this torch's version: pip install '.[ascend]' in the clone"
 
 
-def missing() -> str:
+def unavailable_reason() -> str:
     """Return why NPUs cannot be used; "" if they can. Imports torch_npu if it is installed."""
     try:
-        require("torch_npu", AT_LEAST, _INSTALL)
+        require_package("torch_npu", AT_LEAST, _INSTALL)
     except BackendUnavailableError as refusal:
         return str(refusal)
     if other := _other_torch(version("torch_npu"), torch.__version__):
@@ -65,8 +65,8 @@ class AscendBackend(AcceleratorBackend):
         device_type="npu", process_group="hccl", streams=True, rates=Rates(tflops=150.0, gbps=25.0)
     )
 
-    def missing(self) -> str:
-        return missing()
+    def unavailable_reason(self) -> str:
+        return unavailable_reason()
 
     def make_kernels(self) -> Iterable[Kernel]:
         yield FusionKernel()

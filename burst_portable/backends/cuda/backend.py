@@ -54,13 +54,13 @@ class CudaBackend(AcceleratorBackend):
         direct_transport="peer_copy",
     )
 
-    def missing(self) -> str:
+    def unavailable_reason(self) -> str:
         if torch.version.hip is not None:
             return "this torch is built for ROCm; use the backend 'rocm', or install a CUDA build of torch"
         if not torch.backends.cuda.is_built():
             return "this torch is built without CUDA; install a CUDA build of torch"
         if not torch.cuda.is_available():
-            return self.why_none("no NVIDIA GPU is visible", "nvidia-smi and CUDA_VISIBLE_DEVICES")
+            return self.no_device_reason("no NVIDIA GPU is visible", "nvidia-smi and CUDA_VISIBLE_DEVICES")
         return ""
 
     def make_kernels(self) -> Iterable[Kernel]:
@@ -107,7 +107,7 @@ class CudaBackend(AcceleratorBackend):
 
     def measured_rates(self, ranks: int, kernel: str) -> Rates | None:
         """Return the rates of the current kind of GPU."""
-        return rates_of_machine(torch.cuda.get_device_name(), ranks, kernel) if not self.missing() else None
+        return rates_of_machine(torch.cuda.get_device_name(), ranks, kernel) if not self.unavailable_reason() else None
 
     def meter(self, index: int) -> Meter:
         return NvmlMeter(_uuid(index))

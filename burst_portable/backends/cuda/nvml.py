@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from burst_portable.backends.base import wrong_with
+from burst_portable.backends.base import package_error
 from burst_portable.backends.cuda.peers.connection import unavailable
 from burst_portable.errors import BackendUnavailableError
 
@@ -58,7 +58,7 @@ def libraries() -> dict[str, Any]:
 
 def _nvml_facts() -> dict[str, Any]:
     """Driver and NVLink from NVML; the reason where it cannot be asked: absent, too old or broken."""
-    if reason := wrong_with("nvidia-ml-py", "12.560", module="pynvml"):
+    if reason := package_error("nvidia-ml-py", "12.560", module="pynvml"):
         return {"nvml": reason}
     nvml = import_module("pynvml")
     try:

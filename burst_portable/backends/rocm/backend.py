@@ -28,7 +28,7 @@ class RocmBackend(AcceleratorBackend):
         device_type="cuda", process_group="nccl", streams=True, rates=Rates(tflops=325.0, gbps=220.0)
     )
 
-    def missing(self) -> str:
+    def unavailable_reason(self) -> str:
         if torch.version.hip is None:
             return (
                 f"this torch ({torch.__version__}) is not built for ROCm; install one of PyTorch's ROCm wheels: "
@@ -38,7 +38,7 @@ class RocmBackend(AcceleratorBackend):
             where = (
                 "rocminfo, at HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and whether /dev/kfd and /dev/dri may be"
             )
-            return self.why_none("no AMD GPU is visible", f"{where} opened (groups video and render)")
+            return self.no_device_reason("no AMD GPU is visible", f"{where} opened (groups video and render)")
         return ""
 
     def make_kernels(self) -> Iterable[Kernel]:

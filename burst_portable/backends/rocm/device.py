@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from burst_portable.backends.base import Peaks, wrong_with
+from burst_portable.backends.base import Peaks, package_error
 from burst_portable.errors import BackendUnavailableError, in_a_line
 
 
@@ -40,7 +40,7 @@ def amdsmi_facts() -> dict[str, Any]:
     Broken is mostly bindings without ROCm's libamd_smi.so: they raise KeyError, OSError or AttributeError.
     """
     install = "pip install the amdsmi of the installed ROCm: /opt/rocm/share/amd_smi has it"
-    if reason := wrong_with("amdsmi", "6.3", module="amdsmi", install=install):
+    if reason := package_error("amdsmi", "6.3", module="amdsmi", install=install):
         return {"amdsmi": reason}
     smi = import_module("amdsmi")
     try:

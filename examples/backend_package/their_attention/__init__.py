@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from burst_portable.backends.base import Backend, Capabilities, Probe, Rates, require
+from burst_portable.backends.base import Backend, Capabilities, Probe, Rates, require_package
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.kernels.base import Kernel
@@ -14,7 +14,7 @@ from burst_portable.kernels.reference import ReferenceKernel
 from their_attention.kernel import TheirKernel
 
 # Absent and too old are two messages, and both say what to do.
-require("torch", "2.11")
+require_package("torch", "2.11")
 
 
 class TheirBackend(Backend):

@@ -72,6 +72,6 @@ def test_what_is_wrong_with_nvml_is_told(installed, version, source, what):
 
 
 def test_nvml_that_is_absent(monkeypatch):
-    if nvml.wrong_with("nvidia-ml-py", "0") == "":
+    if nvml.package_error("nvidia-ml-py", "0") == "":
         pytest.skip("it is installed here")
     assert "the package nvidia-ml-py is not installed" in nvml._nvml_facts()["nvml"]
