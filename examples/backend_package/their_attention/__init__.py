@@ -1,4 +1,4 @@
-"""A backend for burst_portable in a package of its own. It runs on the CPU, so that everybody can try it."""
+"""Define a backend for burst_portable in a separate package. It runs on the CPU, so that you can try it anywhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from burst_portable.kernels.base import Kernel
 from burst_portable.kernels.reference import ReferenceKernel
 from their_attention.kernel import TheirKernel
 
-# Absent and too old are two messages, and both say what to do.
+# Raises with the next step if torch is absent or too old.
 require_package("torch", "2.11")
 
 
@@ -26,17 +26,17 @@ class TheirBackend(Backend):
     )
 
     def probe(self) -> Probe:
-        """Never raises: a machine without the vendor's device is a reason."""
+        """Return whether it can run here. Never raises: without the vendor's device there is a reason."""
         if not torch.distributed.is_gloo_available():
             return Probe(False, "this torch is built without gloo")
         return Probe(True, facts={"threads": torch.get_num_threads()})
 
     def kernels(self) -> tuple[Kernel, ...]:
-        """The preferred first; what it declines goes to the reference kernel."""
+        """Return the preferred kernel first. The reference kernel serves the calls that it declines."""
         return TheirKernel(), ReferenceKernel()
 
     def transport(self, group: Any, deadline: float) -> Transport:
-        """torch.distributed over gloo."""
+        """Connect the ranks of a group by torch.distributed over gloo."""
         return TorchDistTransport(group, "gloo", batched=False, deadline=deadline)
 
 
