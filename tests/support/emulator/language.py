@@ -42,7 +42,7 @@ def language_of(machine: Machine) -> dict[str, Any]:
         "tma_load": _Tma(machine).load,
         "tma_store": _Tma(machine).store,
         "tma_add": partial(_copy_out, machine, add=True),
-        "seen_as": lambda buffer, dtype, shape, layout: buffer.seen_as(dtype, shape, layout),
+        "reinterpret": lambda buffer, dtype, shape, layout: buffer.seen_as(dtype, shape, layout),
     }
 
 

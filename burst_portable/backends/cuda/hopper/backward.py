@@ -29,9 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from burst_portable.backends.cuda.hopper.mask import hide
-from burst_portable.backends.cuda.hopper.shared import seen_as, tma_add, tma_load, tma_store
-from burst_portable.backends.cuda.hopper.turned import turned_rows
+from burst_portable.backends.cuda.hopper.parts import hide, reinterpret, swizzled_rows, tma_add, tma_load, tma_store
 
 
 @triton.jit(do_not_specialize=["LSE", "DELTA", "TERMS", "DQ", "rows", "padded", "heads", "all_heads", "o_sb", "o_ss", "o_sh", "g_sb", "g_ss", "g_sh", "lse_sb", "lse_sh", "delta_sb", "delta_sh"])  # fmt: skip # noqa: E501
@@ -88,7 +86,7 @@ def _load_rows(
     slot = it % NQ
     mbarrier.wait(empty.index(slot), ((it // NQ) & 1) ^ 1)
     mbarrier.expect(ready.index(slot), desc.block_type.nbytes + term_desc.block_type.nbytes)
-    view = seen_as(rows_sm.index(slot), desc.dtype, [1, BM, 1, D], desc.layout)
+    view = reinterpret(rows_sm.index(slot), desc.dtype, [1, BM, 1, D], desc.layout)
     tma_load(desc, [b, row, h, 0], ready.index(slot), view)
     tma_load(term_desc, [at, row], ready.index(slot), terms_sm.index(slot))
 
@@ -106,8 +104,8 @@ def _loader(
     n_runs = gl.load(work + 2)
     mbarrier.expect(kv_rdy, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for w in gl.static_range(2):
-        k_view = seen_as(k_sm.index(w), k_desc.dtype, [1, 64, 1, D], k_desc.layout)
-        v_view = seen_as(v_sm.index(w), v_desc.dtype, [1, 64, 1, D], v_desc.layout)
+        k_view = reinterpret(k_sm.index(w), k_desc.dtype, [1, 64, 1, D], k_desc.layout)
+        v_view = reinterpret(v_sm.index(w), v_desc.dtype, [1, 64, 1, D], v_desc.layout)
         tma_load(k_desc, [b, col + 64 * w, kv, 0], kv_rdy, k_view)
         tma_load(v_desc, [b, col + 64 * w, kv, 0], kv_rdy, v_view)
     it = 0
@@ -128,7 +126,7 @@ def _loader(
 def _add_dq(dq_desc, b, row, h, dq_sm, dq_rdy, dq_emp, it, D: gl.constexpr):
     for w in gl.static_range(2):
         mbarrier.wait(dq_rdy.index(w), it & 1)
-        view = seen_as(dq_sm.index(w), gl.float32, [1, 64, 1, 64], dq_desc.layout)
+        view = reinterpret(dq_sm.index(w), gl.float32, [1, 64, 1, 64], dq_desc.layout)
         if D == 128:
             tma_add(dq_desc, [b, row, h, w * 64], view)
         else:
@@ -199,8 +197,8 @@ def _step(
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ql: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     pl: gl.constexpr = gl.DotOperandLayout(0, al, 2)
-    ds_rows: gl.constexpr = turned_rows(BM, 64, 16)
-    dq_rows: gl.constexpr = turned_rows(64, 64, 32)
+    ds_rows: gl.constexpr = swizzled_rows(BM, 64, 16)
+    dq_rows: gl.constexpr = swizzled_rows(64, 64, 32)
     slot = it % NQ
     phase = (it // NQ) & 1
     pair = it % 2
@@ -220,7 +218,7 @@ def _step(
     minus_delta = _broadcast_terms(d_sm.index(slot), 1.0, BM, sl)
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = (p * (dp + minus_delta)).to(q_sm.dtype)
-    seen_as(ds_sm.index(2 * pair + WG), q_sm.dtype, [BM, 64], ds_rows).permute((1, 0)).store(ds)
+    reinterpret(ds_sm.index(2 * pair + WG), q_sm.dtype, [BM, 64], ds_rows).permute((1, 0)).store(ds)
     dvt = warpgroup_mma(p16, do_sm.index(slot), dv, is_async=True)
     fence_async_shared()
     mbarrier.arrive(ds_rdy.index(pair), count=1)
@@ -243,7 +241,7 @@ def _step(
     if not FOLD:
         dq = dq * scale
     mbarrier.wait(dq_emp.index(WG), (it & 1) ^ 1)
-    seen_as(dq_sm.index(WG), gl.float32, [64, 64], dq_rows).store(dq)
+    reinterpret(dq_sm.index(WG), gl.float32, [64, 64], dq_rows).store(dq)
     fence_async_shared()
     mbarrier.arrive(dq_rdy.index(WG), count=1)
     dk, ds = warpgroup_mma_wait(0, deps=[dkt, ds])
@@ -255,9 +253,9 @@ def _step(
 def _add_out(x, desc, buffer, b, row, kv, D: gl.constexpr):
     # 64 rows of float32 through a buffer that nobody reads any more
     plain: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    seen_as(buffer, gl.float32, [64, D], plain).store(x)
+    reinterpret(buffer, gl.float32, [64, D], plain).store(x)
     fence_async_shared()
-    tma_add(desc, [b, row, kv, 0], seen_as(buffer, gl.float32, [1, 64, 1, D], desc.layout))
+    tma_add(desc, [b, row, kv, 0], reinterpret(buffer, gl.float32, [1, 64, 1, D], desc.layout))
 
 
 @gluon.jit
@@ -266,7 +264,7 @@ def _store_out(x, desc, out, buffer, b, row, stop, keys, kv, kv_heads, D: gl.con
     if (stop - row >= 64) | (stop == keys):  # TMA leaves out what is past a batch's end
         buffer.store(x.to(buffer.dtype))
         fence_async_shared()
-        view = seen_as(buffer, buffer.dtype, [1, 64, 1, D], desc.layout)
+        view = reinterpret(buffer, buffer.dtype, [1, 64, 1, D], desc.layout)
         tma_store(desc, [b, row, kv, 0], view)
     else:  # the rows from there on are another program's
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))

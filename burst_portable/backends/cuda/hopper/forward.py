@@ -26,10 +26,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from burst_portable.backends.cuda.hopper.fade import faded
-from burst_portable.backends.cuda.hopper.mask import hide
-from burst_portable.backends.cuda.hopper.shared import seen_as, tma_load, tma_store
-from burst_portable.backends.cuda.hopper.softmax import finish, packed, partial_sum
+from burst_portable.backends.cuda.hopper.parts import (
+    convert_to_16_bits,
+    finish,
+    hide,
+    partial_sum,
+    reinterpret,
+    rescale,
+    tma_load,
+    tma_store,
+)
 
 # What the epilogue writes.
 OUT_16 = 0  # out in the input's dtype
@@ -62,7 +68,7 @@ def _item(t, table, heads, blocks, head_group):
 @gluon.jit
 def _load(desc, b, row, h, ready, slot, ROWS: gl.constexpr, D: gl.constexpr):
     mbarrier.expect(ready, desc.block_type.nbytes)
-    view = seen_as(slot, desc.dtype, [1, ROWS, 1, D], desc.layout)
+    view = reinterpret(slot, desc.dtype, [1, ROWS, 1, D], desc.layout)
     tma_load(desc, [b, row, h, 0], ready, view)
 
 
@@ -85,7 +91,7 @@ def _load_parts(desc, b, row, h, ready, buffer, D: gl.constexpr):
     W: gl.constexpr = buffer.shape[0]
     mbarrier.expect(ready, W * desc.block_type.nbytes)
     for w in gl.static_range(W):
-        view = seen_as(buffer.index(w), desc.dtype, [1, 64, 1, D], desc.layout)
+        view = reinterpret(buffer.index(w), desc.dtype, [1, 64, 1, D], desc.layout)
         tma_load(desc, [b, row + 64 * w, h, 0], ready, view)
 
 
@@ -204,7 +210,7 @@ def _first_step(
     top = gl.maximum(gl.max(s, axis=1) * qk_scale, -1e30)  # finite, also where nothing is seen
     p = gl.exp2(s * qk_scale - top[:, None])
     total = partial_sum(p, BN)
-    p16 = gl.convert_layout(packed(p, q.dtype), gl.DotOperandLayout(0, ol, 2))
+    p16 = gl.convert_layout(convert_to_16_bits(p, q.dtype), gl.DotOperandLayout(0, ol, 2))
     return top, total, p16
 
 
@@ -237,8 +243,8 @@ def _step(
     total = total * fade_parts[:, None] + partial_sum(p, BN)
     o, p16, p = warpgroup_mma_wait(0, deps=[ot, p16, p])
     mbarrier.arrive(v_emp.index(slot), count=1)
-    p16 = gl.convert_layout(packed(p, p16.dtype), gl.DotOperandLayout(0, ol, 2))
-    return faded(o, fade), p16, total, ntop
+    p16 = gl.convert_layout(convert_to_16_bits(p, p16.dtype), gl.DotOperandLayout(0, ol, 2))
+    return rescale(o, fade), p16, total, ntop
 
 
 @gluon.jit
@@ -307,7 +313,7 @@ def _worker(
         if (at_stop - at_row >= 64) | (at_stop == Sq):  # TMA leaves out what is past a batch's end
             part.store(o.to(o_sm.dtype))
             fence_async_shared()
-            view = seen_as(part, o_sm.dtype, [1, 64, 1, D], o_desc.layout)
+            view = reinterpret(part, o_sm.dtype, [1, 64, 1, D], o_desc.layout)
             tma_store(o_desc, [at_b, at_row, at_h, 0], view)
         else:  # the rows from there on are another item's
             place = out + at_b * o_sb + at_h * o_sh + rows.to(gl.int64)[:, None] * o_ss

@@ -1,0 +1,147 @@
+"""Parts of the Hopper kernels: shared memory and TMA, softmax, rescaling, masks, a swizzle.
+
+Shared memory and TMA have names here that all versions of Gluon understand: its Python renames them, its compiler does
+not.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# From Triton 3.8 on, and before.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@builtin
+def tma_add(desc, coord, src, _semantic=None):
+    """Add a buffer to global memory. Gluon names it `tma.async_atomic_add` from Triton 3.8 on, and has none before."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@builtin
+def reinterpret(buffer, dtype, shape, layout, _semantic=None):
+    """Return the same bytes with another dtype, shape and layout.
+
+    Gluon names it `reinterpret` from Triton 3.9 on, and `_reinterpret` before.
+    """
+    shape = [_unwrap_if_constexpr(size) for size in _unwrap_if_constexpr(shape)]
+    return _semantic.memdesc_reinterpret(buffer, _unwrap_if_constexpr(dtype), shape, _unwrap_if_constexpr(layout))
+
+
+@gluon.jit
+def partial_sum(p, BN: gl.constexpr):
+    """Sum, [64, BN] to [64, 8], only what a thread holds of a row, without shuffles."""
+    return gl.sum(gl.reshape(p, [64, BN // 8, 8]), axis=1)
+
+
+@gluon.jit
+def convert_to_16_bits(p, dtype: gl.constexpr):
+    """Convert in pairs: by itself the compiler carries halves around the loop and swaps each pair in it."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.bfloat16, is_pure=True, pack=2)  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.float16, is_pure=True, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def finish(row_sum, row_max, old_lse, MERGE: gl.constexpr):
+    """Return a row's LSE, and the weights of the running result, if there is one, and of this one."""
+    new = (row_max + gl.log2(row_sum)) * 0.6931471805599453
+    if MERGE:
+        high = gl.maximum(gl.maximum(old_lse, new), -1e30)
+        both = high + gl.log(gl.exp(old_lse - high) + gl.exp(new - high))
+        # a row that saw nothing on either side: its weights are 0, not exp(-inf + inf)
+        anchor = gl.maximum(both, -1e30)
+        keep = gl.exp(old_lse - anchor)
+        gain = gl.where(row_sum > 0, gl.exp(new - anchor) / row_sum, 0.0)
+    else:
+        both = new
+        keep = row_sum  # not used
+        gain = gl.where(row_sum > 0, 1.0 / row_sum, 0.0)
+    return both, keep, gain
+
+
+def _rescale_asm(n: int) -> tuple[str, str]:
+    """Return PTX and its operands for a thread's part of [64, D]: n elements, alternately two of each of two rows.
+
+    A warp skips the n multiplications if all factors of its rows are 1, as for most blocks of keys: they would be a
+    seventh of all instructions of a block.
+    """
+    one, other = f"${2 * n}", f"${2 * n + 2}"
+    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * n + i}; " for i in range(n))
+    text = (
+        f"{{ .reg .pred any; setp.neu.f32 any, {one}, 0f3F800000; setp.neu.or.f32 any, {other}, 0f3F800000, any; "
+        f"vote.sync.any.pred any, any, 0xffffffff; @!any bra same; {products} same: }}"
+    )
+    return text, ",".join([*["=f"] * n, *map(str, range(n)), *["f"] * n])
+
+
+_ASM_32, _OPERANDS_32 = map(gl.constexpr, _rescale_asm(32))
+_ASM_64, _OPERANDS_64 = map(gl.constexpr, _rescale_asm(64))
+
+
+@gluon.jit
+def rescale(o, alpha):
+    """Multiply o [64, D], an accumulator of 64 or 128 columns, by a factor per row."""
+    factors = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
+    if o.shape[1] == 128:
+        return gl.inline_asm_elementwise(
+            _ASM_64, _OPERANDS_64, [o, factors], dtype=gl.float32, is_pure=True, pack=64)  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            _ASM_32, _OPERANDS_32, [o, factors], dtype=gl.float32, is_pure=True, pack=32)  # fmt: skip
+
+
+@gluon.jit
+def hide(x, first, last, hidden):
+    """Return x [64, N], an accumulator, where first <= column < last of its row, and `hidden` elsewhere."""
+    # A thread has columns 8·i + 2·(lane % 4) + pair of a row. Taken apart, i and pair are known when compiling: as
+    # numbers in registers they would cost N / 4 of them, and the loops that know no mask as well.
+    #     lane % 4   0   1   2   3   0   1 ...
+    #     column    0 1 2 3 4 5 6 7 8 9 10 ...
+    layout: gl.constexpr = x.type.layout
+    N: gl.constexpr = x.shape[1]
+    parts = gl.reshape(x, [64, N // 8, 4, 2])
+    l4: gl.constexpr = parts.type.layout
+    l3: gl.constexpr = gl.SliceLayout(3, l4)
+    l2: gl.constexpr = gl.SliceLayout(2, l3)
+    rl: gl.constexpr = gl.SliceLayout(1, l2)
+    eights = gl.arange(0, N // 8, gl.SliceLayout(0, l2))[None, :][:, :, None][:, :, :, None]
+    lanes = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, l3)))[None, :], 1)
+    pairs = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, l4))))[None, :]
+    pairs = gl.expand_dims(gl.expand_dims(pairs, 1), 2)
+    first = gl.convert_layout(first, rl)
+    count = gl.maximum(gl.convert_layout(last, rl) - first, 0)[:, None][:, :, None] + 0 * lanes
+    shift = 2 * lanes - first[:, None][:, :, None]
+    # One comparison: as an unsigned number, what is before the first is beyond the last.
+    place = (8 * eights + pairs) + gl.expand_dims(shift, 3)
+    seen = place.to(gl.uint32, bitcast=True) < gl.expand_dims(count, 3).to(gl.uint32, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.where(seen, parts, hidden), [64, N]), layout)
+
+
+@gluon.constexpr_function
+def swizzled_rows(rows, columns, bits):
+    """Return a layout of lines of 128 bytes, swizzled as TMA does, in which eight rows at a time have another order.
+
+    It holds [rows, columns] elements of 16 or 32 bits, so that dQ is written without bank conflicts.
+
+    A warp writes float32 accumulators by half warps of four rows, and of each row 32 bytes. Rows 0 and 1 of the swizzle
+    meet in the same banks, and so do 2 and 3; but 0, 2, 4 and 6 do not. So dS (16 bits) is written with its queries in
+    the order 0 2 4 6 1 3 5 7, its product dQ comes out in this order, and is written (32 bits) to where they belong::
+
+        line of dS      0 1 2 3 4 5 6 7          row of the product    0 1 2 3 4 5 6 7
+        holds query     0 2 4 6 1 3 5 7          goes to line          0 2 4 6 1 3 5 7
+    """
+    line, chunk = 1024 // bits, 128 // bits  # elements of a line, and of the 16 bytes that the swizzle moves
+    order = [2, 4, 1] if bits == 16 else [4, 1, 2]  # where lines 1, 2 and 4 are
+    bases = [[0, 1 << i] for i in range(min(line, columns).bit_length() - 1)]
+    bases += [[row, chunk << i] for i, row in enumerate(order)]
+    bases += [[8 << i, 0] for i in range((rows // 8).bit_length() - 1)]
+    bases += [[0, line << i] for i in range((columns // line).bit_length() - 1)]
+    return gl.SharedLinearLayout(offset_bases=bases, alignment=1024)
