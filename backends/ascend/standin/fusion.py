@@ -62,15 +62,15 @@ def npu_fusion_attention(
     """(attention_out, softmax_max, softmax_sum, reserved, seed, offset, numels)."""
     _refuse(pse=pse, padding_mask=padding_mask, prefix=prefix, sink=sink, dropout_mask=dropout_mask)
     _check(query, key, value, head_num, input_layout, keep_prob, actual_seq_qlen, actual_seq_kvlen)
-    out = torch.empty(*query.shape[:-1], _value_width(value, query, key, head_num, input_layout), dtype=query.dtype)
+    out = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype)
     top, total = (_softmax_like(query, head_num, input_layout, softmax_layout) for _ in range(2))
-    for s in _sequences(query, key, value, head_num, input_layout, actual_seq_qlen, actual_seq_kvlen):
+    for s in _sequences(query, key, value, input_layout, actual_seq_qlen, actual_seq_kvlen):
         hidden = _hidden(s, atten_mask, sparse_mode, pre_tockens, next_tockens, input_layout)
         scores = _scores(s, scale).masked_fill(hidden, -torch.inf)
         peak = scores.amax(-1, keepdim=True)
         p = torch.exp(scores - peak)  # NaN in a row that is hidden altogether: the document does not say
         sums = p.sum(-1, keepdim=True)
-        _put(out, s, (_times(p, s.v) / sums).to(query.dtype), head_num, input_layout)
+        _put(out, s, (_times(p, s.v) / sums).to(query.dtype), input_layout)
         for target, numbers in ((top, peak), (total, sums)):
             _softmax_rows(target, s, input_layout, softmax_layout)[...] = numbers
     return out, top, total, torch.empty(0, dtype=query.dtype), 0, 0, 0
@@ -122,17 +122,16 @@ def npu_fusion_attention_grad(
     if dy.dtype != query.dtype or attention_in.dtype != query.dtype or dy.shape != attention_in.shape:
         raise ValueError("dy and attention_in have the dtype of query and the shape of its output")
     gradients = [torch.zeros(x.shape, dtype=torch.float32) for x in (query, key, value)]
-    tensors = (query, key, value, head_num, input_layout, actual_seq_qlen, actual_seq_kvlen)
-    for s in _sequences(*tensors):
+    for s in _sequences(query, key, value, input_layout, actual_seq_qlen, actual_seq_kvlen):
         hidden = _hidden(s, atten_mask, sparse_mode, pre_tockens, next_tockens, input_layout)
         peak, sums = (_softmax_rows(x, s, input_layout, softmax_layout)[..., :1] for x in (softmax_max, softmax_sum))
         p = torch.exp(_scores(s, scale_value).masked_fill(hidden, -torch.inf) - peak) / sums
-        dout, out = (_get(x, s, head_num, input_layout).float() for x in (dy, attention_in))
+        dout, out = (_get(x, s, input_layout).float() for x in (dy, attention_in))
         ds = p * (_scored(dout, s.v) - (dout * out).sum(-1, keepdim=True)) * scale_value
         for target, part, keys in zip(
             gradients, (_times(ds, s.k), _summed(ds, s.q, s.k), _summed(p, dout, s.v)), (False, True, True), strict=True
         ):
-            _put(target, s, part, head_num if not keys else s.k.shape[0], input_layout, keys=keys)
+            _put(target, s, part, input_layout, keys=keys)
     dq, dk, dv = (g.to(query.dtype) for g in gradients)
     return dq, dk, dv, torch.empty(0), torch.empty(0)
 
@@ -149,8 +148,8 @@ def _refuse(**given: object) -> None:
 def _check(
     query: Tensor, key: Tensor, value: Tensor, heads: int, layout: str, keep: float, q_lengths: Any, k_lengths: Any
 ) -> None:
-    if layout not in ("BSH", "SBH", "BSND", "BNSD", "TND"):
-        raise ValueError(f"input_layout {layout!r} is none of BSH, SBH, BSND, BNSD, TND")
+    if layout not in ("BSND", "TND"):
+        raise NotImplementedError(f"input_layout {layout!r} is not emulated: burst_portable passes BSND and TND")
     if query.dtype not in _DTYPES or {key.dtype, value.dtype} != {query.dtype}:
         raise TypeError(f"dtypes {query.dtype}, {key.dtype}, {value.dtype}: float16, bfloat16 or float32, all the same")
     if keep != 1.0:
@@ -223,30 +222,8 @@ def _check_band(pre: int, after: int, rows: int, columns: int) -> None:
 # ------------------------------------------------------------------------------------------------- layouts
 
 
-def _heads_first(x: Tensor, heads: int, layout: str) -> Tensor:
-    """A view [B, N, S, D] of any layout but TND."""
-    if layout == "BNSD":
-        return x
-    if layout == "BSND":
-        return x.transpose(1, 2)
-    x = x if layout == "BSH" else x.transpose(0, 1)
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-def _kv_heads(query: Tensor, key: Tensor, heads: int, layout: str) -> int:
-    if layout in ("BSH", "SBH"):
-        return key.shape[-1] // (query.shape[-1] // heads)
-    return key.shape[{"BNSD": 1, "BSND": 2, "TND": 1}[layout]]
-
-
-def _value_width(value: Tensor, query: Tensor, key: Tensor, heads: int, layout: str) -> int:
-    if layout in ("BSH", "SBH"):
-        return value.shape[-1] // _kv_heads(query, key, heads, layout) * heads
-    return value.shape[-1]
-
-
 def _sequences(
-    query: Tensor, key: Tensor, value: Tensor, heads: int, layout: str, q_lengths: Any, k_lengths: Any
+    query: Tensor, key: Tensor, value: Tensor, layout: str, q_lengths: Any, k_lengths: Any
 ) -> Iterator[Sequence]:
     if layout == "TND":
         q_start = k_start = 0
@@ -258,8 +235,7 @@ def _sequences(
             yield s
             q_start, k_start = q_stop, k_stop
         return
-    shared = _kv_heads(query, key, heads, layout)
-    q, k, v = (_heads_first(x, n, layout) for x, n in ((query, heads), (key, shared), (value, shared)))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ValueError("batch sizes differ")
     for b in range(q.shape[0]):
@@ -268,15 +244,15 @@ def _sequences(
         yield s
 
 
-def _get(x: Tensor, s: Sequence, heads: int, layout: str, *, keys: bool = False) -> Tensor:
+def _get(x: Tensor, s: Sequence, layout: str, *, keys: bool = False) -> Tensor:
     """A view [N, S, D] of the place of a sequence in a tensor like query, or like key."""
     if layout == "TND":
         return x[s.columns if keys else s.rows].transpose(0, 1)
-    return _heads_first(x, heads, layout)[s.batch]
+    return x[s.batch].transpose(0, 1)
 
 
-def _put(x: Tensor, s: Sequence, part: Tensor, heads: int, layout: str, *, keys: bool = False) -> None:
-    _get(x, s, heads, layout, keys=keys).copy_(part)
+def _put(x: Tensor, s: Sequence, part: Tensor, layout: str, *, keys: bool = False) -> None:
+    _get(x, s, layout, keys=keys).copy_(part)
 
 
 def _softmax_like(query: Tensor, heads: int, layout: str, softmax_layout: str) -> Tensor:
@@ -285,7 +261,7 @@ def _softmax_like(query: Tensor, heads: int, layout: str, softmax_layout: str) -
         raise ValueError(f"softmax_layout {softmax_layout!r} with {layout}: only TND, with TND")
     if layout == "TND":
         return torch.full((query.shape[0], heads, COPIES), torch.nan)
-    batch, _, rows, _ = _heads_first(query, heads, layout).shape
+    batch, rows, _, _ = query.shape
     return torch.full((batch, heads, rows, COPIES), torch.nan)
 
 

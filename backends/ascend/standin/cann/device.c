@@ -56,8 +56,6 @@ int aclrtResetDevice(int32_t device)
     return SUCCESS;
 }
 
-int aclrtResetDeviceForce(int32_t device) { return aclrtResetDevice(device); }
-
 int aclrtGetCurrentContext(void **context) /* one a device; never looked into */
 {
     static char contexts[64];
@@ -104,20 +102,12 @@ typedef struct {
     void *target;
     const void *source;
     size_t count;
-    int value;
 } Copy;
 
 static int copy(void *argument)
 {
     const Copy *c = argument;
     memmove(c->target, c->source, c->count);
-    return SUCCESS;
-}
-
-static int fill(void *argument)
-{
-    const Copy *c = argument;
-    memset(c->target, c->value, c->count);
     return SUCCESS;
 }
 
@@ -135,7 +125,7 @@ int aclrtMemcpyAsync(void *target, size_t room, const void *source, size_t count
     (void)kind;
     if (count > room)
         return INTERNAL;
-    Copy c = {target, source, count, 0};
+    Copy c = {target, source, count};
     on_stream(stream, copy, &c, sizeof c);
     return SUCCESS;
 }
@@ -145,15 +135,6 @@ int aclrtMemset(void *target, size_t room, int32_t value, size_t count)
     if (count > room)
         return INTERNAL;
     memset(target, value, count);
-    return SUCCESS;
-}
-
-int aclrtMemsetAsync(void *target, size_t room, int32_t value, size_t count, void *stream)
-{
-    if (count > room)
-        return INTERNAL;
-    Copy c = {target, NULL, count, value};
-    on_stream(stream, fill, &c, sizeof c);
     return SUCCESS;
 }
 
@@ -189,21 +170,6 @@ int aclGetDeviceCapability(uint32_t device, int what, int64_t *value)
     return SUCCESS;
 }
 
-int aclrtGetDeviceInfo(uint32_t device, int what, int64_t *value) { return aclGetDeviceCapability(device, what, value); }
-
-int aclrtGetDeviceResLimit(int32_t device, int kind, uint32_t *value)
-{
-    (void)device, (void)kind;
-    *value = CORES;
-    return SUCCESS;
-}
-
-int aclrtGetStreamResLimit(void *stream, int kind, uint32_t *value)
-{
-    (void)stream;
-    return aclrtGetDeviceResLimit(0, kind, value);
-}
-
 static int64_t options[64]; /* ACL_OPT_DETERMINISTIC and its like: kept, and told */
 
 int aclrtSetSysParamOpt(int option, int64_t value)
@@ -223,13 +189,6 @@ int aclrtGetSysParamOpt(int option, int64_t *value)
 }
 
 int aclrtCtxSetSysParamOpt(int option, int64_t value) { return aclrtSetSysParamOpt(option, value); }
-int aclrtCtxGetSysParamOpt(int option, int64_t *value) { return aclrtGetSysParamOpt(option, value); }
-
-int aclrtGetDeviceSatMode(int *mode)
-{
-    *mode = 1;
-    return SUCCESS;
-}
 
 size_t aclGetCompileoptSize(int option)
 {
@@ -250,24 +209,9 @@ int aclGetCompileopt(int option, char *value, size_t size)
     {                     \
         return SUCCESS;   \
     }
-ACCEPTED(aclSetCompileopt)
-ACCEPTED(aclopSetCompileFlag)
-ACCEPTED(aclmdlInitDump)
-ACCEPTED(aclmdlFinalizeDump)
-ACCEPTED(aclAppLog)
 ACCEPTED(aclrtSetDeviceSatMode)
-ACCEPTED(aclrtSetDeviceResLimit)
-ACCEPTED(aclrtSetOpExecuteTimeOut)
 ACCEPTED(aclrtSetOpWaitTimeout)
 ACCEPTED(aclrtSetStreamFailureMode)
-ACCEPTED(aclrtPeekAtLastError)
-ACCEPTED(aclrtGetLastError)
-ACCEPTED(MsprofGetHashId)
-ACCEPTED(MsprofSysCycleTime)
-ACCEPTED(MsprofRegisterCallback)
-ACCEPTED(MsprofReportApi)
-ACCEPTED(MsprofReportAdditionalInfo)
-ACCEPTED(MsprofReportCompactInfo)
 
 int aclrtSetOpExecuteTimeOutV2(uint64_t wanted, uint64_t *set)
 {

@@ -2,7 +2,8 @@
  *
  * Each message is a file in STANDIN_FOLDER (/dev/shm unless given), named by communicator, sender, receiver and number:
  * written under another name, renamed when it is whole, removed by who reads it. All work happens on the stream that
- * is passed, so a receive holds up its stream and nobody else, as on a device. */
+ * is passed, so a receive delays its stream and no other, as on a device. There are no collectives: transports of
+ * burst_portable are made of messages. */
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -17,7 +18,6 @@
 
 enum { ROOT_INFO_BYTES = 4108, MOST_RANKS = 64, POLL_MICROSECONDS = 50, PATH = 512 };
 enum { HCCL_INVALID = 2, HCCL_TIMEOUT = 9, HCCL_INTERNAL = 4 };
-enum { SUM, PRODUCT, MAX, MIN }; /* HcclReduceOp */
 
 typedef struct {
     char name[64];
@@ -151,39 +151,8 @@ int HcclGetCommAsyncError(void *communicator, int *error)
     return SUCCESS;
 }
 
-int HcclGetCommName(void *communicator, char *name)
-{
-    strcpy(name, ((Communicator *)communicator)->name);
-    return SUCCESS;
-}
-
-int HcclGetRankId(void *communicator, uint32_t *rank)
-{
-    *rank = ((Communicator *)communicator)->rank;
-    return SUCCESS;
-}
-
-int HcclGetRankSize(void *communicator, uint32_t *ranks)
-{
-    *ranks = ((Communicator *)communicator)->ranks;
-    return SUCCESS;
-}
-
 uint32_t HcclGetCommConfigCapability(void) { return 0; }
 const char *HcclGetErrorString(int code) { return code ? "stand-in HCCL failed" : "success"; }
-
-int HcclSetConfig(int what, int64_t value)
-{
-    (void)what, (void)value;
-    return SUCCESS;
-}
-
-int HcclGetConfig(int what, int64_t *value)
-{
-    (void)what;
-    *value = 0;
-    return SUCCESS;
-}
 
 /* ------------------------------------------------------------------------------------------ transfers */
 
@@ -234,108 +203,4 @@ int HcclRecv(void *buffer, uint64_t count, int type, uint32_t peer, void *commun
 {
     Item item = {1, buffer, count, type, peer};
     return HcclBatchSendRecv(&item, 1, communicator, stream);
-}
-
-/* ---------------------------------------------------------------------------------------- collectives */
-
-typedef struct {
-    Communicator *c;
-    const void *source;
-    void *target;
-    uint64_t count;
-    int type, operation;
-    uint32_t root;
-} Collective;
-
-static int broadcast(void *argument)
-{
-    Collective *o = argument;
-    size_t size = o->count * SIZES[o->type];
-    if (o->c->rank != o->root)
-        return get(o->c, o->root, o->target, size);
-    for (uint32_t r = 0; r < o->c->ranks; r++)
-        if (r != o->root && put(o->c, r, o->source, size))
-            return HCCL_INTERNAL;
-    return SUCCESS;
-}
-
-static int gather(void *argument)
-{
-    Collective *o = argument;
-    size_t size = o->count * SIZES[o->type];
-    memmove((char *)o->target + o->c->rank * size, o->source, size);
-    for (uint32_t r = 0; r < o->c->ranks; r++)
-        if (r != o->c->rank && put(o->c, r, (char *)o->target + o->c->rank * size, size))
-            return HCCL_INTERNAL;
-    for (uint32_t r = 0; r < o->c->ranks; r++)
-        if (r != o->c->rank) {
-            int error = get(o->c, r, (char *)o->target + r * size, size);
-            if (error)
-                return error;
-        }
-    return SUCCESS;
-}
-
-#define REDUCE(T)                                                              \
-    for (uint64_t i = 0; i < o->count; i++) {                                  \
-        T total = ((const T *)all)[i];                                         \
-        for (uint32_t r = 1; r < o->c->ranks; r++) {                           \
-            T x = ((const T *)all)[r * o->count + i];                          \
-            total = o->operation == SUM       ? (T)(total + x)                 \
-                    : o->operation == PRODUCT ? (T)(total * x)                 \
-                    : o->operation == MAX     ? (total > x ? total : x)        \
-                                              : (total < x ? total : x);       \
-        }                                                                      \
-        ((T *)o->target)[i] = total;                                           \
-    }                                                                          \
-    break
-
-static int reduce(void *argument)
-{
-    Collective *o = argument;
-    void *all = malloc(o->c->ranks * o->count * SIZES[o->type] + 1);
-    Collective parts = *o;
-    parts.target = all;
-    int error = gather(&parts);
-    if (!error)
-        switch (o->type) {
-        case 0: REDUCE(int8_t);
-        case 2: REDUCE(int32_t);
-        case 4: REDUCE(float);
-        case 5: REDUCE(int64_t);
-        case 7: REDUCE(uint8_t);
-        case 10: REDUCE(double);
-        default: error = HCCL_INVALID; /* 16-bit floating dtypes: burst_portable reduces none */
-        }
-    free(all);
-    return error;
-}
-
-static int collective(int (*run)(void *), Collective o, void *stream)
-{
-    if (o.type < 0 || o.type >= TYPES)
-        return HCCL_INVALID;
-    on_stream(stream, run, &o, sizeof o);
-    return SUCCESS;
-}
-
-int HcclBroadcast(void *buffer, uint64_t count, int type, uint32_t root, void *communicator, void *stream)
-{
-    return collective(broadcast, (Collective){communicator, buffer, buffer, count, type, 0, root}, stream);
-}
-
-int HcclAllGather(void *source, void *target, uint64_t count, int type, void *communicator, void *stream)
-{
-    return collective(gather, (Collective){communicator, source, target, count, type, 0, 0}, stream);
-}
-
-int HcclAllReduce(void *source, void *target, uint64_t count, int type, int operation, void *communicator, void *stream)
-{
-    return collective(reduce, (Collective){communicator, source, target, count, type, operation, 0}, stream);
-}
-
-int HcclBarrier(void *communicator, void *stream)
-{
-    static uint8_t mine, all[MOST_RANKS];
-    return HcclAllGather(&mine, all, 1, 7, communicator, stream);
 }

@@ -24,7 +24,6 @@ typedef struct Stream {
     Task *first, *last;
     int busy, ends, error;
     struct Stream *next; /* in the list of all */
-    int id;
 } Stream;
 
 typedef struct {
@@ -38,7 +37,6 @@ typedef struct {
 static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
 static Stream *all_streams;
 static Stream *usual; /* what a null stream means */
-static int streams_made;
 
 /* ------------------------------------------------------------------------------------------ streams */
 
@@ -77,7 +75,6 @@ static Stream *make_stream(void)
     pthread_cond_init(&s->changed, NULL);
     pthread_mutex_lock(&all_lock);
     s->next = all_streams;
-    s->id = ++streams_made;
     all_streams = s;
     pthread_mutex_unlock(&all_lock);
     pthread_create(&thread, NULL, work, s);
@@ -186,14 +183,6 @@ int aclrtStreamQuery(void *stream, int *status) /* 0 complete, 1 not ready */
     return SUCCESS;
 }
 
-int aclrtStreamGetId(void *stream, int32_t *id)
-{
-    *id = stream_of(stream)->id;
-    return SUCCESS;
-}
-
-int aclrtGetStreamId(void *stream, int32_t *id) { return aclrtStreamGetId(stream, id); }
-
 /* ------------------------------------------------------------------------------------------- events */
 
 typedef struct {
@@ -285,26 +274,12 @@ int aclrtSynchronizeEvent(void *event)
     return SUCCESS;
 }
 
-int aclrtSynchronizeEventWithTimeout(void *event, int32_t milliseconds)
-{
-    (void)milliseconds;
-    return aclrtSynchronizeEvent(event);
-}
-
 int aclrtQueryEventStatus(void *event, int *status) /* 0 not ready, 1 complete */
 {
     Event *e = event;
     pthread_mutex_lock(&e->lock);
     *status = e->reached >= e->recorded;
     pthread_mutex_unlock(&e->lock);
-    return SUCCESS;
-}
-
-int aclrtQueryEventWaitStatus(void *event, int *status) /* 0 complete, 1 not ready */
-{
-    int complete;
-    aclrtQueryEventStatus(event, &complete);
-    *status = !complete;
     return SUCCESS;
 }
 
