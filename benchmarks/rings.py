@@ -128,7 +128,8 @@ class Still(Transport):
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.name, inner.rank, inner.size, inner.state)
-        self._inner, self.moving, self.host = inner, True, inner.host
+        self._inner, self.moving = inner, True
+        self.host, self.agreed = inner.host, inner.agreed
         self.direct, self.persistent_inbox = inner.direct, True
         self.supports_strided_sends = inner.supports_strided_sends
         self._kept: dict[bytes, list[Tensor]] = {}

@@ -156,9 +156,9 @@ def _agree_on(groups: Groups, listed: list[Tensor], mesh: Mesh, bucket_bytes: in
     }
     agree(transport, call_signature(facts))
     compared = call_signature({**facts, _VALUES: "compared"}).digest
-    if transport.size > 1 and compared not in transport.state.agreed:
+    if transport.size > 1 and compared not in transport.agreed:
         agree(transport, call_signature({**facts, _VALUES: _checksum(listed)}))
-        transport.state.agreed.add(compared)
+        transport.agreed.add(compared)
 
 
 def _checksum(parameters: list[Tensor]) -> HashedValue:

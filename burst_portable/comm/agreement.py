@@ -104,7 +104,7 @@ def agree(transport: Transport, mine: CallSignature, *, forward_pass: int = 0, d
         return
     transport.check_in_sync()
     transport.state.passes += 1
-    if mine.digest in transport.state.agreed:
+    if mine.digest in transport.agreed:
         return
     label = f"asking whether ranks agree on pass {transport.state.passes} ({mine.title})"
     _ask(transport, mine, label, forward_pass=forward_pass, deadline=deadline)
@@ -152,9 +152,9 @@ def _ask(
 
 
 def _remember(transport: Transport, digest: bytes) -> None:
-    if len(transport.state.agreed) >= _REMEMBERED:  # all ranks do this at once: they have agreed on the same statements
-        transport.state.agreed.clear()
-    transport.state.agreed.add(digest)
+    if len(transport.agreed) >= _REMEMBERED:  # all ranks do this at once: they have agreed on the same statements
+        transport.agreed.clear()
+    transport.agreed.add(digest)
 
 
 def share_error(transport: Transport, error: Exception, deadline: float = _TELLING) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -132,13 +132,11 @@ class TransportState:
 
     Attributes:
         passes: how many passes this rank has begun; see `comm.agreement`.
-        agreed: digests of the calls that the ranks need not compare again; see `comm.agreement`.
         pass_active: whether a pass has begun and not ended.
         exchange_active: whether messages between passes have begun and not ended.
     """
 
     passes: int = 0
-    agreed: set[bytes] = field(default_factory=set)
     pass_active: bool = False
     exchange_active: bool = False
 
@@ -152,6 +150,7 @@ class Transport(ABC):
         name: its name in reports.
         rank, size: this rank's number in the group, and the size of the group.
         state: the progress of this rank.
+        agreed: digests of the calls that the ranks need not compare again; see `comm.agreement`.
         host: whether buffers in host memory can be sent, and have arrived once a handle has been waited for.
         direct: whether it serves only passes whose messages go straight to where they are used.
         persistent_inbox: whether the contents of an inbox stay there after the pass.
@@ -170,6 +169,7 @@ class Transport(ABC):
     def __init__(self, name: str, rank: int, size: int, state: TransportState | None = None) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.state = TransportState() if state is None else state
+        self.agreed: set[bytes] = set()
 
     @property
     def others(self) -> list[int]:
@@ -299,14 +299,14 @@ class Transport(ABC):
 
 
 class WrappedTransport(Transport):
-    """A transport that hands everything on to another one, and shares its state.
+    """A transport that hands everything on to another one, and shares its state and what its ranks agreed on.
 
     An exchange becomes messages that are posted here.
     """
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.name, inner.rank, inner.size, inner.state)
-        self._inner = inner
+        self._inner, self.agreed = inner, inner.agreed
         self.host, self.persistent_inbox, self.high_priority = inner.host, inner.persistent_inbox, inner.high_priority
 
     def unfinished(self) -> str:

@@ -15,7 +15,7 @@ class Through(Transport):
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.name, inner.rank, inner.size, inner.state)
-        self.inner, self.host = inner, inner.host
+        self.inner, self.host, self.agreed = inner, inner.host, inner.agreed
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str = ""
