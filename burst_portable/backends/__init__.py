@@ -1,1 +1,1 @@
-"""Backends: one folder a vendor. `base` is the contract, `registry` finds them; see the root folder `backends/`."""
+"""Backends, one folder per vendor. `base` defines the contract, `registry` finds them; see `backends/README.md`."""

@@ -33,7 +33,7 @@ class Capabilities:
         process_group: the process-group backend that moves them.
         streams: whether work is asynchronous and ordered by streams.
         rates: rates for predictions if nothing was measured.
-        direct_transport: the name of its own transport for plans whose messages go straight to where they are used
+        direct_transport: name of the backend's transport for plans whose messages go straight to where they are used
             (`Plan.direct`); empty if it has none.
     """
 
@@ -46,7 +46,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether a backend can run on this machine, the reason if not, and what was found."""
+    """The answer of a probe: whether a backend can run on this machine, the reason if not, and facts."""
 
     ok: bool
     reason: str = ""

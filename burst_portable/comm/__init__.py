@@ -1,1 +1,1 @@
-"""Transports: move buffers between ranks. `base` says what one is; `local` runs ranks as threads."""
+"""Transports, which move buffers between ranks. `base` defines the contract; `local` runs ranks as threads."""

@@ -199,7 +199,7 @@ def run_threads(ranks: int, work: Callable[[LocalTransport], T], *, deadline: fl
             thread.start()
         for thread in threads:
             thread.join()
-    except BaseException:  # Ctrl-C: nobody waits for ranks now, and one still at work when Python ends would abort it
+    except BaseException:  # Ctrl-C: a rank that is still at work when Python ends would abort the process
         fabric.fail(0)
         until = time.monotonic() + _LAST_WORDS
         for event in over:  # not thread.join: a thread that is just starting is not alive yet
