@@ -305,7 +305,7 @@ class PeerCopyTransport(Transport):
 
 
 class _PeerExchange(Exchange):
-    """Messages between all ranks; if a kernel runs at the same time, what a rank sends to itself is copied separately."""
+    """Messages between all ranks. If a kernel runs at the same time, a rank copies its own part separately."""
 
     def __init__(self, memory: PeerMemory, own: Sequence[Parts | Strips], arrivals: _Arrivals) -> None:
         super().__init__([memory.sent()], [arrivals])
