@@ -48,7 +48,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def events() -> list[str]:
-    """Everything that the page prints, throws or requests."""
+    """Return everything that the page prints, throws or requests."""
     return []
 
 
@@ -69,7 +69,7 @@ def open_page(browser: Browser, file: Path, events: list[str], height: int = 900
     return page
 
 
-def test_it_stays_below_a_megabyte_for_eight_ranks_and_a_thousand_steps():
+def test_page_of_eight_ranks_stays_below_a_megabyte():
     assert len(page(Report.of(ring(8, 1000)).data).encode()) < 1_000_000
 
 
@@ -128,7 +128,7 @@ def test_a_step_shows_its_longest_wait_in_the_timeline(profile_page):
 
 
 def kernels_of(ranks: int) -> Report:
-    """A kernel a rank, all alike, and one wait at step 1 of the rank before the last."""
+    """Return a report of one kernel per rank, all alike, and one wait at step 1 of the rank before the last."""
     makers = [Maker(rank) for rank in range(ranks)]
     for one in makers:
         one.compute(0, 0, 100)
@@ -214,7 +214,7 @@ def test_the_page_does_not_scroll_sideways(profile_page):
 
 
 def test_no_table_of_the_sample_is_cut_on_a_wide_screen(browser):
-    """A table scrolls where it has no room; on a screen it has, and its last column would be seen by nobody."""
+    """A table scrolls if it has no room. On a wide screen it has room, and readers would miss its last column."""
     opened = open_page(browser, SAMPLE.with_suffix(".html"), [])
     tables = opened.locator(".scroll").evaluate_all("all => all.map(e => [e.scrollWidth, e.clientWidth])")
     assert len(tables) > 4
@@ -222,5 +222,5 @@ def test_no_table_of_the_sample_is_cut_on_a_wide_screen(browser):
 
 
 def test_the_page_requests_nothing_and_logs_nothing(profile_page, events):
-    """Last of its file: about all that the others did."""
+    """Last of its file: covers what the tests before it did with the page."""
     assert events == []
