@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from burst_portable.planning.cost import rank_cost
-from burst_portable.planning.messages import head_fields
+from burst_portable.planning.messages import exchanges
 from burst_portable.planning.plans import PassName, Plan
 from burst_portable.planning.rates import Rates
 
@@ -35,8 +35,8 @@ def planned(plan: Plan, pass_name: PassName, rank: int) -> Planned:
     cost = rank_cost(plan, pass_name, rank, Rates(1.0, 1.0))
     steps = plan.steps(pass_name, rank)
     messages = sum(len((*s.sends, *s.receives, *s.result_sends, *s.result_receives)) for s in steps)
-    if plan.reshard:  # one message there, one a tensor back, to and from every other rank that shares heads
-        messages += sum(2 * (plan.inner - 1) * (1 + len(back)) for _, back in head_fields(plan, pass_name))
+    if plan.heads:  # one message there, one a tensor back, to and from every other rank that shares heads
+        messages += sum(2 * (plan.head_parallel_size - 1) * (1 + len(back)) for _, back in exchanges(plan, pass_name))
     return Planned(cost.sent, cost.received, messages + 2 * (plan.call.ranks - 1))
 
 

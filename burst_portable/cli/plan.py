@@ -190,7 +190,7 @@ def _waiting(label: str) -> AbstractContextManager[object]:
 
 
 def _check(plan: Plan, everyone: bool) -> Facts:
-    ranks = checked_ranks(plan.call.ranks, everyone, plan.inner)
+    ranks = checked_ranks(plan.call.ranks, everyone, plan.head_parallel_size)
     if plan.call.ranks <= _PROGRESS_ABOVE:
         return check(plan, ranks, lambda done: None)
     with _bar("checking every pair", 2 * len(ranks)) as progress:

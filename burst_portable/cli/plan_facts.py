@@ -61,9 +61,9 @@ def plan_facts(plan: Plan, rates: Rates, rank: int) -> Facts:
         "problem": call_facts(plan.call),
         "strategy": plan.strategy,
         "reason": plan.reason,
-        "reshard": plan.reshard,
+        "reshard": "heads" if plan.heads else None,
         "groups": plan.groups,
-        "inner": plan.inner,
+        "inner": plan.head_parallel_size,
         "rates": rates_facts(rates),
         "costed_ranks": list(costed),
         "passes": {
@@ -159,7 +159,7 @@ def _pass(
         "moves": plan.moves(name),
         "max": {column: max(values) for column, values in columns.items()},
         "mean": {column: sum(values) / len(values) for column, values in columns.items()},
-        "bytes_a_hop": _largest_hop(pass_plan, ranks) if plan.nodes > 1 or not plan.reshard else None,
+        "bytes_a_hop": _largest_hop(pass_plan, ranks) if plan.nodes > 1 or not plan.heads else None,
         "memory": {
             "shard": _shard(plan, name, pass_plan, ranks),
             "in_flight": max(c.blocks_held for c in costs),
@@ -172,7 +172,7 @@ def _pass(
 
 def _shard(plan: Plan, name: PassName, pass_plan: PassPlan, ranks: Sequence[int]) -> int:
     """Of the rank that holds most: of its rows, or of all rows, or those of its node, of its heads."""
-    p, inner = plan.call, plan.inner
+    p, inner = plan.call, plan.head_parallel_size
     heads, kv_heads = heads_each(p.heads, p.kv_heads, inner)
     every = replace(pass_plan.call, heads=heads, kv_heads=kv_heads)  # not of a group
     return max(shard_bytes(every, name, member) for member in {rank // inner for rank in ranks})

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from burst_portable.layout import Layout
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.messages import head_fields, row_size
+from burst_portable.planning.messages import exchanges, row_size
 from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.routes import Move, to_pack
@@ -122,7 +122,7 @@ def comes_in_order(plan: Plan, *, in_pieces: bool = False, faster_squares: bool 
     """
     trims = any(part.trims for _, part in plan.passes())
     square = faster_squares and _is_square(plan)
-    return _in_order(plan.call.layout, plan.inner, in_pieces or trims or square)
+    return _in_order(plan.call.layout, plan.head_parallel_size, in_pieces or trims or square)
 
 
 def _is_square(plan: Plan) -> bool:
@@ -169,10 +169,13 @@ def resharded_bytes(plan: Plan, pass_name: PassName, rank: int, how: Traits, *, 
     """
     p = plan.call
     packs = not picks or p.batch > PICKED_BATCHES
-    mine, everyone = p.layout.count(rank) * plan.inner, plan.forward.call.layout.count(rank // plan.inner)
+    mine, everyone = (
+        p.layout.count(rank) * plan.head_parallel_size,
+        plan.forward.call.layout.count(rank // plan.head_parallel_size),
+    )
     as_it_comes = comes_in_order(plan, in_pieces=how.in_pieces, faster_squares=how.faster_squares)
     groups = []
-    for there, back in head_fields(plan, pass_name):
+    for there, back in exchanges(plan, pass_name):
         coming, leaving = (sum(field.bytes(p.batch) for field in fields) for fields in (there, back))
         # Tensors are put in natural order, in memory of their own, and results back in the order of ranks.
         computed = 0 if as_it_comes else _COPIED * everyone * (coming + leaving)
@@ -239,16 +242,16 @@ def reshard_bytes(plan: Plan, pass_name: PassName, rank: int, *, received: bool 
     LSE is not included: it comes home only if it is asked for.
     """
     p = plan.call
-    rows, everyone = p.layout.count(rank), plan.forward.call.layout.count(rank // plan.inner)
+    rows, everyone = p.layout.count(rank), plan.forward.call.layout.count(rank // plan.head_parallel_size)
     # To head shards it sends its own rows to every other rank; back, the rows of the others. Receiving is the reverse.
-    mine, theirs = rows * (plan.inner - 1), everyone - rows
+    mine, theirs = rows * (plan.head_parallel_size - 1), everyone - rows
     rows_there, rows_back = (theirs, mine) if received else (mine, theirs)
     return [
         (
             rows_there * sum(field.size(p.batch) for field in there),
             rows_back * sum(field.bytes(p.batch) for field in back),
         )
-        for there, back in head_fields(plan, pass_name)
+        for there, back in exchanges(plan, pass_name)
     ]
 
 
@@ -261,17 +264,16 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
     size = _sizes(pass_plan)
     received, sent = sum(map(size, coming)), sum(size(m) for s in steps for m in (*s.sends, *s.result_sends))
     link = sum(_transfer(m, size(m), plan.direct, rates) for m in coming)
-    groups = reshard_bytes(plan, pass_name, rank) if plan.reshard else []
-    if groups:
-        sent += sum(map(sum, groups))
-        received += sum(map(sum, reshard_bytes(plan, pass_name, rank, received=True)))
-        link += sum(map(sum, _exchanges(groups, plan, rank, rates)))
+    groups = reshard_bytes(plan, pass_name, rank)
+    sent += sum(map(sum, groups))
+    received += sum(map(sum, reshard_bytes(plan, pass_name, rank, received=True)))
+    link += sum(map(sum, _exchanges(groups, plan, rank, rates)))
     return PassCost(
         flops=plan.groups * pass_flops(pass_plan.call, pass_name, sum(c.area for c in computes)),
         memory=plan.groups * sum(pass_memory(pass_plan.call, pass_name, c) for c in computes),
         sent=sent,
         received=received,
-        hops=len(coming) + (2 * len(groups) if plan.inner > 1 else 0),
+        hops=len(coming) + (2 * len(groups) if plan.head_parallel_size > 1 else 0),
         launches=plan.groups * len(computes),
         tiles=plan.groups * sum(c.count for c in computes),
         blocks_held=_most_held(steps, size),
@@ -286,7 +288,7 @@ def rank_cost(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> PassC
 def rank_seconds(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> float:
     """Predicted seconds of one pass on one rank: `rank_cost` without the rest, for comparing plans."""
     pass_plan = plan.pass_plan(pass_name)
-    if plan.reshard:
+    if plan.heads:
         return _by_groups(plan, pass_plan, pass_name, rank, rates)
     return _by_blocks(pass_plan, pass_name, rank, rates, plan.direct)
 
@@ -321,9 +323,9 @@ def _exchanges(groups: Iterable[tuple[int, int]], plan: Plan, rank: int, rates: 
 def _exchanged(size: int, plan: Plan, rank: int, rates: Rates) -> float:
     """Seconds in which a rank sends `size` bytes, in equal parts, to all ranks with which it divides heads, over its
     links inside and between nodes."""
-    node, first = rates.node or plan.call.ranks, rank - rank % plan.inner
-    others = plan.inner - 1
-    inside = min(first + plan.inner, rank - rank % node + node) - max(first, rank - rank % node) - 1
+    node, first = rates.node or plan.call.ranks, rank - rank % plan.head_parallel_size
+    others = plan.head_parallel_size - 1
+    inside = min(first + plan.head_parallel_size, rank - rank % node + node) - max(first, rank - rank % node) - 1
     far = others - inside
     near = 0.0
     if inside:
@@ -483,7 +485,7 @@ class PlanCost:
 def plan_seconds(plan: Plan, rates: Rates, ranks: Iterable[int]) -> float:
     """`PlanCost.seconds` over these ranks."""
     # Ranks that divide heads among themselves and hold equally many rows take equally long.
-    unlike = {(rank // plan.inner, plan.layout.count(rank)): rank for rank in ranks}.values()
+    unlike = {(rank // plan.head_parallel_size, plan.layout.count(rank)): rank for rank in ranks}.values()
     return sum(max([rank_seconds(plan, name, r, rates) for r in unlike]) for name in PASSES)
 
 

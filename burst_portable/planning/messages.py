@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, groupby
+from typing import NamedTuple
 
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
@@ -80,26 +81,31 @@ def needed_together(moves: Iterable[Move]) -> Iterator[list[Move]]:
     return (list(group) for _, group in groupby(moves, lambda m: m.needed))
 
 
-def head_fields(plan: Plan, pass_name: PassName) -> list[tuple[tuple[Field, ...], tuple[Field, ...]]]:
-    """For each group of heads: the fields that a rank gets from every other rank before, and sends to it after.
+class Exchange(NamedTuple):
+    """What a rank gets from every other rank that divides heads with it, and sends to it, for one group of heads."""
 
-    Ranks are those among which heads are divided: see `Plan.inner`.
-    """
+    before: tuple[Field, ...]
+    after: tuple[Field, ...]
+
+
+def exchanges(plan: Plan, pass_name: PassName) -> list[Exchange]:
+    """Return the exchanges around the computation of each group of heads; none if heads are not divided."""
+    if plan.heads is None:
+        return []
     p, part = plan.call, plan.forward.call
     data, d, dv = p.itemsize, p.head_dim, p.value_dim
-    gradients = (
-        max(data, 4) if p.kv_heads < plan.inner else data
-    )  # contributions of several ranks to a shared head are added up
-    groups: list[tuple[tuple[Field, ...], tuple[Field, ...]]] = []
+    # Contributions of several ranks to a shared head are added up.
+    gradients = max(data, 4) if p.kv_heads < plan.heads.ranks else data
+    found = []
     for group in plan.head_groups:
         q, out = Field(part.heads, d, data), Field(part.heads, dv, data)
+        itemsize = data if pass_name == "forward" else gradients
+        kv = Field(part.kv_heads, d, itemsize), Field(part.kv_heads, dv, itemsize)
         if pass_name == "forward":
-            kv = Field(part.kv_heads, d, data), Field(part.kv_heads, dv, data)
-            groups.append(((q, *(kv if group.first else ())), (out,)))
+            found.append(Exchange((q, *(kv if group.first else ())), (out,)))
         else:
-            kv = Field(part.kv_heads, d, gradients), Field(part.kv_heads, dv, gradients)
-            groups.append(((out,), (q, *(kv if group.last else ()))))
-    return groups
+            found.append(Exchange((out,), (q, *(kv if group.last else ()))))
+    return found
 
 
 def head_room(plan: Plan, row: int, *, back: bool) -> int:
@@ -109,7 +115,7 @@ def head_room(plan: Plan, row: int, *, back: bool) -> int:
     """
     shards, nodes = plan.call.layout, plan.forward.call.layout
     if back:
-        return _aligned(plan.inner * max(map(shards.count, range(shards.ranks))) * row)
+        return _aligned(plan.head_parallel_size * max(map(shards.count, range(shards.ranks))) * row)
     return _aligned(max(map(nodes.count, range(nodes.ranks))) * row)
 
 
@@ -130,14 +136,14 @@ class Inboxes:
 def inboxes(plan: Plan, rank: int) -> Inboxes:
     """The inboxes of a plan, as one rank needs them. Blocks that are needed together lie one after the other.
 
-    Resharded tensors lie in front of them; `reshard` counts those places.
+    Tensors of exchanges lie in front of them; `runtime.head_parallel` counts those places.
     """
-    resharded = [_reshard_inbox(plan, name) if plan.reshard else 0 for name in PASSES]
+    exchanged = [_exchange_inbox(plan, name) for name in PASSES]
     places: dict[Move, int] = {}
     sizes = []
-    for (_, pass_plan), most in zip(plan.passes(), resharded, strict=True):
+    for (_, pass_plan), most in zip(plan.passes(), exchanged, strict=True):
         for target in range(plan.call.ranks if plan.nodes > 1 else 0):
-            found, end = _places(pass_plan, target, max(resharded))
+            found, end = _places(pass_plan, target, max(exchanged))
             most = max(most, end)
             for move, place in found.items():
                 if rank in (target, move.source):
@@ -163,10 +169,10 @@ def _places(pass_plan: PassPlan, target: int, start: int) -> tuple[dict[Move, in
     return places, end
 
 
-def _reshard_inbox(plan: Plan, pass_name: PassName) -> int:
-    """Bytes of an inbox that exchanges take where heads are resharded, including LSE, which may be asked for."""
+def _exchange_inbox(plan: Plan, pass_name: PassName) -> int:
+    """Bytes of an inbox that exchanges take, including LSE, which may be asked for; 0 if there are none."""
     p, size = plan.call, 0
-    for there, back in head_fields(plan, pass_name):
+    for there, back in exchanges(plan, pass_name):
         lse = Field(plan.forward.call.heads, None, max(p.itemsize, 4))
         size += head_room(plan, sum(field.size(p.batch) for field in there), back=False)
         size += sum(head_room(plan, field.bytes(p.batch), back=True) for field in (*back, lse))

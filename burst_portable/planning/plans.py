@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, cast
 
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
@@ -94,21 +94,26 @@ def head_groups(heads: int, kv_heads: int, groups: int) -> tuple[HeadGroup, ...]
 
 PassName = Literal["forward", "backward"]
 PASSES: tuple[PassName, ...] = ("forward", "backward")
-TRAVELS: dict[tuple[str, str], str] = {
+_BLOCKS: dict[tuple[PassName, Side], str] = {
     ("forward", "kv"): "K and V travel",
     ("backward", "kv"): "K and V travel, dK and dV after them",
     ("backward", "q"): "Q, dO, LSE and delta travel, dQ after them",
-    ("forward", "heads"): "all rows of some heads come before, out goes back after",
-    ("backward", "heads"): "all rows of some heads of dO come before, gradients go back after",
-    ("forward", "heads+kv"): "all rows of the node of some heads come before, out goes back after; between nodes K and "
-    "V travel",
-    ("backward", "heads+kv"): "all rows of the node of some heads of dO come before, gradients go back after; between "
-    "nodes K and V travel, dK and dV after them",
-    ("backward", "heads+q"): "all rows of the node of some heads of dO come before, gradients go back after; between "
-    "nodes Q, dO, LSE and delta travel, dQ after them",
 }
-"""What travels, in words, by pass and by `Plan.travels`."""
+_HEADS: dict[PassName, str] = {
+    "forward": "all rows {where}of some heads come before, out goes back after",
+    "backward": "all rows {where}of some heads of dO come before, gradients go back after",
+}
 _RANKS_KEPT = 64  # ranks whose steps a pass caches
+
+
+def travels_text(pass_name: PassName, travels: str) -> str:
+    """Return what travels in a pass, in words, for a value of `Plan.travels`."""
+    heads, plus, side = travels.rpartition("+") if travels != "heads" else ("heads", "", "")
+    blocks = _BLOCKS[pass_name, cast(Side, side)] if side else ""
+    if not heads:
+        return blocks
+    exchanged = _HEADS[pass_name].format(where="of the node " if plus else "")
+    return f"{exchanged}; between nodes {blocks}" if plus else exchanged
 
 
 @dataclass(frozen=True)
@@ -266,26 +271,39 @@ def make_pass_plan(
     return PassPlan(call, side, route, results, stride, narrow)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """Divide heads among ranks: tensors go from sequence shards to head shards before a pass, and back after it.
+
+    Attributes:
+        ranks: How many ranks divide the heads among themselves: all, or those of a node.
+        groups: In how many groups a rank computes its heads.
+    """
+
+    ranks: int
+    groups: int = 1
+
+
 @dataclass(frozen=True)
 class Plan:
     """A whole attention: both passes, which strategy made it, and why.
 
     Attributes:
-        strategy: the name of the strategy that made it.
-        reshard: "heads" where tensors go from sequence shards to head shards before, and back after: among `inner`
-            ranks, all of them (Ulysses) or those of a node (USP). `forward` and `backward` then plan one group of a
-            rank's heads over the rows of all these ranks; the layout of their call has a member per node and says
-            in which order its rows lie.
-        groups: the number of groups in which a rank computes its heads.
-        reason: why `auto` chose it, or what the strategy chose by itself, in words.
+        call: What is computed.
+        strategy: The name of the strategy that made it.
+        forward: The forward pass.
+        backward: The backward pass.
+        heads: How heads are divided among ranks; None if they are not. If they are, both passes plan one group of a
+            rank's heads over the rows of all these ranks. The layout of their call has a member per node and says in
+            which order its rows lie.
+        reason: Why `auto` chose it, or what the strategy chose by itself, in words.
     """
 
     call: AttentionCall
     strategy: str
     forward: PassPlan
     backward: PassPlan
-    reshard: Literal["heads"] | None = None
-    groups: int = 1
+    heads: HeadSplit | None = None
     reason: str = ""
 
     def __str__(self) -> str:
@@ -310,51 +328,60 @@ class Plan:
     @property
     def direct(self) -> bool:
         """Whether every message goes straight from the rank that made it to the one that uses it."""
-        if self.nodes == 1 and self.reshard:
+        if self.nodes == 1 and self.heads:
             return True
         return self.forward.trims and self.backward.trims
 
     @property
     def moves_beside_kernels(self) -> bool:
         """Whether messages are under way while kernels compute."""
-        whole_exchanges = self.reshard is not None and self.nodes == 1 and self.groups == 1
+        whole_exchanges = self.heads is not None and self.nodes == 1 and self.groups == 1
         return self.call.ranks > 1 and not whole_exchanges
 
     @property
-    def inner(self) -> int:
-        """How many ranks divide heads among themselves; 1 where heads are not resharded."""
-        return self.forward.stride
+    def head_parallel_size(self) -> int:
+        """Return the number of ranks that divide heads among themselves; 1 if heads are not divided."""
+        return self.heads.ranks if self.heads else 1
+
+    @property
+    def groups(self) -> int:
+        """Return the number of groups in which a rank computes its heads; 1 if heads are not divided."""
+        return self.heads.groups if self.heads else 1
 
     @property
     def nodes(self) -> int:
-        """How many such sets of `inner` ranks there are."""
+        """Return the number of sets of ranks that divide heads among themselves; all ranks if heads are not divided."""
         return self.forward.call.ranks
 
     def travels(self, pass_name: PassName) -> str:
-        """What travels in a pass, a key of `TRAVELS`: a side, "heads" where they are resharded, or "heads+" a side."""
+        """Return what travels in a pass, in a word: a side, "heads" if they are divided, or "heads+" and a side."""
         side = self.pass_plan(pass_name).side
-        if not self.reshard:
+        if not self.heads:
             return side
         return f"heads+{side}" if self.nodes > 1 else "heads"
 
     def moves(self, pass_name: PassName) -> str:
-        """How blocks travel, by the name that the command line and printed plans use."""
+        """Return how blocks travel, by the name that the command line and printed plans use."""
         name = self.pass_plan(pass_name).route.name
-        if not self.reshard:
+        if not self.heads:
             return name
         return f"all_to_all, {name}" if self.nodes > 1 else "all_to_all"
+
+    def what_travels(self, pass_name: PassName) -> str:
+        """Return what travels in a pass, in words."""
+        return travels_text(pass_name, self.travels(pass_name))
 
     def how(self, pass_name: PassName) -> str:
         """What travels in a pass and how, for people."""
         if self.call.ranks == 1:
             return "nothing travels, one rank holds all"
-        return f"{TRAVELS[pass_name, self.travels(pass_name)]} ({self.moves(pass_name)})"
+        return f"{self.what_travels(pass_name)} ({self.moves(pass_name)})"
 
     @property
     def head_groups(self) -> tuple[HeadGroup, ...]:
         """The groups of one rank's heads, where heads are resharded."""
         p = self.call
-        return head_groups(*heads_each(p.heads, p.kv_heads, self.inner), self.groups)
+        return head_groups(*heads_each(p.heads, p.kv_heads, self.head_parallel_size), self.groups)
 
     def steps(self, pass_name: PassName, rank: int) -> Steps:
         """What a rank does in a pass; where heads are resharded, what it does between the exchanges for each group."""

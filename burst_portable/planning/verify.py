@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from burst_portable.planning.plans import PassPlan, Plan, heads_of
+from burst_portable.planning.plans import HeadSplit, PassPlan, Plan, heads_of
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import BlockTiles, Compute
 from burst_portable.planning.tiles import Tiles, find_tiles
@@ -22,7 +22,7 @@ def verify(
         ranks: a sample to walk instead. That shows whether each of them computes every pair of its rows exactly once,
             and whether moves between them meet, but not whether gradients get home.
     """
-    wrong = _resharded(plan) if plan.reshard else []
+    wrong = _wrong_heads(plan, plan.heads) if plan.heads else []
     done = 0
     for name, pass_plan in plan.passes():
         rings = defaultdict(list)  # ranks with the same place in their nodes, if heads are resharded; else all
@@ -38,12 +38,12 @@ def verify(
     return wrong
 
 
-def _resharded(plan: Plan) -> list[str]:
-    """What is wrong with the reshard: members must have the rows of their ranks, and the ranks of a node all heads.
+def _wrong_heads(plan: Plan, split: HeadSplit) -> list[str]:
+    """Return what is wrong: members must have the rows of their ranks, and the ranks of a node all heads.
 
     A layout holds every position once, so if there is only one member, it has all rows.
     """
-    p, inner = plan.call, plan.inner
+    p, inner = plan.call, split.ranks
     wrong = []
     if inner * plan.nodes != p.ranks:
         wrong.append(f"{plan.nodes} nodes of {inner} ranks are not {p.ranks} ranks")
@@ -53,7 +53,7 @@ def _resharded(plan: Plan) -> list[str]:
             nodes = before.joined(inner).sorted().shards
             if len(nodes) != after.ranks or (after.ranks > 1 and nodes != after.sorted().shards):
                 wrong.append(f"{name}: nodes compute with other rows than their ranks have")
-        heads, readers = plan.groups * part.heads, p.heads // p.kv_heads
+        heads, readers = split.groups * part.heads, p.heads // p.kv_heads
         if pass_plan.stride != inner or heads * inner != p.heads:
             wrong.append(f"{name}: {pass_plan.stride} ranks with {heads} query heads each are not {p.heads} heads")
             continue

@@ -207,7 +207,7 @@ class PlanFacts:
             "strategy": plan.strategy,
             "reason": plan.reason,
             "ranks": p.ranks,
-            "inner": plan.inner,
+            "inner": plan.head_parallel_size,
             "mask": str(p.mask),
             "layout": _layout_name(p.layout),
             "seq_len": p.layout.length,

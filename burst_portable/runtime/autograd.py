@@ -84,7 +84,7 @@ def run_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """(out, LSE or None, what `run_backward` needs besides the sinks). The caller begins the pass, and ends it."""
-    if call.plan.reshard:
+    if call.plan.heads:
         out, lse, groups = _by_heads(call, q, k, v, sinks, keep=True)
         return out, lse, tuple(x for group in groups for x in group)
     out, kept = map(_no_view, _by_blocks(call, q, k, v, sinks))
@@ -104,7 +104,7 @@ def run_backward(
     tensors = tuple(map(_as_kernels_take_it, saved))
     with own_precision(tensors[0].device):
         begin(call, tensors[0].device, forward_pass=number)
-        run = _backward_by_heads if call.plan.reshard else _backward_by_blocks
+        run = _backward_by_heads if call.plan.heads else _backward_by_blocks
         grads, dsinks = run(call, tensors, dout)
         call.runtime.transport.end()
     return *grads, dsinks
@@ -222,7 +222,7 @@ def run_without_backward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """(out, LSE or None), and nothing kept for a backward pass. The pass has begun; it is ended here."""
-    if call.plan.reshard:
+    if call.plan.heads:
         out, lse, _ = _by_heads(call, q, k, v, sinks, keep=False)
     else:
         out, lse = _by_blocks(call, q, k, v, sinks)

@@ -12,7 +12,7 @@ from burst_portable.backends.registry import known, supports_high_priority, unav
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
-from burst_portable.planning.plans import PASSES, TRAVELS, PassName, Plan
+from burst_portable.planning.plans import PASSES, PassName, Plan
 from burst_portable.runtime.prepare import Choices, choose, requested
 from burst_portable.runtime.validation import checked_device
 from burst_portable.strategies.base import Strategy
@@ -144,13 +144,13 @@ def _moves(plan: Plan) -> dict[str, str]:
         if plan.call.ranks == 1:
             return "nothing, one rank holds all"
         how = plan.moves(name)
-        if plan.reshard and plan.nodes > 1:
-            how += f", nodes of {plan.inner} ranks"
+        if plan.heads and plan.nodes > 1:
+            how += f", nodes of {plan.head_parallel_size} ranks"
         if plan.groups > 1:
             how += f", {plan.groups} groups of heads"
         if name == "backward" and plan.backward.narrow:
             how += ", gradients in the dtype of the inputs"
-        return f"{TRAVELS[name, plan.travels(name)]} ({how})"
+        return f"{plan.what_travels(name)} ({how})"
 
     return {name: what(name) for name in PASSES}
 

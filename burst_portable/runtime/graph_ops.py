@@ -177,7 +177,7 @@ def _keeps_copies(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seq_len
         return False
     try:
         request = requested(*with_length(given.arguments, seq_len))
-        return choose(q, k, v, sinks, as_mesh(given.mesh), request).plan.reshard is not None
+        return choose(q, k, v, sinks, as_mesh(given.mesh), request).plan.heads is not None
     except BurstError:
         return False
 
@@ -241,7 +241,7 @@ def attend(
         else:
             out, lse, saved = run_forward(call, q_, k_, v_, sinks)
             call.runtime.transport.end()
-            if not call.plan.reshard:
+            if not call.plan.heads:
                 lse, saved = saved[-1], saved if lean else ()
     out, lse = _apart((out, _lse_like(q) if lse is None else lse), (q, k, v))
     ticket = torch.zeros(1, dtype=torch.int64, device="cpu")

@@ -45,14 +45,14 @@ _APART = (1 << 31) - 1  # the most bytes from one line to the next that copy eng
 class Reshard:
     """The all-to-alls of one pass on one rank. All ranks begin the same ones, in the same order.
 
-    Each is among the `Plan.inner` ranks that divide the heads; their places count from 0. `at` is where bytes begin in
-    an inbox.
+    Each is among the `Plan.head_parallel_size` ranks that divide the heads; their places count from 0. `at` is where
+    bytes begin in an inbox.
     """
 
     def __init__(self, plan: Plan, runtime: Runtime, device: torch.device, *, backward: bool) -> None:
         self.plan, self.transport, self.device = plan, runtime.transport, device
         self._runtime, self._backward = runtime, backward
-        layout, self.size = plan.call.layout, plan.inner
+        layout, self.size = plan.call.layout, plan.head_parallel_size
         node, self.place = divmod(self.transport.rank, self.size)
         self.first = node * self.size  # the rank of place 0
         self.rows = tuple(layout.count(self.first + place) for place in range(self.size))
@@ -462,7 +462,7 @@ def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]
 
 def _own_heads(plan: Plan, group: HeadGroup, runtime: Runtime) -> slice:
     """The group's heads among all query heads."""
-    start = heads_of(runtime.transport.rank % plan.inner, plan.inner, plan.call.heads).start
+    start = heads_of(runtime.transport.rank % plan.head_parallel_size, plan.head_parallel_size, plan.call.heads).start
     return slice(start + group.queries[0], start + group.queries[1])
 
 

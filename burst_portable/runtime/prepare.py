@@ -159,7 +159,7 @@ def choose(
 
 def plan_for_kernel(plan: Plan, kernel: Kernel) -> Plan:
     """The plan as it suits this kernel: rows of head shards stay as they arrive if it takes any tiles in one launch."""
-    if not plan.reshard or takes_pieces(kernel):
+    if not plan.heads or takes_pieces(kernel):
         return plan
     return in_rank_order(plan, faster_squares=faster_on_squares(kernel))
 
@@ -362,11 +362,11 @@ def _call_signature(
     plan, backend, options = chosen.plan, chosen.backend, chosen.options
     p, forward, backward = plan.call, plan.forward, plan.backward
     narrow = ", narrow gradients" if plan.backward.narrow else ""
-    inside = f" in nodes of {plan.inner}" if plan.reshard and plan.nodes > 1 else ""
+    inside = f" in nodes of {plan.head_parallel_size}" if plan.heads and plan.nodes > 1 else ""
     moves = f"{plan.strategy}{inside} by {plan.moves('forward')} with {plan.travels('backward')} backward{narrow}"
     routes = (
-        plan.reshard,
-        plan.inner,
+        plan.heads,
+        plan.head_parallel_size,
         plan.groups,
         forward.side,
         forward.route,
@@ -391,7 +391,7 @@ def _call_signature(
             "scale": repr(options.scale),
             "softcap": repr(options.softcap),
             "sinks": "no" if sinks is None else "yes",
-            "LSE sent": "yes" if plan.reshard and with_lse else "no",
+            "LSE sent": "yes" if plan.heads and with_lse else "no",
         }
     )
 
@@ -399,7 +399,7 @@ def _call_signature(
 def _order_of_rows(chosen: Choices) -> HashedValue:
     """The order in which a node's rows go to other nodes: kernels differ in the order that they want."""
     plan = chosen.plan
-    if not plan.reshard or plan.nodes == 1:
+    if not plan.heads or plan.nodes == 1:
         return hashed_value("none are put together", ())
     layout = plan.forward.call.layout
     return hashed_value(f"in the order that the kernel {chosen.kernel.name!r} takes", layout.shards)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import row_size
 from burst_portable.planning.plans import Plan
-from burst_portable.planning.routes import DoubleRing, Side
+from burst_portable.planning.routes import Needs, Side
 from burst_portable.strategies.base import Machine, Strategy, node_size, ring_plan, travel_narrow
 from burst_portable.strategies.options import GRADIENTS, INNER, TRAVELS, GradientWidth, option
 from burst_portable.utils.values import check_divides
@@ -72,3 +72,83 @@ def _first_steps(call: AttentionCall, side: Side, inner: int, *, narrow: bool) -
         return inner
     block, gradients = (row_size(call, side, result=result, narrow=narrow) for result in (False, True))
     return max(1, round(inner * block / (block + gradients)))
+
+
+@dataclass(frozen=True)
+class DoubleRing:
+    """Rings of `inner` ranks (a node), and an outer ring over the nodes that hides behind whole inner rounds.
+
+    A node takes part if one of its ranks needs the block; gradients are added up along a node's ring and go home once
+    from each node. The round of the owner's node is divided: its `first` steps come before the blocks of other nodes,
+    and the rest after them, while the last of their gradients go home. The rest is a ring of its own that begins at
+    the owner again, so that no block is held in between.
+    """
+
+    ranks: int
+    inner: int
+    first: int
+    name: str = "double_ring"
+    phrase: str = "round two rings"
+    trims: bool = False
+    before: float = 1.0
+
+    def step(self, owner: int, rank: int) -> int:
+        nodes, turn = self._distance(owner, rank)
+        if nodes:
+            return self.first + (nodes - 1) * self.inner + turn
+        return turn if turn < self.first else self.ranks - self.inner + turn
+
+    def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
+        nodes, turn = self._distance(owner, rank)
+        node = rank // self.inner
+        if not needs.any(owner, self._members(node)):
+            return None
+        step = self.step(owner, rank)
+        if turn:
+            return owner if self._begins(nodes, turn) else self._along(rank, -1), step - 1
+        before = (node - 1) % self._nodes
+        unbroken = nodes == 1 or needs.any(owner, self._members(before))
+        return before * self.inner + rank % self.inner if unbroken else owner, max(0, step - self.inner)
+
+    def targets(self, owner: int, rank: int) -> Iterator[int]:
+        nodes, turn = self._distance(owner, rank)
+        if not self._begins(nodes, turn + 1):
+            yield self._along(rank, 1)
+        if owner == rank:
+            if self.first < self.inner:
+                yield self._along(rank, self.first)
+            yield from ((rank + step * self.inner) % self.ranks for step in range(1, self._nodes))
+        elif turn == 0 and nodes < self._nodes - 1:
+            yield (rank + self.inner) % self.ranks
+
+    def departure(self, needs: Needs, owner: int, rank: int) -> int:
+        nodes, turn = self._distance(owner, rank)
+        neighbour = self._along(rank, 1)
+        return neighbour if not self._begins(nodes, turn + 1) and needs(owner, neighbour) else owner
+
+    def feeder(self, owner: int, rank: int) -> int | None:
+        neighbour = self._along(rank, -1)
+        return neighbour if neighbour != owner and not self._begins(*self._distance(owner, rank)) else None
+
+    def patience(self, source: int, target: int) -> int:
+        """Between nodes a whole inner round: such gradients only go home, and home can add them at any later step."""
+        return 1 if source // self.inner == target // self.inner else self.inner
+
+    @property
+    def _nodes(self) -> int:
+        return self.ranks // self.inner
+
+    def _members(self, node: int) -> range:
+        return range(node * self.inner, (node + 1) * self.inner)
+
+    def _along(self, rank: int, turns: int) -> int:
+        """The rank `turns` places further along the node's ring."""
+        return rank // self.inner * self.inner + (rank + turns) % self.inner
+
+    def _distance(self, owner: int, rank: int) -> tuple[int, int]:
+        """How far the block is from its owner: in nodes, and in ranks within the node's ring."""
+        return (rank // self.inner - owner // self.inner) % self._nodes, (rank - owner) % self.inner
+
+    def _begins(self, nodes: int, turn: int) -> bool:
+        """Whether a ring inside a node begins at this turn: a whole round, or the rest of the owner's node's."""
+        return turn % self.inner == 0 or (nodes == 0 and turn == self.first)

@@ -20,7 +20,7 @@ from burst_portable.errors import UnsupportedError
 from burst_portable.layout import contiguous
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import comes_in_order
-from burst_portable.planning.plans import Plan, can_group, can_share, heads_each, make_pass_plan
+from burst_portable.planning.plans import HeadSplit, Plan, can_group, can_share, heads_each, make_pass_plan
 from burst_portable.planning.routes import Ring
 from burst_portable.strategies.base import Machine, Strategy
 from burst_portable.strategies.options import Option, option
@@ -73,8 +73,7 @@ class UlyssesStrategy(Strategy):
             self.name,
             forward=make_pass_plan(whole, "kv", Ring(1), stride=ranks),
             backward=make_pass_plan(whole, "kv", Ring(1), Ring(1), stride=ranks),
-            reshard="heads",
-            groups=self.groups,
+            heads=HeadSplit(ranks, self.groups),
         )
 
     @classmethod
@@ -108,6 +107,6 @@ def in_rank_order(plan: Plan, *, faster_squares: bool = False) -> Plan:
     """
     if not comes_in_order(plan, faster_squares=faster_squares):
         return plan
-    queries, keys = (layout.joined(plan.inner) for layout in (plan.call.layout, plan.call.k_layout))
+    queries, keys = (layout.joined(plan.head_parallel_size) for layout in (plan.call.layout, plan.call.k_layout))
     joined = replace(plan.forward.call, layout=queries, kv_layout=keys)
     return replace(plan, forward=replace(plan.forward, call=joined), backward=replace(plan.backward, call=joined))

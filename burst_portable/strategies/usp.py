@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from burst_portable.errors import UnsupportedError
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.plans import Plan, heads_each
+from burst_portable.planning.plans import HeadSplit, Plan, heads_each
 from burst_portable.planning.routes import Side
 from burst_portable.strategies.base import Machine, Strategy, node_size, ring_plan, route, travel_narrow
 from burst_portable.strategies.options import GRADIENTS, INNER, MOVES, TRAVELS, GradientWidth, Moves, option
@@ -59,7 +59,7 @@ class UspStrategy(Strategy):
         )
         path = route(nodes, self.moves)
         ring = ring_plan(between, self.name, side=self.travels, path=path, note=note, stride=inner, narrow=narrow)
-        return replace(ring, call=call, reshard="heads" if inner > 1 else None)
+        return replace(ring, call=call, heads=HeadSplit(inner) if inner > 1 else None)
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:

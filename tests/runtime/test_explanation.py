@@ -34,7 +34,7 @@ def test_what_is_told_is_what_runs(strategy, options):
         assert (told.transport.name, told.transport.why) == (call.runtime.transport.name, "the only one")
         assert told.layout.startswith(f"{call.plan.call.layout.name}: rank {mesh.rank} of 2 holds 16 of 32")
         assert told.strategy.why.startswith("chose" if strategy == "auto" else "named")
-        if not call.plan.reshard:
+        if not call.plan.heads:
             assert f"({call.plan.forward.route.name})" in told.moves["forward"]
         return told
 

@@ -238,7 +238,7 @@ def test_named_without_nodes_it_takes_the_mesh_s(strategy):
     assert told.strategy.why == "named"
     assert made == bp.plan(seq_len=64, ranks=8, heads=8, strategy=bp.make_strategy(strategy, inner=2), layout="auto")
     ring = made.forward.route
-    assert (ring.ranks, getattr(ring, "inner", made.inner)) == ((4, 2) if strategy == "usp" else (8, 2))
+    assert (ring.ranks, getattr(ring, "inner", made.head_parallel_size)) == ((4, 2) if strategy == "usp" else (8, 2))
 
 
 def test_explain_tells_both_ways():

@@ -35,7 +35,7 @@ def test_nodes_of_every_size(inner, options):
             plan = make(inner=inner, mask=mask, layout=layout, kv_heads=12, **options)
             assert verify(plan) == []
             assert verify(in_rank_order(plan)) == []
-            assert (plan.inner, plan.nodes) == (inner, 12 // inner)
+            assert (plan.head_parallel_size, plan.nodes) == (inner, 12 // inner)
 
 
 def test_a_node_by_hand():
@@ -213,7 +213,7 @@ def test_room_for_what_is_resharded_by_hand():
 )
 def test_the_node_size_that_is_taken(ranks, heads, kv_heads, inner, note):
     plan = make(ranks=ranks, inner=None, length=1024, heads=heads, kv_heads=kv_heads)
-    assert (plan.inner, plan.reason) == (inner, note)
+    assert (plan.head_parallel_size, plan.reason) == (inner, note)
     assert verify(plan, ranks=range(0, ranks, inner)) == []
 
 
@@ -235,7 +235,7 @@ def test_auto_takes_it_among_many_ranks():
     usual = {"seq_len": 65536, "ranks": 64, "heads": 32, "kv_heads": 8}
     made = bp.plan(**usual, strategy=AutoStrategy(inner=8, rates=rates))
     assert made.reason.startswith("chose usp"), made.reason
-    assert (made.strategy, made.inner) == ("usp", 8)
+    assert (made.strategy, made.head_parallel_size) == ("usp", 8)
     assert "usp " not in bp.plan(**usual, strategy=AutoStrategy(rates=rates)).reason.partition("; ")[0]
     parts = bp.plan(**usual | {"heads": 28, "kv_heads": 4}, strategy=AutoStrategy(inner=8, rates=rates))
     assert "usp in 4 " in parts.reason

@@ -25,7 +25,6 @@ _MARKS = {  # by verdict: the word, and how it looks
 
 _LABEL = 8  # characters
 _SIDES = {"kv": "K and V", "q": "Q, dO"}
-_PATHS = {"ring": "from neighbour to neighbour", "fetch": "from their owners", "double_ring": "round two rings"}
 
 
 class View:
@@ -162,11 +161,11 @@ def _travels(plan: Plan) -> str:
     """What goes where in each pass, in a few words."""
     if plan.call.ranks == 1:
         return "nothing travels"
-    if plan.reshard and plan.nodes == 1:
+    if plan.heads and plan.nodes == 1:
         return "rows for heads, all to all"
-    inside = f"rows for heads in nodes of {plan.inner}; " if plan.reshard else ""
+    inside = f"rows for heads in nodes of {plan.head_parallel_size}; " if plan.heads else ""
     return inside + ", ".join(
-        f"{name} {_SIDES[pass_plan.side]} {_PATHS[pass_plan.route.name]}" for name, pass_plan in plan.passes()
+        f"{name} {_SIDES[pass_plan.side]} {pass_plan.route.phrase}" for name, pass_plan in plan.passes()
     )
 
 

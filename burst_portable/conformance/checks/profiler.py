@@ -111,7 +111,7 @@ def _complete(told: Facts, case: Case) -> str:
     """Whether every pair of the mask is in the report once, and every byte of the plan."""
     plan = plan_of(case)
     seen = int(oracle.dense_mask(case.make_mask(), case.length).sum())
-    shared = plan.inner * plan.groups  # each group of heads sees every pair
+    shared = plan.head_parallel_size * plan.groups  # each group of heads sees every pair
     for backward, name in enumerate(PASSES):
         pieces = [step for step in told["steps"] if step["backward"] == backward]
         pairs = sum(cell["pairs"] for step in pieces for cell in step["ranks"])
