@@ -57,15 +57,16 @@ class Interpreted(Backend):
 def kernel_of(backend: str, chip: str) -> Any:
     """The kernel with the blocks of a chip, which declines what the interpreter cannot do."""
     from burst_portable.backends.ascend.triton_launch import AscendTritonKernel
-    from burst_portable.kernels.base import KernelProblem, Support
+    from burst_portable.kernels.base import Support
     from burst_portable.kernels.triton.triton_kernel import TritonKernel
     from burst_portable.kernels.triton.tuning import HALF, SINGLE
+    from burst_portable.planning.call import AttentionCall
 
     kind = AscendTritonKernel if backend == "ascend" else TritonKernel
 
     class Kernel(kind):  # type: ignore[valid-type, misc]  # which of the two is known only when it runs
-        def supports(self, problem: KernelProblem) -> Support:
-            return Support(False, NO_BFLOAT16) if problem.dtype == torch.bfloat16 else super().supports(problem)
+        def supports(self, call: AttentionCall) -> Support:
+            return Support(False, NO_BFLOAT16) if call.dtype == "bfloat16" else super().supports(call)
 
     if backend == "ascend":
         return Kernel()

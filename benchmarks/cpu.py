@@ -30,7 +30,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import burst_portable as bp
 from benchmarks.ranks import leave
 from benchmarks.script import count, end, file
-from burst_portable.kernels.base import Options
 from burst_portable.planning.tiles import Tile, Tiles
 from burst_portable.strategies.registry import make_strategy
 
@@ -111,13 +110,12 @@ def call_overhead() -> float:
     torch.set_num_threads(1)
     mesh, mask = bp.Mesh.single(), bp.Mask.causal()
     q, k, v = (torch.randn(1, 16, 2, 16) for _ in range(3))
-    tiles, options = Tiles([Tile(0, 16, 0, 16, 0, 15)]), Options(0.25)
+    tiles = Tiles([Tile(0, 16, 0, 16, 0, 15)])
     bp.attention(q, k, v, mask=mask, mesh=mesh)
-    (call,) = mesh._calls.values()
-    kernel = call.runtime.kernel
+    (prepared,) = mesh._calls.values()
     with torch.no_grad():
         call_it = partial(bp.attention, q, k, v, mask=mask, mesh=mesh)
-        kernel_alone = partial(kernel.attend, q, k, v, tiles, options)
+        kernel_alone = partial(prepared.kernel.attend, q, k, v, tiles, prepared.call)
         pairs = [(timed(call_it), timed(kernel_alone)) for _ in range(3000)]
     call_time, kernel_time = (statistics.median(column) for column in zip(*pairs, strict=True))
     return (call_time - kernel_time) * 1e6

@@ -14,9 +14,9 @@ import torch
 import burst_portable as bp
 from burst_portable.backends.registry import for_device
 from burst_portable.comm.local import Fabric, LocalTransport
-from burst_portable.kernels.base import Options
 from burst_portable.profiling.analysis.analyze import analyze
-from burst_portable.profiling.recorder import Recorder, RecordingRuntime
+from burst_portable.profiling.recorder import Recorder, RecordingObserver
+from burst_portable.runtime.prepared_call import NO_OBSERVER
 
 _HELD = 20_000_000  # cycles: about 10 ms, at first
 _CHUNK = 1024  # MiB of a device's memory that are copied at a time
@@ -118,27 +118,30 @@ def _beside(device: Device, kernel: float, copy: float) -> Found | None:
     transport = LocalTransport(Fabric(2, 1.0), 0)
     arriving: list[Callable[[], None]] = []
 
-    def post(sends: list[Any], receives: list[Any], step: int, *, backward: bool) -> tuple[list[Waits], list[Waits]]:
-        return [Waits(lambda: None) for _ in sends], [Waits(arriving[0]) for _ in receives]
-
-    inner: Any = SimpleNamespace(transport=transport, attend=lambda *_: device.kernel(kernel), post=post)
-    ranks = [RecordingRuntime(inner, plan, Recorder(rank, "host", light=False)) for rank in (0, 1)]
+    prepared: Any = SimpleNamespace(transport=transport, plan=plan, observer=NO_OBSERVER)
+    ranks = [RecordingObserver(prepared, Recorder(rank, "host", light=False)) for rank in (0, 1)]
     q = torch.empty(1, device=device.device)
     first, second = plan.forward.steps_of(0)
     assert first.compute is not None, "each step of this ring computes"
     assert second.compute is not None, "and so does the other"
     move, sent = first.receives[0], torch.empty(8, dtype=torch.uint8, device=device.device)
-    for runtime in ranks:  # the clocks' first marks wait for the device
-        runtime.recorder.clock(device.device)
+    for observer in ranks:  # the clocks' first marks wait for the device
+        observer.recorder.clock(device.device)
     device.settle()
     device.hold()
-    (leaving,), _ = ranks[1].post([(move, sent)], [], 0, backward=False)
+    with ranks[1].posts([(move, sent)], [], 0, backward=False) as posting:
+        pass
+    ((leaving,), _) = posting.wrap([Waits(lambda: None)], [])
     leaving.wait()
     arriving.append(device.copy(copy))
-    _, (handle,) = ranks[0].post([], [(move, sent)], 0, backward=False)
-    ranks[0].attend(first.compute, q, q, q, Options(1.0), None)
+    with ranks[0].posts([], [(move, sent)], 0, backward=False) as posting:
+        pass
+    (_, (handle,)) = posting.wrap([], [Waits(arriving[0])])
+    with ranks[0].computes(first.compute, q, backward=False):
+        device.kernel(kernel)
     handle.wait()
-    ranks[0].attend(second.compute, q, q, q, Options(1.0), None)
+    with ranks[0].computes(second.compute, q, backward=False):
+        device.kernel(kernel)
     if not device.held():
         device.settle()
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,11 +22,11 @@ from benchmarks.providers import Absent
 from benchmarks.ranks import Links
 from benchmarks.rings import Calls, Contestant, Gradients, Task, through_autograd
 from burst_portable.backends.registry import choose_kernel, for_device
-from burst_portable.kernels import base as whole
-from burst_portable.kernels.base import Kernel, KernelProblem, Options
-from burst_portable.kernels.operator_kernel import TriangleKernel
+from burst_portable.kernels.base import BackwardInputs
+from burst_portable.kernels.operator_kernel import CausalOperatorKernel
 from burst_portable.layout import Segment
 from burst_portable.numerics import accumulation_dtype, as_dtype
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tile, Tiles, find_tiles
 
 Seen = bool | Tiles
@@ -33,27 +34,26 @@ Seen = bool | Tiles
 
 
 class Local:
-    """A kernel as other people's code calls theirs: one call for all that it is given, results in 16 bits.
+    """A kernel as other libraries call theirs: one call for all that it is given, results in 16 bits.
 
-    makes_way: for messages beside it, as it does for ours.
+    Args:
+        name: Name of the kernel.
+        q: Queries of this rank.
+        k: Keys of this rank.
+        yields: Whether the kernel makes room for messages, as it does for ours.
     """
 
-    def __init__(self, name: str, q: Tensor, k: Tensor, *, makes_way: bool = False) -> None:
-        problem = KernelProblem(
-            q.dtype, q.device.type, q.shape[2], k.shape[2], q.shape[3], k.shape[3], deterministic=False
-        )
-        kernel, _ = choose_kernel(for_device(q.device.type), problem, name)
-        self.kernel: Kernel = kernel
-        self.operator = kernel if isinstance(kernel, TriangleKernel) else getattr(kernel, "_kernel", None)
-        if not isinstance(self.operator, TriangleKernel):
-            self.operator = None
-        self._makes_way = makes_way
+    def __init__(self, name: str, q: Tensor, k: Tensor, *, yields: bool = False) -> None:
+        self._call = AttentionCall.of(q, k, k, deterministic=False)
+        self.kernel, _ = choose_kernel(for_device(q.device.type), self._call, name)
+        self.operator = self.kernel if isinstance(self.kernel, CausalOperatorKernel) else None
+        self._yields = yields
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
         if self.operator is not None and isinstance(seen, bool):
             return self.operator.operate(q, k, v, seen, scale)
-        options = Options(scale, deterministic=False, makes_way=self._makes_way)
-        out, lse = whole.attend_whole(self.kernel, q, k, v, _tiles(q, k, seen), options)
+        tiles = _tiles(q, k, seen)
+        out, lse = self.kernel.forward_single_call(q, k, v, tiles, self._scaled(scale), yields=self._yields)
         return as_dtype(out, q.dtype), as_dtype(lse, accumulation_dtype(q.dtype))
 
     def backward(
@@ -61,9 +61,15 @@ class Local:
     ) -> Gradients:
         if self.operator is not None and isinstance(seen, bool):
             return self.operator.operate_backward(dout, q, k, v, out, lse, seen, scale)
-        options = Options(scale, deterministic=False)
-        parts = whole.gradients(self.kernel, dout, q, k, v, out, lse, _tiles(q, k, seen), options)
+        x = BackwardInputs(dout, q, k, v, lse, out)
+        parts = self.kernel.backward_single_call(x, _tiles(q, k, seen), self._scaled(scale))
         return tuple(as_dtype(x, q.dtype) for x in parts)
+
+    def _scaled(self, scale: float) -> AttentionCall:
+        """Return the call with this scale; it is the same in every step."""
+        if self._call.scale != scale:
+            self._call = replace(self._call, scale=scale)
+        return self._call
 
 
 def _tiles(q: Tensor, k: Tensor, seen: Seen) -> Tiles:
@@ -160,7 +166,7 @@ def zigzag_ring(task: Task) -> Calls:
     """ring-flash-attn's own code, with our local kernel in place of the flash_attn that it imports."""
     if not _causal(task):
         raise Absent("its zigzag ring is causal")
-    local = Local(task.kernel, task.q, task.k, makes_way=task.links.high_priority)
+    local = Local(task.kernel, task.q, task.k, yields=task.links.high_priority)
     module = _with_kernel("zigzag_ring_flash_attn", _flash_attn(local))
     q, k, v = (x.detach().requires_grad_() for x in (task.q, task.k, task.v))
     call = partial(module.zigzag_ring_flash_attn_func, q, k, v, causal=True, group=task.links.group)
@@ -196,7 +202,7 @@ def llama3(task: Task, *, at_once: bool = False) -> Calls:
         raise Absent("it wants equally many rows on each rank")
     kv_heads = task.k.shape[2] if at_once else 1
     heads = kv_heads * (task.q.shape[2] // task.k.shape[2])
-    local = Local(task.kernel, task.q[:, :, :heads], task.k[:, :, :kv_heads], makes_way=task.links.high_priority)
+    local = Local(task.kernel, task.q[:, :, :heads], task.k[:, :, :kv_heads], yields=task.links.high_priority)
     if local.operator is not None:
         raise Absent(f"the operator {task.kernel} takes no documents here")
     module = _with_kernel("llama3_flash_attn_varlen", _flash_attn_varlen(local))

@@ -47,7 +47,7 @@ from burst_portable.profiling.analysis.analyze import analyze
 from burst_portable.profiling.analysis.matching import match
 from burst_portable.profiling.intervals import Timeline
 from burst_portable.profiling.records import RankRecords, Traced
-from burst_portable.runtime.observer import installed
+from burst_portable.runtime.prepared_call import installed
 
 WITHIN = 0.02  # of the span
 _SETTLING = 2  # steps before those that are timed: after the pause that the turn before ended with, clocks are higher

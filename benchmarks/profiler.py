@@ -20,7 +20,7 @@ import torch
 
 import burst_portable as bp
 from benchmarks.script import count, end, file
-from burst_portable.runtime.observer import installed
+from burst_portable.runtime.prepared_call import installed
 
 RANKS, CALLS = 4, 10
 LEVELS = (None, "light", "session", "deep")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import burst_portable
 from benchmarks.script import accelerator
 from burst_portable.backends.registry import choose_kernel, for_device
-from burst_portable.kernels import base as whole
-from burst_portable.kernels.base import Kernel, KernelProblem, Options
+from burst_portable.kernels.base import BackwardInputs, Kernel
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask, Region
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tiles, find_tiles
 
 
@@ -44,9 +44,10 @@ class Task:
     dout: Tensor
     extra: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def options(self) -> Options:
-        return Options(self.q.shape[-1] ** -0.5, deterministic=False)
+    @cached_property
+    def call(self) -> AttentionCall:
+        """What a kernel is given."""
+        return AttentionCall.of(self.q, self.k, self.v, deterministic=False)
 
     @property
     def group(self) -> int:
@@ -101,13 +102,9 @@ def checked_heads(x: Tensor, kv_heads: int) -> Tensor:
 # ------------------------------------------------------------------------------------------ our kernels
 
 
-def problem_of(task: Task) -> KernelProblem:
-    return KernelProblem.of(task.q, task.k, task.v, task.options, task.q.device.type)
-
-
 def check(kernel: Kernel, task: Task) -> None:
     """Raises `Absent` where the kernel does not serve this row."""
-    if not (support := kernel.supports(problem_of(task))).ok:
+    if not (support := kernel.supports(task.call)).ok:
         raise Absent(support.reason)
 
 
@@ -121,16 +118,18 @@ def own(kernel: Kernel, task: Task, *, resumed: bool = False) -> Calls:
     check(kernel, task)
     into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     task.extra.setdefault("zero", []).extend(into)
-    state = kernel.attend(q, k, v, task.tiles, task.options)
+    state = kernel.attend(q, k, v, task.tiles, task.call)
     running = state[0].clone(), state[1].clone()
 
     def forward() -> tuple[Tensor, Tensor | None]:
         if resumed:
-            return kernel.attend(q, k, v, task.tiles, task.options, state=running)[0], None
-        return kernel.attend(q, k, v, task.tiles, task.options)
+            return kernel.attend(q, k, v, task.tiles, task.call, state=running)[0], None
+        return kernel.attend(q, k, v, task.tiles, task.call)
 
     def backward() -> tuple[Tensor, Tensor, Tensor]:
-        kernel.attend_backward(task.dout, q, k, v, state[1], task.tiles, task.options, out=state[0], into=into)
+        kernel.attend_backward(
+            BackwardInputs(task.dout, q, k, v, state[1], out=state[0]), task.tiles, task.call, into=into
+        )
         return into
 
     return forward, backward
@@ -173,7 +172,7 @@ def hopper_whole(task: Task) -> Calls:
 
 def auto(task: Task) -> Calls:
     """The kernel that `auto` takes, where one call computes all."""
-    kernel, _ = choose_kernel(for_device(task.q.device.type), problem_of(task))
+    kernel, _ = choose_kernel(for_device(task.q.device.type), task.call)
     task.extra["kernel"] = kernel.name
     return in_16_bits(kernel, task)
 
@@ -193,14 +192,14 @@ def the_call_of_users(task: Task) -> Calls:
 def in_16_bits(kernel: Kernel, task: Task) -> Calls:
     """A kernel where one call computes all: out and gradients in 16 bits at the end, as the others give them."""
     tensors = task.q, task.k, task.v
-    out, lse = whole.attend_whole(kernel, *tensors, task.tiles, task.options)
+    out, lse = kernel.forward_single_call(*tensors, task.tiles, task.call)
 
     def backward() -> tuple[Tensor, Tensor, Tensor]:
-        made = whole.gradients(kernel, task.dout, *tensors, out, lse, task.tiles, task.options)
+        made = kernel.backward_single_call(BackwardInputs(task.dout, *tensors, lse, out), task.tiles, task.call)
         return tuple(x.to(task.q.dtype) for x in made)  # type: ignore[return-value]  # they are three
 
     def forward() -> tuple[Tensor, Tensor | None]:
-        out, lse = whole.attend_whole(kernel, *tensors, task.tiles, task.options)
+        out, lse = kernel.forward_single_call(*tensors, task.tiles, task.call)
         return out.to(task.q.dtype), lse
 
     return forward, backward

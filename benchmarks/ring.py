@@ -39,9 +39,10 @@ from benchmarks.script import current_device, end, names
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import BurstError
-from burst_portable.kernels.base import KernelProblem, Options
+from burst_portable.kernels.base import BackwardInputs
 from burst_portable.layout import Segment
 from burst_portable.measuring.timing import Peers, lap
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import find_tiles
 
 ERROR_LIMIT = 1.2e-2  # relative, against attention of one device; both lose 2e-3 to 4e-3 in bf16
@@ -87,15 +88,14 @@ def expected(row: Row, mask: bp.Mask, whole: list[Tensor]) -> Expected:
     q, k, v, dout = (checked_heads(x, row.heads[1]) for x in whole)
     if row.length <= 4096:
         return Expected(_dense(mask, q, k, v, dout), "float32")
-    heads = q.shape[2], k.shape[2]
-    problem = KernelProblem(q.dtype, q.device.type, *heads, row.head, row.head, deterministic=False)
-    kernel, _ = choose_kernel(for_device(q.device.type), problem, "triton")
+    call = AttentionCall.of(q, k, v, deterministic=False)
+    kernel, _ = choose_kernel(for_device(q.device.type), call, "triton")
     segment = (Segment(0, row.length),)
-    tiles, options = find_tiles(mask, segment, segment), Options(row.head**-0.5, deterministic=False)
+    tiles = find_tiles(mask, segment, segment)
     q, k, v, dout = (x.contiguous() for x in (q, k, v, dout))
-    out, lse = kernel.attend(q, k, v, tiles, options)
+    out, lse = kernel.attend(q, k, v, tiles, call)
     into = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    kernel.attend_backward(dout, q, k, v, lse, tiles, options, out=out, into=into)
+    kernel.attend_backward(BackwardInputs(dout, q, k, v, lse, out=out), tiles, call, into=into)
     return Expected(dict(zip(("out", "dq", "dk", "dv"), (out, *into), strict=True)), kernel.name)
 
 

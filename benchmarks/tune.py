@@ -24,10 +24,11 @@ from torch import Tensor
 from benchmarks.report import setting
 from benchmarks.script import accelerator, count, end, file, names
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.base import Options
+from burst_portable.kernels.base import BackwardInputs
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.numerics import row_delta
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tiles, find_tiles
 
 KERNELS = ("forward", "keys", "queries", "resumed")
@@ -67,21 +68,21 @@ class Trial:
         self.kernel, self.blocks, self.problem, self.tiles, self.adding = kernel, blocks, problem, tiles, adding
         chosen = (Blocks(**blocks),)  # type: ignore[arg-type]
         table = {"*": {256: Tuning(chosen, chosen, chosen)}}
-        self.provider, self.options = TritonKernel(table), Options(problem["q"].shape[-1] ** -0.5)
+        self.provider, self.call = TritonKernel(table), AttentionCall.of(problem["q"], problem["k"], problem["v"])
         self.times: list[float] = []
         self.state: tuple[Tensor, Tensor] | None = None  # merging it with itself leaves out as it is
 
     def __call__(self) -> None:
         p, own = self.problem, self.provider
         if self.kernel == "forward":
-            p["out"], _ = own.attend_whole(p["q"], p["k"], p["v"], self.tiles, self.options)
+            p["out"], _ = own.forward_single_call(p["q"], p["k"], p["v"], self.tiles, self.call)
         elif self.kernel == "resumed":
-            state = self.state = self.state or own.attend(p["q"], p["k"], p["v"], self.tiles, self.options)
-            p["out"], _ = own.attend(p["q"], p["k"], p["v"], self.tiles, self.options, state=state)
+            state = self.state = self.state or own.attend(p["q"], p["k"], p["v"], self.tiles, self.call)
+            p["out"], _ = own.attend(p["q"], p["k"], p["v"], self.tiles, self.call, state=state)
         else:
             wanted = own.only_keys if self.kernel == "keys" else own.only_queries
             arguments = (p[x] for x in ("dout", "q", "k", "v", "lse", "delta"))
-            wanted(*arguments, self.tiles, self.options, (p["dq"], p["dk"], p["dv"]), add=self.adding)
+            wanted(*arguments, self.tiles, self.call, (p["dq"], p["dk"], p["dv"]), add=self.adding)
 
     def outputs(self) -> dict[str, Tensor]:
         names = {"forward": ("out",), "resumed": ("out",), "keys": ("dk", "dv"), "queries": ("dq",)}[self.kernel]
@@ -136,11 +137,11 @@ def references(problem: dict[str, Tensor], tiles: Tiles) -> dict[str, Tensor]:
     from burst_portable.kernels.reference import ReferenceKernel
     from burst_portable.numerics import finished
 
-    options = Options(problem["q"].shape[-1] ** -0.5)
     q, k, v, dout = (problem[n].double() for n in ("q", "k", "v", "dout"))
-    out, lse = finished(ReferenceKernel().attend(q, k, v, tiles, options), torch.float64)
+    call = AttentionCall.of(q, k, v)
+    out, lse = finished(ReferenceKernel().attend(q, k, v, tiles, call), torch.float64)
     into = tuple(torch.zeros_like(x) for x in (q, k, v))
-    ReferenceKernel().attend_backward(dout, q, k, v, lse, tiles, options, out=out, into=into)
+    ReferenceKernel().attend_backward(BackwardInputs(dout, q, k, v, lse, out=out), tiles, call, into=into)
     problem["lse"], problem["delta"] = lse.float(), row_delta(dout, out).float()
     return {"out": out, **dict(zip(("dq", "dk", "dv"), into, strict=True))}
 

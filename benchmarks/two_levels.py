@@ -44,7 +44,7 @@ from burst_portable.backends.registry import choose_kernel, for_device, group_op
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.two_levels import TwoLevelTransport, with_two_levels
 from burst_portable.errors import InputError
-from burst_portable.kernels.base import KernelProblem
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.rates import Rates
 from burst_portable.strategies.base import Strategy
@@ -246,8 +246,9 @@ class Run:
 
     def predict(self, strategy: Strategy, gbps: float | None) -> dict[str, float]:
         sizes = (*self.row.heads, self.row.head, self.row.head)
-        problem = KernelProblem(torch.bfloat16, self.links.device.type, *sizes, deterministic=False)
-        kernel, _ = choose_kernel(self.backend, problem, self.arguments.kernel)
+        layout, device = bp.make_layout("zigzag", self.row.length, self.links.size, self.mask), self.links.device.type
+        call = AttentionCall(self.mask, layout, *sizes, dtype="bfloat16", device=device, deterministic=False)
+        kernel, _ = choose_kernel(self.backend, call, self.arguments.kernel)
         first = next(iter(self.transports.values()))[0].high_priority
         rates = rates_of(self.backend, self.links.size, kernel, high_priority=first)
         rates = replace(rates, direct=())  # NCCL alone reaches other nodes

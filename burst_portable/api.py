@@ -6,21 +6,22 @@ Shapes: B batch, S rows of this rank, Hq query heads, Hkv key/value heads, D hea
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from burst_portable.backends.registry import choose_kernel, for_device
 from burst_portable.errors import InputError
-from burst_portable.kernels.base import KernelProblem, Options, as_kernels_take
+from burst_portable.kernels.base import as_kernels_take
 from burst_portable.layout import Layout
 from burst_portable.mask import Mask
 from burst_portable.mesh import MeshLike, as_mesh
 from burst_portable.numerics import State, finished
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tile, checked_tiles
-from burst_portable.runtime.autograd import apply
-from burst_portable.runtime.prepare import Arguments, called
+from burst_portable.runtime.autograd import run
+from burst_portable.runtime.prepare import AttentionOptions, Request, prepare
 from burst_portable.runtime.validation import check_tensors, checked_scale, checked_softcap
 from burst_portable.strategies.base import Strategy
 from burst_portable.utils.torch_modes import as_autocast_would, outside_graphs, own_precision
@@ -28,61 +29,19 @@ from burst_portable.utils.torch_modes import as_autocast_would, outside_graphs, 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | str = ...,
-    mesh: MeshLike = ...,
-    strategy: Strategy | str = ...,
-    layout: Layout | str = ...,
-    seq_len: int | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    kernel: str = ...,
-    deterministic: bool | None = ...,
-    return_lse: Literal[False] = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[AttentionOptions]
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | str = ...,
-    mesh: MeshLike = ...,
-    strategy: Strategy | str = ...,
-    layout: Layout | str = ...,
-    seq_len: int | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    kernel: str = ...,
-    deterministic: bool | None = ...,
-    return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | str = ...,
-    mesh: MeshLike = ...,
-    strategy: Strategy | str = ...,
-    layout: Layout | str = ...,
-    seq_len: int | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    kernel: str = ...,
-    deterministic: bool | None = ...,
-    return_lse: bool,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -138,33 +97,41 @@ def attention(
         UnsupportedError: a strategy, kernel, backend or transport that was named cannot serve this call.
         CommunicationError: something went wrong between ranks.
     """
-    arguments = mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic
+    request = Request(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic, return_lse)
     if torch.compiler.is_compiling():
-        # Importing it makes operators of torch.
-        from burst_portable.runtime.graph_ops import as_text, attention_in_graph, fits
-
-        arguments = as_text(arguments)
-        if fits(mesh, arguments):
-            made: Tensor | tuple[Tensor, Tensor] = attention_in_graph(q, k, v, sinks, mesh, return_lse, arguments)
-            return made
-        return _between_graphs(q, k, v, sinks, mesh, return_lse, arguments)
-    return _attention(q, k, v, sinks, mesh, return_lse, arguments)
-
-
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: MeshLike, return_lse: bool, arguments: Arguments
-) -> Tensor | tuple[Tensor, Tensor]:
+        return _while_compiling(q, k, v, sinks, mesh, request)
     mesh = as_mesh(mesh)
-    call, q, k, v = called(q, k, v, sinks, mesh, return_lse, arguments)
-    out, lse = apply(call, mesh, q, k, v, sinks)
-    if not return_lse:
-        return out
-    assert lse is not None, "LSE was asked for"
-    return out, lse
+    prepared, q, k, v = prepare(q, k, v, sinks, mesh, request)
+    out, lse = run(prepared, mesh, q, k, v, sinks)
+    return out if lse is None or not return_lse else (out, lse)
+
+
+def _while_compiling(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: MeshLike, request: Request
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Put the call into the graph that is being made, or run it between two graphs."""
+    # Importing it makes operators of torch.
+    from burst_portable.runtime.graph_ops import as_text, attention_in_graph, fits
+
+    request = as_text(request)
+    if fits(mesh, request):
+        made: Tensor | tuple[Tensor, Tensor] = attention_in_graph(q, k, v, sinks, mesh, request)
+        return made
+    return _between_graphs(q, k, v, sinks, mesh, request)
+
+
+def _uncompiled(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: MeshLike, request: Request
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return what `attention` returns, without asking whether a compiler looks."""
+    mesh = as_mesh(mesh)
+    prepared, q, k, v = prepare(q, k, v, sinks, mesh, request)
+    out, lse = run(prepared, mesh, q, k, v, sinks)
+    return out if lse is None or not request.return_lse else (out, lse)
 
 
 _between_graphs = outside_graphs(
-    _attention,
+    _uncompiled,
     "burst_portable runs attention outside of graphs where its mask lists positions, strategy or layout is no text, "
     "mesh is no Mesh, a number is in a tensor or an array, torch.func transforms the function, or torch.export makes "
     "the graph (which strict=False can without gradients)",
@@ -208,8 +175,8 @@ def partial_attention(
         )
     tiles = checked_tiles(tiles, q.shape[1], k.shape[1])
     backend = for_device(q.device.type)
-    options = Options(checked_scale(scale, q.shape[3]), checked_softcap(softcap))
-    chosen, _ = choose_kernel(backend, KernelProblem.of(q, k, v, options, q.device.type), kernel)
+    call = AttentionCall.of(q, k, v, scale=checked_scale(scale, q.shape[3]), softcap=checked_softcap(softcap))
+    chosen, _ = choose_kernel(backend, call, kernel)
     q, k, v = map(as_kernels_take, (q, k, v))
     with torch.no_grad(), own_precision(q.device):
-        return finished(chosen.attend(q, k, v, tiles, options), q.dtype)
+        return finished(chosen.attend(q, k, v, tiles, call), q.dtype)

@@ -172,13 +172,14 @@ class SelfAttention(nn.Module):
         if torch.compiler.is_compiling() and isinstance(x, Tensor) and self._takes(x):
             # Importing them makes operators of torch.
             from burst_portable.runtime.graph_ops import as_text, fits, positions_in_graph
+            from burst_portable.runtime.prepare import Request
 
-            named = as_text((mask, self.strategy, self.layout, seq_len, None, None, "auto", None))
-            if fits(self.mesh, named):  # the operators check the rest, when all ranks run
+            request = as_text(Request(mask, self.strategy, self.layout, seq_len))
+            if fits(self.mesh, request):  # the operators check the rest, when all ranks run
                 length = x.shape[1] * self.mesh.size if seq_len is None else seq_len
                 if wanted:
                     position_ids = positions_in_graph(
-                        x.shape[1], length, self.mesh, str(self.layout), str(named[0]), x.device
+                        x.shape[1], length, self.mesh, str(self.layout), str(request.mask), x.device
                     )
                 return length, position_ids
         length = self._whole_length(x, seq_len, mask)

@@ -22,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_driver import FakeDriver, Launched
 
 from burst_portable.conformance.cases import MASKS
-from burst_portable.kernels.base import Options
+from burst_portable.kernels.base import BackwardInputs
 from burst_portable.kernels.triton.arguments import padded
 from burst_portable.kernels.triton.machine_code import Record, problems, read_amd
 from burst_portable.kernels.triton.triton_kernel import TritonKernel
 from burst_portable.kernels.triton.tuning import HALF, SINGLE, Blocks, choose
 from burst_portable.layout import make_layout
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import find_tiles
 
 
@@ -75,24 +76,24 @@ def tensors(case: Case) -> list[torch.Tensor]:
 def launch(kernel: TritonKernel, case: Case) -> None:
     """Forward over two blocks of keys, so that the second merges, and their backward; then all in one call."""
     q, k, v, dout = tensors(case)
-    options = Options(case.head**-0.5, case.softcap)
+    call = AttentionCall.of(q, k, v, scale=case.head**-0.5, softcap=case.softcap)
     mask, (whole,) = MASKS[case.mask], make_layout("contiguous", LENGTH, 1).shards
     halves = [shard[0] for shard in make_layout("contiguous", LENGTH, 2).shards]
     state = None
     into = tuple(torch.zeros(x.shape) for x in (q, k, v))
     for half in halves:
         columns, tiles = slice(half.start, half.last + 1), find_tiles(mask, whole, (half,))
-        state = kernel.attend(q, k[:, columns], v[:, columns], tiles, options, state=state)
+        state = kernel.attend(q, k[:, columns], v[:, columns], tiles, call, state=state)
     assert state is not None
     for half in halves:
         columns, tiles = slice(half.start, half.last + 1), find_tiles(mask, whole, (half,))
         block = into[0], into[1][:, columns], into[2][:, columns]
         kernel.attend_backward(
-            dout, q, k[:, columns], v[:, columns], state[1], tiles, options, out=state[0], into=block
+            BackwardInputs(dout, q, k[:, columns], v[:, columns], state[1], out=state[0]), tiles, call, into=block
         )
     tiles = find_tiles(mask, whole, whole)
-    out, lse = kernel.attend_whole(q, k, v, tiles, options)
-    kernel.gradients(dout, q, k, v, out, lse, tiles, options)
+    out, lse = kernel.forward_single_call(q, k, v, tiles, call)
+    kernel.backward_single_call(BackwardInputs(dout, q, k, v, lse, out), tiles, call)
 
 
 def use_of(launched: Launched) -> str:

@@ -19,7 +19,7 @@ import torch
 from burst_portable.comm.base import Transport
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.errors import BackendUnavailableError, UnsupportedError, format_error, in_a_line
-from burst_portable.kernels.base import Kernel
+from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.planning.rates import Curve as Curve
 from burst_portable.planning.rates import Rates as Rates
 
@@ -130,7 +130,7 @@ class Backend(ABC):
         """Return whether this machine can run the backend. Does not raise if devices or packages are absent."""
 
     @abstractmethod
-    def kernels(self) -> tuple[Kernel, ...]:
+    def kernels(self) -> tuple[Kernel | LazyKernel, ...]:
         """Return the kernels for local attention, in order of preference."""
 
     def transport(self, group: Any, deadline: float) -> Transport:
@@ -264,7 +264,7 @@ class AcceleratorBackend(Backend):
         """Return why it cannot run on this machine and, after a semicolon, the next step; or "". Never raises."""
 
     @abstractmethod
-    def make_kernels(self) -> Iterable[Kernel]:
+    def make_kernels(self) -> Iterable[Kernel | LazyKernel]:
         """Make the kernels, in order of preference. Called once."""
 
     @abstractmethod
@@ -280,7 +280,7 @@ class AcceleratorBackend(Backend):
             return Probe(False, reason)
         return Probe(True, facts={"devices": self._devices(), **self.libraries()})
 
-    def kernels(self) -> tuple[Kernel, ...]:
+    def kernels(self) -> tuple[Kernel | LazyKernel, ...]:
         return self._kernels
 
     def transport(self, group: Any, deadline: float) -> Transport:

@@ -15,11 +15,12 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from burst_portable.errors import BackendUnavailableError, UnsupportedError, format_error, in_a_line, unknown_name
-from burst_portable.planning.rates import read_rates
+from burst_portable.planning.call import AttentionCall, KernelTraits
+from burst_portable.planning.rates import rate_flags, read_rates
 
 if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
     from burst_portable.backends.base import Backend, Probe, Rates
-    from burst_portable.kernels.base import Kernel, KernelProblem
+    from burst_portable.kernels.base import Kernel, LazyKernel
 
 T = TypeVar("T")
 GROUP = "burst_portable.backends"
@@ -218,9 +219,7 @@ def rates_of(
 
     Raises `InputError` for a file that cannot be used.
     """
-    from burst_portable.kernels.base import traits
-
-    name, how = kernel.name if kernel else "", traits(kernel)
+    name, how = kernel.name if kernel else "", rate_flags(kernel.traits if kernel else KernelTraits())
     if file:
         found = read_rates(file).rates_for(ranks, name, dtype, head_dim)
         found = replace(found, **how) if kernel else found
@@ -269,32 +268,39 @@ def as_kineto(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return events
 
 
-def choose_kernel(backend: Backend, problem: KernelProblem, named: str = "auto") -> tuple[Kernel, str]:
-    """Return the kernel for a problem and the reason: the named one, or the first of the backend that serves it.
+def choose_kernel(backend: Backend, call: AttentionCall, named: str = "auto") -> tuple[Kernel, str]:
+    """Return the kernel for a call and the reason: the named one, or the first of the backend that serves it.
 
-    Raises `UnknownNameError`, or `UnsupportedError` with every reason.
+    Args:
+        backend: The backend whose kernels are considered.
+        call: The call, with the heads of one rank.
+        named: Name of a kernel, or "auto".
+
+    Raises:
+        UnknownNameError: The backend has no kernel of that name.
+        UnsupportedError: No kernel serves the call, or the named one does not, with all reasons.
     """
-    kernels = {kernel.name: kernel for kernel in backend.kernels()}
+    kernels: dict[str, Kernel | LazyKernel] = {kernel.name: kernel for kernel in backend.kernels()}
     if not isinstance(named, str):
         raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
     if named != "auto":
         if named not in kernels:
             raise unknown_name(f"kernel of the backend {backend.name!r}", named, kernels)
-        return _named_kernel(kernels, problem, named), "named"
+        return _named_kernel(kernels, call, named), "named"
     reasons: list[str] = []
     for kernel in kernels.values():
-        support = kernel.supports(problem)
+        support = kernel.supports(call)
         if support.ok:
-            return kernel, "; ".join(["first that serves it", *reasons])
+            return kernel.load(), "; ".join(["first that serves it", *reasons])
         reasons.append(f"not {kernel.name}: {support.reason}")
     raise UnsupportedError(f"no kernel of the backend {backend.name!r} serves this call", got="; ".join(reasons))
 
 
-def _named_kernel(kernels: Mapping[str, Kernel], problem: KernelProblem, name: str) -> Kernel:
-    support = kernels[name].supports(problem)
+def _named_kernel(kernels: Mapping[str, Kernel | LazyKernel], call: AttentionCall, name: str) -> Kernel:
+    support = kernels[name].supports(call)
     if support.ok:
-        return kernels[name]
-    able = [other for other, kernel in kernels.items() if kernel.supports(problem).ok]
+        return kernels[name].load()
+    able = [other for other, kernel in kernels.items() if kernel.supports(call).ok]
     raise UnsupportedError(
         f"the kernel {name!r} was named and does not serve this call: {support.reason}",
         allowed=", ".join(able) or "no kernel serves it",

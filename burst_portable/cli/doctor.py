@@ -23,7 +23,8 @@ from burst_portable.planning.rates import read_rates
 
 if TYPE_CHECKING:
     from burst_portable.backends.base import Backend
-    from burst_portable.kernels.base import Kernel, KernelProblem
+    from burst_portable.kernels.base import Kernel, LazyKernel
+    from burst_portable.planning.call import AttentionCall
 
 SCHEMA = "burst_portable.doctor/1"
 PACKAGES = ("torch", "numpy", "triton", "transformers", "typer", "rich", "jinja2")
@@ -138,30 +139,32 @@ def _capabilities(backend: Backend) -> Facts:
     }
 
 
-def _kernel(kernel: Kernel, device: str) -> Facts:
-    """What a kernel says to a handful of typical problems."""
+def _kernel(kernel: Kernel | LazyKernel, device: str) -> Facts:
+    """Return which of a few typical calls a kernel serves."""
     cases = {}
-    for case, problem in _problems(device):
-        support = kernel.supports(problem)
+    for case, call in _calls(device):
+        support = kernel.supports(call)
         cases[case] = {"ok": support.ok, "reason": support.reason}
     return {"name": kernel.name, "supports": cases}
 
 
-def _problems(device: str) -> Iterator[tuple[str, KernelProblem]]:
-    import torch
+def _calls(device: str) -> Iterator[tuple[str, AttentionCall]]:
+    """Yield typical calls by name."""
+    from burst_portable.layout import make_layout
+    from burst_portable.mask import Mask
+    from burst_portable.planning.call import AttentionCall
 
-    from burst_portable.kernels.base import KernelProblem
-
-    usual = KernelProblem(torch.bfloat16, device, 8, 2, 128, 128, deterministic=False)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        yield str(dtype).removeprefix("torch."), replace(usual, dtype=dtype)
-    # What sets kernels apart besides the dtype, asked in 16 bits, where vendors' kernels are at home.
+    layout = make_layout("contiguous", 1, 1)
+    usual = AttentionCall(Mask.causal(), layout, 8, 2, 128, 128, dtype="bfloat16", device=device, deterministic=False)
+    for dtype, itemsize in (("float32", 4), ("bfloat16", 2), ("float16", 2), ("float64", 8)):
+        yield dtype, replace(usual, dtype=dtype, itemsize=itemsize)
+    # Other differences between kernels, in 16 bits, which the kernels of vendors need.
     yield "deterministic", replace(usual, deterministic=True)
     yield "heads of 64", replace(usual, head_dim=64, value_dim=64)
     yield "heads of 80", replace(usual, head_dim=80, value_dim=80)
     yield "heads of 256", replace(usual, head_dim=256, value_dim=256)
     yield "values of 64, heads of 128", replace(usual, value_dim=64)
-    yield "softcap", replace(usual, softcap=True)
+    yield "softcap", replace(usual, softcap=30.0)
 
 
 def show(facts: Facts) -> None:

@@ -103,8 +103,7 @@ def _job(
     from burst_portable.cli.measure_worker import MeasureJob
     from burst_portable.cli.run.job import check_processes, check_room, cores
     from burst_portable.config import from_environment
-    from burst_portable.kernels.base import KernelProblem
-    from burst_portable.measuring.measurement import HOST
+    from burst_portable.measuring.measurement import HOST, Shape, measured_call
     from burst_portable.strategies.planner import check_heads
     from burst_portable.utils.values import check_divides
 
@@ -123,8 +122,8 @@ def _job(
     if not capabilities.streams:
         numbers = (seq_len or HOST.length) * head_dim * (2 * heads + 2 * kv_heads)  # q, k, v and dO
         check_room(numbers * made.itemsize, 1 if place else count)
-    problem = KernelProblem(made, capabilities.device_type, heads, kv_heads, head_dim, head_dim, deterministic=False)
-    choose_kernel(chosen, problem, from_environment().kernel if kernel == "auto" else kernel)
+    call = measured_call(Shape(heads, kv_heads, head_dim), made, capabilities.device_type, seq_len or HOST.length)
+    choose_kernel(chosen, call, from_environment().kernel if kernel == "auto" else kernel)
     return MeasureJob(
         ranks=count,
         backend=chosen.name,

@@ -160,8 +160,8 @@ class Case:
     def make_strategy(self) -> Strategy:
         return _strategy(self.strategy)
 
-    def make_call(self) -> AttentionCall:
-        """Return the call that a strategy plans."""
+    def make_call(self, device: str = "") -> AttentionCall:
+        """Return the attention of this case, for tensors on this type of device."""
         heads, kv_heads, head_dim, value_dim = self.sizes
         return AttentionCall(
             mask=self.make_mask(),
@@ -172,6 +172,12 @@ class Case:
             value_dim=value_dim,
             batch=self.batch,
             itemsize=self.dtype.itemsize,
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=device,
+            scale=self.factor,
+            softcap=self.softcap,
+            deterministic=self.deterministic,
+            sinks=self.sinks,
         )
 
     def possible(self) -> bool:

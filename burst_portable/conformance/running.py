@@ -16,21 +16,22 @@ import torch
 from torch import Tensor
 
 from burst_portable import numerics
-from burst_portable.comm.agreement import agree, call_signature
+from burst_portable.comm.agreement import call_signature
 from burst_portable.comm.base import Transport
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import Answer, Inputs, in_memory
 from burst_portable.conformance.trial import Subject
-from burst_portable.kernels import base as whole
-from burst_portable.kernels.base import Kernel, KernelProblem, Options
+from burst_portable.kernels.base import BackwardInputs, Kernel, LazyKernel
 from burst_portable.layout import Layout
 from burst_portable.mesh import Mesh
 from burst_portable.numerics import State
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.tiles import Tiles, find_tiles
-from burst_portable.runtime.autograd import Attention, Call
-from burst_portable.runtime.observer import PlainRuntime, Runtime, installed
-from burst_portable.runtime.prepare import plan_for_kernel
+from burst_portable.runtime.autograd import Attention, begin, observed
+from burst_portable.runtime.executor import attend_first
+from burst_portable.runtime.prepare import executor_of, plan_for_kernel
+from burst_portable.runtime.prepared_call import PreparedCall
 from burst_portable.strategies.planner import planned
 
 
@@ -38,7 +39,7 @@ class _Context:
     """What torch passes to an autograd function, as far as ours uses it."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
-    call: Any = None
+    prepared: Any = None
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
@@ -62,63 +63,38 @@ class Shard:
     dsinks: Tensor | None
 
 
-def plan_of(case: Case) -> Plan:
-    """The plan of a case."""
-    return planned(case.make_strategy(), case.make_call())
+def plan_of(case: Case, device: str = "cpu") -> Plan:
+    """Return the plan of a case. Its `forward.call` is what a kernel is asked: of one rank's heads."""
+    return planned(case.make_strategy(), case.make_call(device))
 
 
-def kernel_problem(case: Case, device: str, plan: Plan | None = None) -> KernelProblem:
-    """The problem that a kernel is asked about: with the heads of one rank if the plan divides heads."""
-    heads, kv_heads, head_dim, value_dim = case.sizes
-    if plan is not None:
-        heads, kv_heads = plan.forward.call.heads, plan.forward.call.kv_heads
-    options = options_of(case)
-    return KernelProblem(
-        case.dtype,
-        device,
-        heads,
-        kv_heads,
-        head_dim,
-        value_dim,
-        softcap=case.softcap is not None,
-        deterministic=case.deterministic,
-        positive_scale=options.positive_scale,
-    )
-
-
-def serves(kernel: Kernel, case: Case, device: str) -> bool:
-    """Whether it claims a case. A kernel that raises when asked is tried with the case, and fails with that error."""
+def serves(kernel: Kernel | LazyKernel, case: Case, device: str) -> bool:
+    """Return whether a kernel claims a case. One that raises when asked is tried, and fails with that error."""
     try:
-        return bool(kernel.supports(kernel_problem(case, device)).ok)
+        return bool(kernel.supports(case.make_call(device)).ok)
     # Trials are listed before the first is made, and what is raised then would end them all.
     except Exception:  # noqa: BLE001
         return True
 
 
-def options_of(case: Case) -> Options:
-    """Scale, softcap, determinism of a case."""
-    return Options(case.factor, case.softcap, case.deterministic)
-
-
 def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, device: torch.device) -> Shard:
-    """One rank's part of a case."""
-    plan = plan_of(case)
-    kernel = subject.choose(kernel_problem(case, device.type, plan))
+    """Run one rank's part of a case."""
+    plan = plan_of(case, device.type)
+    kernel = subject.choose(plan.forward.call)
     plan = plan_for_kernel(plan, kernel)
     said = call_signature({"case": case.spec()})
-    runtime: Runtime = PlainRuntime(kernel, transport)
-    if (wrap := installed.get()) is not None:  # as in a call: a profiling session records it
-        runtime = wrap(runtime, plan, Mesh(transport.rank, transport.size, lambda _: transport))
-    call = Call(plan, runtime, options_of(case), said.of_pass("forward"), said.of_pass("backward"))
+    agreement = (said.of_pass("forward"), said.of_pass("backward"))
+    mesh = Mesh(transport.rank, transport.size, lambda _: transport)
+    made = PreparedCall(plan.call, plan, subject.backend, kernel, transport, executor_of(plan), agreement)
+    prepared = observed(made, mesh)  # as in a call: a profiling session records it
     rows = torch.tensor(plan.call.layout.positions(transport.rank))
     q, k, v = (in_memory(t[:, rows], case.memory, device) for t in (x.q, x.k, x.v))
     dout = in_memory(x.dout[:, rows], case.memory, device)
     sinks = None if x.sinks is None else x.sinks.to(device)
     context: Any = _Context()
     with torch.no_grad():
-        agree(runtime.transport, call.forward_signature)
-        runtime.transport.begin(call.forward_signature.digest)
-        out, lse = Attention.forward(context, q, k, v, sinks, call)
+        begin(prepared, device)
+        out, lse = Attention.forward(context, q, k, v, sinks, prepared)
         dq, dk, dv, dsinks, _ = (None if g is None else g.cpu() for g in Attention.backward(context, dout, None))
     assert lse is not None, "it is asked for unless a call says otherwise"
     assert dq is not None
@@ -129,7 +105,7 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
 
 def run_case(subject: Subject, case: Case, x: Inputs) -> Answer:
     """A case over ranks as threads, put together. Raises `UnsupportedError` where the backend refuses it."""
-    subject.choose(kernel_problem(case, subject.device.type, plan_of(case)))
+    subject.choose(plan_of(case, subject.device.type).forward.call)
     return together(
         subject.threads(case.ranks, lambda transport: run_rank(subject, case, x, transport, subject.device)),
         case.make_layout(),
@@ -182,7 +158,7 @@ def run_kernel(
         by_out: hand the backward pass `out` and not delta.
         times: add all gradients so often, and divide by it at the end: a kernel that overwrites shows.
     """
-    layout, mask, options = case.make_layout(), case.make_mask(), options_of(case)
+    layout, mask, call = case.make_layout(), case.make_mask(), case.make_call(device.type)
     rows = [torch.tensor(layout.positions(block)) for block in range(case.ranks)]
     inputs = [tuple(in_memory(t[:, r], case.memory, device) for t in (x.q, x.k, x.v, x.dout)) for r in rows]
     before = [tuple(t.clone() for t in block) for block in inputs]
@@ -194,7 +170,7 @@ def run_kernel(
         for owner in _order(mine, case.ranks):
             if pairs[mine][owner]:
                 _, k, v, _ = inputs[owner]
-                state = kernel.attend(q, k, v, pairs[mine][owner], options, state=state)
+                state = kernel.attend(q, k, v, pairs[mine][owner], call, state=state)
         empty = numerics.empty_state(q, x.v.shape[-1])
         out, lse = numerics.finished(empty if state is None else state, case.dtype)
         delta = numerics.row_delta(dout, out)
@@ -203,8 +179,8 @@ def run_kernel(
             if pairs[mine][owner]:
                 _, k, v, _ = inputs[owner]
                 into = gradients[mine][0].view, gradients[owner][1].view, gradients[owner][2].view
-                given = {"out": out} if by_out else {"delta": delta}
-                kernel.attend_backward(dout, q, k, v, lse, pairs[mine][owner], options, **given, into=into)
+                given = BackwardInputs(dout, q, k, v, lse, *((out, None) if by_out else (None, delta)))
+                kernel.attend_backward(given, pairs[mine][owner], call, into=into)
     _check_untouched(inputs, before, gradients)
     shards = []
     for (out, lse), block in zip(answers, gradients, strict=True):
@@ -214,27 +190,28 @@ def run_kernel(
 
 
 def run_whole(kernel: Kernel, case: Case, x: Inputs, device: torch.device, *, parts: bool = False) -> Answer:
-    """A case of one block as `kernels.base` asks for it: no state, no buffers to add to.
+    """Run a case of one block as a single call: no state, no buffers to add to.
 
-    parts: as the first of several computations, which writes out where it is told, some rows of it wide.
+    parts: As the first of several launches, which writes out where it is told, some rows of it wide.
     """
-    layout, options = case.make_layout(), options_of(case)
+    layout, call = case.make_layout(), case.make_call(device.type)
     q, k, v, dout = (in_memory(t[:, layout.positions(0)], case.memory, device) for t in (x.q, x.k, x.v, x.dout))
     before = [tuple(t.clone() for t in (q, k, v, dout))]
     tiles = find_tiles(case.make_mask(), layout.shards[0], layout.shards[0])
-    attend = _in_parts if parts else whole.attend_whole
-    out, lse = numerics.finished(attend(kernel, q, k, v, tiles, options), case.dtype)
-    dq, dk, dv = whole.gradients(kernel, dout, q, k, v, out.to(case.dtype), lse, tiles, options)
+    state = _in_parts(kernel, q, k, v, tiles, call) if parts else kernel.forward_single_call(q, k, v, tiles, call)
+    out, lse = numerics.finished(state, case.dtype)
+    inputs = BackwardInputs(dout, q, k, v, lse, out.to(case.dtype))
+    dq, dk, dv = kernel.backward_single_call(inputs, tiles, call)
     _check_untouched([(q, k, v, dout)], before, [])
     out, lse, dq, dk, dv = (t.to(case.dtype).cpu() for t in (out, lse, dq, dk, dv))
     return together([Shard(out, lse, dq, dk, dv, None)], layout)
 
 
-def _in_parts(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
+def _in_parts(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall) -> State:
     """As if later computations merged into the second third of all rows."""
     rows = slice(q.shape[1] // 3, 2 * q.shape[1] // 3)
     out = torch.full((*q.shape[:3], v.shape[-1]), torch.nan, dtype=q.dtype, device=q.device)
-    wide, lse = whole.attend_first(kernel, q, k, v, tiles, options, (rows.start, rows.stop), out)
+    wide, lse = attend_first(kernel, q, k, v, tiles, call, (rows.start, rows.stop), out)
     if not out[:, rows].isnan().all():
         raise Trespass("the kernel wrote rows that are still to be merged")
     return torch.cat([out[:, : rows.start], wide[:, rows], out[:, rows.stop :]], 1), lse

@@ -24,7 +24,7 @@ from burst_portable.conformance.cases import Case, strategy_trials
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.processes import carried, deaf_to_interrupts, unpacked
 from burst_portable.conformance.report import TIERS, Report, Result
-from burst_portable.conformance.running import examining, kernel_problem
+from burst_portable.conformance.running import examining
 from burst_portable.conformance.trial import EFFORTS, Outcome, Subject, Trial, Wrap, as_it_is, raised
 from burst_portable.errors import BackendUnavailableError, InputError, unknown_name
 
@@ -417,7 +417,7 @@ def _check_arguments(subject: Subject, tier: str | None, processes: int) -> None
     if subject.kernel != "auto":  # a name that is none is refused
         names = [k.name for k in subject.backend.kernels()]
         if subject.kernel not in names:
-            choose_kernel(subject.backend, kernel_problem(Case(), subject.device.type), subject.kernel)
+            choose_kernel(subject.backend, Case().make_call(subject.device.type), subject.kernel)
 
 
 def _able(backend: Backend) -> dict[str, object]:

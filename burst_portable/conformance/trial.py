@@ -16,7 +16,8 @@ from burst_portable.comm.base import Transport
 from burst_portable.comm.local import run_threads
 from burst_portable.conformance.cases import STRATEGIES, Case, strategy_trials
 from burst_portable.errors import in_a_line
-from burst_portable.kernels.base import Kernel, KernelProblem
+from burst_portable.kernels.base import Kernel, LazyKernel
+from burst_portable.planning.call import AttentionCall
 
 T = TypeVar("T")
 Wrap = Callable[[Transport], Transport]
@@ -62,13 +63,13 @@ class Subject:
         return torch.device(self.backend.capabilities.device_type)
 
     @property
-    def kernels(self) -> tuple[Kernel, ...]:
-        """The kernels to try by name."""
+    def kernels(self) -> tuple[Kernel | LazyKernel, ...]:
+        """Return the kernels to try by name."""
         return tuple(k for k in self.backend.kernels() if self.kernel in ("auto", k.name))
 
-    def choose(self, problem: KernelProblem) -> Kernel:
-        """The kernel of a call; raises `UnsupportedError` as a call would."""
-        return choose_kernel(self.backend, problem, self.kernel)[0]
+    def choose(self, call: AttentionCall) -> Kernel:
+        """Return the kernel of a call. Raise `UnsupportedError` as a call would."""
+        return choose_kernel(self.backend, call, self.kernel)[0]
 
     def threads(self, ranks: int, work: Callable[[Transport], T]) -> list[T]:
         """Run `work(transport)` on this many threads; returns the results in rank order."""

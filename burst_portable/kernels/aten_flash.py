@@ -1,6 +1,6 @@
-"""torch's flash attention operator, the same on NVIDIA and AMD, on boxes and causal squares (`operator_kernel`).
+"""Define a kernel on torch's flash attention operator, which is the same on NVIDIA and AMD.
 
-A vendor's folder says on which devices it can be relied on.
+The folder of each vendor states for which devices it can be used.
 """
 
 from __future__ import annotations
@@ -8,30 +8,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.base import Gradients, KernelProblem
-from burst_portable.kernels.operator_kernel import MergedOnceKernel
+from burst_portable.kernels.base import Gradients
+from burst_portable.kernels.operator_kernel import AcceleratorKernel
 from burst_portable.numerics import State
+from burst_portable.planning.call import AttentionCall
 
 
-def declined(problem: KernelProblem, largest_head: int) -> str:
-    """Why no flash attention, be it torch's or a vendor's, can serve a problem; "" where the vendor decides."""
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {problem.dtype}"
-    if problem.value_dim != problem.head_dim:
-        return f"values of size {problem.value_dim} differ from heads of size {problem.head_dim}"
-    if problem.head_dim % 8 or problem.head_dim > largest_head:
-        return f"it takes head sizes that are multiples of 8 up to {largest_head}, not {problem.head_dim}"
-    if problem.heads % problem.kv_heads:
-        return f"{problem.heads} heads are not a multiple of {problem.kv_heads} K/V heads"
-    if problem.softcap:
+def declined(call: AttentionCall, largest_head: int) -> str:
+    """Return why no flash attention, of torch or of a vendor, can serve a call; "" if the vendor decides."""
+    if call.dtype not in ("bfloat16", "float16"):
+        return f"it takes bfloat16 and float16, not {call.dtype}"
+    if call.value_dim != call.head_dim:
+        return f"values of size {call.value_dim} differ from heads of size {call.head_dim}"
+    if call.head_dim % 8 or call.head_dim > largest_head:
+        return f"it takes head sizes that are multiples of 8 up to {largest_head}, not {call.head_dim}"
+    if call.heads % call.kv_heads:
+        return f"{call.heads} heads are not a multiple of {call.kv_heads} K/V heads"
+    if call.softcap is not None:
         return "it is not asked for a softcap"
-    if not problem.positive_scale:
+    if not call.positive_scale:
         return "it is not asked for scales that are not positive"
     return ""
 
 
-class AtenFlashKernel(MergedOnceKernel):
-    """See `kernels.base.Kernel`; `supports` is the vendor's."""
+class AtenFlashKernel(AcceleratorKernel):
+    """Call torch's flash attention operator. A subclass of each vendor defines `supports`."""
 
     name = "flash"
 

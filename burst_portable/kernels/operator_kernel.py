@@ -1,9 +1,9 @@
-"""Attention over tiles by an operator of a vendor or of torch that knows full boxes, and perhaps causal ones.
+"""Implement `Kernel` with an external operator that supports only full boxes and, optionally, causal squares.
 
-`PiecewiseKernel` cuts every tile into pieces, calls the operator on each and merges. `triangles` cuts tiles so that
-nothing comes up on which operators silently differ: a causal piece is square, so that aligning it top-left or
-bottom-right is the same; no row of a piece is empty, so that its LSE has no special value; and no window is asked
-for, which some builds of an operator accept and ignore (`causal_window` is for operators that are known to obey)::
+`OperatorKernel` splits every tile into operator calls and merges their results. `causal_squares` splits tiles so that
+operators cannot differ silently. A causal call is square, so that aligning it top-left or bottom-right is the same. No
+row of a call is empty, so that its LSE has no special value. No call has a window, because some builds of an operator
+accept one and ignore it (`causal_window` is for operators that are known to compute it)::
 
     causal        ■◣          a box of the columns that all rows see, and a causal square
                   ■■          a box of the rows past the square
@@ -14,8 +14,8 @@ for, which some builds of an operator accept and ignore (`causal_window` is for 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from itertools import islice
@@ -24,13 +24,17 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support, added_up
+from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel
 from burst_portable.numerics import State, accumulation_dtype, empty_state, merge_into, surrogate_out, widened
+from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles
 
+_CACHED = 512  # tiles whose operator calls are kept
+_MOST = 1024  # operator calls of tiles that are kept
 
-class Piece(Protocol):
-    """Where a piece of a tile lies in its block. Anything else in it is between a kernel and its operator."""
+
+class OperatorCall(Protocol):
+    """The part of a tile that one call of an operator covers. A kernel may add what its operator needs."""
 
     @property
     def rows(self) -> slice: ...
@@ -39,21 +43,20 @@ class Piece(Protocol):
     def columns(self) -> slice: ...
 
 
-P = TypeVar("P", bound=Piece)
+C = TypeVar("C", bound=OperatorCall)
 
 
-def only_piece(pieces: Iterable[P], rows: int, columns: int) -> P | None:
-    """The only piece, if there is just one and it covers all `rows` and `columns`; else None."""
-    first = list(islice(pieces, 2))
-    if len(first) == 1 and (first[0].rows, first[0].columns) == (slice(0, rows), slice(0, columns)):
-        return first[0]
+def single_operator_call(parts: Sequence[C], rows: int, columns: int) -> C | None:
+    """Return the only operator call, if there is just one and it covers all `rows` and `columns`; else None."""
+    if len(parts) == 1 and (parts[0].rows, parts[0].columns) == (slice(0, rows), slice(0, columns)):
+        return parts[0]
     return None
 
 
 def causal_window(tiles: Iterable[Tile], rows: int, columns: int) -> int | None:
-    """How many keys before its own a row sees, if the tiles are one causal window over a whole square; else None.
+    """Return how many keys before its own a row sees, if the tiles are one causal window over a whole square.
 
-    Also None for a window so wide that it hides no more than a causal mask.
+    Return None for all other tiles, and for a window so wide that it hides no more than a causal mask.
     """
     first = list(islice(tiles, 2))
     if len(first) != 1 or rows != columns:
@@ -63,106 +66,117 @@ def causal_window(tiles: Iterable[Tile], rows: int, columns: int) -> int | None:
     return tile.hi if whole and tile.lo == 0 and 0 <= tile.hi < rows - 1 else None
 
 
-class PiecewiseKernel(ABC, Generic[P]):
-    """`attend` and `attend_backward` of `kernels.base.Kernel`, from an operator that computes pieces.
+class OperatorKernel(Kernel, Generic[C]):
+    """Implement `attend` and `attend_backward` with an operator that computes one `OperatorCall` at a time.
 
-    The operator gets the rows and columns of one piece, ``[B, S, H, D]`` after `ready`; K and V keep their Hkv heads.
+    The operator gets the rows and columns of one call, [B, S, H, D] after `prepare_operands`. K and V keep their Hkv
+    heads.
     """
 
-    name: str
-    in_pieces = True
+    traits = KernelTraits(splits_tiles=True)
 
     @abstractmethod
-    def supports(self, problem: KernelProblem) -> Support:
-        """See `kernels.base.Kernel`."""
+    def split_tile(self, tile: Tile) -> Iterator[C]:
+        """Yield the operator calls of a tile. Every pair is in one of them, and none has an empty row."""
 
     @abstractmethod
-    def lower(self, tile: Tile) -> Iterator[P]:
-        """The pieces of a tile, one for each call: every pair is in one of them, and no piece has an empty row."""
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, part: C, scale: float) -> State:
+        """Return (out, natural LSE [B, H, S]) of one operator call."""
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: P, scale: float) -> State:
-        """(out, natural LSE ``[B, H, S]``) of one piece."""
-
-    @abstractmethod
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: P, scale: float
+    def run_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: C, scale: float
     ) -> Gradients:
-        """(dq, dk, dv) of one piece; `out` and `lse` are global."""
+        """Return (dq, dk, dv) of one operator call; `out` and `lse` are global."""
 
-    def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """A whole tensor as the operator wants it; called once per call, not once per piece. `dtype`: of q."""
-        return x.to(dtype)
+    def prepare_operands(self, dtype: torch.dtype, *tensors: Tensor) -> Sequence[Tensor]:
+        """Return whole tensors as the operator takes them. Called once per pass, not once per operator call.
+
+        Args:
+            dtype: The dtype of q.
+            tensors: Tensors of shape [B, S, H, D].
+        """
+        return [x if x.dtype is dtype else x.to(dtype) for x in tensors]
 
     def merge(self, state: State, out: Tensor, lse: Tensor) -> None:
-        """`numerics.merge_into`, in place. Override it where a device can merge in fewer passes over memory."""
+        """Merge a result into a state, in place. Override it if a device can merge in fewer passes over memory."""
         merge_into(state, out, lse)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        call: AttentionCall,
+        *,
+        state: State | None = None,
+        yields: bool = False,
     ) -> State:
-        everything = slice(0, q.shape[1])
-        queries, keys, values = (self.ready(x, q.dtype) for x in (q, k, v))
-        for piece in (piece for tile in tiles for piece in self.lower(tile)):
-            rows, columns = piece.rows, piece.columns
-            out, lse = self.forward(queries[:, rows], keys[:, columns], values[:, columns], piece, options.scale)
-            if state is None and rows == everything:
-                state = (out, lse.contiguous())  # it may be the only piece, so it is kept as it is
+        length = q.shape[1]
+        queries, keys, values = self.prepare_operands(q.dtype, q, k, v)
+        for part in self._cached_calls.get(tiles) or self.operator_calls(tiles):
+            rows, columns = part.rows, part.columns
+            out, lse = self.run_forward(queries[:, rows], keys[:, columns], values[:, columns], part, call.scale)
+            if state is None and rows.start == 0 and rows.stop == length:
+                state = (out, lse.contiguous())  # it may be the only result, so it is kept as it is
                 continue
             state = empty_state(q, v.shape[-1]) if state is None else widened(state, q.dtype)
             self.merge((state[0][:, rows], state[1][:, :, rows]), out, lse)
         return empty_state(q, v.shape[-1]) if state is None else state
 
-    def attend_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        options: Options,
-        *,
-        delta: Tensor | None = None,
-        out: Tensor | None = None,
-        into: Gradients,
-    ) -> None:
-        assert (delta is None) != (out is None), "exactly one of delta and out"
-        dout = self.ready(dout, q.dtype)
+    def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
+        dout, q, k, v, lse, out, delta = x
+        dtype, scale = q.dtype, call.scale
         if out is None:  # operators compute delta from `out`; any out with the right row sums will do
-            assert delta is not None
-            out = surrogate_out(dout, delta)
-        q, k, v, out = (self.ready(x, q.dtype) for x in (q, k, v, out))
-        for piece in (piece for tile in tiles for piece in self.lower(tile)):
-            rows, columns = piece.rows, piece.columns
-            parts = self.backward(
-                dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, :, rows],
-                piece, options.scale,
-            )  # fmt: skip
-            for total, part, where in zip(into, parts, (rows, columns, columns), strict=True):
-                total[:, where] += part
+            assert delta is not None, "exactly one of delta and out"
+            dout, q, k, v = self.prepare_operands(dtype, dout, q, k, v)
+            (out,) = self.prepare_operands(dtype, surrogate_out(dout, delta))
+        else:
+            dout, q, k, v, out = self.prepare_operands(dtype, dout, q, k, v, out)
+        dq, dk, dv = into
+        for part in self._cached_calls.get(tiles) or self.operator_calls(tiles):
+            rows, columns = part.rows, part.columns
+            q_part, k_part, v_part = self.run_backward(
+                dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, :, rows], part, scale
+            )
+            dq[:, rows] += q_part
+            dk[:, columns] += k_part
+            dv[:, columns] += v_part
 
-    def gradients(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        options: Options,
-    ) -> Gradients:
-        """See `kernels.base`: the operator's own gradients, if one piece covers everything."""
-        piece = only_piece((piece for tile in tiles for piece in self.lower(tile)), q.shape[1], k.shape[1])
-        if piece is None:
-            return added_up(self, dout, q, k, v, out, lse, tiles, options)
-        dout, q, k, v, out = (self.ready(x, q.dtype) for x in (dout, q, k, v, out))
-        return self.backward(dout, q, k, v, out, lse, piece, options.scale)
+    def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
+        """Return the operator's own gradients, if one operator call covers everything."""
+        parts = self._cached_calls.get(tiles) or self.operator_calls(tiles)
+        part = single_operator_call(parts, x.q.shape[1], x.k.shape[1])
+        if part is None:
+            return super().backward_single_call(x, tiles, call)
+        assert x.out is not None, "a backward pass in a single call is given out"
+        dout, q, k, v, out = self.prepare_operands(x.q.dtype, x.dout, x.q, x.k, x.v, x.out)
+        return self.run_backward(dout, q, k, v, out, x.lse, part, call.scale)
+
+    def operator_calls(self, tiles: Tiles) -> Sequence[C]:
+        """Return the operator calls of all tiles. Those of a few hundred tiles are kept."""
+        parts = tuple(part for tile in tiles for part in self.split_tile(tile))
+        if len(parts) <= _MOST:
+            if len(self._cached_calls) >= _CACHED:
+                self._cached_calls.clear()
+            self._cached_calls[tiles] = parts
+        return parts
+
+    @cached_property
+    def _cached_calls(self) -> dict[Tiles, tuple[C, ...]]:
+        return {}
 
 
-class Triangle(NamedTuple):
-    """A full box, or a causal square; `reversed`: causal if rows and columns are counted from the end."""
+class CausalSquare(NamedTuple):
+    """A full box or a causal square of a tile.
+
+    Attributes:
+        rows: Rows of the block of queries.
+        columns: Rows of the block of keys.
+        causal: Whether it is a causal square.
+        reversed: Whether it is causal if rows and columns are counted from the end.
+    """
 
     rows: slice
     columns: slice
@@ -170,10 +184,10 @@ class Triangle(NamedTuple):
     reversed: bool = False
 
 
-def triangles(tile: Tile) -> Iterator[Triangle]:
-    """A tile as boxes and causal squares: every pair once, no empty row.
+def causal_squares(tile: Tile) -> Iterator[CausalSquare]:
+    """Split a tile into boxes and causal squares. Every pair is in one of them, and none has an empty row.
 
-    Up to three for a band with one edge; a band with two edges takes a few for every ``hi - lo + 1`` rows.
+    A band with one edge takes up to three. A band with two edges takes a few for every ``hi - lo + 1`` rows.
     """
     above = tile.lo > tile.q_start - tile.k_stop + 1
     below = tile.hi < tile.q_stop - 1 - tile.k_start
@@ -182,112 +196,116 @@ def triangles(tile: Tile) -> Iterator[Triangle]:
     elif above:
         yield from _causal(tile)
     elif below:
-        yield from (_mirror_image(piece, tile) for piece in _causal(_mirrored(tile)))
+        yield from (_mirror_image(part, tile) for part in _causal(_mirrored(tile)))
     else:
-        yield Triangle(slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop))
+        yield CausalSquare(slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop))
 
 
-def _causal(tile: Tile) -> Iterator[Triangle]:
-    """The pieces of a tile whose band has only a lower bound within the box."""
+def _causal(tile: Tile) -> Iterator[CausalSquare]:
+    """Split a tile whose band has only a lower bound within the box."""
     every, corner = slice(tile.q_start, tile.q_stop), tile.q_start - tile.lo  # the last column that the first row sees
     if corner > tile.k_start:
-        yield Triangle(every, slice(tile.k_start, corner))
+        yield CausalSquare(every, slice(tile.k_start, corner))
     end = tile.q_start + tile.k_stop - corner
     assert end <= tile.q_stop, "a tile has no empty columns"
-    yield Triangle(slice(tile.q_start, end), slice(corner, tile.k_stop), causal=True)
+    yield CausalSquare(slice(tile.q_start, end), slice(corner, tile.k_stop), causal=True)
     if end < tile.q_stop:
-        yield Triangle(slice(end, tile.q_stop), slice(corner, tile.k_stop))
+        yield CausalSquare(slice(end, tile.q_stop), slice(corner, tile.k_stop))
 
 
-def _strips(tile: Tile) -> Iterator[Triangle]:
-    """The pieces of a tile with both bounds: in a strip as high as the band is wide, a column meets only one."""
+def _strips(tile: Tile) -> Iterator[CausalSquare]:
+    """Split a tile with both bounds. In a strip as high as the band is wide, a column meets only one bound."""
     height = tile.hi - tile.lo + 1
     for start in range(tile.q_start, tile.q_stop, height):
         middle = start - tile.lo + 1
         for columns in ((tile.k_start, middle), (middle, tile.k_stop)):
             part = tile.clipped(start, min(start + height, tile.q_stop), *columns)
             if part is not None:
-                yield from triangles(part)
+                yield from causal_squares(part)
 
 
 def _mirrored(tile: Tile) -> Tile:
-    """Rows and columns counted from the other end of the box."""
+    """Return the tile with rows and columns counted from the other end of its box."""
     ends = tile.q_start + tile.q_stop - tile.k_start - tile.k_stop
     return Tile(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop, ends - tile.hi, ends - tile.lo)
 
 
-def _mirror_image(piece: Triangle, tile: Tile) -> Triangle:
-    """A piece of the mirrored tile, as a piece of the tile itself."""
-    rows = slice(*(tile.q_start + tile.q_stop - at for at in (piece.rows.stop, piece.rows.start)))
-    columns = slice(*(tile.k_start + tile.k_stop - at for at in (piece.columns.stop, piece.columns.start)))
-    return Triangle(rows, columns, piece.causal, reversed=piece.causal)
+def _mirror_image(part: CausalSquare, tile: Tile) -> CausalSquare:
+    """Return the part of the tile that is this part of the mirrored tile."""
+    rows = slice(*(tile.q_start + tile.q_stop - at for at in (part.rows.stop, part.rows.start)))
+    columns = slice(*(tile.k_start + tile.k_stop - at for at in (part.columns.stop, part.columns.start)))
+    return CausalSquare(rows, columns, part.causal, reversed=part.causal)
 
 
-class TriangleKernel(PiecewiseKernel[Triangle]):
-    """A `PiecewiseKernel` whose operator computes boxes and causal squares, and nothing else."""
+class CausalOperatorKernel(OperatorKernel[CausalSquare]):
+    """An `OperatorKernel` whose operator computes full boxes and causal squares, and nothing else."""
 
     @abstractmethod
     def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
-        """The operator forward: (out, natural LSE ``[B, H, S]``). With `causal` there are as many rows as columns."""
+        """Return (out, natural LSE [B, H, S]) of the operator. With `causal` there are as many rows as columns."""
 
     @abstractmethod
     def operate_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> Gradients:
-        """The operator backward: (dq, dk, dv), from the LSE and the out that it is given."""
+        """Return the operator's (dq, dk, dv), computed from the LSE and the out that it is given."""
 
-    def lower(self, tile: Tile) -> Iterator[Triangle]:
-        return triangles(tile)
+    def split_tile(self, tile: Tile) -> Iterator[CausalSquare]:
+        return causal_squares(tile)
 
-    def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        x = x.to(dtype)
-        return x if x.stride(-1) == 1 else x.contiguous()  # the gradient of a sum has stride 0
+    def prepare_operands(self, dtype: torch.dtype, *tensors: Tensor) -> Sequence[Tensor]:
+        """Return the tensors with a last stride of 1: the gradient of a sum has stride 0."""
+        cast = (x if x.dtype is dtype else x.to(dtype) for x in tensors)
+        return [x if x.stride(-1) == 1 else x.contiguous() for x in cast]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: Triangle, scale: float) -> State:
-        if not piece.reversed:
-            return self.operate(q, k, v, piece.causal, scale)
-        out, lse = self.operate(q.flip(1), k.flip(1), v.flip(1), piece.causal, scale)
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, part: CausalSquare, scale: float) -> State:
+        if not part.reversed:
+            return self.operate(q, k, v, part.causal, scale)
+        out, lse = self.operate(q.flip(1), k.flip(1), v.flip(1), part.causal, scale)
         return out.flip(1), lse.flip(2)
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: Triangle, scale: float
+    def run_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: CausalSquare, scale: float
     ) -> Gradients:
         lse = lse.to(accumulation_dtype(q.dtype))
-        if not piece.reversed:
-            return self.operate_backward(dout, q, k, v, out, lse.contiguous(), piece.causal, scale)
+        if not part.reversed:
+            return self.operate_backward(dout, q, k, v, out, lse.contiguous(), part.causal, scale)
         dout, q, k, v, out = (x.flip(1) for x in (dout, q, k, v, out))
-        dq, dk, dv = self.operate_backward(dout, q, k, v, out, lse.flip(2), piece.causal, scale)
+        dq, dk, dv = self.operate_backward(dout, q, k, v, out, lse.flip(2), part.causal, scale)
         return dq.flip(1), dk.flip(1), dv.flip(1)
 
 
 _BYTES = 16
 
 
-def in_steps(x: Tensor) -> Tensor:
-    """``[B, S, H, D]``, D a multiple of 16 bytes: `x` itself if all rows begin at such multiples, else a copy."""
-    if x.data_ptr() % _BYTES == 0 and _even(x.stride(), _BYTES // x.element_size()):
+def align_rows(x: Tensor) -> Tensor:
+    """Return x if all its rows begin at multiples of 16 bytes, else a copy.
+
+    Args:
+        x: Tensor of shape [B, S, H, D], where D is a multiple of 16 bytes.
+    """
+    if x.data_ptr() % _BYTES == 0 and _are_aligned(x.stride(), _BYTES // x.element_size()):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=1024)
-def _even(strides: tuple[int, ...], each: int) -> bool:
-    """Whether every stride is a positive multiple of `each` elements, the last one 1."""
+def _are_aligned(strides: tuple[int, ...], each: int) -> bool:
+    """Return whether every stride is a positive multiple of `each` elements, the last one 1."""
     *steps, last = strides
     return last == 1 and all(step > 0 and step % each == 0 for step in steps)
 
 
-class MergedOnceKernel(TriangleKernel):
-    """A `TriangleKernel` for an accelerator. Without Triton, torch's operators merge."""
+class AcceleratorKernel(CausalOperatorKernel):
+    """A `CausalOperatorKernel` for an accelerator. Without Triton, torch's operators merge."""
 
-    def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Its operators load 16 bytes at once, whatever the strides."""
-        return in_steps(super().ready(x, dtype))
+    @cached_property
+    def traits(self) -> KernelTraits:  # type: ignore[override]  # not set before it is read: it looks for devices
+        return KernelTraits(splits_tiles=True, single_pass_merge=self._merge is not merge_into)
 
-    @property
-    def merged_once(self) -> bool:
-        """See `kernels.base.Kernel`."""
-        return self._merge is not merge_into
+    def prepare_operands(self, dtype: torch.dtype, *tensors: Tensor) -> Sequence[Tensor]:
+        """Return the tensors with aligned rows: its operators load 16 bytes at once, whatever the strides."""
+        return [align_rows(x if x.dtype is dtype else x.to(dtype)) for x in tensors]
 
     def merge(self, state: State, out: Tensor, lse: Tensor) -> None:
         self._merge(state, out, lse)

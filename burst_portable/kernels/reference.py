@@ -1,8 +1,8 @@
-"""Attention over tiles in plain torch: any dtype, any device, any head size. Right first, fast never.
+"""Define `ReferenceKernel`: attention over tiles in plain torch, for any dtype, device and head size.
 
-It computes one step wider than its inputs (float32 for 16 bits, float64 for float32), so that the only error left is
-rounding at the ends. Other kernels are judged by `conformance.oracle`, which shares nothing with this one. Rows are
-taken in chunks, so that scores never hold more than `SCORES` elements: no S x S, whatever the tile.
+It is made to be right, not fast. It computes one step wider than its inputs (float32 for 16 bits, float64 for float32),
+so that the only error left is rounding at the ends. `conformance.oracle`, with which kernels are compared, shares no
+code with it. Rows are taken in chunks, so that scores never hold more than `SCORES` elements, whatever the tile.
 """
 
 from __future__ import annotations
@@ -12,54 +12,51 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support
+from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, Support, torch_dtype
 from burst_portable.numerics import State, anchored, empty_state, merge_into, row_delta, running_dtype
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tile, Tiles
 
 SCORES = 1 << 22
 
 
-class ReferenceKernel:
-    """See `kernels.base.Kernel`."""
+class ReferenceKernel(Kernel):
+    """Compute attention in plain torch, one chunk of rows at a time."""
 
     name = "reference"
 
-    def supports(self, problem: KernelProblem) -> Support:
-        if not problem.dtype.is_floating_point or problem.dtype.itemsize < 2:
-            return Support(False, f"{problem.dtype} is not a floating dtype of 16 bits or more")
+    def supports(self, call: AttentionCall) -> Support:
+        dtype = torch_dtype(call)
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            return Support(False, f"{call.dtype} is not a floating dtype of 16 bits or more")
         return Support(True)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        call: AttentionCall,
+        *,
+        state: State | None = None,
+        yields: bool = False,
     ) -> State:
         state = empty_state(q, v.shape[-1]) if state is None else state
         for chunk in _row_chunks(tiles, q):
             rows, columns = slice(chunk.q_start, chunk.q_stop), slice(chunk.k_start, chunk.k_stop)
             groups = k.shape[2]
-            scores, _ = _scores(_grouped(q[:, rows], groups), _heads_first(k[:, columns], q.dtype), chunk, options)
+            scores, _ = _scores(_grouped(q[:, rows], groups), _heads_first(k[:, columns], q.dtype), chunk, call)
             lse = torch.logsumexp(scores, -1)
             p = torch.exp(scores - anchored(lse).unsqueeze(-1))
             out = _ungrouped(_matmul(p, _heads_first(v[:, columns], q.dtype)))
             merge_into((state[0][:, rows], state[1][:, :, rows]), out, lse.flatten(1, 2))
         return state
 
-    def attend_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        options: Options,
-        *,
-        delta: Tensor | None = None,
-        out: Tensor | None = None,
-        into: Gradients,
-    ) -> None:
-        assert (delta is None) != (out is None), "exactly one of delta and out"
+    def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
+        dout, q, k, v, lse, out, delta = x
         if delta is None:
-            assert out is not None
+            assert out is not None, "exactly one of delta and out"
             delta = row_delta(dout, out)
         dq, dk, dv = into
         groups = k.shape[2]
@@ -67,11 +64,11 @@ class ReferenceKernel:
             rows, columns = slice(chunk.q_start, chunk.q_stop), slice(chunk.k_start, chunk.k_stop)
             q_rows, dout_rows = _grouped(q[:, rows], groups), _grouped(dout[:, rows], groups)
             k_columns, v_columns = _heads_first(k[:, columns], q.dtype), _heads_first(v[:, columns], q.dtype)
-            scores, slope = _scores(q_rows, k_columns, chunk, options)
+            scores, slope = _scores(q_rows, k_columns, chunk, call)
             row_lse = lse[:, :, rows].unflatten(1, (groups, -1)).unsqueeze(-1)
             row_delta_ = delta[:, :, rows].unflatten(1, (groups, -1)).unsqueeze(-1)
             p = torch.exp(scores - anchored(row_lse))
-            ds = p * (_matmul(dout_rows, v_columns.transpose(-1, -2)) - row_delta_) * slope * options.scale
+            ds = p * (_matmul(dout_rows, v_columns.transpose(-1, -2)) - row_delta_) * slope * call.scale
             dq[:, rows] += _ungrouped(_matmul(ds, k_columns))
             dk[:, columns] += _summed(ds, q_rows)
             dv[:, columns] += _summed(p, dout_rows)
@@ -82,7 +79,7 @@ class ReferenceKernel:
 
 
 def _row_chunks(tiles: Tiles, q: Tensor) -> Iterator[Tile]:
-    """The tiles cut into chunks of rows whose scores fit into `SCORES` elements."""
+    """Yield the tiles cut into chunks of rows whose scores fit into `SCORES` elements."""
     for tile in tiles:
         step = max(1, SCORES // (q.shape[0] * q.shape[2] * tile.columns))
         for start in range(tile.q_start, tile.q_stop, step):
@@ -92,39 +89,39 @@ def _row_chunks(tiles: Tiles, q: Tensor) -> Iterator[Tile]:
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[B, S, Hq, D] -> [B, G, g, S, D] in the dtype that is computed in."""
+    """Return [B, S, Hq, D] as [B, G, g, S, D] in the dtype that is computed in."""
     apart: Tensor = x.to(running_dtype(x.dtype)).unflatten(2, (groups, -1))
     return apart.permute(0, 2, 3, 1, 4)
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, S, G, D] -> [B, G, S, D] in the dtype that is computed in."""
+    """Return [B, S, G, D] as [B, G, S, D] in the dtype that is computed in."""
     return x.to(running_dtype(dtype)).transpose(1, 2)
 
 
 def _ungrouped(x: Tensor) -> Tensor:
-    """[B, G, g, S, D] -> [B, S, Hq, D]."""
+    """Return [B, G, g, S, D] as [B, S, Hq, D]."""
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _matmul(x: Tensor, y: Tensor) -> Tensor:
-    """[B, G, g, S, A] x [B, G, A, C] -> [B, G, g, S, C], as one product a K/V head."""
+    """Multiply [B, G, g, S, A] by [B, G, A, C], giving [B, G, g, S, C], with one product per K/V head."""
     product: Tensor = (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
     return product
 
 
 def _summed(x: Tensor, y: Tensor) -> Tensor:
-    """x^T y, summed over the query heads that share a K/V head: -> [B, columns, G, D]."""
+    """Return x^T y, summed over the query heads that share a K/V head: [B, columns, G, D]."""
     return (x.flatten(2, 3).transpose(-1, -2) @ y.flatten(2, 3)).transpose(1, 2)
 
 
-def _scores(q: Tensor, k: Tensor, tile: Tile, options: Options) -> tuple[Tensor, Tensor | float]:
-    """Scaled, capped, masked scores, and the derivative of the cap."""
+def _scores(q: Tensor, k: Tensor, tile: Tile, call: AttentionCall) -> tuple[Tensor, Tensor | float]:
+    """Return the scaled, capped, masked scores, and the derivative of the cap."""
     slope: Tensor | float = 1.0
-    scores = _matmul(q, k.transpose(-1, -2)) * options.scale
-    if options.softcap is not None:
-        squashed = torch.tanh(scores / options.softcap)
-        scores, slope = options.softcap * squashed, 1.0 - squashed.square()
+    scores = _matmul(q, k.transpose(-1, -2)) * call.scale
+    if call.softcap is not None:
+        squashed = torch.tanh(scores / call.softcap)
+        scores, slope = call.softcap * squashed, 1.0 - squashed.square()
     if not tile.full:
         rows = torch.arange(tile.q_start, tile.q_stop, device=q.device)
         columns = torch.arange(tile.k_start, tile.k_stop, device=q.device)

@@ -16,7 +16,9 @@ from burst_portable.backends.base import Backend, Rates
 from burst_portable.backends.registry import choose_kernel, rates_of
 from burst_portable.comm.base import Transport
 from burst_portable.errors import DeviceError
-from burst_portable.kernels.base import Kernel, KernelProblem, traits
+from burst_portable.kernels.base import Kernel
+from burst_portable.layout import make_layout
+from burst_portable.mask import Mask
 from burst_portable.measuring.timing import (
     CALLS,
     Block,
@@ -33,8 +35,9 @@ from burst_portable.measuring.timing import (
     under_way,
 )
 from burst_portable.mesh import Mesh
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import PASSES
-from burst_portable.planning.rates import SCHEMA, Curve, as_json
+from burst_portable.planning.rates import SCHEMA, Curve, as_json, rate_flags
 from burst_portable.utils.text import bytes_text, seconds_text
 from burst_portable.utils.torch_modes import own_precision
 
@@ -94,20 +97,36 @@ def measure(
     """
     backend = mesh.backend_for(device.type)
     dtype = shape.dtype or (torch.bfloat16 if backend.capabilities.streams else torch.float32)
-    problem = KernelProblem(
-        dtype, device.type, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, deterministic=False
-    )
+    length = shape.length or (ACCELERATOR if backend.capabilities.streams else HOST).length
+    call = measured_call(shape, dtype, device.type, length)
     named = mesh.config.kernel if kernel == "auto" else kernel
-    chosen, _ = choose_kernel(backend, problem, named)
+    chosen, _ = choose_kernel(backend, call, named)
     try:
         with torch.no_grad(), own_precision(device):
-            return _Measurement(mesh, device, backend, chosen, problem, shape.length, told).facts()
+            return _Measurement(mesh, device, backend, chosen, call, told).facts()
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             "what is measured does not fit the device's memory",
             got=str(error).split(".")[0],
             next_step="take fewer heads or tokens",
         ) from error
+
+
+def measured_call(shape: Shape, dtype: torch.dtype, device: str, length: int) -> AttentionCall:
+    """Return the causal attention of one rank that is measured."""
+    return AttentionCall(
+        Mask.causal(),
+        make_layout("contiguous", length, 1),
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.head_dim,
+        itemsize=dtype.itemsize,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device,
+        scale=shape.head_dim**-0.5,
+        deterministic=False,
+    )
 
 
 @dataclass(frozen=True)
@@ -138,13 +157,12 @@ class _Measurement:
     """Measure one field of `Rates` after the other, into `found`."""
 
     def __init__(
-        self, mesh: Mesh, device: torch.device, backend: Backend, kernel: Kernel, problem: KernelProblem,
-        length: int | None, told: Told,
-    ) -> None:  # fmt: skip
-        self.mesh, self.device, self.backend, self.kernel, self.problem = mesh, device, backend, kernel, problem
+        self, mesh: Mesh, device: torch.device, backend: Backend, kernel: Kernel, call: AttentionCall, told: Told
+    ) -> None:
+        self.mesh, self.device, self.backend, self.kernel, self.call = mesh, device, backend, kernel, call
         streams = backend.capabilities.streams
         self.sizes = ACCELERATOR if streams else HOST
-        self.length = length or self.sizes.length
+        self.length = call.layout.length
         self.transport = mesh.transport(device.type)
         self.clock: Clock = TransportClock(self.transport, device, streams=streams)
         self.told, self.found = told, dict[str, Measured]()
@@ -160,7 +178,7 @@ class _Measurement:
             self._held_up(block)
         del block
         before = rates_of(self.backend, self.mesh.size, self.kernel)
-        p = self.problem
+        call = self.call
         values = {name: one.value for name, one in self.found.items() if one.value is not None}
         return {
             "schema": SCHEMA,
@@ -171,13 +189,13 @@ class _Measurement:
             "kernel": self.kernel.name,
             "transport": self.transport.name,
             "direct_transport": self.direct,
-            "heads": p.heads,
-            "kv_heads": p.kv_heads,
-            "head_dim": p.head_dim,
-            "dtype": str(p.dtype).removeprefix("torch."),
+            "heads": call.heads,
+            "kv_heads": call.kv_heads,
+            "head_dim": call.head_dim,
+            "dtype": call.dtype,
             "lengths": list(self._lengths()),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "rates": as_json(replace(before, **traits(self.kernel), **values)),
+            "rates": as_json(replace(before, **rate_flags(self.kernel.traits), **values)),
             "methods": {name: self._method(name, before).as_json() for name in as_json(before)},
         }
 
@@ -186,7 +204,7 @@ class _Measurement:
         found = self.found.get(name)
         if found and found.value is not None:
             return found
-        if name in traits(None):
+        if name in rate_flags(self.kernel.traits):
             return Measured(None, f"what the kernel {self.kernel.name} says of itself", is_measured=False)
         alone = self.mesh.size == 1 and name in _OF_LINKS
         why = found.method if found else "one rank has no links" if alone else "not measured"
@@ -211,7 +229,7 @@ class _Measurement:
         lengths, seconds, varied = self._lengths(), [], []
         for length in lengths:
             self.told(f"{self.kernel.name}, {length:,} tokens")
-            block = Block(self.kernel, self.problem, length, self.device, makes_way=self.transport.high_priority)
+            block = Block(self.kernel, self.call, length, self.device, yields=self.transport.high_priority)
             seconds.append((block.flops, block.seconds(self.clock)))
             varied.append(block.varied)
         names = {"forward": ("tflops", "launch_latency"), "backward": ("backward", "backward_launch_latency")}

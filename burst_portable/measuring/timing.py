@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median_high
 from typing import NamedTuple
 
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from burst_portable.comm.base import Handle, Message, Transport
-from burst_portable.kernels.base import Kernel, KernelProblem, Options, row_delta_of, takes_pieces
+from burst_portable.kernels.base import BackwardInputs, Kernel, torch_dtype
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.numerics import accumulation_dtype, finished
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import PASSES, PassName
 from burst_portable.planning.rates import Curve
 from burst_portable.planning.tiles import find_tiles
@@ -201,36 +202,39 @@ class Block:
     """
 
     def __init__(
-        self, kernel: Kernel, problem: KernelProblem, length: int, device: torch.device, *, makes_way: bool = False
+        self, kernel: Kernel, call: AttentionCall, length: int, device: torch.device, *, yields: bool = False
     ) -> None:
-        p, generator = problem, torch.Generator(device).manual_seed(0)
+        generator, dtype = torch.Generator(device).manual_seed(0), torch_dtype(call)
         q, k, v, dout = (
-            torch.randn(1, length, heads, dim, device=device, generator=generator).to(p.dtype)
+            torch.randn(1, length, heads, dim, device=device, generator=generator).to(dtype)
             for heads, dim in (
-                (p.heads, p.head_dim), (p.kv_heads, p.head_dim), (p.kv_heads, p.value_dim), (p.heads, p.value_dim),
+                (call.heads, call.head_dim), (call.kv_heads, call.head_dim),
+                (call.kv_heads, call.value_dim), (call.heads, call.value_dim),
             )
         )  # fmt: skip
         mask, segment = Mask.causal(), (Segment(0, length),)
-        tiles, options = find_tiles(mask, segment, segment), Options(p.head_dim**-0.5, deterministic=p.deterministic)
-        beside = replace(options, makes_way=makes_way)
-        wide, lse = finished(kernel.attend(q, k, v, tiles, options), p.dtype)
-        out = wide.to(p.dtype)
-        delta = None if takes_pieces(kernel) else row_delta_of(kernel)(dout, out)
+        tiles = find_tiles(mask, segment, segment)
+        wide, lse = finished(kernel.attend(q, k, v, tiles, call), dtype)
+        out = wide.to(dtype)
+        if kernel.traits.splits_tiles:
+            x = BackwardInputs(dout, q, k, v, lse, out=out)
+        else:
+            x = BackwardInputs(dout, q, k, v, lse, delta=kernel.row_delta(dout, out))
         dq, dk, dv = (torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=device) for x in (q, k, v))
 
         def backward() -> None:
-            kernel.attend_backward(
-                dout, q, k, v, lse, tiles, options,
-                delta=delta, out=out if delta is None else None, into=(dq, dk, dv),
-            )  # fmt: skip
+            kernel.attend_backward(x, tiles, call, into=(dq, dk, dv))
 
-        self.passes: Passes = {"forward": lambda: kernel.attend(q, k, v, tiles, options), "backward": backward}
-        self.beside: Passes = {"forward": lambda: kernel.attend(q, k, v, tiles, beside), "backward": backward}
+        self.passes: Passes = {"forward": lambda: kernel.attend(q, k, v, tiles, call), "backward": backward}
+        self.beside: Passes = {
+            "forward": lambda: kernel.attend(q, k, v, tiles, call, yields=yields),
+            "backward": backward,
+        }
         self.varied: dict[PassName, float] = {}
-        pairs = 2 * mask.area(length, length) * p.heads
+        pairs = 2 * mask.area(length, length) * call.heads
         self.flops: dict[PassName, int] = {
-            "forward": pairs * (p.head_dim + p.value_dim),
-            "backward": pairs * (3 * p.head_dim + 2 * p.value_dim),
+            "forward": pairs * (call.head_dim + call.value_dim),
+            "backward": pairs * (3 * call.head_dim + 2 * call.value_dim),
         }
 
     def seconds(self, clock: Clock) -> dict[PassName, float]:

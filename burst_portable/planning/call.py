@@ -1,4 +1,4 @@
-"""Define `AttentionCall`: an attention over ranks, as pure data.
+"""Define `AttentionCall`, an attention over ranks as pure data, and `KernelTraits`, what a kernel declares.
 
 A call holds everything that decides the numbers, the bytes and the FLOPs of an attention, and nothing of how it is
 executed. Strategies plan it, kernels read it, and it holds no tensor.
@@ -6,9 +6,11 @@ executed. Strategies plan it, kernels read it, and it holds no tensor.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
-from burst_portable.layout import Layout
+from burst_portable.layout import Layout, make_layout
 from burst_portable.mask import Mask
 
 LEAST_SCALE = 1e-30
@@ -17,6 +19,33 @@ LEAST_SCALE = 1e-30
 Some kernels multiply weights by the scale or divide by it, and would leave the range of float32 below this value. The
 kernels `reference` and `triton` take any scale.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTraits:
+    """What a kernel declares about itself. Each trait saves time or is priced; none changes a result.
+
+    Attributes:
+        splits_tiles: It calls an operator on parts of a tile and merges their results. `auto` prices that, and the rows
+            of several ranks are put in order first, so that there are few parts.
+        single_pass_merge: Each of these merges is one pass over memory.
+        writes_gradients: Its `backward_single_call` writes dK and dV of large calls in 16 bits. Other kernels add them
+            up in float32 and round them.
+        prefers_square: It is faster if a whole call is one box or one causal square. The rows of several ranks are then
+            put in order first.
+        supports_causal_window: Its operator computes a causal window over a whole square in one call.
+        writes_into: It has `attend_into`.
+        rounding: Relative error to which it rounds factors that have a wider dtype: 2**-10 with TF32. The conformance
+            suite allows for it.
+    """
+
+    splits_tiles: bool = False
+    single_pass_merge: bool = False
+    writes_gradients: bool = False
+    prefers_square: bool = False
+    supports_causal_window: bool = False
+    writes_into: bool = False
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +92,57 @@ class AttentionCall:
     def __post_init__(self) -> None:
         if self.kv_layout is not None and self.kv_layout == self.layout:
             object.__setattr__(self, "kv_layout", None)  # equal calls must be equal as keys
+
+    @classmethod
+    def of(
+        cls,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        mask: Mask | None = None,
+        layout: Layout | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        deterministic: bool = True,
+        sinks: bool = False,
+        device: str | None = None,
+    ) -> AttentionCall:
+        """Return the call for these tensors; only their shapes, dtype and device are read.
+
+        Args:
+            q: Queries of shape [B, S, Hq, D].
+            k: Keys of shape [B, S', Hkv, D].
+            v: Values of shape [B, S', Hkv, Dv].
+            mask: Visible pairs. Default: all.
+            layout: Tokens of q that each rank holds. Default: one rank holds all tokens of q, and all of k and v.
+            scale: Factor of the scores. Default: 1/sqrt(D).
+            softcap: Cap of the scores. Default: none.
+            deterministic: Whether gradients must be bitwise equal in every run.
+            sinks: Whether each query head has a sink logit.
+            device: torch's device type. Default: that of q.
+        """
+        kv_layout = None
+        if layout is None:
+            layout = make_layout("contiguous", q.shape[1], 1)
+            kv_layout = make_layout("contiguous", k.shape[1], 1) if k.shape[1] != q.shape[1] else None
+        return cls(
+            mask=Mask.full() if mask is None else mask,
+            layout=layout,
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+            value_dim=v.shape[3],
+            batch=q.shape[0],
+            itemsize=q.dtype.itemsize,
+            dtype=str(q.dtype).removeprefix("torch."),
+            device=q.device.type if device is None else device,
+            scale=1.0 / math.sqrt(q.shape[3]) if scale is None else scale,
+            softcap=softcap,
+            deterministic=deterministic,
+            sinks=sinks,
+            kv_layout=kv_layout,
+        )
 
     @property
     def k_layout(self) -> Layout:

@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from burst_portable.errors import InputError, shown
+from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.plans import PassName
 from burst_portable.utils.files import read_json
 
@@ -320,3 +321,13 @@ def _read_tuple(file: str | Path, name: str, value: Any, kinds: tuple[Any, ...])
     if curve and (sizes := [size for size, _ in read]) != sorted(set(sizes)):
         raise _wrong(file, name, f"sizes {shown(sizes)}", "each size once, the smallest first")
     return read
+
+
+def rate_flags(traits: KernelTraits) -> dict[str, Any]:
+    """Return the traits that plans are priced by, under their names in `Rates`."""
+    return {
+        "in_pieces": traits.splits_tiles,
+        "merged_once": traits.single_pass_merge,
+        "writes_gradients": traits.writes_gradients,
+        "faster_squares": traits.prefers_square,
+    }

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,13 +26,12 @@ from burst_portable.backends.registry import for_device
 from burst_portable.comm.agreement import agree_on_call
 from burst_portable.comm.base import Exchange, Handle, Message, Parts, Strips, Transport, WrappedTransport
 from burst_portable.errors import InputError, shown
-from burst_portable.kernels.base import Gradients, Options
+from burst_portable.kernels.base import BackwardInputs, Gradients, WrappedKernel
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.numerics import State, empty_state
-from burst_portable.planning.plans import Plan
-from burst_portable.planning.routes import Move
-from burst_portable.planning.schedule import Compute
-from burst_portable.runtime.observer import Queries, Runtime, WrappedRuntime, installed
+from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.tiles import Tiles
+from burst_portable.runtime.prepared_call import PreparedCall, installed
 from burst_portable.runtime.validation import broadcast_error
 from burst_portable.utils.values import as_int
 
@@ -161,11 +160,15 @@ def _put_back(model: nn.Module | None, device: str) -> Iterator[None]:
 
 
 def _timed(step: Callable[[], Any], mesh: Mesh, device: str, off: Sequence[str]) -> float:
-    def wrap(runtime: Runtime, _: Plan, __: Mesh) -> Runtime:
-        return _Ablated(runtime, off) if off else runtime
+    def without(prepared: PreparedCall, _: Mesh) -> PreparedCall:
+        if "computing" in off:
+            prepared = replace(prepared, kernel=_Idle(prepared.kernel))
+        if "communication" in off:
+            prepared = replace(prepared, transport=_Silent(prepared.transport), places={})
+        return prepared
 
     streams = for_device(device).capabilities.streams
-    token = installed.set(wrap)  # in the place of a session that is open: nothing of this is recorded
+    token = installed.set(without)  # in the place of a session that is open: nothing of this is recorded
     try:
         _meet(mesh, device)
         began = time.perf_counter()
@@ -229,52 +232,43 @@ class _Silent(WrappedTransport):
         """The transport goes on."""
 
 
-class _Ablated(WrappedRuntime):
-    """See `observer.Runtime`. With computing off, kernels return at once; with communication off, nothing is sent."""
+class _Idle(WrappedKernel):
+    """Returns at once, with whatever memory holds."""
 
-    def __init__(self, inner: Runtime, off: Sequence[str]) -> None:
-        super().__init__(inner)
-        self._silent, self._idle = "communication" in off, "computing" in off
-        if self._silent:
-            self.transport = _Silent(inner.transport)
-
-    def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
-        if self._idle:
-            return empty_state(q, v.shape[-1]) if state is None else state
-        return super().attend(compute, q, k, v, options, state)
-
-    def attend_backward(
-        self, compute: Compute, queries: Queries, k: Tensor, v: Tensor, options: Options, into: tuple[Tensor, ...]
-    ) -> None:
-        if not self._idle:
-            super().attend_backward(compute, queries, k, v, options, into)
-
-    def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
-        if self._idle:
-            return empty_state(q, v.shape[-1])
-        return super().attend_whole(compute, q, k, v, options)
-
-    def attend_first(
-        self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, merged: tuple[int, int], out: Tensor
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        call: AttentionCall,
+        *,
+        state: State | None = None,
+        yields: bool = False,
     ) -> State:
-        if self._idle:
-            return empty_state(q, v.shape[-1])
-        return super().attend_first(compute, q, k, v, options, merged, out)
+        return empty_state(q, v.shape[-1]) if state is None else state
 
-    def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
-        if self._idle:
-            _, q, k, v, *_ = tensors
-            return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        return super().gradients(compute, tensors, options)
+    def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
+        """Add nothing."""
 
-    def inbox(self, moves: Sequence[Move], size: int, device: torch.device) -> Tensor:
-        if self._silent:
-            return self.transport.inbox(size, device, moves[0].source)
-        return super().inbox(moves, size, device)
+    def forward_single_call(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields: bool = False
+    ) -> State:
+        return empty_state(q, v.shape[-1])
 
-    def post(
-        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int, *, backward: bool
-    ) -> tuple[list[Handle], list[Handle]]:
-        if self._silent:
-            return [_Done() for _ in sends], [_Done() for _ in receives]
-        return super().post(sends, receives, step, backward=backward)
+    def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
+        return torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
+
+    def attend_into(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        call: AttentionCall,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        yields: bool = False,
+    ) -> None:
+        """Write nothing."""

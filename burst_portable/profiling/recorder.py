@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,7 @@ from torch import Tensor
 from burst_portable.backends.registry import for_device, open_or_reason, rates_of
 from burst_portable.comm.base import Exchange, Handle, Parts, Strips, Transport, WrappedTransport
 from burst_portable.errors import InputError, LayoutError, UnsupportedError
-from burst_portable.kernels.base import Gradients, Options
 from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout
-from burst_portable.numerics import State
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import pass_flops, rank_cost
 from burst_portable.planning.plans import PASSES, Plan
@@ -27,7 +25,7 @@ from burst_portable.planning.schedule import Compute
 from burst_portable.planning.tiles import BlockPairs
 from burst_portable.profiling.clocks import Clock, Sensors, make_clock
 from burst_portable.profiling.records import COLUMNS, NEVER, TIMES, Place, RankRecords, Table
-from burst_portable.runtime.observer import Queries, Runtime, WrappedRuntime
+from burst_portable.runtime.prepared_call import Observer, Posting, PreparedCall, Sent
 from burst_portable.strategies.planner import planned
 from burst_portable.strategies.registry import classes
 
@@ -248,119 +246,115 @@ def _layout_name(layout: Layout) -> str:
     return layout.name or f"{len(first)} segment{'s' if len(first) > 1 else ''} a rank, step {first[0].step}"
 
 
-T = TypeVar("T")
-
-
 def _only(owners: tuple[int, ...]) -> int:
     """The owner of one block; -1 stands for several."""
     return owners[0] if len(owners) == 1 else -1
 
 
-class RecordingRuntime(WrappedRuntime):
-    """See `runtime.observer.Runtime`. One for every call: forward, and the backward that belongs to it."""
+class RecordingObserver(Observer):
+    """Records one call: its forward pass, and the backward pass that belongs to it."""
 
-    def __init__(self, inner: Runtime, plan: Plan, recorder: Recorder) -> None:
-        super().__init__(inner)
-        self.recorder = recorder
-        self._facts = recorder.facts(plan)
+    def __init__(self, prepared: PreparedCall, recorder: Recorder) -> None:
+        self.recorder, self._outer = recorder, prepared.observer
+        self._facts = recorder.facts(prepared.plan)
         self._place = recorder.iteration, recorder.call - 1
-        recorder.transport, recorder.high_priority = inner.transport.name, inner.transport.high_priority
+        recorder.transport, recorder.high_priority = prepared.transport.name, prepared.transport.high_priority
         self.step = 0
-        self.transport = RecordingTransport(inner.transport, self)
 
     def row(self, kind: str, backward: bool, step: int, *rest: Any) -> None:
         """Write down one row."""
         self.recorder.rows[kind].append((*self._place, int(backward), step, *rest))
 
-    def mark(self, device: torch.device) -> Any:
-        """Now, on the current stream of a device."""
-        return self.recorder.clock(device).mark()
-
-    def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
-        return self._watched(False, compute, q, lambda: self.inner.attend(compute, q, k, v, options, state))
-
-    def attend_backward(
-        self, compute: Compute, queries: Queries, k: Tensor, v: Tensor, options: Options, into: tuple[Tensor, ...]
-    ) -> None:
-        self._watched(True, compute, k, lambda: self.inner.attend_backward(compute, queries, k, v, options, into))
-
-    def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
-        return self._watched(False, compute, q, lambda: self.inner.attend_whole(compute, q, k, v, options))
-
-    def attend_first(
-        self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, merged: tuple[int, int], out: Tensor
-    ) -> State:
-        call = self.inner.attend_first
-        return self._watched(False, compute, q, lambda: call(compute, q, k, v, options, merged, out))
-
-    def gradients(self, compute: Compute, tensors: tuple[Tensor, ...], options: Options) -> Gradients:
-        return self._watched(True, compute, tensors[1], lambda: self.inner.gradients(compute, tensors, options))
-
-    def _watched(self, backward: bool, compute: Compute, q: Tensor, call: Callable[[], T]) -> T:
-        """A call of the kernel, written down."""
-        clock = self.recorder.clock(q.device)
-        if not self._facts.dtype:
-            self._facts.dtype = str(q.dtype).removeprefix("torch.")
-        with self._of(backward, compute):
-            start = clock.mark()
-            result = call()
-            self._computed(backward, compute, start, clock.mark())
-        return result
-
     def named(self, backward: bool, step: int, what: str) -> AbstractContextManager[object]:
-        """A context that names what happens inside it in the vendor's tracer; does nothing if none runs."""
+        """Return a context that names what happens inside it in the vendor's tracer; does nothing if none runs."""
         if self.recorder.annotate is None:
             return nullcontext()
         strategy = self._facts.plan.strategy
         return self.recorder.annotate(Place(self.recorder.rank, strategy, backward, *self._place, step, what))
 
-    def _of(self, backward: bool, compute: Compute) -> AbstractContextManager[object]:
-        return self.named(backward, self._facts.computes[backward, compute][0], compute.label)
-
-    def _computed(self, backward: bool, compute: Compute, start: Any, end: Any) -> None:
+    @contextmanager
+    def computes(self, compute: Compute, like: Tensor, *, backward: bool) -> Iterator[None]:
+        clock = self.recorder.clock(like.device)
+        if not self._facts.dtype:
+            self._facts.dtype = str(like.dtype).removeprefix("torch.")
         step, pairs, tiles, flops = self._facts.computes[backward, compute]
-        owners = (_only(compute.q_owners), _only(compute.k_owners))
+        with self.named(backward, step, compute.label):
+            start = clock.mark()
+            with self._outer.computes(compute, like, backward=backward):
+                yield
+            end = clock.mark()
         self.step = step
         if isinstance(start, int):
             self.recorder.kernels += end - start
+        owners = (_only(compute.q_owners), _only(compute.k_owners))
         self.row("compute", backward, step, *owners, pairs, tiles, flops, start, end)
 
     @contextmanager
-    def copying(self, device: torch.device, step: int, *, backward: bool) -> Iterator[None]:
-        if self.recorder.light:
-            yield
-            return
-        clock = self.recorder.clock(device)
-        with self.named(backward, step, "copies"):
-            start = clock.mark()
-            yield
-            self.row("copy", backward, step, start, clock.mark())
+    def copies(self, device: torch.device, step: int, *, backward: bool) -> Iterator[None]:
+        with self._outer.copies(device, step, backward=backward):
+            if self.recorder.light:
+                yield
+                return
+            clock = self.recorder.clock(device)
+            with self.named(backward, step, "copies"):
+                start = clock.mark()
+                yield
+                self.row("copy", backward, step, start, clock.mark())
 
-    def post(
-        self, sends: list[tuple[Move, Tensor]], receives: list[tuple[Move, Tensor]], step: int, *, backward: bool
-    ) -> tuple[list[Handle], list[Handle]]:
+    def posts(self, sends: Sequence[Sent], receives: Sequence[Sent], step: int, *, backward: bool) -> Posting:
         self.step = step
-        if light := self.recorder.light:
-            leaving, arriving = self.inner.post(sends, receives, step, backward=backward)
-            posted = left = NEVER
-        else:
-            clock = self.recorder.clock((sends or receives)[0][1].device)
-            with self.named(backward, step, "posts messages"):
-                posted = clock.mark()
-                leaving, arriving = self.inner.post(sends, receives, step, backward=backward)
-                left = clock.mark()
+        outer = self._outer.posts(sends, receives, step, backward=backward)
+        return RecordingPosting(self, outer, sends, receives, step, backward)
 
+
+class RecordingPosting(Posting):
+    """Records when one step's messages were posted, and each message once it has been waited for."""
+
+    def __init__(
+        self,
+        observer: RecordingObserver,
+        outer: Posting,
+        sends: Sequence[Sent],
+        receives: Sequence[Sent],
+        step: int,
+        backward: bool,
+    ) -> None:
+        self._observer, self._outer, self._sends, self._receives = observer, outer, sends, receives
+        self._step, self._backward = step, backward
+        self._posted = self._left = NEVER
+        light = observer.recorder.light
+        self._clock = None if light else observer.recorder.clock((sends or receives)[0][1].device)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Posting:
+        if self._clock is not None:
+            self._stack.enter_context(self._observer.named(self._backward, self._step, "posts messages"))
+            self._posted = self._clock.mark()
+        self._stack.enter_context(self._outer)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._clock is not None:
+            self._left = self._clock.mark()
+        self._stack.__exit__(*error)
+
+    def wrap(self, leaving: list[Handle], arriving: list[Handle]) -> tuple[list[Handle], list[Handle]]:
+        leaving, arriving = self._outer.wrap(leaving, arriving)
         # A handle of a whole batch is watched once; one of sends alone is not worth it.
-        arrivals = {} if light else {one: clock.arrival(one.wait) for one in dict.fromkeys(arriving)}
+        clock = self._clock
+        arrivals = {} if clock is None else {one: clock.arrival(one.wait) for one in dict.fromkeys(arriving)}
 
         def watched(handle: Handle, move: Move, buffer: Tensor, sent: bool) -> Handle:
             peer, arrived = move.target if sent else move.source, arrivals.get(handle, NEVER)
-            what = step, int(sent), peer, move.owner, int(move.result), buffer.numel(), posted, left, arrived
-            return RecordingHandle(handle, self, buffer.device, backward, None if sent else move.needed, what)
+            size = buffer.numel()
+            what = self._step, int(sent), peer, move.owner, int(move.result), size, self._posted, self._left, arrived
+            needed = None if sent else move.needed
+            return RecordingHandle(handle, self._observer, buffer.device, self._backward, needed, what)
 
-        came = [watched(h, m, b, False) for h, (m, b) in zip(arriving, receives, strict=True)]
-        gone = leaving if light else [watched(h, m, b, True) for h, (m, b) in zip(leaving, sends, strict=True)]
-        return gone, came
+        came = [watched(h, m, b, False) for h, (m, b) in zip(arriving, self._receives, strict=True)]
+        if clock is None:
+            return leaving, came
+        return [watched(h, m, b, True) for h, (m, b) in zip(leaving, self._sends, strict=True)], came
 
 
 class RecordingHandle:
@@ -369,27 +363,27 @@ class RecordingHandle:
     def __init__(
         self,
         inner: Handle,
-        runtime: RecordingRuntime,
+        observer: RecordingObserver,
         device: torch.device,
         backward: bool,
         needed: int | None,
         what: Any,
     ) -> None:
-        self._inner, self._runtime, self._device = inner, runtime, device
+        self._inner, self._observer, self._device = inner, observer, device
         self._backward, self._needed, self._what = backward, needed, what
 
     def wait(self) -> None:
-        runtime = self._runtime
+        observer = self._observer
         if self._needed is not None:
-            runtime.step = self._needed
-        clock = runtime.recorder.clock(self._device)
-        with runtime.named(self._backward, runtime.step, "waits for a message"):
+            observer.step = self._needed
+        clock = observer.recorder.clock(self._device)
+        with observer.named(self._backward, observer.step, "waits for a message"):
             start = clock.mark()
             self._inner.wait()
             end = clock.mark()
         if isinstance(start, int):
-            runtime.recorder.waiting += end - start
-        runtime.row("message", self._backward, runtime.step, *self._what, start, end)
+            observer.recorder.waiting += end - start
+        observer.row("message", self._backward, observer.step, *self._what, start, end)
 
 
 class RecordingExchange(Exchange):
@@ -409,15 +403,15 @@ class RecordingExchange(Exchange):
 
 
 class RecordingTransport(WrappedTransport):
-    """See `comm.base.Transport`. Collectives are written down; messages are, by their moves, in the runtime.
+    """See `comm.base.Transport`. Collectives are written down; messages are, by the observer.
 
-    One for every call, as its runtime is.
+    One for every call, as its observer is.
     """
 
-    def __init__(self, inner: Transport, runtime: RecordingRuntime) -> None:
+    def __init__(self, inner: Transport, observer: RecordingObserver) -> None:
         super().__init__(inner)
         self.supports_strided_sends = inner.supports_strided_sends
-        self._runtime = runtime
+        self._observer = observer
         self._backward = False
         self._shared = self._begun = self._ordinal = 0
 
@@ -428,7 +422,7 @@ class RecordingTransport(WrappedTransport):
         self._inner.begin(digest, inbox)
 
     def end(self) -> None:
-        self._runtime.recorder.rejoin()
+        self._observer.recorder.rejoin()
         self._inner.end()
 
     def exchange(
@@ -438,8 +432,8 @@ class RecordingTransport(WrappedTransport):
         size = sum(part.size for one in leaving for part in one.parts if part.peer != self.rank)
 
         def waited(wait: Callable[[], None]) -> None:
-            clock = self._runtime.recorder.clock(device)
-            with self._runtime.named(self._backward, self._runtime.step, f"all ranks, {label}"):
+            clock = self._observer.recorder.clock(device)
+            with self._observer.named(self._backward, self._observer.step, f"all ranks, {label}"):
                 start = clock.mark()
                 wait()
                 self._collected(0, size, start, clock.mark())
@@ -453,7 +447,7 @@ class RecordingTransport(WrappedTransport):
         self._shared += 1
         if self._shared == 2:  # asked once per pass
             self._begin_backward()
-        clock = self._runtime.recorder.clock(torch.device("cpu"))
+        clock = self._observer.recorder.clock(torch.device("cpu"))
         start = clock.mark()
         shared = self._inner.share(data, label, deadline)
         self._collected(1, len(data) * (self.size - 1), start, clock.mark())
@@ -461,11 +455,11 @@ class RecordingTransport(WrappedTransport):
 
     def _begin_backward(self) -> None:
         if not self._backward:
-            self._backward, self._ordinal, self._runtime.step = True, 0, 0
+            self._backward, self._ordinal, self._observer.step = True, 0, 0
 
     def _collected(self, agreement: int, size: int, start: Any, end: Any) -> None:
         if isinstance(start, int):
-            self._runtime.recorder.waiting += end - start
-        place = self._backward, self._runtime.step
-        self._runtime.row("collective", *place, self._ordinal, agreement, size, start, end)
+            self._observer.recorder.waiting += end - start
+        place = self._backward, self._observer.step
+        self._observer.row("collective", *place, self._ordinal, agreement, size, start, end)
         self._ordinal += 1

@@ -29,10 +29,9 @@ from torch import nn
 
 from burst_portable.errors import InputError, shown
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
-from burst_portable.planning.plans import Plan
-from burst_portable.profiling.recorder import Recorder, RecordingRuntime
+from burst_portable.profiling.recorder import Recorder, RecordingObserver, RecordingTransport
 from burst_portable.profiling.records import RankRecords, pack, unpack
-from burst_portable.runtime.observer import Runtime, installed
+from burst_portable.runtime.prepared_call import PreparedCall, installed
 from burst_portable.utils.text import rank_names
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from burst_portable.profiling.tracing import Tracer
 
 LEVELS = ("session", "light", "deep")
-Wrap = Callable[[Runtime, Plan, Mesh], Runtime]
+Wrap = Callable[[PreparedCall, Mesh], PreparedCall]
 _NAMED = 8  # ranks that an error lists
 
 
@@ -98,10 +97,12 @@ class Session:
         if self._tracer is not None:
             self._tracer.stop()
 
-    def _wrap(self, runtime: Runtime, plan: Plan, mesh: Mesh) -> Runtime:
-        """Inside another session that one records as well."""
-        outer = self._outer
-        return RecordingRuntime(outer(runtime, plan, mesh) if outer else runtime, plan, self._recorder(mesh))
+    def _wrap(self, prepared: PreparedCall, mesh: Mesh) -> PreparedCall:
+        """Return the call, recorded. Inside another session that one records as well."""
+        if self._outer:
+            prepared = self._outer(prepared, mesh)
+        observer = RecordingObserver(prepared, self._recorder(mesh))
+        return replace(prepared, observer=observer, transport=RecordingTransport(prepared.transport, observer))
 
     def _recorder(self, mesh: Mesh) -> Recorder:
         who = _who(mesh)

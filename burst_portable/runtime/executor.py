@@ -9,9 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -19,108 +18,114 @@ from torch import Tensor
 
 from burst_portable import numerics
 from burst_portable import numerics as wide_copy
-from burst_portable.comm.base import Handle
-from burst_portable.kernels.base import Gradients, Options
+from burst_portable.comm.base import Handle, Message
+from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, as_kernels_take
 from burst_portable.numerics import State, accumulation_dtype, as_dtype, empty_state
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import Field, fields, message_size, needed_together
-from burst_portable.planning.plans import PassPlan
 from burst_portable.planning.routes import Move, holder, to_pack
 from burst_portable.planning.schedule import Step
-from burst_portable.runtime.observer import Queries, Runtime
+from burst_portable.planning.tiles import Tiles
+from burst_portable.runtime.prepared_call import Executor, PreparedCall
 
-RowDelta = Callable[[Tensor, Tensor], Tensor]
-"""`numerics.row_delta`, or a kernel's own."""
-Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""What backward needs: q, k, v of the rows at hand, their out and their LSE."""
 Views = tuple[Tensor, ...]
 """The tensors of a block: (k, v), (q, dO, LSE, delta), or gradients; over messages, or a rank's own."""
 
 
-def run_forward(
-    pass_plan: PassPlan, runtime: Runtime, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> State:
-    """(out ``[B, S, Hq, Dv]`` in q's dtype or wider, LSE ``[B, Hq, S]`` in the accumulation dtype) of the rows at hand.
+class StepExecutor(Executor):
+    """Runs passes in which blocks travel and heads stay where they are."""
+
+    def forward(
+        self, prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, keep: bool
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        out, lse = forward_rows(prepared, q, k, v, sinks)
+        out = as_dtype(out, q.dtype)
+        if keep:  # some kernels return views, which torch refuses to change in place
+            out, lse = (x.detach() if x._is_view() else x for x in (out, lse))
+        return out, lse if prepared.with_lse else None, (q, k, v, out, lse)
+
+    def backward(
+        self, prepared: PreparedCall, saved: Sequence[Tensor], sinks: Tensor | None, dout: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        q, k, v, out, lse = saved
+        # Even if this rank's result was not used, other ranks wait for its part of the pass.
+        dout = torch.zeros_like(out) if dout is None else as_kernels_take(dout)
+        delta = None if sinks is None else prepared.kernel.row_delta(dout, out)
+        dq, dk, dv = backward_rows(prepared, BackwardInputs(dout, q, k, v, lse, out, delta))
+        dsinks = None if sinks is None or delta is None else numerics.sinks_gradient(sinks, lse, delta)
+        return as_dtype(dq, q.dtype), as_dtype(dk, q.dtype), as_dtype(dv, q.dtype), dsinks
+
+
+def forward_rows(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> State:
+    """Return (out, LSE) of the rows at hand.
 
     Args:
-        q: ``[B, S, Hq, D]``.
-        k, v: ``[B, S', Hkv, D]`` and ``[B, S', Hkv, Dv]`` at hand; those of others come as the plan says.
-        sinks: ``[Hq]``, one logit per query head, or None.
+        prepared: The call.
+        q: Queries of shape [B, S, Hq, D].
+        k: Keys at hand, of shape [B, S', Hkv, D]; those of other ranks come as the plan says.
+        v: Values at hand, of shape [B, S', Hkv, Dv].
+        sinks: Logits of shape [Hq], or None.
+
+    Returns:
+        out of shape [B, S, Hq, Dv] in the dtype of q or wider; LSE of shape [B, Hq, S] in the accumulation dtype.
     """
-    rank = runtime.transport.rank
-    if sinks is None and (compute := pass_plan.alone(rank)):
-        state = runtime.attend_whole(compute, q, k, v, options)
-    else:  # sinks are merged before out is rounded
-        state = _forward_steps(pass_plan, rank, runtime, options, q, k, v, rounds=sinks is None)
+    compute = prepared.plan.forward.alone(prepared.transport.rank) if sinks is None else None
+    if compute:
+        with prepared.observer.computes(compute, q, backward=False):
+            state = prepared.kernel.forward_single_call(q, k, v, compute.tiles, prepared.call, yields=prepared.yields)
+    else:
+        state = _forward_steps(prepared, q, k, v, rounds=sinks is None)  # sinks are merged before out is rounded
     if sinks is not None:
         numerics.add_sinks(state, sinks)
     return state[0], as_dtype(state[1], accumulation_dtype(q.dtype))
 
 
-def run_backward(
-    pass_plan: PassPlan,
-    runtime: Runtime,
-    options: Options,
-    dout: Tensor,
-    kept: Saved,
-    row_delta: RowDelta | None,
-    delta: Tensor | None = None,
-) -> Gradients:
-    """(dq, dk, dv) of the rows at hand, shaped as q, k and v, in their dtype or the accumulation dtype.
+def backward_rows(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
+    """Return (dq, dk, dv) of the rows at hand, in the dtype of q or the accumulation dtype.
 
     Args:
-        dout: ``[B, S, Hq, Dv]``.
-        kept: of the same rows.
-        row_delta: None where the kernel is given out, which does not travel, in place of delta.
-        delta: ``[B, Hq, S]``, where it is there already.
+        prepared: The call.
+        x: Tensors of the rows at hand, with `out`, and with `delta` if it has been computed already.
     """
-    q, k, v, out, lse = kept
-    rank = runtime.transport.rank
-    if compute := pass_plan.alone(rank):
-        return runtime.gradients(compute, (dout, q, k, v, out, lse), options)
-    if row_delta is None:
-        queries = Queries(q, dout, lse, out=out)
-    else:
-        queries = Queries(q, dout, lse, row_delta(dout, out) if delta is None else delta)
-    return _backward_steps(pass_plan, rank, runtime, options, queries, k, v)
+    compute = prepared.plan.backward.alone(prepared.transport.rank)
+    if compute:
+        with prepared.observer.computes(compute, x.q, backward=True):
+            return prepared.kernel.backward_single_call(x._replace(delta=None), compute.tiles, prepared.call)
+    if prepared.by_out:
+        return _backward_steps(prepared, x._replace(delta=None))
+    assert x.out is not None, "it was kept"
+    delta = prepared.kernel.row_delta(x.dout, x.out) if x.delta is None else x.delta
+    return _backward_steps(prepared, x._replace(out=None, delta=delta))
 
 
-def _forward_steps(
-    pass_plan: PassPlan,
-    rank: int,
-    runtime: Runtime,
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    rounds: bool,
-) -> State:
-    """(out, LSE) of this rank's queries, in the dtypes that the kernel keeps while it merges: see `numerics.finished`.
+def _forward_steps(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, rounds: bool) -> State:
+    """Return (out, LSE) of this rank's queries, in the dtypes that the kernel keeps while it merges.
 
-    rounds: out may be in q's dtype, and rows that one step computes are written in it at once::
+    rounds: Whether out may be in q's dtype. Rows that one step computes are then written in it at once::
 
-        one computation                     all rows are rounded                                attend_whole
+        one computation                     all rows are rounded                                forward_single_call
         several, and few rows are merged    rows that are complete after the first are rounded  attend_first, attend
         several                             none: all are merged in the wider dtype             attend
     """
+    kernel, call, pass_plan, rank = prepared.kernel, prepared.call, prepared.plan.forward, prepared.transport.rank
     steps = pass_plan.steps_of(rank)
     once = rounds and sum(step.compute is not None for step in steps) == 1
-    merged = pass_plan.merged_rows(rank) if rounds and runtime.parts_rows else None
+    merged = pass_plan.merged_rows(rank) if rounds and kernel.traits.writes_into else None
     first = None if merged is None else (merged, q.new_empty((*q.shape[:3], v.shape[-1])))
-    blocks = _Blocks(pass_plan, rank, runtime, (k, v), q.dtype, backward=False)
+    blocks = _Blocks(prepared, (k, v), q.dtype, backward=False)
     state: State | None = None
-    stays = replace(options, makes_way=False)
     for step in steps:
         blocks.begin(step)
         if step.compute:
             keys, values = blocks.use(step)
-            how = options if blocks.moving(step.index) else stays
-            if once:
-                state = runtime.attend_whole(step.compute, q, keys, values, how)
-            elif state is None and first is not None:
-                state = runtime.attend_first(step.compute, q, keys, values, how, *first)
-            else:
-                state = runtime.attend(step.compute, q, keys, values, how, state)
+            tiles, yields = step.compute.tiles, prepared.yields and blocks.moving(step.index)
+            with prepared.observer.computes(step.compute, q, backward=False):
+                if once:
+                    state = kernel.forward_single_call(q, keys, values, tiles, call, yields=yields)
+                elif state is None and first is not None:
+                    state = attend_first(kernel, q, keys, values, tiles, call, *first, yields=yields)
+                else:
+                    state = kernel.attend(q, keys, values, tiles, call, state=state, yields=yields)
         blocks.end(step)
     blocks.finish()
     if state is None:
@@ -132,25 +137,66 @@ def _forward_steps(
     return out, state[1]
 
 
-def _backward_steps(
-    pass_plan: PassPlan, rank: int, runtime: Runtime, options: Options, queries: Queries, k: Tensor, v: Tensor
-) -> Gradients:
-    """(dq, dk, dv) of this rank's shard, in the accumulation dtype; delta must be given where queries travel."""
-    own = (queries.q, k, v)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in own)
+def attend_first(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tiles,
+    call: AttentionCall,
+    merged: tuple[int, int],
+    out: Tensor,
+    *,
+    yields: bool = False,
+) -> State:
+    """Run the first of several launches, of which later ones merge into rows [start, stop) alone.
+
+    Args:
+        kernel: A kernel whose `traits.writes_into` is set.
+        q: Queries of shape [B, Sq, Hq, D].
+        k: Keys of shape [B, Sk, Hkv, D].
+        v: Values of shape [B, Sk, Hkv, Dv].
+        tiles: Visible pairs, in local indices.
+        call: The settings.
+        merged: These rows.
+        out: [B, Sq, Hq, Dv] in the dtype of q; all other rows are written there.
+        yields: As for `Kernel.attend`.
+
+    Returns:
+        The state for later launches: LSE of all rows, out of the merged ones; the rest of it is not set.
+    """
+    start, stop = merged
+    batch, rows, heads, _ = q.shape
+    wide = torch.empty(out.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+    lse = torch.empty((batch, heads, rows), dtype=wide.dtype, device=q.device)
+    for first, past, into in ((0, start, out), (start, stop, wide), (stop, rows, out)):
+        if first < past:
+            part, some = slice(first, past), tiles.in_rows(first, past)
+            kernel.attend_into(q[:, part], k, v, some, call, into[:, part], lse[:, :, part], yields=yields)
+    return wide, lse
+
+
+def _backward_steps(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
+    """Return (dq, dk, dv) of this rank's shard, in the accumulation dtype. Where queries travel, delta is given."""
+    kernel, call, pass_plan = prepared.kernel, prepared.call, prepared.plan.backward
+    own = (x.q, x.k, x.v)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in own)
     travels_kv = pass_plan.side == "kv"
-    own_block, own_gradients = ((k, v), (dk, dv)) if travels_kv else (_travelling(queries), (dq,))
-    blocks = _Blocks(pass_plan, rank, runtime, own_block, queries.q.dtype, backward=True)
+    own_block, own_gradients = ((x.k, x.v), (dk, dv)) if travels_kv else (_travelling(x), (dq,))
+    blocks = _Blocks(prepared, own_block, x.q.dtype, backward=True)
     results = _Results(blocks, own_gradients)
-    for step in pass_plan.steps_of(rank):
+    for step in pass_plan.steps_of(prepared.transport.rank):
         blocks.begin(step)
         if compute := step.compute:
             block, sums = blocks.use(step), results.accumulators(step)
             if travels_kv:
-                (keys, values), mine, into = block, queries, (dq, *sums)
+                (k, v), (dk_sum, dv_sum) = block, sums
+                inputs, into = x._replace(k=k, v=v), (dq, dk_sum, dv_sum)
             else:
-                (keys, values), mine, into = (k, v), Queries(*block), (*sums, dk, dv)
-            runtime.attend_backward(compute, mine, keys, values, options, into)
+                (q, dout, lse, delta), (dq_sum,) = block, sums
+                inputs, into = x._replace(dout=dout, q=q, lse=lse, delta=delta), (dq_sum, dk, dv)
+            with prepared.observer.computes(compute, x.k, backward=True):
+                kernel.attend_backward(inputs, compute.tiles, call, into=into)
         results.end(step)
         blocks.end(step)
     results.finish()
@@ -158,10 +204,10 @@ def _backward_steps(
     return dq, dk, dv
 
 
-def _travelling(queries: Queries) -> Views:
-    """The tensors of a rank's queries, as they travel backward."""
-    assert queries.delta is not None, "delta travels with queries, out does not"
-    return queries.q, queries.dout, queries.lse, queries.delta
+def _travelling(x: BackwardInputs) -> Views:
+    """Return the tensors of a rank's queries, as they travel backward."""
+    assert x.delta is not None, "delta travels with queries, out does not"
+    return x.q, x.dout, x.lse, x.delta
 
 
 class _Blocks:
@@ -170,17 +216,10 @@ class _Blocks:
     Blocks that one step needs arrive in one buffer, one after the other, so that the kernel reads them as one.
     """
 
-    def __init__(
-        self,
-        pass_plan: PassPlan,
-        rank: int,
-        runtime: Runtime,
-        own: Views,
-        dtype: torch.dtype,
-        *,
-        backward: bool,
-    ) -> None:
-        self.pass_plan, self.rank, self.runtime, self.backward = pass_plan, rank, runtime, backward
+    def __init__(self, prepared: PreparedCall, own: Views, dtype: torch.dtype, *, backward: bool) -> None:
+        self.pass_plan = prepared.plan.backward if backward else prepared.plan.forward
+        self.rank, self.transport, self.backward = prepared.transport.rank, prepared.transport, backward
+        self._places, self._observer = prepared.places, prepared.observer
         self._own, self.dtype, self.device = own, dtype, own[0].device
         self._arriving: dict[Move, tuple[Handle, Tensor]] = {}
         self._held: dict[int, Tensor] = {}
@@ -226,7 +265,12 @@ class _Blocks:
         if not sends and not receives:
             return
         incoming = [pair for moves in needed_together(receives) for pair in self._inboxes(moves)]
-        leaving, arriving = self.runtime.post(sends, incoming, step, backward=self.backward)
+        out = [Message(buffer, move.target, self._places.get(move)) for move, buffer in sends]
+        back = [Message(buffer, move.source, self._places.get(move)) for move, buffer in incoming]
+        with self._observer.posts(sends, incoming, step, backward=self.backward) as posting:
+            label = f"{'backward' if self.backward else 'forward'} step {step}"
+            leaving, arriving = self.transport.post(out, back, label)
+        leaving, arriving = posting.wrap(leaving, arriving)
         self._leaving += [(m.needed, handle, buffer) for handle, (m, buffer) in zip(leaving, sends, strict=True)]
         for handle, (move, buffer) in zip(arriving, incoming, strict=True):
             self._arriving[move] = handle, buffer
@@ -246,11 +290,11 @@ class _Blocks:
 
     def copying(self) -> AbstractContextManager[object]:
         """A context around the copies of a step, for the profiler."""
-        return self.runtime.copying(self.device, self._step, backward=self.backward)
+        return self._observer.copies(self.device, self._step, backward=self.backward)
 
     def buffer(self, size: int) -> Tensor:
         """An empty buffer for messages."""
-        return self.runtime.transport.buffer(size, self.device)
+        return self.transport.buffer(size, self.device)
 
     def size(self, move: Move) -> int:
         """Bytes of a move."""
@@ -259,9 +303,10 @@ class _Blocks:
     def _inboxes(self, moves: list[Move]) -> Iterator[tuple[Move, Tensor]]:
         """Moves that are needed together, each with its part of one buffer for all of them."""
         sizes = [self.size(move) for move in moves]
-        inbox = self.runtime.inbox(moves, sum(sizes), self.device)
-        if not moves[0].result:
-            self._inbox_of[moves[0].needed] = inbox
+        first = moves[0]
+        inbox = self.transport.inbox(sum(sizes), self.device, first.source, self._places.get(first))
+        if not first.result:
+            self._inbox_of[first.needed] = inbox
         yield from zip(moves, torch.split(inbox, sizes) if len(sizes) > 1 else (inbox,), strict=True)
 
     def views(self, moves: Sequence[Move], buffer: Tensor, *, wide: bool = False) -> Views:

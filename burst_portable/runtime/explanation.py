@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import known, supports_high_priority, unavailable_reason
-from burst_portable.layout import Layout
-from burst_portable.mask import Mask
+from burst_portable.kernels.base import Kernel
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.plans import PASSES, PassName, Plan
-from burst_portable.runtime.prepare import Choices, choose, requested
+from burst_portable.runtime.prepare import Request, RequestOptions, choose, describe
 from burst_portable.runtime.validation import checked_device
-from burst_portable.strategies.base import Strategy
 from burst_portable.utils.torch_modes import as_autocast_would
 
 
@@ -72,53 +72,55 @@ def explain(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | str = "causal",
-    mesh: MeshLike = None,
-    strategy: Strategy | str = "auto",
-    layout: Layout | str = "zigzag",
-    seq_len: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    kernel: str = "auto",
-    deterministic: bool | None = None,
     device: torch.device | str | int | None = None,
+    mesh: MeshLike = None,
+    sinks: Tensor | None = None,
+    **options: Unpack[RequestOptions],
 ) -> Explanation:
-    """Which backend, strategy, layout, moves and kernel `attention` takes for these arguments, and why no others.
+    """Return which backend, strategy, layout, messages and kernel `attention` takes, and why no others.
 
     One rank may call this alone: nothing is sent, and only shapes and dtypes of the tensors are read, so they may be on
     the "meta" device if `device` says which device is meant.
 
-    Raises what `attention` raises before a byte moves, such as why something that was named cannot serve.
+    Args:
+        q: As for `attention`.
+        k: As for `attention`.
+        v: As for `attention`.
+        device: Device of the tensors that are meant. Default: that of q.
+        mesh: As for `attention`.
+        sinks: As for `attention`.
+        **options: As for `attention`: mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic.
+
+    Raises what `attention` raises before a byte is sent, such as why something that was named cannot serve.
     """
     mesh = as_mesh(mesh)
-    request = requested(mask, strategy, layout, seq_len, scale, softcap, kernel, deterministic)
+    request = Request(**options).checked()
     meant = checked_device(device)
     device_type = None if meant is None else meant.type
     q, k, v = as_autocast_would(q, k, v, device_type)
-    chosen = choose(q, k, v, sinks, mesh, request, device_type)
-    automatic = "auto" in (strategy, getattr(strategy, "name", ""))
-    why = filter(None, ("" if automatic else "named", chosen.plan.reason))
+    call = describe(q, k, v, sinks, mesh, request, device_type)
+    plan, backend, kernel, why_kernel = choose(call, mesh, request)
+    automatic = "auto" in (request.strategy, getattr(request.strategy, "name", ""))
+    why = filter(None, ("" if automatic else "named", plan.reason))
     return Explanation(
-        backend=_backend(chosen, mesh),
-        strategy=Choice(chosen.plan.strategy, "; ".join(why), {}),
-        layout=_layout(chosen.plan, mesh),
-        mask=_mask(chosen.plan),
-        moves=_moves(chosen.plan),
-        transport=_transport(chosen, mesh),
-        kernel=_kernel(chosen),
+        backend=_backend(backend, mesh, call.device),
+        strategy=Choice(plan.strategy, "; ".join(why), {}),
+        layout=_layout(plan, mesh),
+        mask=_mask(plan),
+        moves=_moves(plan),
+        transport=_transport(plan, backend, mesh),
+        kernel=_kernel(plan, backend, kernel, why_kernel),
     )
 
 
-def _backend(chosen: Choices, mesh: Mesh) -> Choice:
-    device = chosen.problem.device
+def _backend(chosen: Backend, mesh: Mesh, device: str) -> Choice:
     why = f"the first for tensors on {device} that can run here" if mesh.backend == "auto" else "named by the mesh"
     others = {
         name: unavailable_reason(name, device) or _passed_over(named=mesh.backend != "auto")
         for name in known()
-        if name != chosen.backend.name
+        if name != chosen.name
     }
-    return Choice(chosen.backend.name, why, others)
+    return Choice(chosen.name, why, others)
 
 
 def _passed_over(*, named: bool) -> str:
@@ -155,21 +157,21 @@ def _moves(plan: Plan) -> dict[str, str]:
     return {name: what(name) for name in PASSES}
 
 
-def _transport(chosen: Choices, mesh: Mesh) -> Choice:
-    device = chosen.problem.device
-    name, why = mesh.expected_transport(device, direct=chosen.plan.direct)
+def _transport(plan: Plan, backend: Backend, mesh: Mesh) -> Choice:
+    device = plan.call.device
+    name, why = mesh.expected_transport(device, direct=plan.direct)
     plain = mesh.transport(device)
     waits = name == plain.name and not plain.high_priority and mesh.group is not None
-    if waits and chosen.plan.moves_beside_kernels and supports_high_priority(chosen.backend):
+    if waits and plan.moves_beside_kernels and supports_high_priority(backend):
         why += "; its kernels wait for those that compute: make its group with a stream of high priority"
     return Choice(name, why, {})
 
 
-def _kernel(chosen: Choices) -> Choice:
+def _kernel(plan: Plan, backend: Backend, chosen: Kernel, why: str) -> Choice:
     others = {}
-    for kernel in chosen.backend.kernels():
-        if kernel.name != chosen.kernel.name:
-            support = kernel.supports(chosen.problem)
-            passed_over = _passed_over(named=chosen.why_kernel.startswith("named"))
+    for kernel in backend.kernels():
+        if kernel.name != chosen.name:
+            support = kernel.supports(plan.forward.call)
+            passed_over = _passed_over(named=why.startswith("named"))
             others[kernel.name] = passed_over if support.ok else support.reason
-    return Choice(chosen.kernel.name, chosen.why_kernel, others)
+    return Choice(chosen.name, why, others)

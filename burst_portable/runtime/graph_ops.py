@@ -36,8 +36,9 @@ from burst_portable.errors import BurstError, UnsupportedError
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, as_mesh, position_ids
 from burst_portable.numerics import accumulation_dtype
-from burst_portable.runtime.autograd import Call, begin, observed, run_backward, run_forward, run_without_backward
-from burst_portable.runtime.prepare import Arguments, called, choose, requested
+from burst_portable.runtime.autograd import begin, observed, run_backward
+from burst_portable.runtime.prepare import Request, choose, describe, prepare
+from burst_portable.runtime.prepared_call import PreparedCall
 from burst_portable.runtime.validation import broadcast_error, check_rows, device_here
 from burst_portable.strategies.planner import layout_of, mask_of
 from burst_portable.utils.torch_modes import as_autocast_would, hidden_from_checkpoints, own_precision
@@ -45,17 +46,16 @@ from burst_portable.utils.values import size
 
 
 class Given(NamedTuple):
-    """What a call was given besides tensors."""
+    """What a call was given besides tensors. The sequence length is not in the request: it may be a symbol."""
 
     mesh: Any  # as `attention` takes it
-    return_lse: bool
-    arguments: Arguments
+    request: Request
 
 
 class Kept(NamedTuple):
     """Of a forward pass, for its backward pass: its number, and tensors that no graph knows of."""
 
-    call: Call
+    prepared: PreparedCall
     number: int
     saved: tuple[Tensor, ...]
 
@@ -83,24 +83,18 @@ pytree.register_constant(_Nothing)
 pytree.register_constant(Mesh)
 
 
-def with_length(arguments: Arguments, seq_len: int | None) -> Arguments:
-    mask, strategy, layout, _, *numbers = arguments
-    return (mask, strategy, layout, seq_len, *numbers)  # type: ignore[return-value]  # mypy does not count `numbers`
+def as_text(request: Request) -> Request:
+    """Return the request with a mask's short form in place of a `Mask` that has one."""
+    return request._replace(mask=request.mask.text or request.mask) if isinstance(request.mask, Mask) else request
 
 
-def as_text(arguments: Arguments) -> Arguments:
-    """The same with a mask's short form in place of a `Mask` that has one."""
-    mask, *rest = arguments
-    return (mask.text or mask if isinstance(mask, Mask) else mask, *rest)  # type: ignore[return-value]  # mypy does not count `rest`
-
-
-def fits(mesh: Any, arguments: Arguments) -> bool:
+def fits(mesh: Any, request: Request) -> bool:
     """Whether a call can stand in the graph that is being made.
 
     Layouts as objects, and masks that list positions, are many, one for each batch's documents: each would be a graph
     of its own. Numbers are read while a graph is made, where tensors hold none.
     """
-    mask, strategy, layout, seq_len, scale, softcap, kernel, _ = arguments
+    mask, strategy, layout, seq_len, scale, softcap, kernel, _, _ = request
     return (
         all(isinstance(x, str) for x in (mask, strategy, layout, kernel))
         and (mesh is None or isinstance(mesh, Mesh))
@@ -120,17 +114,15 @@ def _exporting_or_transformed() -> bool:
     return transformed or torch.compiler.is_exporting()
 
 
-def attention_in_graph(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Any, return_lse: bool, arguments: Arguments
-) -> Any:
+def attention_in_graph(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Any, request: Request) -> Any:
     """`attention` while the compiler looks: it reads this function, and not what `_in_graph` calls."""
-    mask, strategy, layout, seq_len, *numbers = arguments
-    rest = [_NOTHING if x is None else x for x in (seq_len, mesh, return_lse, mask, strategy, layout, *numbers)]
+    mask, strategy, layout, seq_len, *numbers = request
+    rest = [_NOTHING if x is None else x for x in (seq_len, mesh, mask, strategy, layout, *numbers)]
     if sinks is None:
         out, lse = _in_graph(q, k, v, *rest)
     else:
         out, lse = _in_graph_with_sinks(q, k, v, sinks, *rest)
-    return (out, lse) if return_lse else out
+    return (out, lse) if request.return_lse else out
 
 
 @torch._dynamo.nonstrict_trace
@@ -146,8 +138,8 @@ def _in_graph_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *rest: 
 def _traced(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seq_len: Any, *rest: Any) -> tuple[Tensor, Tensor]:
     """Puts `attend` into the graph. Refuses nothing: the operator does, when all ranks run, in words of its own."""
     seq_len = None if seq_len == _NOTHING else seq_len  # maybe a symbol: one graph for all lengths
-    mesh, return_lse, mask, strategy, layout, *numbers = map(_settled, rest)
-    given = Given(mesh, return_lse, (mask, strategy, layout, None, *numbers))
+    mesh, mask, strategy, layout, *numbers = map(_settled, rest)
+    given = Given(mesh, Request(mask, strategy, layout, None, *numbers))
     q, k, v = as_autocast_would(q, k, v)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     lean = keep and _keeps_copies(q, k, v, sinks, seq_len, given)
@@ -176,8 +168,9 @@ def _keeps_copies(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seq_len
     if any(isinstance(n, torch.SymInt) for n in (seq_len, *q.shape, *k.shape, *v.shape)):
         return False
     try:
-        request = requested(*with_length(given.arguments, seq_len))
-        return choose(q, k, v, sinks, as_mesh(given.mesh), request).plan.heads is not None
+        mesh, request = as_mesh(given.mesh), given.request._replace(seq_len=seq_len).checked()
+        plan, *_ = choose(describe(q, k, v, sinks, mesh, request), mesh, request)
+        return plan.heads is not None
     except BurstError:
         return False
 
@@ -229,25 +222,21 @@ def attend(
     """
     given = given_as(name)
     mesh = as_mesh(given.mesh)
-    arguments = with_length(given.arguments, seq_len)
-    call, q_, k_, v_ = called(q, k, v, sinks, mesh, given.return_lse, arguments)
-    call = observed(call, mesh)
-    lse: Tensor | None
+    prepared, q_, k_, v_ = prepare(q, k, v, sinks, mesh, given.request._replace(seq_len=seq_len))
+    prepared = observed(prepared, mesh)
     with own_precision(q.device), hidden_from_checkpoints():
-        begin(call, q.device)
-        if not keep:
-            out, lse = run_without_backward(call, q_, k_, v_, sinks)
-            saved: tuple[Tensor, ...] = ()
-        else:
-            out, lse, saved = run_forward(call, q_, k_, v_, sinks)
-            call.runtime.transport.end()
-            if not call.plan.heads:
-                lse, saved = saved[-1], saved if lean else ()
+        begin(prepared, q.device)
+        out, lse, saved = prepared.executor.forward(prepared, q_, k_, v_, sinks, keep=keep)
+        prepared.transport.end()
+    if not keep:
+        saved = ()
+    elif not prepared.plan.heads:
+        lse, saved = saved[-1], saved if lean else ()
     out, lse = _apart((out, _lse_like(q) if lse is None else lse), (q, k, v))
     ticket = torch.zeros(1, dtype=torch.int64, device="cpu")
     if keep:
         saved = _not_of(saved, (q, k, v, out, lse))
-        _keep(ticket, Kept(call, call.runtime.transport.state.passes, saved))
+        _keep(ticket, Kept(prepared, prepared.transport.state.passes, saved))
     return out, lse, ticket, _turn()
 
 
@@ -280,8 +269,8 @@ def attend_backward(
             got=f"ticket {number}",
             next_step="let hooks on saved tensors give back the tensors that they were given, not copies",
         )
-    call, forward_pass, saved = _kept[number]
-    gradients = run_backward(call, forward_pass, (*(saved or kept), sinks), dout)
+    prepared, forward_pass, saved = _kept[number]
+    gradients = run_backward(prepared, forward_pass, (*(saved or kept), sinks), dout)
     empty = dout.new_empty(0)
     dq, dk, dv, dsinks = _apart([empty if x is None else x for x in gradients], (dout, *kept))
     return dq, dk, dv, dsinks, _turn()
@@ -361,14 +350,14 @@ def positions_in_graph(rows: int, seq_len: int, mesh: Mesh, layout: str, mask: s
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def _name(mesh: Mesh, layout: str, mask: str) -> str:
-    return named(Given(mesh, False, (mask, "auto", layout, None, None, None, "auto", None)))
+    return named(Given(mesh, Request(mask=mask, layout=layout)))
 
 
 @torch.library.custom_op("burst_portable::positions", mutates_args=(), tags=NOT_RECORDED)
 def positions_(rows: int, seq_len: int, device: torch.device, name: str) -> Tensor:
     """The global positions of this rank's rows: int64 ``[rows]``."""
     given = given_as(name)
-    mesh, (mask, _, layout, *_) = as_mesh(given.mesh), given.arguments
+    mesh, mask, layout = as_mesh(given.mesh), given.request.mask, given.request.layout
     try:
         seq_len = size("seq_len", seq_len)
         where = layout_of(layout, seq_len, mesh.size, mask_of(mask, seq_len))

@@ -28,15 +28,14 @@ from torch import Tensor
 from burst_portable import numerics
 from burst_portable import numerics as wide_copy
 from burst_portable.comm.base import Exchange, Part, Parts, Strip, Strips
-from burst_portable.kernels.base import Gradients, Options
+from burst_portable.kernels.base import BackwardInputs, arrived
 from burst_portable.layout import Layout, Segment
 from burst_portable.numerics import accumulation_dtype
 from burst_portable.planning.cost import PICKED_BATCHES
 from burst_portable.planning.messages import Field, head_room
-from burst_portable.planning.plans import HeadGroup, Plan, Span, heads_of
-from burst_portable.runtime import executor
-from burst_portable.runtime.executor import RowDelta, Saved
-from burst_portable.runtime.observer import Runtime
+from burst_portable.planning.plans import HeadGroup, Span, heads_of
+from burst_portable.runtime.executor import backward_rows, forward_rows
+from burst_portable.runtime.prepared_call import Executor, PreparedCall
 
 _RUNS = 64  # fewer runs of rows than this are put together by `cat`, more by their indices
 _APART = (1 << 31) - 1  # the most bytes from one line to the next that copy engines take
@@ -49,9 +48,10 @@ class Reshard:
     bytes begin in an inbox.
     """
 
-    def __init__(self, plan: Plan, runtime: Runtime, device: torch.device, *, backward: bool) -> None:
-        self.plan, self.transport, self.device = plan, runtime.transport, device
-        self._runtime, self._backward = runtime, backward
+    def __init__(self, prepared: PreparedCall, device: torch.device, *, backward: bool) -> None:
+        self.plan, self.transport, self.device = prepared.plan, prepared.transport, device
+        self._observer, self._backward = prepared.observer, backward
+        plan = self.plan
         layout, self.size = plan.call.layout, plan.head_parallel_size
         node, self.place = divmod(self.transport.rank, self.size)
         self.first = node * self.size  # the rank of place 0
@@ -69,7 +69,7 @@ class Reshard:
 
     def copying(self) -> AbstractContextManager[object]:
         """A context around packing and unpacking, for the profiler."""
-        return self._runtime.copying(self.device, 0, backward=self._backward)
+        return self._observer.copies(self.device, 0, backward=self._backward)
 
     def to_heads(self, parts: Sequence[tuple[Tensor, Span]]) -> ToHeads:
         """Start bringing all rows of some of this rank's heads here, of tensors ``[B, S_rank, H, D]`` of one dtype."""
@@ -361,98 +361,76 @@ def _runs(index: Tensor) -> list[tuple[int, int]]:
     return [(int(index[start]), int(index[stop - 1]) + 1) for start, stop in pairwise(edges)]
 
 
-def run_forward(
-    plan: Plan,
-    runtime: Runtime,
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    *,
-    with_lse: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor | None, list[Saved]]:
-    """(out, LSE, saved) of this rank's rows.
-
-    Args:
-        q, k, v: all heads of this rank's rows, ``[B, S_rank, H, D]``.
-        sinks: ``[Hq]``, one logit per query head, or None.
-        with_lse: whether the caller wants LSE, which then travels home.
-        keep: whether backward will run.
-
-    Returns:
-        out ``[B, S_rank, Hq, Dv]`` in q's dtype; LSE ``[B, Hq, S_rank]`` in the accumulation dtype, or None; for each
-        group of heads, what `run_backward` needs, over all rows, or an empty list.
-    """
-    reshard, groups = Reshard(plan, runtime, q.device, backward=False), plan.head_groups
-    coming = [reshard.to_heads([(q, g.queries), *((x, g.keys) for x in (k, v) if g.first)]) for g in groups]
-    out = q.new_empty((*q.shape[:3], v.shape[-1]))
-    lse = q.new_empty((*q.shape[:3], 1), dtype=accumulation_dtype(q.dtype)) if with_lse else None
-    saved: list[Saved] = []
-    leaving: list[ToSequence] = []
-    arrived = _with_shared(arriving.wait() for arriving in coming)
-    for group, arriving, (queries, keys, values) in zip(groups, coming, arrived, strict=True):
-        group_sinks = None if sinks is None else sinks[_own_heads(plan, group, runtime)]
-        group_out, group_lse = executor.run_forward(plan.forward, runtime, options, queries, keys, values, group_sinks)
-        group_out = group_out.to(q.dtype)
-        home: list[tuple[Tensor, Tensor, Span]] = [(group_out, out, group.queries)]
-        if lse is not None:
-            home.append((group_lse.transpose(1, 2).unsqueeze(-1), lse, group.queries))
-        leaving.append(reshard.to_sequence(home, alone=group is groups[-1]))
-        arriving.left()
-        if keep:
-            saved.append((queries, keys, values, group_out, group_lse))
-    if keep and not reshard.lasting:  # while the last results leave
-        saved = _copied(saved, coming)
-    for results in leaving:
-        results.wait()
-    return out, None if lse is None else lse.squeeze(-1).transpose(1, 2), saved
+_SAVED = 5
+"""Tensors that are kept of a group of heads: q, k, v, out, LSE."""
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def run_backward(
-    plan: Plan,
-    runtime: Runtime,
-    options: Options,
-    dout: Tensor,
-    saved: Sequence[Saved],
-    sinks: Tensor | None,
-    row_delta: RowDelta | None,
-) -> tuple[Gradients, Tensor | None]:
-    """((dq, dk, dv), dsinks) of this rank's rows.
+class HeadExecutor(Executor):
+    """Runs passes whose ranks exchange tokens for heads before, and back after (Ulysses, USP)."""
 
-    Args:
-        dout: ``[B, S_rank, Hq, Dv]``.
-        saved: what `run_forward` kept.
-        row_delta: None if the kernel is given out instead of delta.
+    def forward(
+        self, prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, keep: bool
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        """See `Executor`. What is kept are five tensors for each group of heads, over all rows."""
+        groups = prepared.plan.head_groups
+        reshard = Reshard(prepared, q.device, backward=False)
+        coming = [reshard.to_heads([(q, g.queries), *((x, g.keys) for x in (k, v) if g.first)]) for g in groups]
+        out = q.new_empty((*q.shape[:3], v.shape[-1]))
+        lse = q.new_empty((*q.shape[:3], 1), dtype=accumulation_dtype(q.dtype)) if prepared.with_lse else None
+        saved: list[Saved] = []
+        leaving: list[ToSequence] = []
+        blocks = _with_shared(arriving.wait() for arriving in coming)
+        for group, arriving, (queries, keys, values) in zip(groups, coming, blocks, strict=True):
+            group_sinks = None if sinks is None else sinks[_own_heads(prepared, group)]
+            group_out, group_lse = forward_rows(prepared, queries, keys, values, group_sinks)
+            group_out = group_out.to(q.dtype)
+            home: list[tuple[Tensor, Tensor, Span]] = [(group_out, out, group.queries)]
+            if lse is not None:
+                home.append((group_lse.transpose(1, 2).unsqueeze(-1), lse, group.queries))
+            leaving.append(reshard.to_sequence(home, alone=group is groups[-1]))
+            arriving.left()
+            if keep:
+                saved.append((queries, keys, values, group_out, group_lse))
+        if keep and not reshard.lasting:  # while the last results leave
+            saved = _copied(saved, coming)
+        for results in leaving:
+            results.wait()
+        lse = None if lse is None else lse.squeeze(-1).transpose(1, 2)
+        return out, lse, tuple(x for group_saved in saved for x in group_saved)
 
-    Returns:
-        dq, dk, dv: ``[B, S_rank, H, D]`` in dout's dtype; dsinks: ``[Hq]``, from the rows of the heads that this rank
-        computes, 0 for other heads; None without sinks.
-    """
-    p, groups = plan.call, plan.head_groups
-    reshard = Reshard(plan, runtime, dout.device, backward=True)
-    coming = [reshard.to_heads([(dout, group.queries)]) for group in groups]
-    sizes = ((p.heads, p.head_dim), (p.kv_heads, p.head_dim), (p.kv_heads, p.value_dim))
-    dq, dk, dv = (dout.new_empty((*dout.shape[:2], *size)) for size in sizes)
-    dsinks = None if sinks is None else torch.zeros_like(sinks)
-    leaving: list[ToSequence] = []
-    dkv: tuple[Tensor, ...] = ()  # of K and V, which several groups may share
-    for group, arriving, kept in zip(groups, coming, saved, strict=True):
-        (group_dout,) = arriving.wait()
-        group_dq, *group_dkv = executor.run_backward(plan.backward, runtime, options, group_dout, kept, row_delta)
-        dkv = tuple(group_dkv) if group.first else _sum(dkv, group_dkv)
-        home: list[tuple[Tensor, Tensor, Span]] = [(group_dq, dq, group.queries)]
-        if group.last:
-            home += [(dkv[0], dk, group.keys), (dkv[1], dv, group.keys)]
-        leaving.append(reshard.to_sequence(home, alone=group is groups[-1]))
-        arriving.left()
-        if sinks is not None and dsinks is not None:
-            mine, (*_, out, lse) = _own_heads(plan, group, runtime), kept
-            dsinks[mine] = numerics.sinks_gradient(sinks[mine], lse, numerics.row_delta(group_dout, out))
-    for results in leaving:
-        results.wait()
-    return (dq, dk, dv), dsinks
+    def backward(
+        self, prepared: PreparedCall, saved: Sequence[Tensor], sinks: Tensor | None, dout: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """See `Executor`. dsinks is 0 for heads that other ranks compute."""
+        p, groups = prepared.plan.call, prepared.plan.head_groups
+        if dout is None:
+            rows = p.layout.count(prepared.transport.rank)
+            dout = saved[0].new_zeros((p.batch, rows, p.heads, p.value_dim))
+        dout = arrived(dout)
+        reshard = Reshard(prepared, dout.device, backward=True)
+        coming = [reshard.to_heads([(dout, group.queries)]) for group in groups]
+        sizes = ((p.heads, p.head_dim), (p.kv_heads, p.head_dim), (p.kv_heads, p.value_dim))
+        dq, dk, dv = (dout.new_empty((*dout.shape[:2], *size)) for size in sizes)
+        dsinks = None if sinks is None else torch.zeros_like(sinks)
+        leaving: list[ToSequence] = []
+        dkv: tuple[Tensor, ...] = ()  # of K and V, which several groups may share
+        kept = (saved[i : i + _SAVED] for i in range(0, len(saved), _SAVED))
+        for group, arriving, (q, k, v, out, lse) in zip(groups, coming, kept, strict=True):
+            (group_dout,) = arriving.wait()
+            group_dq, *group_dkv = backward_rows(prepared, BackwardInputs(group_dout, q, k, v, lse, out))
+            dkv = tuple(group_dkv) if group.first else _sum(dkv, group_dkv)
+            home: list[tuple[Tensor, Tensor, Span]] = [(group_dq, dq, group.queries)]
+            if group.last:
+                home += [(dkv[0], dk, group.keys), (dkv[1], dv, group.keys)]
+            leaving.append(reshard.to_sequence(home, alone=group is groups[-1]))
+            arriving.left()
+            if sinks is not None and dsinks is not None:
+                mine = _own_heads(prepared, group)
+                dsinks[mine] = numerics.sinks_gradient(sinks[mine], lse, numerics.row_delta(group_dout, out))
+        for results in leaving:
+            results.wait()
+        return dq, dk, dv, dsinks
 
 
 def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -460,9 +438,10 @@ def _sum(total: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]
     return tuple(a.to(accumulation_dtype(a.dtype)) + b for a, b in zip(total, parts, strict=True))
 
 
-def _own_heads(plan: Plan, group: HeadGroup, runtime: Runtime) -> slice:
-    """The group's heads among all query heads."""
-    start = heads_of(runtime.transport.rank % plan.head_parallel_size, plan.head_parallel_size, plan.call.heads).start
+def _own_heads(prepared: PreparedCall, group: HeadGroup) -> slice:
+    """Return the group's heads among all query heads."""
+    plan = prepared.plan
+    start = heads_of(prepared.transport.rank % plan.head_parallel_size, plan.head_parallel_size, plan.call.heads).start
     return slice(start + group.queries[0], start + group.queries[1])
 
 

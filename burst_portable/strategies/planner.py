@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -55,6 +56,23 @@ def plan(
         InputError: sizes, names, a mask or a layout that do not fit together (a ValueError).
         UnsupportedError: the named strategy cannot serve this call.
     """
+    call = call_of_sizes(seq_len, ranks, heads, kv_heads, head_dim, value_dim, mask, layout, batch, itemsize)
+    return planned_for(strategy_of(strategy), call, layout)
+
+
+def call_of_sizes(
+    seq_len: int,
+    ranks: int,
+    heads: int,
+    kv_heads: int | None,
+    head_dim: int,
+    value_dim: int | None,
+    mask: Mask | str,
+    layout: Layout | str,
+    batch: int,
+    itemsize: int,
+) -> AttentionCall:
+    """Return the call of these sizes, which are checked; see `plan`. The layout "auto" stands for zigzag."""
     seq_len, ranks, heads = size("seq_len", seq_len), size("ranks", ranks), size("heads", heads)
     kv_heads = heads if kv_heads is None else size("kv_heads", kv_heads)
     head_dim = size("head_dim", head_dim)
@@ -65,11 +83,18 @@ def plan(
             raise InputError(f"{name} is too large", got=given, allowed=f"at most {LARGEST_HEAD}")
     check_heads(heads, kv_heads)
     mask = mask_of(mask, seq_len)
-    any_layout = isinstance(layout, str) and layout == "auto"
-    where = layout_of("zigzag" if any_layout else layout, seq_len, ranks, mask)
-    call = AttentionCall(mask, where, heads, kv_heads, head_dim, value_dim, batch=batch, itemsize=itemsize)
-    make = planned_with_best_layout if any_layout else planned
-    return make(strategy_of(strategy), call)
+    where = layout_of("zigzag" if _any_layout(layout) else layout, seq_len, ranks, mask)
+    scale = 1.0 / math.sqrt(head_dim)
+    return AttentionCall(mask, where, heads, kv_heads, head_dim, value_dim, batch, itemsize, scale=scale)
+
+
+def planned_for(strategy: Strategy, call: AttentionCall, layout: Layout | str) -> Plan:
+    """Return the strategy's plan for a call, with the fastest layout if `layout` is "auto"."""
+    return planned_with_best_layout(strategy, call) if _any_layout(layout) else planned(strategy, call)
+
+
+def _any_layout(layout: Layout | str) -> bool:
+    return isinstance(layout, str) and layout == "auto"
 
 
 @lru_cache(maxsize=256)

@@ -30,11 +30,11 @@ from burst_portable.errors import (
     UnsupportedError,
 )
 from burst_portable.kernels import operator_kernel
-from burst_portable.kernels.base import KernelProblem
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.mesh import as_mesh
 from burst_portable.planning.tiles import Tile
 from burst_portable.strategies.ring import RingStrategy
+from tests.support.calls import kernel_call
 from tests.support.local_kernels import expected, inputs
 
 
@@ -323,7 +323,7 @@ def test_calls_without_a_mesh_are_planned_once(monkeypatch):
 
 
 def test_why_a_kernel_was_chosen():
-    problem = KernelProblem(torch.float32, "cpu", 4, 2, 8, 5)
+    problem = kernel_call(torch.float32, "cpu", 4, 2, 8, 5)
     kernel, why = choose_kernel(load("cpu"), problem)
     assert kernel.name == "reference"
     assert "not cpu_flash: values of size 5" in why

@@ -30,7 +30,7 @@ from burst_portable.errors import (
     UnsupportedError,
 )
 from burst_portable.mesh import as_mesh
-from burst_portable.runtime.prepare import _prepare, requested
+from burst_portable.runtime.prepare import Request, prepare
 
 
 @pytest.fixture
@@ -314,6 +314,6 @@ def test_a_plan_does_not_count_on_a_transport_that_cannot_be_had(one_process):
     mesh = on_straight(one_process, backend)
     x = torch.randn(1, 1 << 14, 4, 16)
     counting_on_it = bp.explain(x, x, x, mesh=mesh).strategy.why
-    made = _prepare(x, x, x, None, mesh, requested("causal", "auto", "zigzag", None, None, None, "auto", None), False)
+    made, *_ = prepare(x, x, x, None, mesh, Request())
     assert made.plan.reason == bp.explain(x, x, x, mesh=mesh).strategy.why != counting_on_it
-    assert made.runtime.transport.name == "local"
+    assert made.transport.name == "local"

@@ -9,10 +9,10 @@ import burst_portable as bp
 from burst_portable import numerics
 from burst_portable.conformance.cases import LENGTH
 from burst_portable.errors import DtypeError, InputError, ShapeError
-from burst_portable.kernels.base import Options
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.planning.tiles import Tile, Tiles
 from burst_portable.runtime import executor
+from tests.support.calls import settings
 from tests.support.local_kernels import inputs
 from tests.support.thread_peers import World, run_peers
 
@@ -137,7 +137,7 @@ def test_rows_are_packed_once(moves, monkeypatch):
 
 def test_merging_with_nothing_changes_nothing():
     q, k, v, _ = inputs(torch.float32)
-    part = ReferenceKernel().attend(q, k, v, Tiles([Tile(0, LENGTH, 0, LENGTH, -99, 99)]), Options(0.3))
+    part = ReferenceKernel().attend(q, k, v, Tiles([Tile(0, LENGTH, 0, LENGTH, -99, 99)]), settings(0.3))
     nothing = numerics.empty_state(q, 8)
     for parts in ([part, nothing], [nothing, part], [nothing, part, nothing]):
         out, lse = numerics.merge(parts)

@@ -16,7 +16,8 @@ from burst_portable.cli import doctor
 from burst_portable.cli.backends import choose_backend
 from burst_portable.conformance import check_backend
 from burst_portable.errors import BackendUnavailableError
-from burst_portable.kernels.base import KernelProblem, LazyKernel
+from burst_portable.kernels.base import LazyKernel
+from tests.support.calls import kernel_call
 
 
 @pytest.fixture
@@ -212,14 +213,14 @@ def test_nothing_is_wrong_with_a_package_that_imports(vendor):
 
 
 def problem():
-    return KernelProblem(torch.bfloat16, "cpu", 4, 2, 64, 64)
+    return kernel_call(torch.bfloat16, "cpu", 4, 2, 64, 64)
 
 
 def test_a_kernel_of_a_package_that_is_absent_or_too_old_declines(vendor):
-    absent = LazyKernel("theirs", "nowhere", "Kernel", needs="no_such_package")
+    absent = LazyKernel("theirs", "nowhere:Kernel", needs="no_such_package")
     assert absent.supports(problem()).reason == "the package no_such_package is not installed"
     vendor(source="__version__ = '2.1.0+rocm'\n")
-    old = LazyKernel("theirs", "nowhere", "Kernel", needs="vendor_torch", at_least=(3, 6), install="pip install it")
+    old = LazyKernel("theirs", "nowhere:Kernel", needs="vendor_torch", at_least=(3, 6), install="pip install it")
     told = "the package vendor_torch is too old; got 2.1.0+rocm; allowed: 3.6 or later; pip install it"
     assert old.supports(problem()).reason == told
 
@@ -227,7 +228,7 @@ def test_a_kernel_of_a_package_that_is_absent_or_too_old_declines(vendor):
 def test_a_kernel_of_a_broken_package_is_an_error(vendor):
     """Somebody installed it and counts on it: it is not passed over in silence."""
     vendor(source="raise KeyError('lib.so')\n")
-    broken = LazyKernel("theirs", "nowhere", "Kernel", needs="vendor_torch")
+    broken = LazyKernel("theirs", "nowhere:Kernel", needs="vendor_torch")
     with pytest.raises(BackendUnavailableError, match=r"vendor_torch is broken.*KeyError.*reinstall or remove it"):
         broken.supports(problem())
 

@@ -24,9 +24,11 @@ from burst_portable.conformance.report import Report
 from burst_portable.conformance.suite import trials_of
 from burst_portable.conformance.trial import Subject
 from burst_portable.errors import InputError
+from burst_portable.kernels.base import WrappedKernel
 from burst_portable.profiling import clocks
 from burst_portable.profiling.intervals import Timeline
-from burst_portable.profiling.recorder import RecordingRuntime
+from burst_portable.profiling.recorder import RecordingObserver
+from burst_portable.profiling.session import Session
 from tests.support import planted_bugs, planted_transports
 from tests.support.planted_bugs import Planted
 from tests.support.planted_transports import DoesNotWait, DropsLastHop, SentTooEarly
@@ -229,13 +231,13 @@ def late_clock(monkeypatch):
 
 def kernels_lost(monkeypatch):
     """Those of the first step of a backward pass are not written down."""
-    once = RecordingRuntime.row
+    once = RecordingObserver.row
 
     def row(self, kind, backward, step, *rest):
         if not (kind == "compute" and backward and step == 0):
             once(self, kind, backward, step, *rest)
 
-    monkeypatch.setattr(RecordingRuntime, "row", row)
+    monkeypatch.setattr(RecordingObserver, "row", row)
 
 
 def waits_as_computing(monkeypatch):
@@ -257,13 +259,18 @@ def idle_forgotten(monkeypatch):
 
 def bits_changed(monkeypatch):
     """A recorded kernel rounds once more."""
-    once = RecordingRuntime.attend
+    once = Session._wrap
 
-    def attend(self, compute, q, *rest):
-        state = once(self, compute, q, *rest)
-        return planted_bugs.changed_state(state, out=state[0].bfloat16().to(state[0].dtype))
+    class Rounding(WrappedKernel):
+        def attend(self, *args, **options):
+            state = super().attend(*args, **options)
+            return planted_bugs.changed_state(state, out=state[0].bfloat16().to(state[0].dtype))
 
-    monkeypatch.setattr(RecordingRuntime, "attend", attend)
+    def wrap(self, prepared, mesh):
+        prepared = once(self, prepared, mesh)
+        return replace(prepared, kernel=Rounding(prepared.kernel))
+
+    monkeypatch.setattr(Session, "_wrap", wrap)
 
 
 PROFILER = {

@@ -21,19 +21,19 @@ from tests.support.planted_bugs import Around, Planted
 class DiesOfSoftcap(Around):
     """As a kernel's driver may, it takes the process with it."""
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
-        if options.softcap is not None:
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        if call.softcap is not None:
             os._exit(7)
-        return super().attend(q, k, v, tiles, options, state=state)
+        return super().attend(q, k, v, tiles, call, state=state)
 
 
 class HangsInSoftcap(Around):
     """As a kernel does that waits for a flag which nobody sets."""
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
-        if options.softcap is not None:
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        if call.softcap is not None:
             time.sleep(1000)
-        return super().attend(q, k, v, tiles, options, state=state)
+        return super().attend(q, k, v, tiles, call, state=state)
 
 
 class FailsForGood(Around):
@@ -43,11 +43,11 @@ class FailsForGood(Around):
         super().__init__(kernel)
         self.broken = False
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
-        self.broken |= options.softcap is not None
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        self.broken |= call.softcap is not None
         if self.broken:
             raise RuntimeError("the device is gone")
-        return super().attend(q, k, v, tiles, options, state=state)
+        return super().attend(q, k, v, tiles, call, state=state)
 
 
 @pytest.fixture(autouse=True)

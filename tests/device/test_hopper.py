@@ -12,10 +12,11 @@ from burst_portable.backends.cuda.driver import Ready
 from burst_portable.backends.cuda.hopper import configs
 from burst_portable.backends.cuda.hopper.launch import compiled_kernels
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.base import KernelProblem, Options
+from burst_portable.kernels.base import BackwardInputs
 from burst_portable.numerics import empty_state
 from burst_portable.planning.tiles import Tile, Tiles
 from tests.support import hopper_cases
+from tests.support.calls import kernel_call, settings
 from tests.support.hopper_cases import (
     KERNEL,
     MASKS,
@@ -52,7 +53,7 @@ def hopper():
     # torch for ROCm gives an MI250 the same number.
     if torch.version.hip or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no sm_90 device")
-    reason = KERNEL.supports(KernelProblem(torch.bfloat16, DEVICE, 2, 2, 128, 128, deterministic=False)).reason
+    reason = KERNEL.supports(kernel_call(torch.bfloat16, DEVICE, 2, 2, 128, 128, deterministic=False)).reason
     assert not reason, reason
 
 
@@ -69,7 +70,7 @@ def test_masks(mask, dim):
 def test_blocks_that_start_with_documents(mask, dim):
     """Where a block stops short, the rows that follow are another's: nothing is written there, into a state neither."""
     q, k, v = (randn(2, 1900, h, dim, seed=i) for i, h in enumerate((4, 2, 2)))
-    tiles, options = tiles_of(mask, 1900), Options(scale=dim**-0.5, deterministic=False)
+    tiles, options = tiles_of(mask, 1900), settings(scale=dim**-0.5, deterministic=False)
     compare(q, k, v, tiles)
     state = KERNEL.attend(q, k, v, tiles, options, state=fresh_state(q))
     exact = ORACLE.attend(*wide(q, k, v), tiles, options)
@@ -159,7 +160,7 @@ def test_rows_that_are_merged(dim):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_state_is_merged_in_place(dim):
     """Blocks of keys one after the other equal all keys at once; rows that a step does not see stay as they are."""
-    length, options = 700, Options(scale=0.1)
+    length, options = 700, settings(scale=0.1)
     q, k, v = (randn(2, length, h, dim, seed=i) for i, h in enumerate((4, 2, 2)))
     tiles = tiles_of("causal", length)
     exact = ORACLE.attend(*wide(q, k, v), tiles, options)
@@ -175,7 +176,7 @@ def test_state_is_merged_in_place(dim):
 
 
 def test_strided_inputs_and_state():
-    length, dim, options = 300, 128, Options(scale=0.09, deterministic=False)
+    length, dim, options = 300, 128, settings(scale=0.09, deterministic=False)
     packed = randn(2, length, 12, dim)
     q, k, v = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
     compare(q, k, v, tiles_of("causal", length))
@@ -208,7 +209,7 @@ def test_inputs_that_tma_cannot_address(dim):
 
 
 def test_state_of_another_kernel_is_brought_to_float32():
-    q, tiles, options = randn(1, 100, 2, 64), tiles_of("causal", 100), Options(scale=0.1)
+    q, tiles, options = randn(1, 100, 2, 64), tiles_of("causal", 100), settings(scale=0.1)
     out, lse = KERNEL.attend(q, q, q, tiles, options, state=empty_state(q, 64))
     assert out.dtype == lse.dtype == torch.float32
     assert gap(out, ORACLE.attend(*wide(q, q, q), tiles, options)[0]) < 6e-3
@@ -227,7 +228,7 @@ def test_neighbours_full_of_nan_do_no_harm():
 def test_many_items_a_program_and_a_graph():
     """More work items than multiprocessors, twice the same; a captured graph replays with new numbers."""
     q, k, v = (randn(3, 1500, h, 64, seed=i) for i, h in enumerate((8, 4, 4)))
-    tiles, options = tiles_of("causal", 1500), Options(scale=0.125)
+    tiles, options = tiles_of("causal", 1500), settings(scale=0.125)
     exact = ORACLE.attend(*wide(q, k, v), tiles, options)
     first, second = KERNEL.attend(q, k, v, tiles, options), KERNEL.attend(q, k, v, tiles, options)
     assert gap(first[0], exact[0]) < 6e-3
@@ -256,10 +257,10 @@ def test_refusals():
     q = randn(1, 64, 2, 128)
     tiles = tiles_of("full", 64)
     with pytest.raises(UnsupportedError, match="deterministic"):
-        KERNEL.attend_backward(q, q, q, q, q, tiles, Options(scale=0.1), out=q, into=(q, q, q))
+        KERNEL.attend_backward(BackwardInputs(q, q, q, q, q, out=q), tiles, settings(scale=0.1), into=(q, q, q))
     odd = randn(1, 64, 2, 129, dtype=torch.float32)[..., :128]
     with pytest.raises(UnsupportedError, match="cannot address out"):
-        KERNEL.attend(q, q, q, tiles, Options(scale=0.1), state=(odd, fresh_state(q)[1]))
+        KERNEL.attend(q, q, q, tiles, settings(scale=0.1), state=(odd, fresh_state(q)[1]))
 
 
 def test_launches_go_straight_to_the_driver():
@@ -273,7 +274,7 @@ def test_launches_go_straight_to_the_driver():
 
 def test_a_thread_that_is_new_to_the_device():
     q, k, v = (randn(1, 200, 2, 64, dtype=torch.bfloat16, seed=i) for i in range(3))
-    tiles, options = tiles_of("causal", 200), Options(scale=0.125)
+    tiles, options = tiles_of("causal", 200), settings(scale=0.125)
     expected, _ = KERNEL.attend(q, k, v, tiles, options)
     torch.cuda.synchronize()
     with ThreadPoolExecutor(1) as pool:

@@ -8,7 +8,8 @@ import torch
 from burst_portable.backends.cuda.backend import CudaBackend
 from burst_portable.backends.cuda.hopper import flash4
 from burst_portable.backends.registry import choose_kernel
-from burst_portable.kernels.base import KernelProblem, attend_whole, gradients, takes_windows
+from burst_portable.kernels.base import BackwardInputs
+from tests.support.calls import kernel_call
 from tests.support.flash4_cases import OPTIONS, box, causal, compare_whole, inputs
 from tests.support.hopper_cases import gap, tiles_of
 
@@ -26,7 +27,7 @@ def kernel():
     if torch.version.hip or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no sm_90 device")
     pytest.importorskip("flash_attn.cute")
-    problem = KernelProblem(torch.bfloat16, "cuda", 4, 2, 128, 128, deterministic=False)
+    problem = kernel_call(torch.bfloat16, "cuda", 4, 2, 128, 128, deterministic=False)
     found, _ = choose_kernel(CudaBackend(), problem, "auto")
     assert found.name == NAME
     return found
@@ -66,7 +67,7 @@ def test_other_masks(kernel, mask, dim):
 def test_windows(kernel, length, left, dtype):
     """With as many K/V heads as query heads: gradients are flash-attn-4's."""
     left = length - 2 if left is None else left
-    assert takes_windows(kernel._flash)
+    assert kernel._flash.load().traits.supports_causal_window
     compare_whole(kernel, *inputs(length, length, (4, 4), 128, "cuda", dtype), tiles_of(f"window:{left}", length))
 
 
@@ -96,8 +97,8 @@ def test_in_a_graph(kernel, dim):
     tiles = causal(700)
 
     def step():
-        out, lse = attend_whole(kernel, q, k, v, tiles, OPTIONS)
-        return out, *gradients(kernel, dout, q, k, v, out, lse, tiles, OPTIONS)
+        out, lse = kernel.forward_single_call(q, k, v, tiles, OPTIONS)
+        return out, *kernel.backward_single_call(BackwardInputs(dout, q, k, v, lse, out), tiles, OPTIONS)
 
     step()
     torch.cuda.synchronize()

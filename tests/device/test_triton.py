@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from burst_portable.kernels.base import KernelProblem, Options
+from burst_portable.kernels.base import BackwardInputs
 from burst_portable.layout import Segment
 from burst_portable.planning.tiles import find_tiles
+from tests.support.calls import kernel_call, settings
 from tests.support.triton_cases import SHAPES, Case, cases, check, inputs, layouts, masks
 from tests.support.triton_checks import CHECKS
 
@@ -78,16 +79,16 @@ def test_same_twice(kernel, device: str) -> None:
     tiles = find_tiles(case.parsed, (Segment(0, 700),), (Segment(0, 700),))
     results = []
     for _ in range(2):
-        out, lse = kernel.attend(q, k, v, tiles, Options(0.2))
+        out, lse = kernel.attend(q, k, v, tiles, settings(0.2))
         into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-        kernel.attend_backward(dout, q, k, v, lse, tiles, Options(0.2), out=out, into=into)
+        kernel.attend_backward(BackwardInputs(dout, q, k, v, lse, out=out), tiles, settings(0.2), into=into)
         results.append((out, lse, *into))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_reasons(kernel, device: str) -> None:
     """What it cannot do, it says."""
-    problem = KernelProblem(torch.float64, device, 2, 2, 64, 64)
+    problem = kernel_call(torch.float64, device, 2, 2, 64, 64)
     assert "float64" in kernel.supports(problem).reason
-    assert "512" in kernel.supports(replace(problem, dtype=torch.float16, head_dim=512)).reason
-    assert kernel.supports(replace(problem, dtype=torch.float16))
+    assert "512" in kernel.supports(replace(problem, dtype="float16", head_dim=512)).reason
+    assert kernel.supports(replace(problem, dtype="float16"))

@@ -15,10 +15,11 @@ from burst_portable.backends.cpu.attention import CpuFlashKernel
 from burst_portable.conformance.cases import AXES, Case, covering, product
 from burst_portable.conformance.oracle import judge, relative_error
 from burst_portable.errors import UnsupportedError
+from burst_portable.kernels.base import WrappedKernel
 from burst_portable.planning.tiles import Tile
-from burst_portable.runtime.observer import PlainRuntime
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 from tests.support.one_core import one_core
+from tests.support.seams import calls_with
 from tests.support.thread_peers import World, run_peers
 
 
@@ -207,27 +208,34 @@ class Brought(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ring", 2), ("ulysses", 2), ("ring", 1)])
-def test_what_a_collective_brings_is_waited_for(strategy, ranks, monkeypatch):
+def test_what_a_collective_brings_is_waited_for(strategy, ranks):
     """Kernels and copies that take addresses would read at 0."""
     case, addresses = Case(ranks=ranks, strategy=strategy), []
     x = make_inputs(case)
 
-    def noting(method):
-        def noted(self, *arguments, **options):
-            parts = [part for one in arguments for part in (one if isinstance(one, tuple) else (one,))]
-            addresses.extend(part.data_ptr() for part in parts if isinstance(part, torch.Tensor))
-            return method(self, *arguments, **options)
+    class Noting(WrappedKernel):
+        def attend(self, *tensors, **options):
+            addresses.extend(x.data_ptr() for x in tensors[:3])
+            return super().attend(*tensors, **options)
 
-        return noted
+        def forward_single_call(self, *tensors, **options):
+            addresses.extend(x.data_ptr() for x in tensors[:3])
+            return super().forward_single_call(*tensors, **options)
 
-    for name in ("attend", "attend_backward", "attend_whole", "gradients"):
-        monkeypatch.setattr(PlainRuntime, name, noting(getattr(PlainRuntime, name)))
+        def attend_backward(self, x, *rest, **options):
+            addresses.extend(tensor.data_ptr() for tensor in x if tensor is not None)
+            return super().attend_backward(x, *rest, **options)
+
+        def backward_single_call(self, x, *rest):
+            addresses.extend(tensor.data_ptr() for tensor in x if tensor is not None)
+            return super().backward_single_call(x, *rest)
 
     def work(mesh, bring):
         leaves = [bp.shard(t, mesh, layout="zigzag").requires_grad_() for t in (x.q, x.k, x.v)]
         q, k, v = (bring(leaf) for leaf in leaves)
         assert (q.data_ptr() == 0) == (bring == Brought.apply)
-        out = bp.attention(q, k, v, mask=case.make_mask(), mesh=mesh, strategy=strategy, seq_len=case.length)
+        with calls_with(kernel=Noting):
+            out = bp.attention(q, k, v, mask=case.make_mask(), mesh=mesh, strategy=strategy, seq_len=case.length)
         gradients = torch.autograd.grad(bring(out), leaves, bp.shard(x.dout, mesh, layout="zigzag"))
         return out.detach(), *gradients
 

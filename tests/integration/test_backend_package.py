@@ -94,7 +94,7 @@ def test_the_commands_of_a_report_run_again_what_failed(environment, tmp_path):
     site = Path(environment["PYTHONPATH"].partition(":")[0])
     broken = shutil.copytree(site, tmp_path / "site")
     kernel = broken / "their_attention" / "kernel.py"
-    kernel.write_text(kernel.read_text().replace("options.scale", "(1.01 * options.scale)"))
+    kernel.write_text(kernel.read_text().replace("call.scale", "(1.01 * call.scale)"))
     changed = {**environment, "PYTHONPATH": f"{broken}:{ROOT}"}
     options = ["--backend", "theirs", "--quick", "--ranks", "2", "--only", "claims,attention"]
     first = run(changed, "burst_portable", "conform", *options, "--json", "-")

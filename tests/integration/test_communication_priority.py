@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -19,28 +18,31 @@ from burst_portable.backends.registry import group_options_of, load
 from burst_portable.cli.run.job import rates_of_run
 from burst_portable.cli.run.worker import join
 from burst_portable.errors import BackendUnavailableError
+from burst_portable.kernels.base import WrappedKernel
 from burst_portable.planning.rates import Rates
 from burst_portable.profiling.recorder import PlanFacts
-from burst_portable.runtime.observer import PlainRuntime, installed
 from burst_portable.runtime.prepare import strategy_on
 from burst_portable.strategies.auto import AutoStrategy
 from tests.runtime.test_explanation import qkv
+from tests.support.seams import calls_with
 
 GROUPS = bp.make_strategy("ulysses", groups=2)
 
 
-class Asked(PlainRuntime):
-    """Notes down what a rank asks its forward kernel for, step by step."""
+class Asked(WrappedKernel):
+    """Notes down whether a rank's forward kernel is to yield, step by step."""
 
-    seen: ClassVar[dict[int, list[bool]]] = {}
+    def __init__(self, inner, seen):
+        super().__init__(inner)
+        self._seen = seen
 
-    def attend(self, compute, q, k, v, options, state):
-        self.seen[self.transport.rank].append(options.makes_way)
-        return super().attend(compute, q, k, v, options, state)
+    def attend(self, *args, yields=False, **options):
+        self._seen.append(yields)
+        return super().attend(*args, yields=yields, **options)
 
-    def attend_whole(self, compute, q, k, v, options):
-        self.seen[self.transport.rank].append(options.makes_way)
-        return super().attend_whole(compute, q, k, v, options)
+    def forward_single_call(self, *args, yields=False):
+        self._seen.append(yields)
+        return super().forward_single_call(*args, yields=yields)
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -56,36 +58,30 @@ class Asked(PlainRuntime):
     ],
     ids=str,
 )
-def test_kernels_make_way_while_messages_are_beside_them(strategy, steps, first, monkeypatch):
+def test_kernels_make_way_while_messages_are_beside_them(strategy, steps, first):
     """Not in the last step of a ring, whose messages have all come."""
-    monkeypatch.setattr(Asked, "seen", {rank: [] for rank in range(4)})
+    seen = {rank: [] for rank in range(4)}
 
     def work(mesh):
         mesh.transport("cpu").high_priority = first
-        token = installed.set(lambda runtime, plan, _: Asked(runtime.kernel, runtime.transport, runtime.places))
-        try:
+        with calls_with(kernel=lambda kernel: Asked(kernel, seen[mesh.rank])):
             bp.attention(*qkv(heads=8, kv_heads=8), mesh=mesh, strategy=strategy, layout="striped")
-        finally:
-            installed.reset(token)
 
     bp.run_local(4, work, inner=2)
-    assert Asked.seen == {rank: [first and step for step in steps] for rank in range(4)}
+    assert seen == {rank: [first and step for step in steps] for rank in range(4)}
 
 
-def test_kernels_make_way_for_messages_that_only_leave(monkeypatch):
+def test_kernels_make_way_for_messages_that_only_leave():
     """Causal and contiguous: rank 0 only sends, rank 1 still hands on what it computes with, rank 2 only receives."""
-    monkeypatch.setattr(Asked, "seen", {rank: [] for rank in range(3)})
+    seen = {rank: [] for rank in range(3)}
 
     def work(mesh):
         mesh.transport("cpu").high_priority = True
-        token = installed.set(lambda runtime, plan, _: Asked(runtime.kernel, runtime.transport, runtime.places))
-        try:
+        with calls_with(kernel=lambda kernel: Asked(kernel, seen[mesh.rank])):
             bp.attention(*qkv(), mesh=mesh, strategy="ring", layout="contiguous")
-        finally:
-            installed.reset(token)
 
     bp.run_local(3, work)
-    assert Asked.seen == {0: [True], 1: [True, True], 2: [True, True, False]}
+    assert seen == {0: [True], 1: [True, True], 2: [True, True, False]}
 
 
 def test_one_rank_makes_no_way():
@@ -93,7 +89,7 @@ def test_one_rank_makes_no_way():
         mesh.transport("cpu").high_priority = True
         bp.attention(*qkv(), mesh=mesh)
         (call,) = mesh._calls.values()
-        return call.options.makes_way
+        return call.yields
 
     assert bp.run_local(1, work) == [False]
 

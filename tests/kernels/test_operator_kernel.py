@@ -9,7 +9,7 @@ import torch
 
 import burst_portable as bp
 from burst_portable.conformance.cases import LENGTH, MASKS
-from burst_portable.kernels.operator_kernel import causal_window, triangles
+from burst_portable.kernels.operator_kernel import causal_squares, causal_window
 from burst_portable.layout import make_layout
 from burst_portable.planning.tiles import Tile, banded_box, find_tiles
 
@@ -62,7 +62,7 @@ def test_triangles_cover_every_cell_once():
     kinds = set()
     for tile in boxes(LENGTH):
         covered = torch.zeros(LENGTH, LENGTH, dtype=torch.int64)
-        for piece in triangles(tile):
+        for piece in causal_squares(tile):
             box = torch.ones(piece.rows.stop - piece.rows.start, piece.columns.stop - piece.columns.start).long()
             assert box.numel()
             if piece.causal:

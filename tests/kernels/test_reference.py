@@ -11,10 +11,11 @@ from burst_portable.backends.cpu.attention import CpuFlashKernel
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import LENGTH, MASKS
 from burst_portable.conformance.oracle import judge
-from burst_portable.kernels.base import Options
+from burst_portable.kernels.base import BackwardInputs
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import make_layout
 from burst_portable.planning.tiles import Tile, Tiles, find_tiles
+from tests.support.calls import settings
 from tests.support.local_kernels import expected, inputs
 
 KERNELS = [ReferenceKernel(), CpuFlashKernel()]
@@ -32,7 +33,9 @@ def run(kernel, q, k, v, dout, parts, options, with_out=False):
     for columns, tiles in parts:
         given = {"out": out} if with_out else {"delta": delta}
         block = (into[0], into[1][:, columns], into[2][:, columns])
-        kernel.attend_backward(dout, q, k[:, columns], v[:, columns], lse, tiles, options, **given, into=block)
+        kernel.attend_backward(
+            BackwardInputs(dout, q, k[:, columns], v[:, columns], lse, **given), tiles, options, into=block
+        )
     return oracle.Answer(out, lse, *into)
 
 
@@ -45,7 +48,7 @@ def test_every_mask_whole_and_in_pieces(kernel, name, pieces):
     shards = make_layout("contiguous", LENGTH, pieces).shards
     whole = make_layout("contiguous", LENGTH, 1).shards[0]
     parts = [(slice(s.start, s.last + 1), find_tiles(MASKS[name], whole, (s,))) for shard in shards for s in shard]
-    answer = run(kernel, q, k, v, dout, parts, Options(0.3), with_out=pieces == 1)
+    answer = run(kernel, q, k, v, dout, parts, settings(0.3), with_out=pieces == 1)
     exact, plain = expected(q, k, v, dout, MASKS[name], torch.float32, scale=0.3)
     assert judge(answer, exact, plain, torch.float32) == {}
 
@@ -55,7 +58,7 @@ def test_every_mask_whole_and_in_pieces(kernel, name, pieces):
 def test_every_dtype(kernel, dtype):
     q, k, v, dout = inputs(dtype)
     tiles = find_tiles(MASKS["sink_window"], *[make_layout("contiguous", LENGTH, 1).shards[0]] * 2)
-    answer = run(kernel, q, k, v, dout, [(slice(None), tiles)], Options(0.3))
+    answer = run(kernel, q, k, v, dout, [(slice(None), tiles)], settings(0.3))
     exact, plain = expected(q, k, v, dout, MASKS["sink_window"], dtype, scale=0.3)
     assert judge(answer, exact, plain, dtype) == {}
 
@@ -63,7 +66,7 @@ def test_every_dtype(kernel, dtype):
 def test_the_reference_takes_value_sizes_and_softcap():
     q, k, v, dout = inputs(torch.float32, dv=5)
     tiles = Tiles([Tile(0, LENGTH, 0, LENGTH, 0, LENGTH - 1)])
-    answer = run(ReferenceKernel(), q, k, v, dout, [(slice(None), tiles)], Options(0.7, softcap=2.0))
+    answer = run(ReferenceKernel(), q, k, v, dout, [(slice(None), tiles)], settings(0.7, softcap=2.0))
     exact, plain = expected(q, k, v, dout, MASKS["causal"], torch.float32, scale=0.7, softcap=2.0)
     assert judge(answer, exact, plain, torch.float32) == {}
 
@@ -76,13 +79,15 @@ def test_what_lies_outside_every_tile_is_neither_read_nor_written(kernel):
         x[:, :10] = torch.nan
         x[:, 40:] = torch.nan
     tiles = Tiles([Tile(10, 40, 10, 40, 0, 29)])
-    state = kernel.attend(q, k, v, tiles, Options(0.3))
+    state = kernel.attend(q, k, v, tiles, settings(0.3))
     assert bool((state[0][:, :10] == 0).all())
     assert bool((state[1][:, :, 40:] == -torch.inf).all())
     assert bool(state[0][:, 10:40].isfinite().all())
     into = tuple(torch.full(x.shape, 7.0) for x in (q, k, v))
     lse = state[1].float()
-    kernel.attend_backward(dout, q, k, v, lse, tiles, Options(0.3), delta=torch.zeros_like(lse), into=into)
+    kernel.attend_backward(
+        BackwardInputs(dout, q, k, v, lse, delta=torch.zeros_like(lse)), tiles, settings(0.3), into=into
+    )
     for gradient in into:
         assert bool((gradient[:, :10] == 7).all())
         assert bool((gradient[:, 40:] == 7).all())

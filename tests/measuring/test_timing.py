@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.kernels.base import KernelProblem
+from burst_portable.kernels.base import Kernel, Support
 from burst_portable.measuring.measurement import held_up
 from burst_portable.measuring.timing import (
     Block,
@@ -22,6 +22,7 @@ from burst_portable.measuring.timing import (
     share_held_up,
     speed,
 )
+from tests.support.calls import kernel_call
 from tests.support.simulated_clock import CPU, Machine, Simulated
 
 # ------------------------------------------------------------------------------------------------ arithmetic
@@ -84,23 +85,26 @@ def test_the_kernel_of_a_block_by_exact_area():
     """A kernel that takes 2 ms a call and 1 GFLOP/s, of 2 query heads of 4: backward 2.5 times the FLOPs."""
     machine = Machine()
 
-    class Planted:
+    class Planted(Kernel):
         name = "planted"
 
-        def attend(self, q, k, v, tiles, options, *, state=None):
+        def supports(self, call):
+            return Support(True)
+
+        def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
             assert state is None
             machine.now += 2e-3 + 4 * tiles.area * 2 * 4 / 1e9
             return torch.zeros(q.shape), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
-        def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
-            assert (delta is None) != (out is None)
-            assert [x.shape for x in into] == [q.shape, k.shape, v.shape]
+        def attend_backward(self, x, tiles, call, *, into):
+            assert (x.delta is None) != (x.out is None)
+            assert [total.shape for total in into] == [x.q.shape, x.k.shape, x.v.shape]
             machine.now += 2e-3 + 10 * tiles.area * 2 * 4 / 1e9
 
-    problem = KernelProblem(torch.float32, "cpu", 2, 1, 4, 4, deterministic=False)
+    call = kernel_call(torch.float32, "cpu", 2, 1, 4, 4, deterministic=False)
     points = []
     for length in (8, 32):
-        block = Block(Planted(), problem, length, CPU)
+        block = Block(Planted(), call, length, CPU)
         assert block.flops["forward"] == 4 * length * (length + 1) // 2 * 2 * 4
         points.append((block.flops, block.seconds(Simulated(machine))))
     for name in ("forward", "backward"):

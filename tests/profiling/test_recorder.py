@@ -16,8 +16,9 @@ from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.planning.cost import rank_cost
 from burst_portable.planning.rates import Rates
 from burst_portable.profiling import recorder as module
-from burst_portable.profiling.recorder import Recorder, RecordingRuntime
+from burst_portable.profiling.recorder import Recorder, RecordingObserver, RecordingTransport
 from burst_portable.profiling.records import NEVER, pack, unpack
+from burst_portable.runtime.prepared_call import NO_OBSERVER
 from tests.support.recorded_calls import LENGTH, RANKS, inputs, one_step
 
 
@@ -48,7 +49,7 @@ def test_results_are_the_same_bits_on_and_off(strategy, level):
 def test_posting_an_exchange_is_no_copying(monkeypatch):
     """Marks of copies lie around what a rank copies, not around what it gives to the transport."""
     inside, posted = threading.local(), []
-    copying, post = RecordingRuntime.copying, LocalTransport.post
+    copying, post = RecordingObserver.copies, LocalTransport.post
 
     @contextmanager
     def marked(self, *arguments, **options):
@@ -62,7 +63,7 @@ def test_posting_an_exchange_is_no_copying(monkeypatch):
         assert not getattr(inside, "now", False), label
         return post(self, sends, receives, label)
 
-    monkeypatch.setattr(RecordingRuntime, "copying", marked)
+    monkeypatch.setattr(RecordingObserver, "copies", marked)
     monkeypatch.setattr(LocalTransport, "post", watched)
     recorded("ulysses")
     assert {"to heads", "to sequence"} <= set(posted)
@@ -211,14 +212,17 @@ def test_a_batch_is_watched_once_and_sends_of_their_own_are_not():
     def arrivals(sending):
         transport = LocalTransport(Fabric(2, 1.0), 0)
         transport.end = lambda: log.append("end")
-        inner = SimpleNamespace(transport=transport, post=lambda *_, **__: ([sending], [batch]))
+        prepared = SimpleNamespace(plan=plan, transport=transport, observer=NO_OBSERVER)
         recorder = Recorder(0, "host", light=False)
         recorder._clocks[buffer.device] = clock
-        runtime = RecordingRuntime(inner, plan, recorder)
-        leaving, arriving = runtime.post([(step.sends[0], buffer)], [(step.receives[0], buffer)], 0, backward=False)
+        observer = RecordingObserver(prepared, recorder)
+        sends, receives = [(step.sends[0], buffer)], [(step.receives[0], buffer)]
+        with observer.posts(sends, receives, 0, backward=False) as posting:
+            leaving, arriving = [sending], [batch]
+        leaving, arriving = posting.wrap(leaving, arriving)
         for handle in (*leaving, *arriving):
             handle.wait()
-        runtime.transport.end()
+        RecordingTransport(transport, observer).end()
         table = recorder.records().tables["message"]
         return dict(zip(table["sends"].tolist(), table["arrived"].tolist(), strict=True))
 

@@ -12,7 +12,7 @@ import burst_portable as bp
 from burst_portable.cli import main
 from burst_portable.errors import BurstError, InputError, MismatchError, PeerLostError
 from burst_portable.profiling.ablation import ablate
-from burst_portable.runtime.observer import installed
+from burst_portable.runtime.prepared_call import installed
 
 
 def attend(mesh=None):

@@ -3,73 +3,88 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import ClassVar
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import burst_portable as bp
-from burst_portable.runtime.observer import PlainRuntime, installed
+from burst_portable.comm.base import WrappedTransport
+from burst_portable.kernels.base import WrappedKernel
+from burst_portable.runtime.prepared_call import Observer
+from tests.support.seams import calls_with
 
 
-class Noting(PlainRuntime):
-    """Notes down what a backward kernel gets, and, by rank, how many blocks are in memory at each forward step."""
+class Noted:
+    """What backward kernels get, and, by rank, how many blocks are in memory at each forward step."""
 
-    in_one_piece: ClassVar[dict[str, set[bool]]] = {}
-    dtypes: ClassVar[set[torch.dtype]] = set()
-    inboxes: ClassVar[dict[int, list[StorageWeakRef]]] = {}
-    held: ClassVar[dict[int, list[int]]] = {}
-    copied: ClassVar[set[tuple[bool, int]]] = set()
+    def __init__(self):
+        self.in_one_piece: defaultdict[str, set[bool]] = defaultdict(set)
+        self.dtypes: set[torch.dtype] = set()
+        self.inboxes: defaultdict[int, list[StorageWeakRef]] = defaultdict(list)
+        self.held: defaultdict[int, list[int]] = defaultdict(list)
+        self.copied: set[tuple[bool, int]] = set()
 
-    def copying(self, device, step, *, backward):
-        self.copied.add((backward, step))
-        return super().copying(device, step, backward=backward)
 
-    def inbox(self, moves, size, device):
-        made = super().inbox(moves, size, device)
-        self.inboxes[self.transport.rank].append(StorageWeakRef(made.untyped_storage()))
+class NotingKernel(WrappedKernel):
+    def __init__(self, inner, noted):
+        super().__init__(inner)
+        self._noted = noted
+
+    def attend_backward(self, x, tiles, call, *, into):
+        for name in ("q", "dout", "lse", "delta"):
+            if (tensor := getattr(x, name)) is not None:  # delta only where queries travel
+                self._noted.in_one_piece[name].add(tensor.is_contiguous())
+        self._noted.dtypes.update(sums.dtype for sums in into)
+        super().attend_backward(x, tiles, call, into=into)
+
+
+class NotingTransport(WrappedTransport):
+    def __init__(self, inner, noted):
+        super().__init__(inner)
+        self._noted = noted
+
+    def inbox(self, size, device, peer, place=None):
+        made = super().inbox(size, device, peer, place)
+        self._noted.inboxes[self.rank].append(StorageWeakRef(made.untyped_storage()))
         return made
 
-    def attend(self, compute, q, k, v, options, state):
-        rank = self.transport.rank
-        self.held[rank].append(sum(not one.expired() for one in self.inboxes[rank]))
-        return super().attend(compute, q, k, v, options, state)
 
-    def attend_backward(self, compute, queries, k, v, options, into):
-        for name in ("q", "dout", "lse", "delta"):
-            if (x := getattr(queries, name)) is not None:  # delta only where queries travel
-                self.in_one_piece[name].add(x.is_contiguous())
-        self.dtypes.update(sums.dtype for sums in into)
-        super().attend_backward(compute, queries, k, v, options, into)
+class NotingObserver(Observer):
+    def __init__(self, rank, noted):
+        self._rank, self._noted = rank, noted
 
+    def computes(self, compute, like, *, backward):
+        if not backward:
+            alive = sum(not one.expired() for one in self._noted.inboxes[self._rank])
+            self._noted.held[self._rank].append(alive)
+        return super().computes(compute, like, backward=backward)
 
-@pytest.fixture
-def noted(monkeypatch):
-    for name, empty in {"in_one_piece": set, "inboxes": list, "held": list}.items():
-        monkeypatch.setattr(Noting, name, defaultdict(empty))
-    monkeypatch.setattr(Noting, "dtypes", set())
-    monkeypatch.setattr(Noting, "copied", set())
-    return Noting
+    def copies(self, device, step, *, backward):
+        self._noted.copied.add((backward, step))
+        return super().copies(device, step, backward=backward)
 
 
 def attend(ranks, strategy, dtype=torch.float32):
-    """Forward and backward, full mask, with the runtime above."""
+    """Run both passes with the full mask; return what was noted."""
+    noted = Noted()
 
     def work(mesh):
-        token = installed.set(lambda runtime, plan, _: Noting(runtime.kernel, runtime.transport, runtime.places))
-        try:
+        with calls_with(
+            observer=lambda prepared: NotingObserver(mesh.rank, noted),
+            kernel=lambda kernel: NotingKernel(kernel, noted),
+            transport=lambda transport: NotingTransport(transport, noted),
+        ):
             q, k, v = (torch.ones(1, 4, 2, 8, dtype=dtype, requires_grad=True) for _ in "qkv")
             bp.attention(q, k, v, mesh=mesh, mask="full", layout="contiguous", strategy=strategy).sum().backward()
-        finally:
-            installed.reset(token)
 
     bp.run_local(ranks, work)
+    return noted
 
 
-def test_queries_are_read_in_their_message_but_for_lse_and_delta(noted):
+def test_queries_are_read_in_their_message_but_for_lse_and_delta():
     """Kernels take those two in one piece; of Q and dO a copy would be needless."""
-    attend(3, "burst")
+    noted = attend(3, "burst")
     assert {name: seen == {True} for name, seen in noted.in_one_piece.items()} == {
         "q": False, "dout": False, "lse": True, "delta": True
     }  # fmt: skip
@@ -77,19 +92,19 @@ def test_queries_are_read_in_their_message_but_for_lse_and_delta(noted):
 
 @pytest.mark.parametrize("strategy", ["ring", "burst"])
 @pytest.mark.parametrize("gradients", ["wide", "narrow"])
-def test_gradients_are_added_up_wide_however_they_travel(strategy, gradients, noted):
-    attend(3, bp.make_strategy(strategy, gradients=gradients), torch.bfloat16)
+def test_gradients_are_added_up_wide_however_they_travel(strategy, gradients):
+    noted = attend(3, bp.make_strategy(strategy, gradients=gradients), torch.bfloat16)
     assert noted.dtypes == {torch.float32}
 
 
-def test_blocks_are_let_go_while_others_come(noted):
+def test_blocks_are_let_go_while_others_come():
     """Held: what comes next, what is computed with, what leaves; and one or two while a neighbour is late."""
-    attend(12, "ring")
+    noted = attend(12, "ring")
     assert len(noted.held) == 12
     assert all(len(held) == 12 and max(held) <= 5 for held in noted.held.values())
 
 
-def test_copies_are_told_with_their_step(noted):
+def test_copies_are_told_with_their_step():
     """The own block is packed first; sums of others' gradients are zeroed at 1 and 2, what came is added at 2 and 3."""
-    attend(3, "ring")
+    noted = attend(3, "ring")
     assert noted.copied == {(False, 0), *((True, step) for step in range(4))}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.runtime.observer import PlainRuntime, installed
+from burst_portable.runtime.prepared_call import Observer, Posting
+from tests.support.seams import calls_with
 
 RANKS = 3
 
@@ -24,48 +23,49 @@ class Noted:
         self._handle.wait()
 
 
-class Noting(PlainRuntime):
-    """Notes down what each rank computes and sends, and for which of its messages it waits."""
+class Noting(Observer):
+    """Notes down what a rank computes and sends, and for which of its messages it waits."""
 
-    logs: ClassVar[dict[int, list[str]]] = {}
+    def __init__(self, log):
+        self._log = log
 
-    def attend(self, compute, q, k, v, options, state):
-        self.logs[self.transport.rank].append(compute.label)
-        return super().attend(compute, q, k, v, options, state)
+    def computes(self, compute, like, *, backward):
+        self._log.append(compute.label)
+        return super().computes(compute, like, backward=backward)
 
-    def attend_whole(self, compute, q, k, v, options):
-        self.logs[self.transport.rank].append(compute.label)
-        return super().attend_whole(compute, q, k, v, options)
-
-    def post(self, sends, receives, step, *, backward):
-        leaving, arriving = super().post(sends, receives, step, backward=backward)
-        log = self.logs[self.transport.rank]
-        log += [f"{move.label} leaves for {move.target}" for move, _ in sends]
-        names = [f"{move.label} left for {move.target}" for move, _ in sends]
-        return [Noted(handle, log, name) for handle, name in zip(leaving, names, strict=True)], arriving
+    def posts(self, sends, receives, step, *, backward):
+        return NotingPosting(self._log, [move for move, _ in sends])
 
 
-def logs(monkeypatch, backward=False, **call):
+class NotingPosting(Posting):
+    def __init__(self, log, moves):
+        self._log, self._moves = log, moves
+
+    def wrap(self, leaving, arriving):
+        self._log += [f"{move.label} leaves for {move.target}" for move in self._moves]
+        names = [f"{move.label} left for {move.target}" for move in self._moves]
+        return [Noted(handle, self._log, name) for handle, name in zip(leaving, names, strict=True)], arriving
+
+
+def logs(backward=False, **call):
     """By rank: of a forward pass, or of a backward pass alone."""
-    monkeypatch.setattr(Noting, "logs", {rank: [] for rank in range(RANKS)})
+    found = {rank: [] for rank in range(RANKS)}
 
     def work(mesh):
-        token = installed.set(lambda runtime, plan, _: Noting(runtime.kernel, runtime.transport, runtime.places))
-        try:
+        log = found[mesh.rank]
+        with calls_with(observer=lambda prepared: Noting(log)):
             q, k, v = (torch.ones(1, 4, 2, 8, requires_grad=True) for _ in "qkv")
             out = bp.attention(q, k, v, mesh=mesh, layout="contiguous", **call)
             if backward:
-                Noting.logs[mesh.rank].clear()
+                log.clear()
                 out.sum().backward()
-        finally:
-            installed.reset(token)
 
     bp.run_local(RANKS, work)
-    return Noting.logs
+    return found
 
 
-def test_a_ring_waits_one_step_later(monkeypatch):
-    found = logs(monkeypatch, mask="full", strategy="ring")
+def test_a_ring_waits_one_step_later():
+    found = logs(mask="full", strategy="ring")
     assert found[0] == [
         "kv0 leaves for 1", "q0 x kv0",
         "kv2 leaves for 1", "q0 x kv2", "kv0 left for 1",
@@ -73,8 +73,8 @@ def test_a_ring_waits_one_step_later(monkeypatch):
     ]  # fmt: skip
 
 
-def test_ranks_that_are_done_wait_for_what_others_still_take(monkeypatch):
-    assert logs(monkeypatch, mask="causal", strategy="ring") == {
+def test_ranks_that_are_done_wait_for_what_others_still_take():
+    assert logs(mask="causal", strategy="ring") == {
         0: ["kv0 leaves for 1", "q0 x kv0", "kv0 left for 1"],
         1: ["kv1 leaves for 2", "q1 x kv1", "kv0 leaves for 2", "q1 x kv0", "kv1 left for 2", "kv0 left for 2"],
         2: ["q2 x kv2", "q2 x kv1", "q2 x kv0"],
@@ -91,8 +91,8 @@ def test_ranks_that_are_done_wait_for_what_others_still_take(monkeypatch):
     ],
     ids=str,
 )
-def test_all_that_leaves_has_left_when_a_pass_ends(strategy, mask, backward, monkeypatch):
-    for rank, log in logs(monkeypatch, backward, mask=mask, strategy=strategy).items():
+def test_all_that_leaves_has_left_when_a_pass_ends(strategy, mask, backward):
+    for rank, log in logs(backward, mask=mask, strategy=strategy).items():
         leaving = sorted(line for line in log if "leaves" in line)
         assert sorted(line.replace("left", "leaves") for line in log if "left" in line) == leaving
         assert leaving or (mask, rank) != ("full", 0)

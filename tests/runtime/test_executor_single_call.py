@@ -7,9 +7,10 @@ import torch
 
 import burst_portable as bp
 from burst_portable.conformance.oracle import dense_mask
-from burst_portable.kernels import base
+from burst_portable.kernels.base import Kernel
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.planning import schedule
+from burst_portable.planning.call import KernelTraits
 
 
 def qkv():
@@ -21,18 +22,18 @@ def asked(monkeypatch):
     """Which methods for attention as a whole the reference kernel is asked for; it has them here, and gives 16 bits."""
     names = []
 
-    def attend_whole(self, *arguments):
-        names.append("attend_whole")
+    def forward_single_call(self, *arguments, yields):
+        names.append("forward_single_call")
         out, lse = self.attend(*arguments)
         return out.bfloat16(), lse
 
-    def gradients(self, dout, q, k, v, out, lse, tiles, options):
-        names.append("gradients")
-        assert out.dtype == torch.bfloat16
-        return tuple(x.bfloat16() for x in base.added_up(self, dout, q, k, v, out, lse, tiles, options))
+    def backward_single_call(self, x, tiles, call):
+        names.append("backward_single_call")
+        assert x.out.dtype == torch.bfloat16
+        return tuple(made.bfloat16() for made in Kernel.backward_single_call(self, x, tiles, call))
 
-    monkeypatch.setattr(ReferenceKernel, "attend_whole", attend_whole, raising=False)
-    monkeypatch.setattr(ReferenceKernel, "gradients", gradients, raising=False)
+    monkeypatch.setattr(ReferenceKernel, "forward_single_call", forward_single_call)
+    monkeypatch.setattr(ReferenceKernel, "backward_single_call", backward_single_call)
     return names
 
 
@@ -44,7 +45,7 @@ def test_on_one_rank_a_kernel_is_asked_for_the_whole(asked):
         out = bp.attention(q, k, v, mesh=bp.Mesh.single(), kernel="reference", layout=layout)
         weights = torch.randn(out.shape)
         made = torch.autograd.grad((out * weights).sum(), (q, k, v))
-        assert asked == ["attend_whole", "gradients"]
+        assert asked == ["forward_single_call", "backward_single_call"]
         exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
         good = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in exact), is_causal=True, enable_gqa=True
@@ -53,7 +54,7 @@ def test_on_one_rank_a_kernel_is_asked_for_the_whole(asked):
         for mine, other in zip(made, torch.autograd.grad((good * weights).sum(), exact), strict=True):
             torch.testing.assert_close(mine.double(), other, rtol=2e-2, atol=5e-2)
         bp.attention(q, k, v, mesh=bp.Mesh.single(), kernel="reference", sinks=torch.zeros(q.shape[2])).sum().backward()
-        assert asked == ["attend_whole", "gradients", "gradients"]
+        assert asked == ["forward_single_call", "backward_single_call", "backward_single_call"]
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,8 @@ def test_of_several_ranks_those_that_compute_once_ask_for_the_whole(asked, mask,
         return rows, out.detach(), *torch.autograd.grad((out * bp.shard(weights, mesh, layout=layout)).sum(), mine)
 
     made = bp.run_local(2, work)
-    assert asked.count("attend_whole") == sum(forward)
-    assert asked.count("gradients") == sum(backward)
+    assert asked.count("forward_single_call") == sum(forward)
+    assert asked.count("backward_single_call") == sum(backward)
     exact = [x.double().requires_grad_() for x in (whole_q, whole_k, whole_v)]
     sees = dense_mask(bp.Mask.parse(mask, 16) if isinstance(mask, str) else mask, 16)
     q, k, v = (x.transpose(1, 2) for x in exact)
@@ -97,9 +98,9 @@ def test_rows_that_one_step_completes_are_written_once(monkeypatch):
     monkeypatch.setattr(schedule, "ROWS_WORTH_A_LAUNCH", 1)
     written = []
 
-    def attend_into(self, q, k, v, tiles, options, out, lse):
+    def attend_into(self, q, k, v, tiles, call, out, lse, *, yields):
         written.append((out.dtype, out.shape[1]))
-        made, made_lse = self.attend(q, k, v, tiles, options)
+        made, made_lse = self.attend(q, k, v, tiles, call)
         out.copy_(made)
         lse.copy_(made_lse)
 
@@ -112,7 +113,8 @@ def test_rows_that_one_step_completes_are_written_once(monkeypatch):
         return bp.attention(*mine, **use, sinks=sinks, return_lse=True)
 
     merged = bp.run_local(3, work)  # this kernel does not write where it is told: all rows are merged, and rounded last
-    monkeypatch.setattr(ReferenceKernel, "attend_into", attend_into, raising=False)
+    monkeypatch.setattr(ReferenceKernel, "attend_into", attend_into)
+    monkeypatch.setattr(ReferenceKernel, "traits", KernelTraits(writes_into=True))
     made = bp.run_local(3, work)
     assert sorted(map(str, written)) == sorted(map(str, [(torch.float32, 128), (torch.bfloat16, 384)] * 2))
     q, k, v = (x.double().transpose(1, 2) for x in (whole_q, whole_k, whole_v))

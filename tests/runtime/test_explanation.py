@@ -30,8 +30,8 @@ def test_what_is_told_is_what_runs(strategy, options):
         bp.attention(*qkv(), mesh=mesh, strategy=strategy, **options)
         (call,) = mesh._calls.values()
         assert told.strategy.name == call.plan.strategy
-        assert told.kernel.name == call.runtime.kernel.name
-        assert (told.transport.name, told.transport.why) == (call.runtime.transport.name, "the only one")
+        assert told.kernel.name == call.kernel.name
+        assert (told.transport.name, told.transport.why) == (call.transport.name, "the only one")
         assert told.layout.startswith(f"{call.plan.call.layout.name}: rank {mesh.rank} of 2 holds 16 of 32")
         assert told.strategy.why.startswith("chose" if strategy == "auto" else "named")
         if not call.plan.heads:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import burst_portable as bp
 from burst_portable.errors import InputError, MismatchError, ShapeError, UnknownNameError, UnsupportedError
 from burst_portable.runtime import graph_ops
+from burst_portable.runtime.prepare import Request
 from tests.support.compiled_ranks import on_threads
 
 # torch's own: the compiler looks at .grad of what it is handed.
@@ -307,17 +308,16 @@ def test_an_exported_program_names_nothing_of_this_process():
 
 
 def test_names_tell_meshes_and_arguments_apart():
-    arguments = ("causal", "auto", "zigzag", None, None, None, "auto", None)
-    one = graph_ops.Given(MESH, False, arguments)
+    one = graph_ops.Given(MESH, Request())
     others = [
-        graph_ops.Given(bp.Mesh.single(), False, arguments),
-        graph_ops.Given(MESH, True, arguments),
-        graph_ops.Given(MESH, False, ("full", *arguments[1:])),
-        graph_ops.Given(MESH, False, (*arguments[:4], 0.5, *arguments[5:])),
+        graph_ops.Given(bp.Mesh.single(), Request()),
+        graph_ops.Given(MESH, Request(return_lse=True)),
+        graph_ops.Given(MESH, Request(mask="full")),
+        graph_ops.Given(MESH, Request(scale=0.5)),
     ]
     names = [graph_ops.named(given) for given in (one, *others)]
     assert len(set(names)) == 5
-    assert names[0] == graph_ops.named(graph_ops.Given(MESH, False, arguments))
+    assert names[0] == graph_ops.named(graph_ops.Given(MESH, Request()))
     assert [graph_ops.given_as(name) for name in names] == [one, *others]
 
 

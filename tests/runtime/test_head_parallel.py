@@ -8,28 +8,27 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.backends.registry import for_device
-from burst_portable.comm.local import Fabric, LocalTransport
+from burst_portable.backends.cpu.attention import CpuFlashKernel
 from burst_portable.conformance.cases import Case
 from burst_portable.conformance.oracle import judge
 from burst_portable.errors import InputError, UnsupportedError
-from burst_portable.kernels.base import Options
+from burst_portable.kernels.base import BackwardInputs
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import Layout, Segment, make_layout
 from burst_portable.mask import Mask
+from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.cost import plan_cost, reshard_bytes
 from burst_portable.planning.plans import can_group, head_groups
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.tiles import find_tiles
 from burst_portable.planning.verify import verify
-from burst_portable.runtime import executor
 from burst_portable.runtime.head_parallel import _orders
-from burst_portable.runtime.observer import PlainRuntime
-from burst_portable.runtime.prepare import choose, requested
+from burst_portable.runtime.prepare import Request, choose, describe
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.registry import make_strategy
 from burst_portable.strategies.ulysses import in_rank_order
 from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
+from tests.support.seams import calls_with
 from tests.support.thread_peers import World, run_peers
 
 CASES = [
@@ -65,9 +64,9 @@ def test_a_kernel_that_is_faster_on_squares_is_given_squares(monkeypatch, strate
     """The numbers are right, and each call of the kernel is one causal square, though ranks hold two segments each."""
     case, seen = Case(strategy=strategy, ranks=3, heads="gqa", layout="zigzag"), []
     inputs, attend, backward = make_inputs(case), ReferenceKernel.attend, ReferenceKernel.attend_backward
-    monkeypatch.setattr(ReferenceKernel, "faster_squares", True, raising=False)
+    monkeypatch.setattr(ReferenceKernel, "traits", KernelTraits(prefers_square=True))
     monkeypatch.setattr(ReferenceKernel, "attend", lambda *a, **k: seen.append(a[4]) or attend(*a, **k))
-    monkeypatch.setattr(ReferenceKernel, "attend_backward", lambda *a, **k: seen.append(a[6]) or backward(*a, **k))
+    monkeypatch.setattr(ReferenceKernel, "attend_backward", lambda *a, **k: seen.append(a[2]) or backward(*a, **k))
 
     def work(mesh):
         return on_one_rank(mesh, case, inputs, "reference")
@@ -124,8 +123,11 @@ def test_what_a_rank_gets_of_another_is_one_message_a_group(groups, heads):
 
 def chosen(kernel, **options):
     q, k, v = (torch.empty(1, 16, heads, 8) for heads in (4, 2, 2))
-    request = requested("causal", "ulysses", options.get("layout", "zigzag"), 64, None, None, kernel, True)
-    return choose(q, k, v, None, bp.Mesh(0, 4, lambda device: None), request).plan
+    layout = options.get("layout", "zigzag")
+    request = Request("causal", "ulysses", layout, 64, kernel=kernel, deterministic=True).checked()
+    mesh = bp.Mesh(0, 4, lambda device: None)
+    plan, *_ = choose(describe(q, k, v, None, mesh, request), mesh, request)
+    return plan
 
 
 def test_rows_stay_as_they_come_for_kernels_of_one_launch():
@@ -241,24 +243,19 @@ def test_groups_hide_what_moves():
 
 def test_whole_gradients_are_handed_through():
     """A mask that is one call of the operator: its gradients are not added to zeros first."""
-    kernel = next(k for k in for_device("cpu").kernels() if k.name == "cpu_flash")
     case = Case(mask="causal", ranks=1, layout="contiguous", heads="mha")
     seen: list[tuple[torch.Tensor, ...]] = []
-    backward = kernel.backward
 
-    def watched(*arguments):
-        seen.append(backward(*arguments))
-        return seen[-1]
+    class Watched(CpuFlashKernel):
+        def run_backward(self, *arguments):
+            seen.append(super().run_backward(*arguments))
+            return seen[-1]
 
     x = make_inputs(case)
     tiles = bp.plan(seq_len=case.length, ranks=1, heads=12, layout="contiguous").forward.steps_of(0)[0].compute.tiles
-    options = Options(0.3)
-    out, lse = kernel.attend(x.q, x.k, x.v, tiles, options)
-    kernel.backward = watched
-    try:
-        made = kernel.gradients(x.dout, x.q, x.k, x.v, out, lse, tiles, options)
-    finally:
-        del kernel.backward
+    call, kernel = AttentionCall.of(x.q, x.k, x.v, scale=0.3), Watched()
+    out, lse = kernel.attend(x.q, x.k, x.v, tiles, call)
+    made = kernel.backward_single_call(BackwardInputs(x.dout, x.q, x.k, x.v, lse, out), tiles, call)
     assert all(a is b for a, b in zip(made, seen[0], strict=True))
 
 
@@ -281,8 +278,8 @@ def test_orders_of_rows(layout):
 class RoundsWhole(ReferenceKernel):
     """As kernels of devices do: out in q's dtype where one call is all of it."""
 
-    def attend_whole(self, q, k, v, tiles, options):
-        out, lse = self.attend(q, k, v, tiles, options)
+    def forward_single_call(self, q, k, v, tiles, call, *, yields=False):
+        out, lse = self.attend(q, k, v, tiles, call)
         return out.to(q.dtype), lse
 
 
@@ -291,9 +288,8 @@ def test_sinks_are_merged_before_out_is_rounded():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 64, 4, 16, generator=generator).bfloat16() for _ in range(3))
     sinks = torch.randn(4, generator=generator)
-    plan = bp.plan(seq_len=64, ranks=1, heads=4, kv_heads=4, head_dim=16, strategy="ulysses", mask="full")
-    runtime = PlainRuntime(RoundsWhole(), LocalTransport(Fabric(1, 1.0), 0))
-    out, _ = executor.run_forward(plan.forward, runtime, Options(0.25), q, k, v, sinks)
+    with calls_with(kernel=lambda _: RoundsWhole()):
+        out = bp.attention(q, k, v, mesh=bp.Mesh.single(), strategy="ulysses", mask="full", scale=0.25, sinks=sinks)
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 0.25
     weights = torch.cat([scores, sinks.double().view(1, 4, 1, 1).expand(1, 4, 64, 1)], -1).softmax(-1)[..., :-1]
     exact = torch.einsum("bhqk,bkhd->bqhd", weights, v.double()).bfloat16()

@@ -17,6 +17,7 @@ from burst_portable.conformance.oracle import judge
 from burst_portable.conformance.running import plan_of
 from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError
 from burst_portable.planning.cost import plan_cost
+from burst_portable.planning.plans import PASSES
 from burst_portable.planning.rates import Rates
 from burst_portable.profiling.analysis.causes import add_collectives
 from burst_portable.profiling.session import profile
@@ -236,7 +237,9 @@ def test_named_without_nodes_it_takes_the_mesh_s(strategy):
 
     told, made = bp.run_local(8, work)[0]
     assert told.strategy.why == "named"
-    assert made == bp.plan(seq_len=64, ranks=8, heads=8, strategy=bp.make_strategy(strategy, inner=2), layout="auto")
+    named = bp.plan(seq_len=64, ranks=8, heads=8, strategy=bp.make_strategy(strategy, inner=2), layout="auto")
+    assert replace(made.call, dtype="", device="") == named.call
+    assert [made.steps(one, 3) for one in PASSES] == [named.steps(one, 3) for one in PASSES]
     ring = made.forward.route
     assert (ring.ranks, getattr(ring, "inner", made.head_parallel_size)) == ((4, 2) if strategy == "usp" else (8, 2))
 

@@ -21,7 +21,7 @@ import burst_portable as bp
 from burst_portable.comm.torch_dist import TorchDistTransport
 from burst_portable.config import Config
 from burst_portable.errors import CommunicationError
-from burst_portable.runtime.observer import installed
+from burst_portable.runtime.prepared_call import Observer, installed
 
 RANKS = 3
 GAVE_UP = 3
@@ -87,36 +87,15 @@ class Striking(TorchDistTransport):
         return super().share(data, label, deadline)
 
 
-class StrikingRuntime:
+class StrikingObserver(Observer):
     """Kernel calls are events: between a transfer that is under way and the wait for it."""
 
-    def __init__(self, inner, event) -> None:
-        self._inner, self._event, self.transport = inner, event, inner.transport
-        self.inbox, self.post, self.copying = inner.inbox, inner.post, inner.copying
+    def __init__(self, event) -> None:
+        self._event = event
 
-    def attend(self, *arguments):
+    def computes(self, compute, like, *, backward):
         self._event()
-        return self._inner.attend(*arguments)
-
-    def attend_backward(self, *arguments):
-        self._event()
-        self._inner.attend_backward(*arguments)
-
-    def attend_whole(self, *arguments):
-        self._event()
-        return self._inner.attend_whole(*arguments)
-
-    @property
-    def parts_rows(self):
-        return self._inner.parts_rows
-
-    def attend_first(self, *arguments):
-        self._event()
-        return self._inner.attend_first(*arguments)
-
-    def gradients(self, *arguments):
-        self._event()
-        return self._inner.gradients(*arguments)
+        return super().computes(compute, like, backward=backward)
 
 
 def train(meshes: list[bp.Mesh], strategy: str) -> None:
@@ -134,7 +113,7 @@ def run_rank(rank: int, scenario: Scenario) -> None:
     os.dup2(log, 2)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
     event = Countdown(scenario) if rank == 1 and scenario.fault in FAULTS else lambda: None
-    installed.set(lambda runtime, plan, mesh: StrikingRuntime(runtime, event))
+    installed.set(lambda prepared, mesh: dataclasses.replace(prepared, observer=StrikingObserver(event)))
     config = Config(deadline=scenario.deadline)
 
     def mesh(group: dist.ProcessGroup | None) -> bp.Mesh:

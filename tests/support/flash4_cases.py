@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from burst_portable.kernels.base import Options, attend_whole, gradients
+from burst_portable.kernels.base import BackwardInputs
 from burst_portable.numerics import row_delta
 from burst_portable.planning.tiles import Tile, Tiles
+from tests.support.calls import settings
 from tests.support.hopper_cases import ORACLE, TOLERANCE, gap, randn, wide
 
-OPTIONS = Options(scale=0.1, deterministic=False)
+OPTIONS = settings(scale=0.1, deterministic=False)
 
 
 def box(rows, columns):
@@ -29,7 +30,7 @@ def inputs(rows, columns, heads, dim, device, dtype=torch.bfloat16, batch=2):
 def compare_whole(kernel, dout, q, k, v, tiles, merged=False):
     """Forward, and backward from what forward gave, as calls that compute all; `merged`: of pieces, in wider dtypes."""
     tolerance = TOLERANCE[q.dtype]
-    out, lse = attend_whole(kernel, q, k, v, tiles, OPTIONS)
+    out, lse = kernel.forward_single_call(q, k, v, tiles, OPTIONS)
     if merged:
         out, lse = out.to(q.dtype), lse.float()
     exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, OPTIONS)
@@ -39,10 +40,10 @@ def compare_whole(kernel, dout, q, k, v, tiles, merged=False):
     seen = exact_lse > -torch.inf
     assert (lse[~seen] == -torch.inf).all()
     assert gap(lse[seen], exact_lse[seen]) < tolerance[1]
-    made = gradients(kernel, dout, q, k, v, out, lse, tiles, OPTIONS)
+    made = kernel.backward_single_call(BackwardInputs(dout, q, k, v, lse, out), tiles, OPTIONS)
     exact = tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
     delta = row_delta(dout.double(), exact_out)
-    ORACLE.attend_backward(*wide(dout, q, k, v), exact_lse, tiles, OPTIONS, delta=delta, into=exact)
+    ORACLE.attend_backward(BackwardInputs(*wide(dout, q, k, v), exact_lse, delta=delta), tiles, OPTIONS, into=exact)
     for name, mine, good in zip("qkv", made, exact, strict=True):
         assert mine.shape == good.shape
         assert gap(mine, good) < 1.5 * tolerance[2], f"d{name}"

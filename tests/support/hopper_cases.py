@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 
 from burst_portable.backends.cuda.hopper import block_tables, configs
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.hopper.launch import LaunchTables
-from burst_portable.kernels.base import Options, attend_first, writes_gradients
+from burst_portable.kernels.base import BackwardInputs
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask
 from burst_portable.numerics import empty_state, finished, row_delta
 from burst_portable.planning.tiles import Tiles, banded_box, find_tiles
+from burst_portable.runtime.executor import attend_first
+from tests.support.calls import settings
 
 KERNEL, ORACLE = HopperKernel(), ReferenceKernel()
 # (out, LSE, gradients): relative Frobenius error, of which bf16 attention itself has about 2e-3 to 4e-3.
@@ -91,7 +92,7 @@ def served_apart(q, k, tiles):
 
 def compare_forward(q, k, v, tiles):
     """A forward pass, and one merged into a state that nothing was added to, against float64."""
-    options = Options(scale=1 / math.sqrt(q.shape[-1]))
+    options = settings(scale=1 / math.sqrt(q.shape[-1]))
     exact = ORACLE.attend(*wide(q, k, v), tiles, options)
     seen = exact[1] > -torch.inf
     for state in (None, fresh_state(q)):
@@ -103,11 +104,11 @@ def compare_forward(q, k, v, tiles):
 
 def compare_making_way(q, k, v, tiles):
     """A forward pass, and one merged into a state, by programs that make way: the same bits as by those that stay."""
-    options = Options(scale=1 / math.sqrt(q.shape[-1]))
+    options = settings(scale=1 / math.sqrt(q.shape[-1]))
     for state in (lambda: None, lambda: KERNEL.attend(q, k, v, tiles, options)):
         stays = KERNEL.attend(q, k, v, tiles, options, state=state())
-        makes_way = KERNEL.attend(q, k, v, tiles, replace(options, makes_way=True), state=state())
-        assert all(map(torch.equal, stays, makes_way))
+        yielding = KERNEL.attend(q, k, v, tiles, options, state=state(), yields=True)
+        assert all(map(torch.equal, stays, yielding))
 
 
 def compare_as_they_come(q, k, v, dout, tiles):
@@ -149,7 +150,7 @@ def gap(x, exact):
 def compare(q, k, v, tiles, *, seed=0):
     """Forward, backward with delta and with out, all against float64."""
     tolerance = TOLERANCE[q.dtype]
-    options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
+    options = settings(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
     out, lse = KERNEL.attend(q, k, v, tiles, options)
     exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, options)
     assert out.dtype == lse.dtype == torch.float32
@@ -167,7 +168,7 @@ def compare(q, k, v, tiles, *, seed=0):
 
 def compare_rows_that_are_merged(dim, device):
     """The first of two computations writes the rows that it completes in 16 bits; the second merges into others."""
-    length, others, options = 500, 90, Options(scale=0.1)
+    length, others, options = 500, 90, settings(scale=0.1)
     sizes = ((length, 4), (length + others, 2), (length + others, 2))
     q, k, v = (randn(2, rows, heads, dim, device=device, seed=i) for i, (rows, heads) in enumerate(sizes))
     first, second = tiles_of("window:150", length), Tiles([banded_box(140, 200, 0, others, -20, 190)])
@@ -188,11 +189,11 @@ def compare_backward(q, k, v, tiles, *, seed=0, dout=None):
     """With delta, with out, and of the whole."""
     given = _given_to_backward(q, k, v, tiles, seed, dout)
     dout, exact_out, exact_lse, exact = given
-    options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
+    options = settings(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
     delta = row_delta(dout.double(), exact_out)
     for way in ({"delta": delta.float()}, {"out": exact_out.to(q.dtype)}, {"out": exact_out.float()}):
         start = tuple(torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v))
-        KERNEL.attend_backward(dout, q, k, v, exact_lse.float(), tiles, options, into=start, **way)
+        KERNEL.attend_backward(BackwardInputs(dout, q, k, v, exact_lse.float(), **way), tiles, options, into=start)
         for name, mine, good in zip("qkv", start, exact, strict=True):
             assert gap(mine - 0.25, good) < TOLERANCE[q.dtype][2], f"d{name} with {next(iter(way))}"
     _compare_whole(q, k, v, tiles, given)
@@ -205,22 +206,24 @@ def compare_whole(q, k, v, tiles, *, seed=0):
 
 def _given_to_backward(q, k, v, tiles, seed, dout):
     """dout, and in float64 out, LSE and the gradients."""
-    options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
+    options = settings(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
     exact_out, exact_lse = ORACLE.attend(*wide(q, k, v), tiles, options)
     if dout is None:
         dout = randn(*exact_out.shape, device=q.device, dtype=q.dtype, seed=seed + 7)
     exact = tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
     delta = row_delta(dout.double(), exact_out)
-    ORACLE.attend_backward(*wide(dout, q, k, v), exact_lse, tiles, options, delta=delta, into=exact)
+    ORACLE.attend_backward(BackwardInputs(*wide(dout, q, k, v), exact_lse, delta=delta), tiles, options, into=exact)
     return dout, exact_out, exact_lse, exact
 
 
 def _compare_whole(q, k, v, tiles, given, *, written=False):
     dout, exact_out, exact_lse, exact = given
-    options = Options(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
-    made = KERNEL.gradients(dout, q, k, v, exact_out.to(q.dtype), exact_lse.float(), tiles, options)
+    options = settings(scale=1 / math.sqrt(q.shape[-1]), deterministic=False)
+    made = KERNEL.backward_single_call(
+        BackwardInputs(dout, q, k, v, exact_lse.float(), exact_out.to(q.dtype)), tiles, options
+    )
     if written:
-        assert writes_gradients(KERNEL)
+        assert KERNEL.traits.writes_gradients
         assert made[1].dtype is made[2].dtype is q.dtype
     for name, mine, good in zip("qkv", made, exact, strict=True):
         assert gap(mine, good) < 1.5 * TOLERANCE[q.dtype][2], f"d{name} of the whole"

@@ -15,27 +15,27 @@ from burst_portable.backends.base import Backend, Capabilities, Probe
 from burst_portable.backends.registry import load
 from burst_portable.comm.base import Transport
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels import base
-from burst_portable.kernels.base import Kernel
+from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.numerics import Compensated, State
+from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles, banded_box
 from tests.support.planted_transports import Through
 
 
-class Around:
-    """A kernel that does what the real one does; a bug overrides a part."""
+class Around(Kernel):
+    """A kernel that does what the real one does; a bug overrides a part. It has no traits."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel | LazyKernel) -> None:
         self.kernel, self.name = kernel, kernel.name
 
-    def supports(self, problem: Any) -> Any:
-        return self.kernel.supports(problem)
+    def supports(self, call: Any) -> Any:
+        return self.kernel.supports(call)
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
-        return self.kernel.attend(q, k, v, tiles, options, state=state)
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        return self.kernel.load().attend(q, k, v, tiles, call, state=state)
 
-    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
-        self.kernel.attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+    def attend_backward(self, x, tiles, call, *, into):
+        self.kernel.load().attend_backward(x, tiles, call, into=into)
 
 
 def changed_state(state: State, *, out: Tensor | None = None, lse: Tensor | None = None) -> State:
@@ -47,19 +47,18 @@ def changed_state(state: State, *, out: Tensor | None = None, lse: Tensor | None
 class WrongScale(Around):
     """1/D in place of 1/sqrt(D)."""
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
-        return super().attend(q, k, v, tiles, replace(options, scale=options.scale**2), state=state)
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        return super().attend(q, k, v, tiles, replace(call, scale=call.scale**2), state=state)
 
 
 class OwnScale(Around):
     """1/sqrt(D), forward and backward, whatever scale is given."""
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
-        return super().attend(q, k, v, tiles, replace(options, scale=q.shape[-1] ** -0.5), state=state)
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        return super().attend(q, k, v, tiles, replace(call, scale=q.shape[-1] ** -0.5), state=state)
 
-    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
-        own = replace(options, scale=q.shape[-1] ** -0.5)
-        super().attend_backward(dout, q, k, v, lse, tiles, own, delta=delta, out=out, into=into)
+    def attend_backward(self, x, tiles, call, *, into):
+        super().attend_backward(x, tiles, replace(call, scale=x.q.shape[-1] ** -0.5), into=into)
 
 
 class OtherTiles(Around):
@@ -71,11 +70,11 @@ class OtherTiles(Around):
     def _changed(self, tiles: Tiles) -> Tiles:
         return Tiles(t for t in map(self.changed, tiles) if t is not None)
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
-        return super().attend(q, k, v, self._changed(tiles), options, state=state)
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        return super().attend(q, k, v, self._changed(tiles), call, state=state)
 
-    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
-        super().attend_backward(dout, q, k, v, lse, self._changed(tiles), options, delta=delta, out=out, into=into)
+    def attend_backward(self, x, tiles, call, *, into):
+        super().attend_backward(x, self._changed(tiles), call, into=into)
 
 
 class BandOffByOne(OtherTiles):
@@ -98,16 +97,16 @@ class FewBlocks(OtherTiles):
 class FewHeads(Around):
     """Of many heads, those past the first 32 are left at 0."""
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
-        state = super().attend(q, k, v, tiles, options, state=state)
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        state = super().attend(q, k, v, tiles, call, state=state)
         return changed_state(state, out=torch.cat([state[0][:, :, :32], torch.zeros_like(state[0][:, :, 32:])], 2))
 
 
 class FewSequences(FewHeads):
     """The same of a batch, past the first 8."""
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
-        state = Around.attend(self, q, k, v, tiles, options, state=state)
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        state = Around.attend(self, q, k, v, tiles, call, state=state)
         return changed_state(state, out=torch.cat([state[0][:8], torch.zeros_like(state[0][8:])]))
 
 
@@ -128,17 +127,18 @@ class StaleKeys(Around):
         super().__init__(kernel)
         self._kept = threading.local()
 
-    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
-        kept = self._kept.__dict__.setdefault((*k.shape, *v.shape, k.dtype), (k.clone(), v.clone()))
-        super().attend_backward(dout, q, *kept, lse, tiles, options, delta=delta, out=out, into=into)
+    def attend_backward(self, x, tiles, call, *, into):
+        shapes = (*x.k.shape, *x.v.shape, x.k.dtype)
+        k, v = self._kept.__dict__.setdefault(shapes, (x.k.clone(), x.v.clone()))
+        super().attend_backward(x._replace(k=k, v=v), tiles, call, into=into)
 
 
 class Base2(Around):
     """LSE as a logarithm to base 2; the kernel understands itself."""
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
         state = None if state is None else changed_state(state, lse=state[1] * math.log(2))
-        state = super().attend(q, k, v, tiles, options, state=state)
+        state = super().attend(q, k, v, tiles, call, state=state)
         return changed_state(state, lse=state[1] / math.log(2))
 
 
@@ -147,8 +147,8 @@ class EmptyRows(Around):
 
     value = 0.0
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
-        state = super().attend(q, k, v, tiles, options, state=state)
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        state = super().attend(q, k, v, tiles, call, state=state)
         return changed_state(state, lse=torch.where(state[1] == -math.inf, self.value, state[1]))
 
 
@@ -161,12 +161,12 @@ class EmptyRowsInfinite(EmptyRows):
 class SixteenBits(Around):
     """Sums in bfloat16: the running out, and the gradients."""
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
-        state = super().attend(q, k, v, tiles, options, state=state)
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        state = super().attend(q, k, v, tiles, call, state=state)
         return changed_state(state, out=state[0].bfloat16().to(state[0].dtype))
 
-    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
-        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+    def attend_backward(self, x, tiles, call, *, into):
+        super().attend_backward(x, tiles, call, into=into)
         for total in into:
             total.copy_(total.bfloat16())
 
@@ -174,19 +174,19 @@ class SixteenBits(Around):
 class SixteenBitsOf16(SixteenBits):
     """The same where inputs have 16 bits, and right elsewhere: one rounding is hidden, thirty are not."""
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
         way = SixteenBits if q.dtype.itemsize == 2 else Around
-        return way.attend(self, q, k, v, tiles, options, state=state)
+        return way.attend(self, q, k, v, tiles, call, state=state)
 
-    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
-        way = SixteenBits if q.dtype.itemsize == 2 else Around
-        way.attend_backward(self, dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+    def attend_backward(self, x, tiles, call, *, into):
+        way = SixteenBits if x.q.dtype.itemsize == 2 else Around
+        way.attend_backward(self, x, tiles, call, into=into)
 
 
 class Coarse(Around):
     """Multiplies numbers of so many bits of mantissa, and says that they have 10."""
 
-    bits, rounding = 10, 2**-10
+    bits, traits = 10, KernelTraits(rounding=2**-10)
 
     def _rounded(self, *tensors):
         low = 23 - self.bits
@@ -195,12 +195,13 @@ class Coarse(Around):
             for x in tensors
         )
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
-        return super().attend(*self._rounded(q, k, v), tiles, options, state=state)
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        return super().attend(*self._rounded(q, k, v), tiles, call, state=state)
 
-    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
-        dout, q, k, v = self._rounded(dout, q, k, v)
-        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+    def attend_backward(self, x, tiles, call, *, into):
+        dout, q, k, v = self._rounded(x.dout, x.q, x.k, x.v)
+        x = x._replace(dout=dout, q=q, k=k, v=v)
+        super().attend_backward(x, tiles, call, into=into)
 
 
 class CoarserThanItSays(Coarse):
@@ -208,56 +209,58 @@ class CoarserThanItSays(Coarse):
 
 
 class SaysNothingOfIt(Coarse):
-    rounding = 0.0
+    traits = KernelTraits()
 
 
 class SwappedGradients(Around):
     """dK where dV belongs, where shapes allow."""
 
-    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+    def attend_backward(self, x, tiles, call, *, into):
         dq, dk, dv = into
         into = (dq, dv, dk) if dk.shape == dv.shape else into
-        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+        super().attend_backward(x, tiles, call, into=into)
 
 
 class SwappedAsAWhole(Around):
     """dk and dv in each other's place, where all gradients are asked for at once."""
 
-    def gradients(self, dout, q, k, v, out, lse, tiles, options):
-        dq, dk, dv = base.gradients(self.kernel, dout, q, k, v, out, lse, tiles, options)
+    def backward_single_call(self, x, tiles, call):
+        dq, dk, dv = self.kernel.load().backward_single_call(x, tiles, call)
         return dq, dv, dk
 
 
 class WritesInParts(Around):
     """Right, and writes where it is told."""
 
-    def attend_into(self, q, k, v, tiles, options, out, lse):
-        for told, made in zip((out, lse), self.attend(q, k, v, tiles, options), strict=True):
+    traits = KernelTraits(writes_into=True)
+
+    def attend_into(self, q, k, v, tiles, call, out, lse, *, yields=False):
+        for told, made in zip((out, lse), self.attend(q, k, v, tiles, call), strict=True):
             told.copy_(made)
 
 
 class WritesItsLseElsewhere(WritesInParts):
     """Of parts of the rows, LSE goes to the first rows of all."""
 
-    def attend_into(self, q, k, v, tiles, options, out, lse):
+    def attend_into(self, q, k, v, tiles, call, out, lse, *, yields=False):
         start = lse.as_strided(lse.shape, lse.stride(), 0)
-        super().attend_into(q, k, v, tiles, options, out, start)
+        super().attend_into(q, k, v, tiles, call, out, start)
 
 
 class Overwrites(Around):
     """Gradients written, not added."""
 
-    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
+    def attend_backward(self, x, tiles, call, *, into):
         for total in into:
             total.zero_()
-        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+        super().attend_backward(x, tiles, call, into=into)
 
 
 class ForgetsRows(Around):
     """Rows outside every tile are left as memory was."""
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
-        state = super().attend(q, k, v, tiles, options, state=state)
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        state = super().attend(q, k, v, tiles, call, state=state)
         blind = (state[1] == -math.inf).transpose(1, 2).unsqueeze(-1)
         return changed_state(state, out=torch.where(blind, torch.empty_like(state[0]), state[0]))
 
@@ -267,80 +270,80 @@ class SinksEveryHop(Around):
 
     calls = threading.local()
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
         self.calls.count = 1 if state is None else self.calls.count + 1
-        return super().attend(q, k, v, tiles, options, state=state)
+        return super().attend(q, k, v, tiles, call, state=state)
 
 
 class ClaimsTooMuch(Around):
     """Says yes to everything."""
 
-    def supports(self, problem):
-        return type(self.kernel.supports(problem))(True)
+    def supports(self, call):
+        return type(self.kernel.supports(call))(True)
 
 
 class NoReasons(Around):
     """Says no without saying why."""
 
-    def supports(self, problem):
-        support = self.kernel.supports(problem)
+    def supports(self, call):
+        support = self.kernel.supports(call)
         return type(support)(support.ok)
 
 
 class CannotBeAsked(Around):
     """Raises where it is to say whether it serves a problem."""
 
-    def supports(self, problem):
-        raise KeyError(problem.head_dim)
+    def supports(self, call):
+        raise KeyError(call.head_dim)
 
 
 class SaysTrue(Around):
     """A bool where a `Support` is due."""
 
-    def supports(self, problem):
+    def supports(self, call):
         return True
 
 
 class FewSizes(Around):
     """Nothing is wrong with it: it serves what kernels for tensor cores often do, and refuses all else."""
 
-    def supports(self, problem):
-        support = self.kernel.supports(problem)
-        if problem.dtype.itemsize == 2 and problem.head_dim == 64 and not problem.deterministic:
+    def supports(self, call):
+        support = self.kernel.supports(call)
+        if call.itemsize == 2 and call.head_dim == 64 and not call.deterministic:
             return support
         return type(support)(False, "16 bits, head size 64, sums in any order")
 
-    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
-        if options.deterministic:
+    def attend_backward(self, x, tiles, call, *, into):
+        if call.deterministic:
             raise UnsupportedError("sums come in any order")
-        super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+        super().attend_backward(x, tiles, call, into=into)
 
 
 class Unsteady(Around):
     """Other bits every time."""
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
-        state = super().attend(q, k, v, tiles, options, state=state)
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        state = super().attend(q, k, v, tiles, call, state=state)
         return changed_state(state, out=state[0] * (1 + float(torch.rand(())) * 4e-7))
 
 
 class SideStream(Around):
     """On a stream of its own, which neither waits for the current one nor is waited for. For devices with streams."""
 
-    def attend(self, q, k, v, tiles, options, *, state=None):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
         with torch.Stream(q.device):
-            return super().attend(q, k, v, tiles, options, state=state)
+            return super().attend(q, k, v, tiles, call, state=state)
 
-    def attend_backward(self, dout, q, k, v, lse, tiles, options, *, delta=None, out=None, into):
-        with torch.Stream(q.device):
-            super().attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+    def attend_backward(self, x, tiles, call, *, into):
+        with torch.Stream(x.q.device):
+            super().attend_backward(x, tiles, call, into=into)
 
 
 @dataclass(frozen=True)
 class Planted(Backend):
     """A backend with a bug around each of its kernels, or around its own transport between processes."""
 
-    bug: Callable[[Kernel], Kernel] = Around
+    bug: Callable[[Kernel | LazyKernel], Kernel] = Around
     wire: Callable[[Transport], Transport] = Through
     real: Any = field(default_factory=lambda: load("cpu"))
     name: str = "planted"

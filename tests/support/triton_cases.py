@@ -13,11 +13,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.base import Kernel, Options, attend_whole, gradients, writes_gradients
+from burst_portable.kernels.base import BackwardInputs, Kernel
 from burst_portable.layout import Layout, Segment, make_layout
 from burst_portable.mask import Mask
 from burst_portable.numerics import finished, per_row, row_delta
 from burst_portable.planning.tiles import find_tiles
+from tests.support.calls import settings
 
 # Relative error (Frobenius) against float64 on the same inputs. Plain attention with products in that dtype loses
 # about 2e-7, 4e-4 and 3e-3 in `out`, and twice as much in the gradients. The largest absolute error, relative to the
@@ -153,7 +154,7 @@ def surrounded(x: Tensor, poison: bool) -> Tensor:
 def ring(kernel: Kernel, case: Case, layout: Layout, full: list[Tensor]) -> tuple[Tensor, ...]:
     """(out, lse, dq, dk, dv) of the whole sequence: every rank's queries against every rank's keys in turn."""
     q, k, v = full[1:]
-    options = Options(case.scale, case.softcap)
+    options = settings(case.scale, case.softcap)
     where = [torch.tensor(layout.positions(r), device=q.device) for r in range(layout.ranks)]
     blocks = [[surrounded(x[:, at], case.poison) for x in full] for at in where]
     sums = [[torch.zeros_like(x, dtype=torch.float32) for x in block[1:]] for block in blocks]
@@ -170,7 +171,10 @@ def ring(kernel: Kernel, case: Case, layout: Layout, full: list[Tensor]) -> tupl
             given = {"delta": row_delta(blocks[mine][0], state[0])} if case.deltas else {"out": state[0]}
             into = (sums[mine][0], *sums[other][1:])
             kernel.attend_backward(
-                *blocks[mine][:2], *blocks[other][2:], state[1], tiles[mine][other], options, **given, into=into
+                BackwardInputs(*blocks[mine][:2], *blocks[other][2:], state[1], **given),
+                tiles[mine][other],
+                options,
+                into=into,
             )
     joined = []
     for index, like in enumerate((q, k, v)):
@@ -185,9 +189,9 @@ def at_once(kernel: Kernel, case: Case, full: list[Tensor]) -> tuple[Tensor, ...
     """The same as one call that computes all: results in the dtype of the inputs, but for LSE."""
     dout, q, k, v = (surrounded(x, case.poison) for x in full)
     every = (Segment(0, case.length),)
-    tiles, options = find_tiles(case.parsed, every, every), Options(case.scale, case.softcap)
-    out, lse = attend_whole(kernel, q, k, v, tiles, options)
-    made = gradients(kernel, dout, q, k, v, out, lse, tiles, options)
+    tiles, options = find_tiles(case.parsed, every, every), settings(case.scale, case.softcap)
+    out, lse = kernel.forward_single_call(q, k, v, tiles, options)
+    made = kernel.backward_single_call(BackwardInputs(dout, q, k, v, lse, out), tiles, options)
     assert {x.dtype for x in (out, *made)} == {case.dtype}
     assert lse.dtype == torch.float32
     return out, lse, *made
@@ -208,7 +212,7 @@ def check(kernel: Kernel, case: Case, device: str) -> dict[str, float]:
     layout = make_layout(case.layout, case.length, case.ranks, case.parsed)
     expected = dense(*full, case)
     errors = judged(ring(kernel, case, layout, full), expected, case)
-    if case.ranks == 1 and writes_gradients(kernel):
+    if case.ranks == 1 and kernel.traits.writes_gradients:
         judged(at_once(kernel, case, full), expected, case)
     return errors
 

@@ -10,10 +10,11 @@ import mmap
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.base import Kernel, Options, attend_whole, gradients
+from burst_portable.kernels.base import BackwardInputs, Kernel
 from burst_portable.layout import Segment, make_layout
 from burst_portable.numerics import State, finished, merge_into, per_row, row_delta
 from burst_portable.planning.tiles import Tile, Tiles, find_tiles
+from tests.support.calls import settings
 from tests.support.poison import fresh_memory_is_nan
 from tests.support.triton_cases import Case, dense, inputs
 
@@ -22,7 +23,7 @@ def check_untouched(kernel: Kernel, device: str) -> None:
     """A running state keeps, to the bit, every row that no tile touches."""
     case = Case("documents:0,20,40", length=40)
     _, q, k, v = inputs(case, device)
-    options = Options(0.25)
+    options = settings(0.25)
     whole = find_tiles(case.parsed, *[make_layout("contiguous", 40, 1).shards[0]] * 2)
     out, lse = kernel.attend(q, k, v, whole, options)
     before = out.clone(), lse.clone()
@@ -44,10 +45,10 @@ def check_unseen(kernel: Kernel, device: str) -> None:
     """Where one call computes all, rows and keys of blocks that no tile touches get 0, not what memory held."""
     case = Case("full", length=400)
     dout, q, k, v = inputs(case, device)
-    tiles, options, seen = Tiles([Tile(150, 160, 150, 160, 0, 9)]), Options(case.scale), slice(150, 160)
+    tiles, options, seen = Tiles([Tile(150, 160, 150, 160, 0, 9)]), settings(case.scale), slice(150, 160)
     with fresh_memory_is_nan():
-        out, lse = attend_whole(kernel, q, k, v, tiles, options)
-        made = gradients(kernel, dout, q, k, v, out, lse, tiles, options)
+        out, lse = kernel.forward_single_call(q, k, v, tiles, options)
+        made = kernel.backward_single_call(BackwardInputs(dout, q, k, v, lse, out), tiles, options)
     for x in (out, *made):
         assert x[:, seen].any()
         assert not x[:, : seen.start].any()
@@ -73,7 +74,7 @@ def check_flat(kernel: Kernel, device: str) -> None:
         state, size = None, case.length // blocks
         everything = Tiles([Tile(0, rows, 0, size, -size, rows)])
         for keys, values in zip(k.split(size, 1), v.split(size, 1), strict=True):
-            state = kernel.attend(q, keys, values, everything, Options(case.scale), state=state)
+            state = kernel.attend(q, keys, values, everything, settings(case.scale), state=state)
         merged = finished(state, case.dtype)
         return [float((x - y).norm() / y.norm()) for x, y in zip(merged, exact, strict=True)]
 
@@ -100,7 +101,7 @@ def _room(size: int, dtype: torch.dtype, device: str) -> Tensor:
 def _check_far(kernel: Kernel, device: str, stride: int, far_lse: bool) -> None:
     length, first, d = 64, (1 << 31) // stride, 64
     case = Case("causal", length, heads=1, head_dim=d, value_dim=d, dtype=torch.float16, scale=0.125)
-    options = Options(case.scale, deterministic=False)
+    options = settings(case.scale, deterministic=False)
     rows = first + length
     rooms = {kind: _room(rows * stride, kind, device) for kind in (torch.float16, torch.float32)}
 
@@ -114,7 +115,7 @@ def _check_far(kernel: Kernel, device: str, stride: int, far_lse: bool) -> None:
     def run(given: list[Tensor], tiles: Tiles, state: State, into: list[Tensor]) -> tuple[Tensor, ...]:
         dout, q, k, v = given
         out, lse = kernel.attend(q, k, v, tiles, options, state=state)
-        kernel.attend_backward(dout, q, k, v, lse, tiles, options, out=out, into=tuple(into))
+        kernel.attend_backward(BackwardInputs(dout, q, k, v, lse, out=out), tiles, options, into=tuple(into))
         return out, lse, *into
 
     near = find_tiles(case.parsed, (Segment(0, length),), (Segment(0, length),))

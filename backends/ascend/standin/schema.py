@@ -16,8 +16,9 @@ from torch import Tensor
 from backends.ascend.standin import fusion
 from burst_portable.backends.ascend.attention import FusionKernel
 from burst_portable.conformance.cases import MASKS
-from burst_portable.kernels.base import Options
+from burst_portable.kernels.base import BackwardInputs
 from burst_portable.layout import make_layout
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tiles, find_tiles
 
 NAMES = ("npu_fusion_attention", "npu_fusion_attention_grad")
@@ -70,24 +71,25 @@ def check_signatures() -> None:
 def check_calls() -> Both:
     """Every mask, in one block and in a pair of blocks, forward and backward, by the kernel's own code."""
     both = Both()
-    kernel, options = FusionKernel(both), Options(scale=0.25)
+    kernel = FusionKernel(both)
     for dtype in (torch.bfloat16, torch.float32):
         for mask in MASKS.values():
             for layout, ranks in (("contiguous", 1), ("zigzag", 2)):
                 first, *_, last = make_layout(layout, LENGTH, ranks).shards * 2
                 rows, columns = (sum(s.count for s in shard) for shard in (first, last))
-                _attend(kernel, options, find_tiles(mask, first, last), rows, columns, dtype)
+                _attend(kernel, find_tiles(mask, first, last), rows, columns, dtype)
     return both
 
 
-def _attend(kernel: FusionKernel, options: Options, tiles: Tiles, rows: int, columns: int, dtype: torch.dtype) -> None:
+def _attend(kernel: FusionKernel, tiles: Tiles, rows: int, columns: int, dtype: torch.dtype) -> None:
     sizes = {"q": (rows, 4, 16), "k": (columns, 2, 16), "v": (columns, 2, 8), "dout": (rows, 4, 8)}
     q, k, v, dout = (torch.empty(2, *size, dtype=dtype, device="meta") for size in sizes.values())
-    out, lse = kernel.attend(q, k, v, tiles, options)
+    call = AttentionCall.of(q, k, v, scale=0.25)
+    out, lse = kernel.attend(q, k, v, tiles, call)
     assert out.shape == dout.shape, out.shape
     assert lse.shape == (2, 4, rows), lse.shape
     into = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
-    kernel.attend_backward(dout, q, k, v, lse, tiles, options, delta=lse, into=into)
+    kernel.attend_backward(BackwardInputs(dout, q, k, v, lse, delta=lse), tiles, call, into=into)
 
 
 def check_refusals() -> None:

@@ -1,6 +1,6 @@
-"""CANN's fused attention (`npu_fusion_attention`) and its gradient, applied to tiles.
+"""Define a kernel on CANN's fused attention (`npu_fusion_attention`) and its gradient.
 
-What its documentation says, and how it is used here:
+Its documentation states, and this kernel relies on:
 
 - It returns softmax_max and softmax_sum, float32 ``[B, N, S, 8]``, eight times the same number. LSE = max + log(sum).
 - Its gradient takes them back and computes weights as exp(score - max) / sum. In a ring both must belong to the whole
@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support
+from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, Support, torch_dtype
 from burst_portable.numerics import Compensated, State, merge_into, surrogate_out
+from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles
 
 UNLIMITED = 2**31 - 1
@@ -47,7 +48,7 @@ class Sparse(NamedTuple):
     next: int = UNLIMITED
 
 
-class Call(NamedTuple):
+class FusionCall(NamedTuple):
     """One call of the operator: tiles in rising order of rows and of columns, of one mode."""
 
     tiles: tuple[Tile, ...]
@@ -55,22 +56,22 @@ class Call(NamedTuple):
 
     @property
     def rows(self) -> tuple[tuple[int, int], ...]:
-        """[start, stop) of the rows, neighbours joined."""
+        """Return [start, stop) of the rows, neighbors joined."""
         return _joined((tile.q_start, tile.q_stop) for tile in self.tiles)
 
     @property
     def columns(self) -> tuple[tuple[int, int], ...]:
-        """[start, stop) of the columns, neighbours joined."""
+        """Return [start, stop) of the columns, neighbors joined."""
         return _joined((tile.k_start, tile.k_stop) for tile in self.tiles)
 
     def lengths(self, batch: int) -> tuple[list[int], list[int]]:
-        """Running totals of rows and of columns, every tile of one batch row after the other."""
+        """Return running totals of rows and of columns, every tile of one batch row after the other."""
         q, k = [t.rows for t in self.tiles] * batch, [t.columns for t in self.tiles] * batch
         return _totals(q), _totals(k)
 
 
 def sparse_of(tile: Tile) -> Sparse:
-    """The mode that shows the pairs of a tile, and no others."""
+    """Return the mode that shows the pairs of a tile, and no others."""
     if tile.full:
         return Sparse(FULL)
     corner = tile.q_start - tile.k_start
@@ -85,35 +86,35 @@ def sparse_of(tile: Tile) -> Sparse:
 
 
 @lru_cache(maxsize=1024)
-def lower(tiles: Tiles, batch: int) -> tuple[Call, ...]:
-    """The calls that tiles take."""
+def operator_calls(tiles: Tiles, batch: int) -> tuple[FusionCall, ...]:
+    """Return the operator calls of tiles."""
     calls: list[list[Tile]] = []
     modes: list[Sparse] = []
     for tile in chain.from_iterable(map(_cut, tiles)):
         sparse = sparse_of(tile)
-        for call, mode in zip(calls, modes, strict=True):
-            if mode == sparse and _fits(call, tile, batch):
-                call.append(tile)
+        for joined, mode in zip(calls, modes, strict=True):
+            if mode == sparse and _fits(joined, tile, batch):
+                joined.append(tile)
                 break
         else:
             calls.append([tile])
             modes.append(sparse)
-    return tuple(Call(tuple(call), mode) for call, mode in zip(calls, modes, strict=True))
+    return tuple(FusionCall(tuple(joined), mode) for joined, mode in zip(calls, modes, strict=True))
 
 
 def _cut(tile: Tile) -> Iterator[Tile]:
-    """Parts that are not longer than the operator takes."""
+    """Yield parts that are not longer than the operator takes."""
     for row in range(tile.q_start, tile.q_stop, LONGEST):
         for column in range(tile.k_start, tile.k_stop, LONGEST):
             if part := tile.clipped(row, row + LONGEST, column, column + LONGEST):
                 yield part
 
 
-def _fits(call: list[Tile], tile: Tile, batch: int) -> bool:
-    """Whether a tile may join a call: behind all that is in it, and the call stays small enough."""
-    last, count = call[-1], len(call) + 1
-    rows = sum(t.rows for t in call) + tile.rows
-    columns = sum(t.columns for t in call) + tile.columns
+def _fits(joined: list[Tile], tile: Tile, batch: int) -> bool:
+    """Return whether a tile may join others in a call: it is behind all of them, and the call stays small enough."""
+    last, count = joined[-1], len(joined) + 1
+    rows = sum(t.rows for t in joined) + tile.rows
+    columns = sum(t.columns for t in joined) + tile.columns
     behind = tile.q_start >= last.q_stop and tile.k_start >= last.k_stop
     return behind and count * batch <= SEQUENCES and max(rows, columns) * batch <= LONGEST
 
@@ -144,83 +145,80 @@ _MASK = 2048  # rows and columns of the compressed mask
 _KEPT = 256  # index tensors
 
 
-class FusionKernel:
-    """See `kernels.base.Kernel`.
+class FusionKernel(Kernel):
+    """Call CANN's fused attention on boxes, causal boxes and bands, several tiles at a time.
 
     Args:
-        operators: where `npu_fusion_attention` and `npu_fusion_attention_grad` are; torch_npu's unless given.
+        operators: Object with `npu_fusion_attention` and `npu_fusion_attention_grad`. Default: those of torch_npu.
     """
 
     name = "npu_fusion"
-    in_pieces = True
+    traits = KernelTraits(splits_tiles=True)
 
     def __init__(self, operators: Any = None) -> None:
         self._operators = operators
         self._masks: dict[torch.device, Tensor] = {}
         self._indices: OrderedDict[object, Tensor] = OrderedDict()
 
-    def supports(self, problem: KernelProblem) -> Support:
-        if problem.device != "npu":
-            return Support(False, f"it takes NPU tensors, not {problem.device}")
-        if problem.dtype not in DTYPES:
-            return Support(False, f"{problem.dtype} is not among float16, bfloat16 and float32")
-        if problem.softcap:
+    def supports(self, call: AttentionCall) -> Support:
+        if call.device != "npu":
+            return Support(False, f"it takes NPU tensors, not {call.device}")
+        if torch_dtype(call) not in DTYPES:
+            return Support(False, f"{call.dtype} is not among float16, bfloat16 and float32")
+        if call.softcap is not None:
             return Support(False, "it has no softcap")
-        if not problem.positive_scale:
+        if not call.positive_scale:
             return Support(False, "it is not asked for scales that are not positive")
-        if problem.head_dim > LARGEST_HEAD:
-            return Support(False, f"head size {problem.head_dim} is larger than {LARGEST_HEAD}")
-        if problem.value_dim > problem.head_dim:
-            return Support(False, f"values of size {problem.value_dim} are larger than heads of {problem.head_dim}")
-        if problem.heads > MOST_HEADS:
-            return Support(False, f"{problem.heads} heads are more than {MOST_HEADS}")
+        if call.head_dim > LARGEST_HEAD:
+            return Support(False, f"head size {call.head_dim} is larger than {LARGEST_HEAD}")
+        if call.value_dim > call.head_dim:
+            return Support(False, f"values of size {call.value_dim} are larger than heads of {call.head_dim}")
+        if call.heads > MOST_HEADS:
+            return Support(False, f"{call.heads} heads are more than {MOST_HEADS}")
         return Support(True)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        call: AttentionCall,
+        *,
+        state: State | None = None,
+        yields: bool = False,
     ) -> State:
         if state is None:
             empty = Compensated.empty(q, v.shape[-1])
             state = empty if q.dtype == torch.float32 else (empty[0], empty[1])
-        for call in lower(tiles, q.shape[0]):
-            self._merge(state, call, *self._forward(call, q, k, v, options))
+        for part in operator_calls(tiles, q.shape[0]):
+            self._merge(state, part, *self._forward(part, q, k, v, call.scale))
         return state
 
-    def attend_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        options: Options,
-        *,
-        delta: Tensor | None = None,
-        out: Tensor | None = None,
-        into: Gradients,
-    ) -> None:
-        assert (delta is None) != (out is None), "exactly one of delta and out"
+    def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
+        dout, q, k, v, lse, out, delta = x
         dout = dout.to(q.dtype)
         if out is None:
-            assert delta is not None
+            assert delta is not None, "exactly one of delta and out"
             out = surrogate_out(dout, delta)
         out, lse = out.to(q.dtype), lse.float()
-        with _deterministic() if options.deterministic else nullcontext():
-            for call in lower(tiles, q.shape[0]):
-                parts = self._backward(call, dout, q, k, v, lse, out, options)
-                for total, part, where in zip(into, parts, (call.rows, call.columns, call.columns), strict=True):
-                    self._add(total, where, part.to(total.dtype))
+        with _deterministic() if call.deterministic else nullcontext():
+            for part in operator_calls(tiles, q.shape[0]):
+                made = self._backward(part, dout, q, k, v, lse, out, call.scale)
+                for total, one, where in zip(into, made, (part.rows, part.columns, part.columns), strict=True):
+                    self._add(total, where, one.to(total.dtype))
 
     # ------------------------------------------------------------------------------------ one call
 
-    def _forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-        """(out ``[B, rows, H, Dv]`` in q's dtype, LSE ``[B, H, rows]``, what rounding took from it) of a call."""
-        batch, rows = q.shape[0], sum(t.rows for t in call.tiles)
-        tensors = [self._taken(x, w) for x, w in ((q, call.rows), (k, call.columns), (v, call.columns))]
-        how, layout = self._how(call, q)
+    def _forward(
+        self, part: FusionCall, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (out [B, rows, H, Dv] in q's dtype, LSE [B, H, rows], the rounding error of LSE) of a call."""
+        batch, rows = q.shape[0], sum(t.rows for t in part.tiles)
+        tensors = [self._taken(x, w) for x, w in ((q, part.rows), (k, part.columns), (v, part.columns))]
+        how, layout = self._how(part, q)
         out, top, total, *_ = self._operator("npu_fusion_attention")(
-            *(_packed(x, layout) for x in tensors), q.shape[2], layout, scale=options.scale, **how
+            *(_packed(x, layout) for x in tensors), q.shape[2], layout, scale=scale, **how
         )
         lse, lost = _sum(top[..., 0], torch.log(total[..., 0]))
         if layout == "TND":
@@ -229,11 +227,11 @@ class FusionKernel:
         return out, lse, lost
 
     def _backward(
-        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor, options: Options
+        self, part: FusionCall, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of the rows and columns of a call, ``[B, rows or columns, H, D]``."""
-        how, layout = self._how(call, q)
-        rows, columns = call.rows, call.columns
+        """Return (dq, dk, dv) of the rows and columns of a call, [B, rows or columns, H, D]."""
+        how, layout = self._how(part, q)
+        rows, columns = part.rows, part.columns
         mine = [self._taken(x, w) for x, w in ((q, rows), (k, columns), (v, columns), (dout, rows), (out, rows))]
         queries, keys, values, douts, outs = (_packed(x, layout) for x in mine)
         top = self._taken(lse, rows, dim=2)
@@ -250,26 +248,26 @@ class FusionKernel:
             softmax_max=top,
             softmax_sum=torch.ones_like(top),
             attention_in=outs,
-            scale_value=options.scale,
+            scale_value=scale,
             **how,
         )
-        dq, dk, dv = (part.view(x.shape) for part, x in zip(parts[:3], mine[:3], strict=True))
+        dq, dk, dv = (one.view(x.shape) for one, x in zip(parts[:3], mine[:3], strict=True))
         return dq, dk, dv
 
-    def _how(self, call: Call, q: Tensor) -> tuple[dict[str, Any], str]:
-        """The arguments of both operators besides tensors, and the layout."""
+    def _how(self, part: FusionCall, q: Tensor) -> tuple[dict[str, Any], str]:
+        """Return the arguments of both operators besides tensors, and the layout."""
         how: dict[str, Any] = {}
-        if call.sparse.mode != FULL:
-            mode, pre, after = call.sparse
+        if part.sparse.mode != FULL:
+            mode, pre, after = part.sparse
             how = {
                 "atten_mask": self._mask(q.device),
                 "sparse_mode": mode,
                 "pre_tockens": pre,  # spelt so by the operator
                 "next_tockens": after,
             }
-        if len(call.tiles) == 1:
+        if len(part.tiles) == 1:
             return how, "BSND"
-        q_lengths, k_lengths = call.lengths(q.shape[0])
+        q_lengths, k_lengths = part.lengths(q.shape[0])
         packed = {"actual_seq_qlen": q_lengths, "actual_seq_kvlen": k_lengths, "softmax_layout": "TND"}
         return {**how, **packed}, "TND"
 
@@ -277,7 +275,7 @@ class FusionKernel:
         return getattr(torch.ops.npu if self._operators is None else self._operators, name)
 
     def _mask(self, device: torch.device) -> Tensor:
-        """The compressed mask of every mode: True above the diagonal."""
+        """Return the compressed mask of every mode: True above the diagonal."""
         if device not in self._masks:
             self._masks[device] = torch.ones(_MASK, _MASK, dtype=torch.bool, device=device).triu_(1)
         return self._masks[device]
@@ -285,7 +283,7 @@ class FusionKernel:
     # ------------------------------------------------------------------------- rows in and out of tensors
 
     def _index(self, where: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-        """The indices of several ranges of rows; cached, or a packed call would copy them to the device each time."""
+        """Return the indices of several ranges of rows. They are kept on the device for later calls."""
         found = self._indices.get((where, device))
         if found is None:
             if len(self._indices) >= _KEPT:
@@ -295,14 +293,14 @@ class FusionKernel:
         return found
 
     def _taken(self, x: Tensor, where: tuple[tuple[int, int], ...], dim: int = 1) -> Tensor:
-        """Rows of a tensor, contiguous: the operator is said to take other strides, but not which."""
+        """Return rows of a tensor, contiguous: it is not documented which other strides the operator takes."""
         if len(where) == 1:
             start, stop = where[0]
             return x.narrow(dim, start, stop - start).contiguous()
         return x.index_select(dim, self._index(where, x.device))
 
     def _add(self, total: Tensor, where: tuple[tuple[int, int], ...], part: Tensor) -> None:
-        """total[:, where] += part."""
+        """Compute total[:, where] += part."""
         if len(where) == 1:
             start, stop = where[0]
             total[:, start:stop] += part
@@ -310,15 +308,15 @@ class FusionKernel:
             index = self._index(where, total.device)
             total.index_copy_(1, index, total.index_select(1, index) + part)
 
-    def _merge(self, state: State, call: Call, out: Tensor, lse: Tensor, lost: Tensor) -> None:
+    def _merge(self, state: State, part: FusionCall, out: Tensor, lse: Tensor, lost: Tensor) -> None:
         """Merge a call's part into its rows of a running state."""
         held = (*state, *state.lost) if isinstance(state, Compensated) else state
         dims = (1, 2, 1, 2)
-        if len(call.rows) == 1:
-            start, stop = call.rows[0]
+        if len(part.rows) == 1:
+            start, stop = part.rows[0]
             _merge_all([x.narrow(d, start, stop - start) for x, d in zip(held, dims, strict=False)], out, lse, lost)
             return
-        index = self._index(call.rows, out.device)
+        index = self._index(part.rows, out.device)
         rows = [x.index_select(d, index) for x, d in zip(held, dims, strict=False)]
         _merge_all(rows, out, lse, lost)
         for x, d, merged in zip(held, dims, rows, strict=False):
@@ -326,7 +324,7 @@ class FusionKernel:
 
 
 def _merge_all(held: list[Tensor], out: Tensor, lse: Tensor, lost: Tensor) -> None:
-    """Merge into (out, LSE), or into (out, LSE, what rounding took from each)."""
+    """Merge into (out, LSE), or into (out, LSE, rounding error of each)."""
     if len(held) == 2:
         merge_into((held[0], held[1]), out, lse)
     else:
@@ -334,19 +332,19 @@ def _merge_all(held: list[Tensor], out: Tensor, lse: Tensor, lost: Tensor) -> No
 
 
 def _sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a + b, and what rounding took from the sum (Knuth's two-sum)."""
+    """Return a + b, and the rounding error of the sum (Knuth's two-sum)."""
     total = a + b
     of_b = total - a
     return total, (a - (total - of_b)) + (b - of_b)
 
 
 def _packed(x: Tensor, layout: str) -> Tensor:
-    """``[B, S, N, D]`` as the layout wants it."""
+    """Return [B, S, N, D] in a layout of the operator."""
     return x.flatten(0, 1) if layout == "TND" else x
 
 
 def _deterministic() -> AbstractContextManager[None]:
-    """A context with deterministic gradients: torch's switch, which torch_npu passes on to CANN."""
+    """Return a context with deterministic gradients: torch's switch, which torch_npu passes on to CANN."""
     return nullcontext() if torch.are_deterministic_algorithms_enabled() else _switched()
 
 

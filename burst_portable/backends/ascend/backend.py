@@ -68,10 +68,10 @@ class AscendBackend(AcceleratorBackend):
     def unavailable_reason(self) -> str:
         return unavailable_reason()
 
-    def make_kernels(self) -> Iterable[Kernel]:
+    def make_kernels(self) -> Iterable[Kernel | LazyKernel]:
         yield FusionKernel()
-        home = "burst_portable.backends.ascend.triton_launch"
-        yield LazyKernel("triton", home, "AscendTritonKernel", needs="triton", install="pip install triton-ascend")
+        target = "burst_portable.backends.ascend.triton_launch:AscendTritonKernel"
+        yield LazyKernel("triton", target, needs="triton", install="pip install triton-ascend")
         yield ReferenceKernel()
 
     def describe(self, properties: Any) -> Facts:

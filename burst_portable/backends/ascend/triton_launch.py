@@ -1,4 +1,4 @@
-"""`AscendTritonKernel`: the second provider, for what CANN's operator declines (softcap). Compiled by triton-ascend.
+"""Define `AscendTritonKernel`, which serves the calls that CANN's operator declines (softcap), with triton-ascend.
 
 There num_warps and num_stages mean nothing; a program's tiles must fit the unified buffer. The block sizes are chosen
 by `buffer_bytes` and were never timed. See `triton_kernels` for the other limits.
@@ -19,10 +19,11 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from burst_portable.backends.ascend import triton_kernels
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support
+from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, Support, torch_dtype
 from burst_portable.kernels.triton.arguments import name_compile_errors, padded, score_numbers, strides
 from burst_portable.kernels.triton.blocks import block_table, transposed
 from burst_portable.numerics import Compensated, State, row_delta
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tile, Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -74,12 +75,13 @@ def interpreted() -> bool:
     return isinstance(triton_kernels.attend_kernel, InterpretedFunction)
 
 
-class AscendTritonKernel:
-    """See `kernels.base.Kernel`.
+class AscendTritonKernel(Kernel):
+    """Attention in Triton, in programs that fit the unified buffer of an NPU.
 
     Args:
-        half, single: cuts for 16-bit and for float32 tensors.
-        programs: the most programs of a launch.
+        half: Block sizes for 16-bit tensors, by head size.
+        single: Block sizes for float32 tensors, by head size.
+        programs: Largest number of programs of a launch.
     """
 
     name = "triton"
@@ -93,15 +95,15 @@ class AscendTritonKernel:
         self._half, self._single, self._programs = half, single, programs
         self._tables: OrderedDict[object, tuple[Tensor, int]] = OrderedDict()
 
-    def supports(self, problem: KernelProblem) -> Support:
-        if problem.dtype not in DTYPES:
-            return Support(False, f"{problem.dtype} is not among float16, bfloat16 and float32")
-        if max(problem.head_dim, problem.value_dim) > LARGEST_HEAD:
-            return Support(False, f"head sizes {problem.head_dim}, {problem.value_dim}: at most {LARGEST_HEAD}")
+    def supports(self, call: AttentionCall) -> Support:
+        if torch_dtype(call) not in DTYPES:
+            return Support(False, f"{call.dtype} is not among float16, bfloat16 and float32")
+        if max(call.head_dim, call.value_dim) > LARGEST_HEAD:
+            return Support(False, f"head sizes {call.head_dim}, {call.value_dim}: at most {LARGEST_HEAD}")
         if interpreted():
             return Support(True)
-        if problem.device != "npu":
-            return Support(False, f"it takes NPU tensors, not {problem.device}, and Triton's interpreter is off")
+        if call.device != "npu":
+            return Support(False, f"it takes NPU tensors, not {call.device}, and Triton's interpreter is off")
         if "ascend" not in targets:
             return Support(False, "the triton that is installed has no code for NPUs: pip install triton-ascend")
         if shutil.which("bishengir-compile") is None:
@@ -109,13 +111,21 @@ class AscendTritonKernel:
         return Support(True)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        call: AttentionCall,
+        *,
+        state: State | None = None,
+        yields: bool = False,
     ) -> State:
         if q.dtype == torch.float32 and (state is None or isinstance(state, Compensated)):
-            return _compensated(state, self._attend(q, k, v, tiles, options, None))
-        return self._attend(q, k, v, tiles, options, state)
+            return _compensated(state, self._attend(q, k, v, tiles, call, None))
+        return self._attend(q, k, v, tiles, call, state)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, state: State | None) -> State:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, state: State | None) -> State:
         merge = state is not None
         if state is None:
             batch, rows, heads, _ = q.shape
@@ -124,40 +134,27 @@ class AscendTritonKernel:
         cut = self._cut(q, v)[0]
         table, blocks = self._table(tiles, q.shape[1], k.shape[1], cut, q.device, every_row=not merge)
         steps = (*strides(q, k, v, state[0]), *state[1].stride())
-        arguments = (q, k, v, *state, table, *score_numbers(options), *steps, q.shape[1])
-        self._run(triton_kernels.attend_kernel, arguments, blocks, q.shape[2], q, k, v, cut, options, MERGE=merge)
+        arguments = (q, k, v, *state, table, *score_numbers(call), *steps, q.shape[1])
+        self._run(triton_kernels.attend_kernel, arguments, blocks, q.shape[2], q, k, v, cut, call, MERGE=merge)
         return state
 
-    def attend_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        options: Options,
-        *,
-        delta: Tensor | None = None,
-        out: Tensor | None = None,
-        into: Gradients,
-    ) -> None:
-        assert (delta is None) != (out is None), "exactly one of delta and out"
+    def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
+        dout, q, k, v, lse, out, delta = x
         dout = dout.to(q.dtype) if dout.stride(-1) == 1 else dout.to(q.dtype).contiguous()
         if delta is None:
-            assert out is not None
+            assert out is not None, "exactly one of delta and out"
             delta = row_delta(dout, out)
         lse, delta, (dq, dk, dv) = lse.float(), delta.float(), into
         shared = (*strides(q, k, v, dout), *lse.stride(), *delta.stride())
-        numbers = (*score_numbers(options), float(options.scale))
+        numbers = (*score_numbers(call), float(call.scale))
         queries_cut, keys_cut = self._cut(q, v)
         turned = Tiles(transposed(tile) for tile in tiles)
         table, blocks = self._table(turned, k.shape[1], q.shape[1], keys_cut, q.device)
         arguments = (q, k, v, dout, lse, delta, dk, dv, table, *numbers, *shared, *strides(dk, dv), k.shape[1])
-        self._run(triton_kernels.keys_kernel, arguments, blocks, k.shape[2], q, k, v, keys_cut, options)
+        self._run(triton_kernels.keys_kernel, arguments, blocks, k.shape[2], q, k, v, keys_cut, call)
         table, blocks = self._table(tiles, q.shape[1], k.shape[1], queries_cut, q.device)
         arguments = (q, k, v, dout, lse, delta, dq, table, *numbers, *shared, *strides(dq), q.shape[1])
-        self._run(triton_kernels.queries_kernel, arguments, blocks, q.shape[2], q, k, v, queries_cut, options)
+        self._run(triton_kernels.queries_kernel, arguments, blocks, q.shape[2], q, k, v, queries_cut, call)
 
     # ------------------------------------------------------------------------------------- launching
 
@@ -199,7 +196,7 @@ class AscendTritonKernel:
         k: Tensor,
         v: Tensor,
         cut: Cut,
-        options: Options,
+        call: AttentionCall,
         **flags: bool,
     ) -> None:
         work = blocks * heads * q.shape[0]
@@ -212,7 +209,7 @@ class AscendTritonKernel:
             "DV": v.shape[-1],
             "PADDED_D": padded(q.shape[-1]),
             "PADDED_DV": padded(v.shape[-1]),
-            "CAP": options.softcap is not None,
+            "CAP": call.softcap is not None,
             "PRECISION": "ieee",
             **flags,
         }

@@ -1,6 +1,6 @@
-"""torch's own CPU flash attention, put to work on tiles.
+"""Define a kernel on torch's CPU flash attention operator.
 
-It knows boxes, top-left causal boxes, and masks as floating tensors. So a tile becomes::
+The operator supports boxes, top-left causal boxes, and masks as floating tensors. So a tile becomes::
 
     full               ■       one box
     causal             ■◣      a box of the columns that every row sees, and an aligned causal box
@@ -12,15 +12,16 @@ the operator is several times slower in 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from burst_portable.kernels.base import Gradients, KernelProblem, Support
-from burst_portable.kernels.operator_kernel import PiecewiseKernel
-from burst_portable.numerics import State, accumulation_dtype
+from burst_portable.kernels.base import Gradients, Support, torch_dtype
+from burst_portable.kernels.operator_kernel import OperatorKernel
+from burst_portable.numerics import State
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tile
 
 STRIP = 256
@@ -30,7 +31,11 @@ _LANES = 16
 """Numbers in the widest vector of a CPU: for fewer columns the operator looks for the largest score in another way."""
 
 
-class Piece(NamedTuple):
+_FORWARD: Any = torch._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class CpuCall(NamedTuple):
     """One call of the operator: a box, and how it is masked."""
 
     rows: slice
@@ -39,7 +44,7 @@ class Piece(NamedTuple):
     cut_by: Tile | None = None
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """0 where a pair is seen and -inf elsewhere; None if nothing is cut."""
+        """Return 0 where a pair is visible and -inf elsewhere; None if all pairs are visible."""
         if self.cut_by is None:
             return None
         tile = self.cut_by
@@ -50,69 +55,75 @@ class Piece(NamedTuple):
         return hidden.new_zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
-def lower(tile: Tile) -> Iterator[Piece]:
-    """The calls that a tile takes."""
+def split_tile(tile: Tile) -> Iterator[CpuCall]:
+    """Yield the operator calls of a tile."""
     rows = slice(tile.q_start, tile.q_stop)
     if tile.full:
-        yield Piece(rows, slice(tile.k_start, tile.k_stop))
+        yield CpuCall(rows, slice(tile.k_start, tile.k_stop))
     elif tile.hi >= tile.q_stop - 1 - tile.k_start:
         diagonal = tile.q_start - tile.lo  # the last column that the first row sees
         if diagonal > tile.k_start:
-            yield Piece(rows, slice(tile.k_start, diagonal))
-        yield Piece(rows, slice(diagonal, tile.k_stop), causal=True)
+            yield CpuCall(rows, slice(tile.k_start, diagonal))
+        yield CpuCall(rows, slice(diagonal, tile.k_stop), causal=True)
     else:
         for start in range(tile.q_start, tile.q_stop, STRIP):
             strip = tile.clipped(start, min(start + STRIP, tile.q_stop), tile.k_start, tile.k_stop)
             assert strip is not None, "a tile has no empty rows"
             box = slice(strip.q_start, strip.q_stop), slice(strip.k_start, strip.k_stop)
-            yield Piece(*box, cut_by=None if strip.full else strip)
+            yield CpuCall(*box, cut_by=None if strip.full else strip)
 
 
-class CpuFlashKernel(PiecewiseKernel[Piece]):
-    """See `kernels.base.Kernel`."""
+class CpuFlashKernel(OperatorKernel[CpuCall]):
+    """Call torch's CPU flash attention operator on boxes, causal boxes and masked strips."""
 
     name = "cpu_flash"
 
-    def supports(self, problem: KernelProblem) -> Support:
-        if problem.device != "cpu":
-            return Support(False, f"it takes CPU tensors, not {problem.device}")
-        if not problem.dtype.is_floating_point or problem.dtype.itemsize < 2:
-            return Support(False, f"it does not take {problem.dtype}")
-        if problem.value_dim != problem.head_dim:
-            return Support(False, f"values of size {problem.value_dim} differ from heads of size {problem.head_dim}")
-        if problem.softcap:
+    def supports(self, call: AttentionCall) -> Support:
+        if call.device != "cpu":
+            return Support(False, f"it takes CPU tensors, not {call.device}")
+        dtype = torch_dtype(call)
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            return Support(False, f"it does not take {call.dtype}")
+        if call.value_dim != call.head_dim:
+            return Support(False, f"values of size {call.value_dim} differ from heads of size {call.head_dim}")
+        if call.softcap is not None:
             return Support(False, "it has no softcap")
-        if not problem.positive_scale:
+        if not call.positive_scale:
             return Support(False, "it masks with -inf before it scales, so the scale must be positive")
         return Support(True)
 
-    def lower(self, tile: Tile) -> Iterator[Piece]:
-        return lower(tile)
+    def split_tile(self, tile: Tile) -> Iterator[CpuCall]:
+        return split_tile(tile)
 
-    def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(accumulation_dtype(dtype))
+    def prepare_operands(self, dtype: torch.dtype, *tensors: Tensor) -> Sequence[Tensor]:
+        """Return the tensors in the dtype that is computed in."""
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        for x in tensors:
+            if x.dtype is not wide:
+                return [y.to(wide) for y in tensors]
+        return tensors
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> State:
-        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse = operator(*heads_first, 0.0, piece.causal, attn_mask=piece.mask(q.dtype), scale=scale)
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, part: CpuCall, scale: float) -> State:
+        mask = None if part.cut_by is None else part.mask(q.dtype)
+        out, lse = _FORWARD(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, part.causal, attn_mask=mask, scale=scale
+        )
         if k.shape[1] < _LANES:
             _show_nan(out, lse, q, k)
         return out.transpose(1, 2), lse
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: Piece, scale: float
+    def run_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: CpuCall, scale: float
     ) -> Gradients:
-        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-        mask = piece.mask(q.dtype)
-        parts = operator(*heads_first, _as_it_makes_it(lse), 0.0, piece.causal, attn_mask=mask, scale=scale)
+        mask = None if part.cut_by is None else part.mask(q.dtype)
+        parts = _BACKWARD(*heads_first, _as_it_makes_it(lse), 0.0, part.causal, attn_mask=mask, scale=scale)
         dq, dk, dv = (x.transpose(1, 2) for x in parts)
         return dq, dk, dv
 
 
 def _show_nan(out: Tensor, lse: Tensor, q: Tensor, k: Tensor) -> None:
-    """Mend rows of NaN scores alone, which the operator takes for empty ones where columns are few: out 0, LSE 0."""
+    """Correct rows of NaN scores alone. With few columns, the operator takes them for empty rows: out 0, LSE 0."""
     scores = torch.einsum("bshgd,bchd->bhgsc", q.unflatten(2, (k.shape[2], -1)), k).flatten(1, 2)
     lost = (lse == 0) & scores.isnan().any(-1)
     lse.masked_fill_(lost, torch.nan)
@@ -120,5 +131,5 @@ def _show_nan(out: Tensor, lse: Tensor, q: Tensor, k: Tensor) -> None:
 
 
 def _as_it_makes_it(lse: Tensor) -> Tensor:
-    """``[B, H, S]`` with heads innermost in memory."""
+    """Return [B, H, S] with heads innermost in memory."""
     return lse.transpose(1, 2).contiguous().transpose(1, 2)

@@ -63,15 +63,14 @@ class CudaBackend(AcceleratorBackend):
             return self.no_device_reason("no NVIDIA GPU is visible", "nvidia-smi and CUDA_VISIBLE_DEVICES")
         return ""
 
-    def make_kernels(self) -> Iterable[Kernel]:
+    def make_kernels(self) -> Iterable[Kernel | LazyKernel]:
         # Our own first: on one H100 hopper led every row of benchmarks/results but one (0.99 of cuDNN), and takes any
         # mask in one launch that merges in its epilogue, where the others take a call for every box and triangle. Only
         # flash-attn-4 was faster, on boxes, causal squares and some windows. On other devices nothing was measured
         # against triton, so foreign kernels must be named.
         flash_4 = LazyKernel(
             "flash-attn-4",
-            "burst_portable.backends.cuda.library_kernels",
-            "Flash4Kernel",
+            "burst_portable.backends.cuda.library_kernels:Flash4Kernel",
             needs="flash_attn",
             install="pip install flash-attn-4",
         )
@@ -79,16 +78,14 @@ class CudaBackend(AcceleratorBackend):
         yield HopperKernel()
         yield LazyKernel(
             "triton",
-            "burst_portable.kernels.triton.triton_kernel",
-            "TritonKernel",
+            "burst_portable.kernels.triton.triton_kernel:TritonKernel",
             needs="triton",
             at_least=(3, 6),
             install="in the clone, run: pip install '.[cuda]'",
         )
         yield LazyKernel(
             "triton-tf32",
-            "burst_portable.kernels.triton.triton_kernel",
-            "Tf32Kernel",
+            "burst_portable.kernels.triton.triton_kernel:Tf32Kernel",
             needs="triton",
             at_least=(3, 6),
             install="in the clone, run: pip install '.[cuda]'",

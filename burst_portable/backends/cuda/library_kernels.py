@@ -1,15 +1,16 @@
-"""Foreign attention kernels for NVIDIA GPUs: torch's flash and cuDNN operators, and flash-attn-4 if it is installed.
+"""Define kernels on libraries for NVIDIA GPUs: torch's flash and cuDNN operators, and flash-attn-4 if installed.
 
-All three know boxes and causal masks. They are asked only for boxes and causal squares (`operator_kernel`), so it does
-not matter that flash aligns a causal rectangle bottom-right and cuDNN top-left, nor that flash returns +inf for a row
-that sees nothing. Their 16-bit results, out and gradients, are summed in float32. One exception: versions of
-flash-attn-4 that are known to obey its window argument are asked for a causal window if one call computes everything.
+All three support boxes and causal masks. They are called only for boxes and causal squares (`operator_kernel`). So it
+does not matter that flash aligns a causal rectangle bottom-right and cuDNN top-left, nor that flash returns +inf for a
+row that sees nothing. Their 16-bit results, out and gradients, are summed in float32. One exception: versions of
+flash-attn-4 that are known to compute windows are called for a causal window if one call computes everything.
 """
 
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -19,33 +20,34 @@ import torch
 from torch import Tensor
 
 from burst_portable.kernels import aten_flash
-from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support
-from burst_portable.kernels.operator_kernel import MergedOnceKernel, causal_window
+from burst_portable.kernels.base import BackwardInputs, Gradients, Support
+from burst_portable.kernels.operator_kernel import AcceleratorKernel, causal_window
 from burst_portable.numerics import State, accumulation_dtype
+from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tiles
 
 _CUDNN_FROM = 90000
 _FLASH_4 = ((9, 0), (10, 0), (10, 3), (11, 0))
 """Devices for which flash-attn-4 has a forward and a backward with heads of 128."""
-_OBEYS_FROM = "4.0.0b36"
+_WINDOWS_FROM = "4.0.0b36"
 """The first version of flash-attn-4 whose windows were compared with float32 on a device, an H100."""
 _STAGES = ("a", "b", "rc", "")
 
 
-def declined(problem: KernelProblem, largest_head: int) -> str:
-    """Why none of these kernels can serve a problem; "" if one may."""
-    if reason := aten_flash.declined(problem, largest_head):
+def declined(call: AttentionCall, largest_head: int) -> str:
+    """Return why none of these kernels can serve a call; "" if one may."""
+    if reason := aten_flash.declined(call, largest_head):
         return reason
-    if problem.deterministic:
+    if call.deterministic:
         return "its backward adds dq in any order; it serves deterministic=False only"
-    if torch.version.hip is not None or problem.device != "cuda":
-        return f"it runs on NVIDIA GPUs, not on {problem.device}"
+    if torch.version.hip is not None or call.device != "cuda":
+        return f"it runs on NVIDIA GPUs, not on {call.device}"
     return ""
 
 
 @lru_cache(maxsize=1)
 def capabilities() -> tuple[tuple[int, int], ...]:
-    """Those of all visible GPUs."""
+    """Return the compute capabilities of all visible GPUs."""
     return tuple(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
 
 
@@ -57,25 +59,25 @@ def _older_than(first: tuple[int, int]) -> str:
 class CudaFlashKernel(aten_flash.AtenFlashKernel):
     """torch's flash attention (FlashAttention-2)."""
 
-    def supports(self, problem: KernelProblem) -> Support:
-        reason = declined(problem, 256) or _older_than((8, 0))
+    def supports(self, call: AttentionCall) -> Support:
+        reason = declined(call, 256) or _older_than((8, 0))
         if not reason and not torch.backends.cuda.is_flash_attention_available():
             reason = "this torch is built without flash attention"
         return Support(not reason, reason)
 
 
 class CudnnKernel(CudaFlashKernel):
-    """cuDNN's attention, as torch calls it. It cannot take sequences of one row: those pieces go to flash attention."""
+    """cuDNN's attention, as torch calls it. It cannot take sequences of one row: those calls go to flash attention."""
 
     name = "cudnn"
 
-    def supports(self, problem: KernelProblem) -> Support:
+    def supports(self, call: AttentionCall) -> Support:
         version = torch.backends.cudnn.version() or 0
         if version < _CUDNN_FROM:
             return Support(False, f"it needs cuDNN 9 or later, not {version}")
-        if reason := declined(problem, 128):
+        if reason := declined(call, 128):
             return Support(False, reason)
-        return super().supports(problem)
+        return super().supports(call)
 
     def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
         if _one_row(q, k):
@@ -107,8 +109,8 @@ def _one_row(q: Tensor, k: Tensor) -> bool:
     return q.shape[1] == 1 or k.shape[1] == 1
 
 
-class Flash4Kernel(MergedOnceKernel):
-    """flash-attn-4 (CuTe). Made through `kernels.base`: the package is imported on first use."""
+class Flash4Kernel(AcceleratorKernel):
+    """flash-attn-4 (CuTe). Make it through `kernels.base.LazyKernel`, which imports the package on first use."""
 
     name = "flash-attn-4"
 
@@ -116,12 +118,16 @@ class Flash4Kernel(MergedOnceKernel):
         # FlashAttention-2 has a package of the same name, without this module.
         found = find_spec("flash_attn.cute") is not None
         self._interface: Any = import_module("flash_attn.cute.interface") if found else None
-        self.obeys_windows = _obeys_windows()
+        self._windows = _computes_windows()
 
-    def supports(self, problem: KernelProblem) -> Support:
+    @cached_property
+    def traits(self) -> KernelTraits:  # type: ignore[override]  # see `AcceleratorKernel`
+        return replace(super().traits, supports_causal_window=self._windows)
+
+    def supports(self, call: AttentionCall) -> Support:
         if self._interface is None:
             return Support(False, "the package flash_attn that is installed is not flash-attn-4")
-        reason = declined(problem, 128)
+        reason = declined(call, 128)
         if not reason and (others := sorted(set(capabilities()).difference(_FLASH_4))):
             reason = f"it has no backward for sm_{others[0][0]}{others[0][1]}"
         return Support(not reason, reason)
@@ -147,50 +153,43 @@ class Flash4Kernel(MergedOnceKernel):
         dq, dk, dv = backward(q, k, v, out, dout, lse, scale, causal, **window)
         return dq, dk, dv
 
-    def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
-        """See `kernels.base`: a causal window in one call."""
+    def forward_single_call(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields: bool = False
+    ) -> State:
+        """Compute a causal window in one call."""
         window = self._window(q, k, tiles)
         if not window:
-            return self.attend(q, k, v, tiles, options)
-        q, k, v = (self.ready(x, q.dtype) for x in (q, k, v))
-        out, lse = self.operate(q, k, v, True, options.scale, **window)
+            return self.attend(q, k, v, tiles, call)
+        q, k, v = self.prepare_operands(q.dtype, q, k, v)
+        out, lse = self.operate(q, k, v, True, call.scale, **window)
         return out, lse.contiguous()
 
-    def gradients(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        options: Options,
-    ) -> Gradients:
-        """See `kernels.base`: also for a causal window, in one call."""
-        window = self._window(q, k, tiles)
+    def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
+        """Compute a causal window in one call, too."""
+        window = self._window(x.q, x.k, tiles)
         if not window:
-            return super().gradients(dout, q, k, v, out, lse, tiles, options)
-        dout, q, k, v, out = (self.ready(x, q.dtype) for x in (dout, q, k, v, out))
-        lse = lse.to(accumulation_dtype(q.dtype)).contiguous()
-        return self.operate_backward(dout, q, k, v, out, lse, True, options.scale, **window)
+            return super().backward_single_call(x, tiles, call)
+        assert x.out is not None, "a backward pass in a single call is given out"
+        dout, q, k, v, out = self.prepare_operands(x.q.dtype, x.dout, x.q, x.k, x.v, x.out)
+        lse = x.lse.to(accumulation_dtype(q.dtype)).contiguous()
+        return self.operate_backward(dout, q, k, v, out, lse, True, call.scale, **window)
 
     def _window(self, q: Tensor, k: Tensor, tiles: Tiles) -> dict[str, int]:
-        """The window arguments, if the tiles are a causal window and the package is known to obey them; else none."""
-        left = causal_window(tiles, q.shape[1], k.shape[1]) if self.obeys_windows else None
+        """Return the window arguments, if the tiles are a causal window and the package computes it; else none."""
+        left = causal_window(tiles, q.shape[1], k.shape[1]) if self._windows else None
         return {} if left is None else {"window_size_left": left, "window_size_right": 0}
 
 
-def _obeys_windows() -> bool:
-    """Whether the flash-attn-4 that is installed is known to obey its window argument."""
+def _computes_windows() -> bool:
+    """Return whether the installed flash-attn-4 is known to compute windows correctly."""
     try:
-        return _rank(version("flash-attn-4")) >= _rank(_OBEYS_FROM)
+        return _rank(version("flash-attn-4")) >= _rank(_WINDOWS_FROM)
     except PackageNotFoundError:  # on the path, but not installed: the version is unknown
         return False
 
 
 def _rank(text: str) -> tuple[int, ...]:
-    """A key that orders versions: 4.0.0b9 < 4.0.0b36 < 4.0.0rc1 < 4.0.0. Unknown forms come first.
+    """Return a key that orders versions: 4.0.0b9 < 4.0.0b36 < 4.0.0rc1 < 4.0.0. Unknown forms come first.
 
     So do development builds, which are numbered by the release after them.
     """

@@ -41,21 +41,19 @@ class RocmBackend(AcceleratorBackend):
             return self.no_device_reason("no AMD GPU is visible", f"{where} opened (groups video and render)")
         return ""
 
-    def make_kernels(self) -> Iterable[Kernel]:
+    def make_kernels(self) -> Iterable[Kernel | LazyKernel]:
         # The order was not measured. Triton comes first because it takes every mask in one launch, merges in its
         # epilogue and is deterministic; the others take a call for every box and triangle.
         yield LazyKernel(
             "triton",
-            "burst_portable.kernels.triton.triton_kernel",
-            "TritonKernel",
+            "burst_portable.kernels.triton.triton_kernel:TritonKernel",
             needs="triton",
             at_least=(3, 6),
             install="install the triton that comes with PyTorch's ROCm wheels, from PyTorch's own package index",
         )
         yield LazyKernel(
             "aiter",
-            "burst_portable.backends.rocm.flash_kernels",
-            "AiterKernel",
+            "burst_portable.backends.rocm.flash_kernels:AiterKernel",
             needs="aiter",
             install="AMD's images have it, and its repository says how to build it",
         )

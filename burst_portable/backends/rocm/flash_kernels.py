@@ -1,8 +1,9 @@
-"""AITER, AMD's own attention kernels, where they are installed. Imported only through `kernels.base`.
+"""Define kernels on torch's flash attention for ROCm and on AITER, AMD's own attention kernels.
 
-Boxes and causal squares alone (`operator_kernel`): its causal mask is aligned bottom-right, and its gradients come in
-16 bits. What is called is what its own autograd function calls; its parameters have changed from release to release,
-so they are passed by name, and a release that lacks one is declined.
+Import AITER only through `kernels.base.LazyKernel`. It is called only for boxes and causal squares (`operator_kernel`):
+its causal mask is aligned bottom-right, and its gradients have 16 bits. We call the functions that its own autograd
+function calls. Their parameters have changed between releases, so they are passed by name, and a release that lacks one
+is declined.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from torch import Tensor
 
 from burst_portable.backends.rocm.device import architecture
 from burst_portable.kernels import aten_flash
-from burst_portable.kernels.base import Gradients, KernelProblem, Support
-from burst_portable.kernels.operator_kernel import MergedOnceKernel
+from burst_portable.kernels.base import Gradients, Support
+from burst_portable.kernels.operator_kernel import AcceleratorKernel
 from burst_portable.numerics import State
+from burst_portable.planning.call import AttentionCall
 
 ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
 LARGEST_HEAD = 256
 
 
-def declined(problem: KernelProblem) -> str:
-    """Why a flash attention of AMD's, be it torch's or AITER's, cannot serve a problem; "" if it can."""
-    if reason := aten_flash.declined(problem, LARGEST_HEAD):
+def declined(call: AttentionCall) -> str:
+    """Return why no flash attention for AMD, of torch or of AITER, can serve a call; "" if one can."""
+    if reason := aten_flash.declined(call, LARGEST_HEAD):
         return reason
-    if problem.deterministic:
+    if call.deterministic:
         return "nobody promises that its backward adds in the same order every time; it serves deterministic=False only"
-    return _device_reason(problem.device)
+    return _device_reason(call.device)
 
 
 @lru_cache(maxsize=8)
 def _device_reason(device: str) -> str:
-    """Why a device is not served: each must be a chip for which AMD's libraries have code."""
+    """Return why a device is not served: each must be a chip for which AMD's libraries have code."""
     if torch.version.hip is None or device != "cuda":
         return f"it runs on AMD GPUs with torch for ROCm, not on {device}"
     chips = [architecture(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
@@ -46,10 +48,10 @@ def _device_reason(device: str) -> str:
 
 
 class RocmFlashKernel(aten_flash.AtenFlashKernel):
-    """See `kernels.base.Kernel`."""
+    """torch's flash attention for ROCm."""
 
-    def supports(self, problem: KernelProblem) -> Support:
-        if reason := declined(problem):
+    def supports(self, call: AttentionCall) -> Support:
+        if reason := declined(call):
             return Support(False, reason)
         if not torch.backends.cuda.is_flash_attention_available():
             return Support(False, "this torch is built without flash attention")
@@ -73,8 +75,8 @@ _NEEDED = {
 }
 
 
-class AiterKernel(MergedOnceKernel):
-    """See `kernels.base.Kernel`."""
+class AiterKernel(AcceleratorKernel):
+    """AITER's flash attention."""
 
     name = "aiter"
 
@@ -82,35 +84,37 @@ class AiterKernel(MergedOnceKernel):
         self._module = import_module("aiter.ops.mha")
         self._lacking = self._what_is_lacking()
 
-    def supports(self, problem: KernelProblem) -> Support:
-        reason = declined(problem) or self._lacking
+    def supports(self, call: AttentionCall) -> Support:
+        reason = declined(call) or self._lacking
         return Support(not reason, reason)
 
     def operate(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> State:
-        call = self._module._flash_attn_forward
-        out, lse, *_ = call(q=q, k=k, v=v, softmax_scale=scale, causal=causal, **_known(call, _FORWARD))
+        function = self._module._flash_attn_forward
+        out, lse, *_ = function(q=q, k=k, v=v, softmax_scale=scale, causal=causal, **_known(function, _FORWARD))
         return out, lse
 
     def operate_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> Gradients:
-        call = self._module._flash_attn_backward
+        function = self._module._flash_attn_backward
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        call(
+        function(
             dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv,
-            softmax_scale=scale, causal=causal, **_known(call, _BACKWARD),
+            softmax_scale=scale, causal=causal, **_known(function, _BACKWARD),
         )  # fmt: skip
         return dq, dk, dv
 
     def _what_is_lacking(self) -> str:
         for name, needed in _NEEDED.items():
-            call = getattr(self._module, name, None)
-            lacking = sorted(needed.difference(signature(call).parameters)) if callable(call) else ["the function"]
+            function = getattr(self._module, name, None)
+            lacking = (
+                sorted(needed.difference(signature(function).parameters)) if callable(function) else ["the function"]
+            )
             if lacking:
                 return f"this release of AITER is not known: aiter.ops.mha.{name} lacks {', '.join(lacking)}"
         return ""
 
 
-def _known(call: Callable[..., object], values: dict[str, Any]) -> dict[str, Any]:
-    """Those that this release has a parameter for."""
-    return {name: value for name, value in values.items() if name in signature(call).parameters}
+def _known(function: Callable[..., object], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values for which this release has a parameter."""
+    return {name: value for name, value in values.items() if name in signature(function).parameters}

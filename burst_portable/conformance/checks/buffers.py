@@ -15,11 +15,12 @@ from burst_portable.conformance.cases import Case
 from burst_portable.conformance.checks.attention import judged
 from burst_portable.conformance.checks.kernel_contract import plainest
 from burst_portable.conformance.oracle import make_inputs
-from burst_portable.conformance.running import kernel_problem, run_case, run_kernel
+from burst_portable.conformance.running import run_case, run_kernel
 from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, Wrap, plain
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.base import Gradients, Kernel, KernelProblem, Options, Support, rounding_of
+from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, LazyKernel, WrappedKernel
 from burst_portable.numerics import State
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tiles
 
 NAME = "memory"
@@ -74,38 +75,31 @@ def _keep_busy(device: torch.device, rounds: int) -> None:
         y.copy_(x)
 
 
-class LateInputs:
+class LateInputs(WrappedKernel):
     """A kernel whose tensors are written right before it is called, behind work that keeps the current stream busy."""
 
-    def __init__(self, kernel: Kernel, rounds: int) -> None:
-        self._kernel, self._rounds = kernel, rounds
-        self.name = kernel.name
-
-    def supports(self, problem: KernelProblem) -> Support:
-        return self._kernel.supports(problem)
+    def __init__(self, inner: Kernel, rounds: int) -> None:
+        super().__init__(inner)
+        self._rounds = rounds
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
-    ) -> State:
-        q, k, v = self._late(q, k, v)
-        return self._kernel.attend(q, k, v, tiles, options, state=state)
-
-    def attend_backward(
         self,
-        dout: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        lse: Tensor,
         tiles: Tiles,
-        options: Options,
+        call: AttentionCall,
         *,
-        delta: Tensor | None = None,
-        out: Tensor | None = None,
-        into: Gradients,
-    ) -> None:
-        dout, q, k, v, lse = self._late(dout, q, k, v, lse)
-        self._kernel.attend_backward(dout, q, k, v, lse, tiles, options, delta=delta, out=out, into=into)
+        state: State | None = None,
+        yields: bool = False,
+    ) -> State:
+        q, k, v = self._late(q, k, v)
+        return super().attend(q, k, v, tiles, call, state=state, yields=yields)
+
+    def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
+        dout, q, k, v, lse = self._late(x.dout, x.q, x.k, x.v, x.lse)
+        late = x._replace(dout=dout, q=q, k=k, v=v, lse=lse)
+        super().attend_backward(late, tiles, call, into=into)
 
     def _late(self, *tensors: Tensor) -> list[Tensor]:
         written = [torch.empty_like(tensor) for tensor in tensors]
@@ -135,16 +129,16 @@ def trials(subject: Subject) -> Iterator[Trial]:
             yield plain(NAME, f"stale-{case}", _stale, subject, case)
 
 
-def _order(subject: Subject, kernel: Kernel) -> Outcome:
-    """A kernel reads what the current stream has written, not what lay there before."""
+def _order(subject: Subject, kernel: Kernel | LazyKernel) -> Outcome:
+    """Check that a kernel reads what the current stream has written, not what was there before."""
     case = Case(ranks=1, **plainest(kernel, subject.device.type))
-    support = kernel.supports(kernel_problem(case, subject.device.type))
+    support = kernel.supports(case.make_call(subject.device.type))
     if not support.ok:
         return Outcome(skipped=support.reason)
-    x = make_inputs(case)
-    run_kernel(kernel, case, x, subject.device)  # compiling takes longer than any stream is kept busy
-    late = LateInputs(kernel, _rounds(subject.device))
-    return judged(case, x, run_kernel(late, case, x, subject.device), rounding_of(kernel))
+    x, loaded = make_inputs(case), kernel.load()
+    run_kernel(loaded, case, x, subject.device)  # compiling takes longer than any stream is kept busy
+    late = LateInputs(loaded, _rounds(subject.device))
+    return judged(case, x, run_kernel(late, case, x, subject.device), loaded.traits.rounding)
 
 
 def _delays(subject: Subject, case: Case) -> Outcome:

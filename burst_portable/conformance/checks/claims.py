@@ -14,16 +14,16 @@ from burst_portable.backends.registry import choose_kernel
 from burst_portable.conformance.cases import DTYPES, Case
 from burst_portable.conformance.checks.attention import HEAD_SIZES, judged
 from burst_portable.conformance.oracle import make_inputs
-from burst_portable.conformance.running import kernel_problem, run_kernel, serves
+from burst_portable.conformance.running import run_kernel, serves
 from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
 from burst_portable.errors import UnknownNameError, UnsupportedError, first_line
-from burst_portable.kernels.base import Kernel, rounding_of
+from burst_portable.kernels.base import Kernel, LazyKernel
 
 NAME = "claims"
 
 
-def _problems(dtype: torch.dtype, size: int) -> Iterator[Case]:
-    """The problems of one dtype and head size that a kernel may claim or decline."""
+def _cases(dtype: torch.dtype, size: int) -> Iterator[Case]:
+    """Yield the cases of one dtype and head size that a kernel may claim or decline."""
     for value_size in (size, size // 2):
         for softcap in (None, 5.0):
             for deterministic in (True, False):
@@ -35,9 +35,9 @@ def _problems(dtype: torch.dtype, size: int) -> Iterator[Case]:
 
 
 def _grid(effort: str) -> dict[str, list[Case]]:
-    """All problems, by dtype and head size: a trial takes seconds if kernels are compiled for it."""
+    """Return all of these cases, by dtype and head size: a trial takes seconds if kernels are compiled for it."""
     sizes = (16, 80) if effort == "quick" else (*HEAD_SIZES, 8, 320, 512)
-    return {f"{name}-{size}": list(_problems(dtype, size)) for name, dtype in DTYPES.items() for size in sizes}
+    return {f"{name}-{size}": list(_cases(dtype, size)) for name, dtype in DTYPES.items() for size in sizes}
 
 
 def trials(subject: Subject) -> Iterator[Trial]:
@@ -55,7 +55,7 @@ def _made(ask: Callable[..., str], *arguments: object) -> Outcome:
     return Outcome(wrong=ask(*arguments))
 
 
-def _declines(subject: Subject, kernel: Kernel, cases: Sequence[Case]) -> bool:
+def _declines(subject: Subject, kernel: Kernel | LazyKernel, cases: Sequence[Case]) -> bool:
     return not any(serves(kernel, case, subject.device.type) for case in cases)
 
 
@@ -98,7 +98,7 @@ def _names(subject: Subject) -> str:
     if not names or not all(names) or len(set(names)) < len(names):
         return f"kernels need a name each: {names}"
     try:
-        choose_kernel(subject.backend, kernel_problem(Case(), subject.device.type), "no such kernel")
+        choose_kernel(subject.backend, Case().make_call(subject.device.type), "no such kernel")
     except UnknownNameError:
         return ""
     return "a kernel that is none was found"
@@ -129,19 +129,19 @@ _ASKED: dict[str, Callable[[Subject], str]] = {
 }
 
 
-def _reasons(subject: Subject, kernel: Kernel) -> str:
-    """A kernel declines with a reason, always the same, and naming it then raises an error with that reason."""
+def _reasons(subject: Subject, kernel: Kernel | LazyKernel) -> str:
+    """Check that a kernel declines with a reason, always the same, and that naming it raises an error with it."""
     for case in chain.from_iterable(_grid(subject.effort).values()):
-        problem = kernel_problem(case, subject.device.type)
-        support = kernel.supports(problem)
-        if kernel.supports(problem) != support:
+        call = case.make_call(subject.device.type)
+        support = kernel.supports(call)
+        if kernel.supports(call) != support:
             return f"it answers differently the second time ({case.spec()})"
         if support.ok:
             continue
         if not support.reason:
             return f"it declines without a reason ({case.spec()})"
         try:
-            choose_kernel(subject.backend, problem, kernel.name)
+            choose_kernel(subject.backend, call, kernel.name)
         except UnsupportedError as refusal:
             if support.reason not in str(refusal):
                 return f"the refusal does not tell the reason ({case.spec()})"
@@ -150,12 +150,12 @@ def _reasons(subject: Subject, kernel: Kernel) -> str:
     return ""
 
 
-def _runs(subject: Subject, kernel: Kernel, cases: Sequence[Case]) -> str:
-    """Each of these problems that it claims gives right numbers."""
+def _runs(subject: Subject, kernel: Kernel | LazyKernel, cases: Sequence[Case]) -> str:
+    """Check that each of these calls that the kernel claims gives right numbers."""
     for case in cases:
-        if kernel.supports(kernel_problem(case, subject.device.type)).ok:
-            x = make_inputs(case)
-            outcome = judged(case, x, run_kernel(kernel, case, x, subject.device), rounding_of(kernel))
+        if kernel.supports(case.make_call(subject.device.type)).ok:
+            x, loaded = make_inputs(case), kernel.load()
+            outcome = judged(case, x, run_kernel(loaded, case, x, subject.device), loaded.traits.rounding)
             if not outcome.ok:
                 return f"{outcome.text()} (claimed: {case.spec()})"
     return ""

@@ -23,9 +23,9 @@ from burst_portable.conformance.cases import (
 )
 from burst_portable.conformance.checks.attention import HEAD_SIZES, grown, judged
 from burst_portable.conformance.oracle import Answer, Inputs, make_inputs
-from burst_portable.conformance.running import Trespass, kernel_problem, run_kernel, run_whole, serves
+from burst_portable.conformance.running import Trespass, run_kernel, run_whole, serves
 from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
-from burst_portable.kernels.base import Kernel, parts_rows, rounding_of
+from burst_portable.kernels.base import Kernel, LazyKernel
 from burst_portable.layout import NAMES as LAYOUTS
 
 NAME = "kernels"
@@ -49,7 +49,7 @@ LARGER_HEADS = ("2x2x64x64", "4x2x64x64", "4x1x128x128", "4x2x128x64", "4x2x64x1
 """For kernels that are built for sizes which models have."""
 
 
-def axes_of(kernel: Kernel, device: str) -> Axes:
+def axes_of(kernel: Kernel | LazyKernel, device: str) -> Axes:
     """The choices that the kernel serves: values that it declines are left out of their axis."""
     usual = plainest(kernel, device)
     axes = AXES if usual["heads"] in HEADS else {**AXES, "heads": LARGER_HEADS}
@@ -59,7 +59,7 @@ def axes_of(kernel: Kernel, device: str) -> Axes:
     }
 
 
-def plainest(kernel: Kernel, device: str) -> Choices:
+def plainest(kernel: Kernel | LazyKernel, device: str) -> Choices:
     """The plainest heads, order of sums and dtype that it serves together."""
     bases: Iterator[Choices] = (
         {"heads": heads, "deterministic": deterministic, "dtype": dtype}
@@ -70,18 +70,18 @@ def plainest(kernel: Kernel, device: str) -> Choices:
     return next((base for base in bases if _serves(kernel, device, **base)), {"heads": "mha"})
 
 
-def fitted(case: Case, kernel: Kernel, device: str) -> Case:
+def fitted(case: Case, kernel: Kernel | LazyKernel, device: str) -> Case:
     """A case of the quick look; with the plainest choices where the kernel does not serve those of the case."""
     if serves(kernel, case, device):
         return case
     return replace(case, **plainest(kernel, device))
 
 
-def _serves(kernel: Kernel, device: str, **choices: Any) -> bool:
+def _serves(kernel: Kernel | LazyKernel, device: str, **choices: Any) -> bool:
     return serves(kernel, Case(**{"heads": "mha", **choices}), device)
 
 
-def declined(kernel: Kernel, device: str) -> Iterator[Case]:
+def declined(kernel: Kernel | LazyKernel, device: str) -> Iterator[Case]:
     """One case for every value that it declines: its reason goes into the report."""
     kept = axes_of(kernel, device)
     for axis, values in AXES.items():
@@ -147,25 +147,25 @@ def of_case(subject: Subject, case: Case, kernel: str) -> Trial:
     return _case_trial(subject, found, case)
 
 
-def _case_trial(subject: Subject, kernel: Kernel, case: Case) -> Trial:
+def _case_trial(subject: Subject, kernel: Kernel | LazyKernel, case: Case) -> Trial:
     def attempt(tried: Case) -> Outcome:
         return _attempt(subject, kernel, tried)
 
     return Trial(NAME, f"{kernel.name}:{case.spec()}", attempt, case, kernel.name)
 
 
-def _attempt(subject: Subject, kernel: Kernel, case: Case) -> Outcome:
-    """The numbers; again with `out` for delta and gradients added twice; one block also asked for as a whole."""
-    support = kernel.supports(kernel_problem(case, subject.device.type))
+def _attempt(subject: Subject, kernel: Kernel | LazyKernel, case: Case) -> Outcome:
+    """Compare the numbers; again with `out` for delta and gradients added twice; one block also in a single call."""
+    support = kernel.supports(case.make_call(subject.device.type))
     if not support.ok:
         return Outcome(skipped=support.reason, wrong="" if support.reason else "it declines and gives no reason")
-    x = make_inputs(case)
+    x, loaded = make_inputs(case), kernel.load()
     try:
-        first = run_kernel(kernel, case, x, subject.device)
-        by_out = run_kernel(kernel, case, x, subject.device, by_out=True, times=2)
+        first = run_kernel(loaded, case, x, subject.device)
+        by_out = run_kernel(loaded, case, x, subject.device, by_out=True, times=2)
     except Trespass as trespass:
         return Outcome(wrong=str(trespass))
-    rounding = rounding_of(kernel)
+    rounding = loaded.traits.rounding
     outcome = judged(case, x, first, rounding)
     if not outcome.ok:
         return outcome
@@ -173,8 +173,8 @@ def _attempt(subject: Subject, kernel: Kernel, case: Case) -> Outcome:
     if not second.ok:
         return Outcome(second.errors, f"with out in place of delta, gradients added twice: {second.wrong}".strip(": "))
     if case.ranks == 1:
-        for parts in (False, True) if parts_rows(kernel) else (False,):
-            third = judged(case, x, run_whole(kernel, case, x, subject.device, parts=parts), rounding)
+        for parts in (False, True) if loaded.traits.writes_into else (False,):
+            third = judged(case, x, run_whole(loaded, case, x, subject.device, parts=parts), rounding)
             if not third.ok:
                 how = "told where to write" if parts else "asked for all at once"
                 return Outcome(third.errors, f"{how}: {third.wrong}".strip(": "))
@@ -183,14 +183,16 @@ def _attempt(subject: Subject, kernel: Kernel, case: Case) -> Outcome:
     return outcome
 
 
-def _growth(subject: Subject, kernel: Kernel, dtype: torch.dtype) -> Outcome:
+def _growth(subject: Subject, kernel: Kernel | LazyKernel, dtype: torch.dtype) -> Outcome:
     case = Case(dtype=dtype, deterministic=False, heads="2x1x64x64")
-    support = kernel.supports(kernel_problem(case, subject.device.type))
+    support = kernel.supports(case.make_call(subject.device.type))
     if not support.ok:
         return Outcome(skipped=support.reason)
 
+    loaded = kernel.load()
+
     def run(tried: Case, x: Inputs) -> Answer:
-        return run_kernel(kernel, replace(tried, deterministic=False), x, subject.device)
+        return run_kernel(loaded, replace(tried, deterministic=False), x, subject.device)
 
     return grown(subject, dtype, "ring", run)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
-
-from torch import Tensor
 
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import Case
@@ -16,13 +15,12 @@ from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.running import plan_of, run_case
 from burst_portable.conformance.trial import Check, Outcome, Subject, Trial, plain
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.base import Options
+from burst_portable.kernels.base import WrappedKernel
 from burst_portable.numerics import State
 from burst_portable.planning.plans import PASSES, PassName, Plan
-from burst_portable.planning.schedule import Compute
 from burst_portable.profiling.intervals import PARTS
 from burst_portable.profiling.session import Session, profile
-from burst_portable.runtime.observer import WrappedRuntime, installed
+from burst_portable.runtime.prepared_call import installed
 
 NAME = "profiler"
 _PART = {"compute": "compute", "copy": "exposed_copy"}  # of events that are not communication
@@ -131,22 +129,16 @@ def _computes(plan: Plan, name: PassName, rank: int) -> int:
 # ------------------------------------------------------------------------------------------------------- the clock
 
 
-class _Held(WrappedRuntime):
-    """Its kernels take `HELD` longer, forward."""
+class _Held(WrappedKernel):
+    """Takes `HELD` longer, forward."""
 
-    def attend(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, state: State | None) -> State:
+    def attend(self, *args: Any, **options: Any) -> State:
         time.sleep(HELD)
-        return super().attend(compute, q, k, v, options, state)
+        return self.inner.attend(*args, **options)
 
-    def attend_whole(self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options) -> State:
+    def forward_single_call(self, *args: Any, **options: Any) -> State:
         time.sleep(HELD)
-        return super().attend_whole(compute, q, k, v, options)
-
-    def attend_first(
-        self, compute: Compute, q: Tensor, k: Tensor, v: Tensor, options: Options, merged: tuple[int, int], out: Tensor
-    ) -> State:
-        time.sleep(HELD)
-        return super().attend_first(compute, q, k, v, options, merged, out)
+        return self.inner.forward_single_call(*args, **options)
 
 
 @contextmanager
@@ -154,7 +146,7 @@ def _holding() -> Iterator[None]:
     """Within this context, the kernels that a session records are held."""
     record = installed.get()
     assert record is not None, "inside a session"
-    token = installed.set(lambda runtime, plan, mesh: record(_Held(runtime), plan, mesh))
+    token = installed.set(lambda prepared, mesh: record(replace(prepared, kernel=_Held(prepared.kernel)), mesh))
     try:
         yield
     finally:

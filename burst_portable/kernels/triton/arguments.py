@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.base import Options
+from burst_portable.planning.call import AttentionCall
 
 # a·b + c in one instruction: Triton's default, of which 3.9 warns that it will be another from 3.10 on.
 ALWAYS = {"enable_fp_fusion": True}
@@ -24,25 +24,25 @@ _LEAST = torch.finfo(torch.float32).tiny  # scales below it are 0, or may be, wh
 
 
 def padded(size: int) -> int:
-    """A head size as kernels hold it: a power of two, at least 16, as matrix instructions want."""
+    """Return a head size as kernels hold it: a power of two, at least 16, as matrix instructions need."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Batch, row and head stride of each [B, S, H, D]."""
+    """Return the batch, row and head stride of each [B, S, H, D]."""
     return tuple(s for x in tensors for s in x.stride()[:3])
 
 
-def score_numbers(options: Options) -> tuple[float, float, float]:
-    """(scale, inner, outer) of the kernels' scores, in base 2: inner and outer are those of a softcap, else 0."""
-    scale = options.scale if abs(options.scale) >= _LEAST else 0.0
-    if options.softcap is None:
+def score_numbers(call: AttentionCall) -> tuple[float, float, float]:
+    """Return (scale, inner, outer) of the scores, in base 2: inner and outer are those of a softcap, else 0."""
+    scale = call.scale if abs(call.scale) >= _LEAST else 0.0
+    if call.softcap is None:
         return scale * LOG2_E, 0.0, 0.0
-    return 1.0, 2.0 * scale / options.softcap * LOG2_E, options.softcap * LOG2_E
+    return 1.0, 2.0 * scale / call.softcap * LOG2_E, call.softcap * LOG2_E
 
 
 class Address:
-    """What a descriptor needs of its tensor, without keeping the memory."""
+    """The properties of a tensor that a descriptor needs, without keeping its memory."""
 
     __slots__ = ("dtype", "pointer")
 

@@ -1,4 +1,4 @@
-"""A local attention kernel, as plain as one can be: a tile is a box of scores and a band across it."""
+"""Define a local attention kernel that is as plain as possible: a tile is a box of scores and a band across it."""
 
 from __future__ import annotations
 
@@ -6,53 +6,50 @@ import torch
 from torch import Tensor
 
 from burst_portable import numerics
-from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support
+from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, Support
 from burst_portable.numerics import State
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tile, Tiles
 
 
-class TheirKernel:
-    """See `burst_portable.kernels.base.Kernel`."""
+class TheirKernel(Kernel):
+    """See `burst_portable.kernels.base.Kernel` for what each method must do."""
 
     name = "their_boxes"
 
-    def supports(self, problem: KernelProblem) -> Support:
-        """What is claimed here is tried by the conformance suite; what is declined needs a reason."""
-        if problem.softcap:
+    def supports(self, call: AttentionCall) -> Support:
+        """Return whether a call is served. The conformance suite tries what is claimed; a refusal needs a reason."""
+        if call.softcap is not None:
             return Support(False, "it has no softcap")
-        if problem.head_dim > 256:
-            return Support(False, f"heads of size {problem.head_dim} are larger than 256")
+        if call.head_dim > 256:
+            return Support(False, f"heads of size {call.head_dim} are larger than 256")
         return Support(True)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, *, state: State | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        call: AttentionCall,
+        *,
+        state: State | None = None,
+        yields: bool = False,
     ) -> State:
-        """Each tile by itself, merged into the running state: 0 and -inf where nothing is seen."""
+        """Compute each tile by itself and merge it into the running state: 0 and -inf where nothing is visible."""
         state = numerics.empty_state(q, v.shape[-1]) if state is None else state
         for tile in tiles:
             rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-            scores = _scores(q[:, rows], k[:, columns], tile, options)
+            scores = _scores(q[:, rows], k[:, columns], tile, call)
             lse = torch.logsumexp(scores, -1)
             p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
             out = torch.einsum("bhij,bjhd->bihd", p, _shared(v[:, columns], q))
             numerics.merge_into((state[0][:, rows], state[1][:, :, rows]), out, lse)
         return state
 
-    def attend_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        options: Options,
-        *,
-        delta: Tensor | None = None,
-        out: Tensor | None = None,
-        into: Gradients,
-    ) -> None:
-        """Weights come again from the global LSE, so gradients of tiles simply add up."""
+    def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
+        """Compute the weights again, from the global LSE, so that the gradients of tiles add up."""
+        dout, q, k, v, lse, out, delta = x
         if delta is None:
             assert out is not None, "exactly one of delta and out"
             delta = numerics.row_delta(dout, out)
@@ -60,20 +57,20 @@ class TheirKernel:
         groups = k.shape[2]
         for tile in tiles:
             rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-            scores = _scores(q[:, rows], k[:, columns], tile, options)
+            scores = _scores(q[:, rows], k[:, columns], tile, call)
             row_lse = lse[:, :, rows].unsqueeze(-1)
             p = torch.exp(scores - row_lse.masked_fill(row_lse == -torch.inf, 0.0))
             do = _wide(dout[:, rows])
             dp = torch.einsum("bihd,bjhd->bhij", do, _shared(v[:, columns], q))
-            ds = p * (dp - delta[:, :, rows].unsqueeze(-1)) * options.scale
+            ds = p * (dp - delta[:, :, rows].unsqueeze(-1)) * call.scale
             dq[:, rows] += torch.einsum("bhij,bjhd->bihd", ds, _shared(k[:, columns], q))
             dk[:, columns] += _summed(torch.einsum("bhij,bihd->bjhd", ds, _wide(q[:, rows])), groups)
             dv[:, columns] += _summed(torch.einsum("bhij,bihd->bjhd", p, do), groups)
 
 
-def _scores(q: Tensor, k: Tensor, tile: Tile, options: Options) -> Tensor:
+def _scores(q: Tensor, k: Tensor, tile: Tile, call: AttentionCall) -> Tensor:
     """``[B, H, rows, columns]``, -inf where the band hides a pair. Indices are local to the blocks, not to the tile."""
-    scores = torch.einsum("bihd,bjhd->bhij", _wide(q), _shared(k, q)) * options.scale
+    scores = torch.einsum("bihd,bjhd->bhij", _wide(q), _shared(k, q)) * call.scale
     row = torch.arange(tile.q_start, tile.q_stop).unsqueeze(1)
     distance = row - torch.arange(tile.k_start, tile.k_stop)
     return scores.masked_fill((distance < tile.lo) | (distance > tile.hi), -torch.inf)

@@ -19,9 +19,11 @@ from burst_portable.conformance.cases import MASKS, Case
 from burst_portable.conformance.checks.attention import judged
 from burst_portable.conformance.oracle import make_inputs
 from burst_portable.conformance.running import run_kernel
-from burst_portable.kernels.base import KernelProblem, Options
+from burst_portable.kernels.base import BackwardInputs
 from burst_portable.mask import Mask
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tile, Tiles, banded_box, find_tiles
+from tests.support.calls import kernel_call, settings
 
 CPU = torch.device("cpu")
 COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
@@ -64,7 +66,7 @@ def test_every_small_tile_is_a_mode() -> None:
         tile = banded_box(2, 2 + rows, 1, 1 + columns, lo + 1, hi + 1)
         if tile is None:
             continue
-        (call,) = attention.lower(Tiles([tile]), 1)
+        (call,) = attention.operator_calls(Tiles([tile]), 1)
         assert torch.equal(shown(call, 7, 6)[0], dense((tile,), 7, 6)), tile
         tried, modes = tried + 1, modes | {call.sparse.mode}
     assert tried > 400
@@ -80,7 +82,7 @@ def test_every_mask_and_layout_is_seen_once(name: str, batch: int) -> None:
         for q, k in itertools.product(shards, shards):
             tiles = find_tiles(case.make_mask(), q, k)
             rows, columns = (sum(s.count for s in x) for x in (q, k))
-            calls = attention.lower(tiles, batch)
+            calls = attention.operator_calls(tiles, batch)
             seen = sum((shown(call, rows, columns, batch) for call in calls), torch.zeros(batch, rows, columns))
             assert torch.equal(seen, dense(tiles, rows, columns).expand(batch, -1, -1).to(seen.dtype))
 
@@ -90,7 +92,7 @@ def test_documents_are_one_packed_call() -> None:
     tiles = find_tiles(
         Mask.documents(bounds), *[Case(length=40, ranks=1, layout="contiguous").make_layout().shards[0]] * 2
     )
-    calls = attention.lower(tiles, 2)
+    calls = attention.operator_calls(tiles, 2)
     assert sum(len(call.tiles) for call in calls) == 5
     (packed,) = (call for call in calls if len(call.tiles) > 1)
     assert packed.sparse.mode == attention.RIGHT_DOWN
@@ -108,12 +110,12 @@ def test_documents_are_one_packed_call() -> None:
 
 def test_long_tiles_are_cut_and_long_lists_split() -> None:
     long = Tile(0, 2_500_000, 0, 2_500_000, 0, 2_499_999)
-    calls = attention.lower(Tiles([long]), 1)
+    calls = attention.operator_calls(Tiles([long]), 1)
     assert all(t.rows <= attention.LONGEST and t.columns <= attention.LONGEST for call in calls for t in call.tiles)
     assert sum(t.area for call in calls for t in call.tiles) == long.area
     many = Tiles(Tile(2 * i, 2 * i + 2, 2 * i, 2 * i + 2, 0, 1) for i in range(1500))
-    assert [len(call.tiles) for call in attention.lower(many, 1)] == [1000, 500]
-    assert [len(call.tiles) for call in attention.lower(many, 3)] == [333] * 4 + [168]
+    assert [len(call.tiles) for call in attention.operator_calls(many, 1)] == [1000, 500]
+    assert [len(call.tiles) for call in attention.operator_calls(many, 3)] == [333] * 4 + [168]
 
 
 CASES = [
@@ -150,25 +152,25 @@ def test_lse_is_natural_and_global_in_the_gradient() -> None:
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 6, heads, 8) for heads in (4, 2, 2))
-    tiles, options = Tiles([Tile(0, 6, 0, 6, -5, 5)]), Options(scale=0.3)
+    tiles, options = Tiles([Tile(0, 6, 0, 6, -5, 5)]), settings(scale=0.3)
     kernel = FusionKernel(Watched)
     out, lse = kernel.attend(q, k, v, tiles, options)
     scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double().repeat_interleave(2, 2)) * 0.3
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-6)
     into = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    kernel.attend_backward(q, q, k, v, lse + 1.0, tiles, options, out=out, into=into)
+    kernel.attend_backward(BackwardInputs(q, q, k, v, lse + 1.0, out=out), tiles, options, into=into)
     assert handed["softmax_max"].shape == (2, 4, 6, 8)
     assert torch.equal(handed["softmax_max"], (lse + 1.0).unsqueeze(-1).expand(-1, -1, -1, 8))
     assert torch.equal(handed["softmax_sum"], torch.ones(2, 4, 6, 8))
     assert handed["scale_value"] == 0.3
 
 
-PROBLEM = KernelProblem(torch.bfloat16, "npu", 8, 2, 128, 128)
+PROBLEM = kernel_call(torch.bfloat16, "npu", 8, 2, 128, 128)
 DECLINED = {
     "cpu": (replace(PROBLEM, device="cpu"), "it takes NPU tensors, not cpu"),
-    "float64": (replace(PROBLEM, dtype=torch.float64), "torch.float64 is not among"),
-    "softcap": (replace(PROBLEM, softcap=True), "it has no softcap"),
-    "scale": (replace(PROBLEM, positive_scale=False), "it is not asked for scales that are not positive"),
+    "float64": (replace(PROBLEM, dtype="float64"), "float64 is not among"),
+    "softcap": (replace(PROBLEM, softcap=30.0), "it has no softcap"),
+    "scale": (replace(PROBLEM, scale=-1.0), "it is not asked for scales that are not positive"),
     "head": (replace(PROBLEM, head_dim=769), "head size 769 is larger than 768"),
     "value": (replace(PROBLEM, value_dim=192), "values of size 192 are larger than heads of 128"),
     "heads": (replace(PROBLEM, heads=257, kv_heads=257), "257 heads are more than 256"),
@@ -176,7 +178,7 @@ DECLINED = {
 
 
 @pytest.mark.parametrize(("problem", "reason"), DECLINED.values(), ids=list(DECLINED))
-def test_declines_with_the_reason(problem: KernelProblem, reason: str) -> None:
+def test_declines_with_the_reason(problem: AttentionCall, reason: str) -> None:
     assert FusionKernel().supports(PROBLEM).ok
     support = FusionKernel().supports(problem)
     assert not support.ok

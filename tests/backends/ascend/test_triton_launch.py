@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.calls import kernel_call
 from tests.support.triton_cases import SHAPES, Case, cases
 from tests.support.triton_interpreter import Ask, as_request
 
@@ -51,12 +52,11 @@ def test_cuts_fit_the_buffer() -> None:
 
 def test_declines_with_the_reason() -> None:
     from burst_portable.backends.ascend.triton_launch import AscendTritonKernel
-    from burst_portable.kernels.base import KernelProblem
 
-    kernel, problem = AscendTritonKernel(), KernelProblem(torch.bfloat16, "npu", 8, 2, 128, 128)
+    kernel, problem = AscendTritonKernel(), kernel_call(torch.bfloat16, "npu", 8, 2, 128, 128)
     assert "no code for NPUs" in kernel.supports(problem).reason
     assert "it takes NPU tensors, not cpu" in kernel.supports(replace(problem, device="cpu")).reason
-    assert "torch.float64 is not among" in kernel.supports(replace(problem, dtype=torch.float64)).reason
+    assert "float64 is not among" in kernel.supports(replace(problem, dtype="float64")).reason
     assert "at most 256" in kernel.supports(replace(problem, head_dim=320)).reason
 
 

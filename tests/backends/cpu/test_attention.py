@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from burst_portable.backends.cpu.attention import CpuFlashKernel, lower
+from burst_portable.backends.cpu.attention import CpuFlashKernel, split_tile
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import LENGTH, MASKS
-from burst_portable.kernels.base import KernelProblem
 from burst_portable.layout import make_layout
 from burst_portable.planning.tiles import find_tiles
+from tests.support.calls import kernel_call
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -19,7 +19,7 @@ def test_lowering_covers_every_cell_once(name):
     whole = make_layout("contiguous", LENGTH, 1).shards[0]
     covered = torch.zeros(LENGTH, LENGTH, dtype=torch.int64)
     for tile in find_tiles(MASKS[name], whole, whole):
-        for piece in lower(tile):
+        for piece in split_tile(tile):
             box = torch.ones(piece.rows.stop - piece.rows.start, piece.columns.stop - piece.columns.start).long()
             if piece.causal:
                 box = box.tril()
@@ -35,13 +35,13 @@ def test_lowering_covers_every_cell_once(name):
     [
         ({"device": "cuda"}, "CPU tensors"),
         ({"value_dim": 5}, "differ from heads"),
-        ({"softcap": True}, "no softcap"),
-        ({"positive_scale": False}, "must be positive"),
+        ({"softcap": 30.0}, "no softcap"),
+        ({"scale": -1.0}, "must be positive"),
         ({"dtype": torch.int32}, "int32"),
     ],
 )
 def test_cpu_flash_says_what_it_does_not_do(change, reason):
     facts = {"dtype": torch.float32, "device": "cpu", "heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 8}
-    support = CpuFlashKernel().supports(KernelProblem(**{**facts, **change}))
+    support = CpuFlashKernel().supports(kernel_call(**{**facts, **change}))
     assert not support.ok
     assert reason in support.reason

@@ -15,17 +15,12 @@ import torch
 from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.cuda import library_kernels
 from burst_portable.conformance import check_backend
-from burst_portable.kernels.base import (
-    KernelProblem,
-    LazyKernel,
-    Options,
-    faster_on_squares,
-    takes_windows,
-    writes_gradients,
-)
+from burst_portable.kernels.base import BackwardInputs, LazyKernel
 from burst_portable.kernels.reference import ReferenceKernel
+from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.tiles import Tile, Tiles
 from tests.support import emulated_operators
+from tests.support.calls import kernel_call, settings
 from tests.support.flash4_cases import OPTIONS, compare_whole, inputs
 
 
@@ -139,18 +134,18 @@ def test_flash_attn_4_against_float64(on_hopper, flash_4):
 
 def problem(**changes):
     usual = {"dtype": torch.bfloat16, "device": "cuda", "heads": 4, "kv_heads": 2, "head_dim": 64, "value_dim": 64}
-    return KernelProblem(**{**usual, "deterministic": False, **changes})
+    return kernel_call(**{**usual, "deterministic": False, **changes})
 
 
 def test_flash_attn_4_is_given_rows_in_steps_of_16_bytes(on_hopper, flash_4):
     """Others it would read at strides that it takes for granted: the stand-in refuses them."""
     odd = torch.randn(2, 20, 2, 65).bfloat16()[..., :64]
-    tiles, options = Tiles([Tile(0, 20, 0, 20, 0, 19)]), Options(scale=0.125, deterministic=False)
+    tiles, options = Tiles([Tile(0, 20, 0, 20, 0, 19)]), settings(scale=0.125, deterministic=False)
     for q in (odd, odd[:, :1].expand(2, 20, 2, 64), torch.randn(20 * 64 + 1).bfloat16()[1:].view(1, 20, 1, 64)):
         out, lse = flash_4.attend(q, q, q, tiles, options)
         exact = ReferenceKernel().attend(*(q.double(),) * 3, tiles, options)
         torch.testing.assert_close(out.double(), exact[0], rtol=0, atol=2e-2)
-        flash_4.gradients(q, q, q, q, out, lse, tiles, options)
+        flash_4.backward_single_call(BackwardInputs(q, q, q, q, lse, out), tiles, options)
 
 
 WINDOWS = [(heads, left) for heads in ((2, 2), (4, 1)) for left in (0, 1, 30, 68)]
@@ -173,7 +168,7 @@ def test_flash_attn_4_is_asked_for_no_window_where_it_would_have_to_be_merged(mo
     dout, q, k, v = inputs(70, 70, (2, 2), 64, "cpu")
     out, lse = kernel.attend(q, k, v, tiles, OPTIONS)
     into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-    kernel.attend_backward(dout, q, k, v, lse, tiles, OPTIONS, out=out, into=into)
+    kernel.attend_backward(BackwardInputs(dout, q, k, v, lse, out=out), tiles, OPTIONS, into=into)
     assert set(called) == {"forward", "backward"}
     compare_whole(kernel, dout, q, k, v, Tiles([Tile(0, 70, 0, 70, -5, 30)]), merged=True)
     assert set(called) == {"forward", "backward"}
@@ -192,7 +187,7 @@ def test_windows_are_asked_of_versions_that_are_known_to_obey(monkeypatch, insta
     """The others get none, even if they would ignore it: a window is cut for them as ever."""
     called = emulated_operators.flash_4_package(monkeypatch, installed, obeys=known)
     kernel = library_kernels.Flash4Kernel()
-    assert takes_windows(kernel) == known
+    assert kernel.traits.supports_causal_window == known
     tiles = Tiles([Tile(0, 40, 0, 40, 0, 15)])
     compare_whole(kernel, *inputs(40, 40, (2, 1), 64, "cpu"), tiles, merged=not known)
     assert ("backward (15, 0)" in called) == ("forward (15, 0)" in called) == known
@@ -206,17 +201,16 @@ def test_a_flash_attn_4_that_ignores_windows_is_caught(monkeypatch):
         )
 
 
-def test_what_stands_for_flash_attn_4_says_what_it_says(monkeypatch):
+def test_traits_are_those_of_the_loaded_kernel(monkeypatch):
     for installed, known in (("4.0.0b36", True), ("4.0.0b35", False)):
         emulated_operators.flash_4_package(monkeypatch, installed)
-        lazy = LazyKernel("flash-attn-4", library_kernels.__name__, "Flash4Kernel", needs="flash_attn")
-        assert takes_windows(lazy) == known
-    reference = LazyKernel("reference", "burst_portable.kernels.reference", "ReferenceKernel", needs="")
-    assert not takes_windows(reference)
-    hopper = LazyKernel("hopper", "burst_portable.backends.cuda.hopper.kernel", "HopperKernel", needs="triton")
-    assert writes_gradients(hopper)
-    assert not faster_on_squares(hopper)
-    assert not writes_gradients(reference)
+        lazy = LazyKernel("flash-attn-4", f"{library_kernels.__name__}:Flash4Kernel", needs="flash_attn")
+        assert lazy.load().traits.supports_causal_window == known
+    hopper = LazyKernel("hopper", "burst_portable.backends.cuda.hopper.kernel:HopperKernel", needs="triton")
+    assert hopper.load() is hopper.load()
+    assert hopper.load().traits == KernelTraits(writes_gradients=True, writes_into=True)
+    reference = LazyKernel("reference", "burst_portable.kernels.reference:ReferenceKernel", needs="torch")
+    assert reference.load().traits == KernelTraits()
 
 
 REASONS = [
@@ -225,8 +219,8 @@ REASONS = [
     ({"head_dim": 68, "value_dim": 68}, "multiples of 8"),
     ({"head_dim": 264, "value_dim": 264}, "up to"),
     ({"heads": 3}, "not a multiple"),
-    ({"softcap": True}, "softcap"),
-    ({"positive_scale": False}, "not positive"),
+    ({"softcap": 30.0}, "softcap"),
+    ({"scale": -1.0}, "not positive"),
     ({"deterministic": True}, "any order"),
 ]
 

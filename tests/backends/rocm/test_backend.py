@@ -14,7 +14,7 @@ from burst_portable.backends.rocm import device as probe
 from burst_portable.backends.rocm.backend import RocmBackend
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels import base
-from burst_portable.kernels.base import KernelProblem
+from tests.support.calls import kernel_call
 
 DEFAULT_LIBRARY = "_ROCmFABackend.Default"  # as torch names it
 
@@ -180,7 +180,7 @@ def test_a_triton_that_will_not_do_is_a_reason(monkeypatch, version, what, then)
     monkeypatch.setattr(base, "find_spec", lambda name: None if version is None else found)
     monkeypatch.setitem(sys.modules, "triton", found)
     (kernel,) = (k for k in RocmBackend().kernels() if k.name == "triton")
-    support = kernel.supports(KernelProblem(torch.bfloat16, "cuda", 4, 2, 64, 64))
+    support = kernel.supports(kernel_call(torch.bfloat16, "cuda", 4, 2, 64, 64))
     assert not support.ok
     assert what in support.reason
     assert then in support.reason

@@ -15,9 +15,9 @@ from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.rocm import flash_kernels
 from burst_portable.conformance import check_backend
 from burst_portable.conformance.cases import MASKS
-from burst_portable.kernels.base import KernelProblem
 from burst_portable.kernels.reference import ReferenceKernel
 from tests.support import emulated_operators
+from tests.support.calls import kernel_call
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_torch_flash_in_the_conformance_suite(on_a_chip, aten):
 
 def problem(**changes):
     usual = {"dtype": torch.bfloat16, "device": "cuda", "heads": 4, "kv_heads": 2, "head_dim": 64, "value_dim": 64}
-    return KernelProblem(**{**usual, "deterministic": False, **changes})
+    return kernel_call(**{**usual, "deterministic": False, **changes})
 
 
 REASONS = [
@@ -150,8 +150,8 @@ REASONS = [
     ({"head_dim": 68, "value_dim": 68}, "multiples of 8"),
     ({"head_dim": 264, "value_dim": 264}, "up to 256"),
     ({"heads": 3}, "not a multiple"),
-    ({"softcap": True}, "not asked for a softcap"),
-    ({"positive_scale": False}, "scales that are not positive"),
+    ({"softcap": 30.0}, "not asked for a softcap"),
+    ({"scale": -1.0}, "scales that are not positive"),
     ({"deterministic": True}, "same order"),
 ]
 

@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 from burst_portable.backends.cuda.hopper.launch import Launcher
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.triton.prepared import Launch
+from tests.support.calls import settings
 
 FAILURES = [
     OutOfResources(300000, 232448, "shared memory"),
@@ -50,10 +51,9 @@ def hopper(error: Exception) -> None:
 
 def ascend(error: Exception) -> None:
     from burst_portable.backends.ascend.triton_launch import AscendTritonKernel, Cut
-    from burst_portable.kernels.base import Options
 
     q = torch.zeros(1, 8, 1, 16, dtype=torch.bfloat16)
-    AscendTritonKernel()._run(Refusing(error), (), 1, 1, q, q, q, Cut(96, 64), Options(1.0))
+    AscendTritonKernel()._run(Refusing(error), (), 1, 1, q, q, q, Cut(96, 64), settings(1.0))
 
 
 CALLS = {"sm_90, torch.bfloat16": portable, "sm_90": hopper, "npu, torch.bfloat16": ascend}

@@ -12,12 +12,12 @@ pytest.importorskip("triton")
 from triton.compiler import compile as triton_compile
 
 from burst_portable.backends.cuda.backend import CudaBackend
-from burst_portable.kernels.base import KernelProblem, Options
 from burst_portable.kernels.triton import machine_code, triton_kernel
 from burst_portable.kernels.triton.machine_code import TARGETS
 from burst_portable.kernels.triton.triton_kernel import Tf32Kernel, TritonKernel
 from burst_portable.kernels.triton.tuning import SINGLE, choose
 from burst_portable.planning.tiles import Tile, Tiles
+from tests.support.calls import kernel_call, settings
 
 
 @pytest.mark.parametrize(("asked", "precision"), [({}, "ieee"), ({"float32_precision": "tf32"}, "tf32")])
@@ -37,7 +37,7 @@ def test_every_kernel_is_compiled_for_what_was_asked(
     monkeypatch.setattr(triton_kernel, "Launch", Recording)
     monkeypatch.setattr(triton_kernel, "architecture", lambda: "sm_90")
     x = torch.zeros(1, 32, 1, 16)
-    kernel, tiles, options = TritonKernel(**asked), Tiles([Tile(0, 32, 0, 32, 0, 31)]), Options(0.25)
+    kernel, tiles, options = TritonKernel(**asked), Tiles([Tile(0, 32, 0, 32, 0, 31)]), settings(0.25)
     _, lse = kernel.attend(x, x, x, tiles, options)
     lse = lse.float()
     kernel.only_keys(x, x, x, x, lse, lse, tiles, options, (x, x, x))
@@ -49,7 +49,7 @@ def test_who_names_tf32_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nobody else: for other dtypes it declines, and in its backend's order it stands behind the exact one."""
     kernel = Tf32Kernel()
     monkeypatch.setattr(triton_kernel, "interpreted", lambda: True)
-    single, half = (KernelProblem(dtype, "cuda", 2, 1, 64, 64) for dtype in (torch.float32, torch.bfloat16))
+    single, half = (kernel_call(dtype, "cuda", 2, 1, 64, 64) for dtype in (torch.float32, torch.bfloat16))
     assert kernel._precision == "tf32"
     assert kernel.supports(single).ok
     assert "the kernel triton takes that" in kernel.supports(half).reason

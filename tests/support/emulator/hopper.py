@@ -15,7 +15,7 @@ from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper import launch as launch_tables
 from burst_portable.backends.cuda.hopper.launch import tma_strides
-from burst_portable.kernels.operator_kernel import in_steps
+from burst_portable.kernels.operator_kernel import align_rows
 from tests.support.emulator.machine import Machine
 from tests.support.emulator.memory import Descriptor
 
@@ -45,7 +45,7 @@ class EmulatedKernels:
         return Descriptor(x, (1, rows, 1, columns))
 
     def readable(self, name: str, x: Tensor, rows: int, columns: int) -> tuple[Tensor, Descriptor]:
-        x = in_steps(x)
+        x = align_rows(x)
         return x, self.rows(name, x, rows, columns)
 
     def vector(self, x: Tensor, rows: int) -> Descriptor:

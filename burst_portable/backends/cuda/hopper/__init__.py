@@ -1,7 +1,7 @@
 """Attention for Hopper (sm_90), in Gluon.
 
 =======================  ======================================================================================
-`kernel`                 `HopperKernel`: both passes behind the contract of `kernels.base`
+`kernel`                 `HopperKernel`: launches both passes
 `flash4`                 the same, with flash-attn-4 where that was measured to be faster
 `forward`, `backward`    what runs on the device
 `shared`                 shared memory and TMA by names that all versions of Gluon understand

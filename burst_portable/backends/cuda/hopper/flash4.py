@@ -1,15 +1,18 @@
-"""The Hopper kernel with flash-attn-4 beside it, which is asked where it was measured to be faster."""
+"""Define `HopperFlash4Kernel`, which calls flash-attn-4 where that was measured to be faster."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
 
 from torch import Tensor
 
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.errors import BackendUnavailableError
-from burst_portable.kernels import base as whole
-from burst_portable.kernels.base import Gradients, Kernel, KernelProblem, Options, Support, takes_windows
-from burst_portable.kernels.operator_kernel import Triangle, causal_window, only_piece, triangles
+from burst_portable.kernels.base import BackwardInputs, Gradients, LazyKernel, Support
+from burst_portable.kernels.operator_kernel import CausalSquare, causal_squares, causal_window, single_operator_call
 from burst_portable.numerics import State
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.tiles import Tiles
 
 FORWARD, BACKWARD = (64,), (64, 128)
@@ -21,9 +24,9 @@ In 109 to 221 rounds, times its speed (attention-h100-pairs-2026-11-23.json), ou
 16,384 and 32,768 without a mask and 0.980 in a causal one of 32,768 with 8 K/V heads for 32, but 1.012 with 16 for 16.
 """
 LEAST = 5e10
-"""Pairs times query heads times head size from which it is asked at all.
+"""Pairs times query heads times head size from which it is called at all.
 
-Under that its host takes longer than the device. Least microseconds of the host for a call on one H100
+Below that its host takes longer than the device. Least microseconds of the host for a call on one H100
 (attention-h100-portable-2026-11-23.json), ours and then flash-attn-4's: 51 and 107 forward, 89 and 193 backward. In a
 causal square of 4,096 with 32 heads of 128, 3.4e10, ours was 1.3 % faster backward; without a mask, 6.9e10, 5 % slower.
 """
@@ -36,76 +39,80 @@ but 424 and 358 with 8 K/V heads for 32. Forward ours led, 500 and 482. Heads of
 
 
 class HopperFlash4Kernel(HopperKernel):
-    """`HopperKernel`, but an attention that is one box or one causal square goes to flash-attn-4.
+    """`HopperKernel`, but flash-attn-4 computes an attention that is one box or one causal square.
 
-    So do gradients of a causal window, from a version on that is known to obey. That package knows no other masks, and
-    what it gives in 16 bits would have to be merged. So this is for calls that compute all (`kernels.base`); steps of
-    a ring stay with our own kernel.
+    It also computes the gradients of a causal window, from a version on that is known to support windows. That package
+    supports no other masks, and its 16-bit results would have to be merged. So it is called only for an attention that
+    one launch computes; our own kernel computes the steps of a ring.
+
+    Args:
+        flash: flash-attn-4.
     """
 
     name = "hopper+flash-attn-4"
-    faster_squares = True
+    traits = replace(HopperKernel.traits, prefers_square=True)
 
-    def __init__(self, flash: Kernel) -> None:
+    def __init__(self, flash: LazyKernel) -> None:
         super().__init__()
         self._flash = flash
 
-    def supports(self, problem: KernelProblem) -> Support:
-        """Where ours declines, the package is not looked at."""
-        own = super().supports(problem)
+    def supports(self, call: AttentionCall) -> Support:
+        """Return whether both serve the call. If ours declines, the package is not imported."""
+        own = super().supports(call)
         if not own.ok:
             return own
         try:
-            return self._flash.supports(problem)
+            return self._flash.supports(call)
         except BackendUnavailableError as error:  # broken; `auto` does without it, and whoever names it hears why
             return Support(False, str(error))
 
-    def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
-        """See `kernels.base`: out in the dtype of q."""
-        if _allowed(q, tiles, options) and _faster_forward(q, k, tiles):
-            return whole.attend_whole(self._flash, q, k, v, tiles, options)
-        return super().attend_whole(q, k, v, tiles, options)
+    def forward_single_call(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields: bool = False
+    ) -> State:
+        """Return out in the dtype of q."""
+        if _allowed(q, tiles, call) and _faster_forward(q, k, tiles):
+            return self._flash.load().forward_single_call(q, k, v, tiles, call)
+        return super().forward_single_call(q, k, v, tiles, call, yields=yields)
 
-    def gradients(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        options: Options,
-    ) -> Gradients:
-        """See `kernels.base`: all in 16 bits where flash-attn-4 makes them."""
-        if _allowed(q, tiles, options) and self._faster_backward(q, k, tiles):
-            return whole.gradients(self._flash, dout, q, k, v, out, lse, tiles, options)
-        return super().gradients(dout, q, k, v, out, lse, tiles, options)
+    def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
+        """Return gradients in 16 bits if flash-attn-4 computes them."""
+        if _allowed(x.q, tiles, call) and self._faster_backward(x.q, x.k, tiles):
+            return self._flash.load().backward_single_call(x, tiles, call)
+        return super().backward_single_call(x, tiles, call)
 
     def _faster_backward(self, q: Tensor, k: Tensor, tiles: Tiles) -> bool:
         if causal_window(tiles, q.shape[1], k.shape[1]) is None:
-            return q.shape[3] in BACKWARD and _one_piece(q, k, tiles) is not None
-        return q.shape[3] in WINDOW_BACKWARD and q.shape[2] == k.shape[2] and takes_windows(self._flash)
+            return q.shape[3] in BACKWARD and _single_call(q, k, tiles) is not None
+        return (
+            q.shape[3] in WINDOW_BACKWARD
+            and q.shape[2] == k.shape[2]
+            and self._flash.load().traits.supports_causal_window
+        )
 
 
-def _allowed(q: Tensor, tiles: Tiles, options: Options) -> bool:
-    """Whether there is enough to compute, and no option that `supports` declines came all the same."""
+def _allowed(q: Tensor, tiles: Tiles, call: AttentionCall) -> bool:
+    """Return whether there is enough to compute, and no setting that `supports` declines."""
     batch, _, heads, dim = q.shape
     enough = tiles.area * batch * heads * dim >= LEAST and q.numel() > 0
-    return enough and not options.deterministic and options.softcap is None and options.positive_scale
+    return enough and not call.deterministic and call.softcap is None and call.positive_scale
 
 
 def _faster_forward(q: Tensor, k: Tensor, tiles: Tiles) -> bool:
     long = min(q.shape[1], k.shape[1]) >= LONG
     if q.shape[3] not in FORWARD and not long:
         return False
-    piece = _one_piece(q, k, tiles)
-    if piece is None:
+    part = _single_call(q, k, tiles)
+    if part is None:
         return False
-    return q.shape[3] in FORWARD or not piece.causal or q.shape[2] != k.shape[2]
+    return q.shape[3] in FORWARD or not part.causal or q.shape[2] != k.shape[2]
 
 
-def _one_piece(q: Tensor, k: Tensor, tiles: Tiles) -> Triangle | None:
-    """The box or the causal square that is all, or None."""
-    piece = only_piece((piece for tile in tiles for piece in triangles(tile)), q.shape[1], k.shape[1])
-    return None if piece is None or piece.reversed else piece
+def _single_call(q: Tensor, k: Tensor, tiles: Tiles) -> CausalSquare | None:
+    """Return the box or the causal square that is all of the call, or None."""
+    part = single_operator_call(_first_two(tiles), q.shape[1], k.shape[1])
+    return None if part is None or part.reversed else part
+
+
+def _first_two(tiles: Tiles) -> list[CausalSquare]:
+    """Return the first operator calls of the tiles: whether there is just one matters, not how many there are."""
+    return list(islice((part for tile in tiles for part in causal_squares(tile)), 2))

@@ -1,6 +1,6 @@
-"""The Hopper kernel: `forward` and `backward` behind the contract of `kernels.base`.
+"""Define `HopperKernel`, which launches the programs of `forward` and `backward`.
 
-Triton is imported when a kernel is first launched, never before.
+Triton is imported when a kernel is first launched, not before.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from burst_portable.backends.cuda.driver import current_stream, on
 from burst_portable.backends.cuda.hopper.configs import FORWARD, BackwardConfig, BackwardCut
 from burst_portable.backends.cuda.hopper.launch import LaunchTables, OnDevice, compiled_kernels
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.base import Gradients, KernelProblem, Options, Support, added_up
-from burst_portable.kernels.operator_kernel import in_steps
+from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, Support
+from burst_portable.kernels.operator_kernel import align_rows
 from burst_portable.kernels.triton.arguments import LOG2_E
 from burst_portable.numerics import State, empty_state, finished, row_delta
+from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.tiles import Tiles
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ TRITON_FROM, TRITON_BELOW = (3, 6), (3, 10)
 _PLAIN = torch.contiguous_format
 
 
-class HopperKernel:
-    """See `kernels.base.Kernel`. Merges into a state and adds into gradients in its own epilogues.
+class HopperKernel(Kernel):
+    """Attention for sm_90. Its programs merge into a state and add to gradients themselves.
 
     Inputs whose strides or address TMA does not accept are copied first; outputs must be as TMA accepts them.
 
@@ -42,13 +43,13 @@ class HopperKernel:
     """
 
     name = "hopper"
-    writes_gradients = True
+    traits = KernelTraits(writes_gradients=True, writes_into=True)
 
     def __init__(self) -> None:
         self._tables = LaunchTables()
 
-    def supports(self, problem: KernelProblem) -> Support:
-        reason = _declined(problem)
+    def supports(self, call: AttentionCall) -> Support:
+        reason = _declined(call)
         return Support(not reason, reason)
 
     def attend(
@@ -57,13 +58,14 @@ class HopperKernel:
         k: Tensor,
         v: Tensor,
         tiles: Tiles,
-        options: Options,
+        call: AttentionCall,
         *,
         state: State | None = None,
+        yields: bool = False,
         out_dtype: torch.dtype = torch.float32,
     ) -> State:
-        """As the contract says, in float32. Without `state`, `out_dtype` may be the dtype of q, which saves a cast."""
-        _check_options(options)
+        """Return (out, lse) in float32. Without `state`, `out_dtype` may be the dtype of q, which saves a cast."""
+        _check_settings(call)
         if state is not None:
             state = finished(state, q.dtype)  # both in float32, without a copy if they already are
         if not tiles or q.numel() == 0:
@@ -74,16 +76,26 @@ class HopperKernel:
             out = torch.empty(batch, rows, heads, dim, dtype=out_dtype, device=q.device)
             lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
             state = (out, lse)
-        self._launch_forward(q, k, v, tiles, options, *state, fresh=fresh)
+        self._launch_forward(q, k, v, tiles, call, *state, fresh=fresh, yields=yields)
         return state
 
     def _launch_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, out: Tensor, lse: Tensor, *, fresh: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        call: AttentionCall,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        fresh: bool,
+        yields: bool,
     ) -> None:
         """Write out and LSE of all rows, or merge into those that tiles name."""
         rows, dim = q.shape[1], q.shape[3]
         _check_last_stride("lse", lse)
-        table = self._tables.forward(q, k, tiles, every_block=fresh, makes_way=options.makes_way)
+        table = self._tables.forward(q, k, tiles, every_block=fresh, yields=yields)
         config = table.cut
         compiled = compiled_kernels()
         mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16
@@ -98,7 +110,7 @@ class HopperKernel:
                 (
                     q_rows, k_rows, v_rows, compiled.rows("out", out, 64, dim),
                     out, lse, table.numbers, compiled.counter(q.device, stream),
-                    options.scale * LOG2_E, rows, *out.stride()[:3], lse.stride(0), lse.stride(1),
+                    call.scale * LOG2_E, rows, *out.stride()[:3], lse.stride(0), lse.stride(1),
                     *table.heads,
                 ),
                 (config.BN, dim, config.NS, mode, config.W, config.REGS),
@@ -106,85 +118,72 @@ class HopperKernel:
                 stream,
             )  # fmt: skip
 
-    def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options) -> State:
-        """See `kernels.base`: out in the dtype of q."""
-        return self.attend(q, k, v, tiles, options, out_dtype=q.dtype)
+    def forward_single_call(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields: bool = False
+    ) -> State:
+        """Return out in the dtype of q."""
+        return self.attend(q, k, v, tiles, call, yields=yields, out_dtype=q.dtype)
 
     def attend_into(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, options: Options, out: Tensor, lse: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        call: AttentionCall,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        yields: bool = False,
     ) -> None:
-        """See `kernels.base.Kernel`."""
-        _check_options(options)
+        _check_settings(call)
         if tiles and q.numel():
-            self._launch_forward(q, k, v, tiles, options, out, lse, fresh=True)
+            self._launch_forward(q, k, v, tiles, call, out, lse, fresh=True, yields=yields)
         else:
             out.zero_()
             lse.fill_(-math.inf)
 
-    def attend_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        options: Options,
-        *,
-        delta: Tensor | None = None,
-        out: Tensor | None = None,
-        into: Gradients,
-    ) -> None:
-        """As the contract says."""
-        assert (delta is None) != (out is None), "exactly one of delta and out"
-        _check_options(options)
-        if options.deterministic:
+    def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
+        dout, q, k, v, lse, out, delta = x
+        _check_settings(call)
+        if call.deterministic:
             raise UnsupportedError(
                 "the hopper kernel's backward is not deterministic", next_step="use the triton kernel"
             )
         if not tiles or q.numel() == 0:
             return
-        dout = in_steps(dout)
+        dout = align_rows(dout)
         table = self._tables.adding(q, k, tiles)
         with on(q.device):
-            terms = _row_terms(table.cut.config, dout, lse, delta, out, options.scale)
-            _launch_backward(table, terms, dout, q, k, v, options.scale, into, store=False)
+            terms = _row_terms(table.cut.config, dout, lse, delta, out, call.scale)
+            _launch_backward(table, terms, dout, q, k, v, call.scale, into, store=False)
 
-    def gradients(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tiles: Tiles,
-        options: Options,
-    ) -> Gradients:
-        """See `kernels.base`: dK and dV in the dtype of k, unless adding up parts is faster for most keys."""
-        if options.deterministic or not tiles or q.numel() == 0 or k.numel() == 0:
-            return added_up(self, dout, q, k, v, out, lse, tiles, options)
-        _check_options(options)
-        dout = in_steps(dout)
+    def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
+        """Return dK and dV in the dtype of k, unless adding up parts is faster for most keys."""
+        dout, q, k, v, lse, out, _ = x
+        if call.deterministic or not tiles or q.numel() == 0 or k.numel() == 0:
+            return super().backward_single_call(x, tiles, call)
+        _check_settings(call)
+        dout = align_rows(dout)
         tables = self._tables.writing(q, k, tiles)
         if not tables:
-            return added_up(self, dout, q, k, v, out, lse, tiles, options)
+            return super().backward_single_call(x, tiles, call)
         dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty_like(v, memory_format=_PLAIN)
         with on(q.device):
-            terms = _row_terms(tables[0].cut.config, dout, lse, None, out, options.scale, cleared=dq)
-            _launch_backward(tables[0], terms, dout, q, k, v, options.scale, (dq, dk, dv), store=True)
+            terms = _row_terms(tables[0].cut.config, dout, lse, None, out, call.scale, cleared=dq)
+            _launch_backward(tables[0], terms, dout, q, k, v, call.scale, (dq, dk, dv), store=True)
             for table in tables[1:]:
                 assert table.cut.keys is not None, "all keys have been written"
                 keys = slice(*table.cut.keys)
                 few = k[:, keys], v[:, keys]
                 sums = torch.zeros(2, *few[0].shape, dtype=torch.float32, device=k.device)
-                _launch_backward(table, terms, dout, q, *few, options.scale, (dq, sums[0], sums[1]), store=False)
+                _launch_backward(table, terms, dout, q, *few, call.scale, (dq, sums[0], sums[1]), store=False)
                 dk[:, keys], dv[:, keys] = sums[0], sums[1]
         return dq, dk, dv
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
-        """The portable kernel's: `numerics.row_delta` in one pass over its two tensors."""
+        """Return `numerics.row_delta`, computed by the portable kernel in one pass over the two tensors."""
         return _portable().row_delta(dout, out)
 
 
@@ -226,7 +225,7 @@ def _launch_backward(
 
 
 def _folds(dtype: torch.dtype) -> int:
-    """Whether the scale is folded into P: free in bf16; in fp16 small P would leave the range of normal numbers."""
+    """Return whether the scale is folded into P: free in bf16; in fp16 small P would become subnormal."""
     return int(dtype == torch.bfloat16)
 
 
@@ -239,9 +238,9 @@ def _row_terms(
     scale: float,
     cleared: Tensor | None = None,
 ) -> Tensor:
-    """[2·B·H, rows and padding]: shift - lse / scale of each head, then -delta; padded rows get -inf and 0.
+    """Return [2·B·H, rows and padding]: shift - lse / scale of each head, then -delta; padded rows get -inf and 0.
 
-    cleared: set to 0 on the way, float32 [B, Sq, Hq, D] in one piece.
+    `cleared`, contiguous float32 [B, Sq, Hq, D], is set to 0 by the same launch.
     """
     compiled = compiled_kernels()
     batch, rows, heads, dim = dout.shape
@@ -255,7 +254,7 @@ def _row_terms(
         _check_last_stride("delta", delta)
         source, terms = dout, delta.float()
     else:
-        source, terms = in_steps(out), lse
+        source, terms = align_rows(out), lse
     out_strides, dout_strides = compiled.strides("out", source, 4), compiled.strides("dout", dout, 8)
     clear = cleared is not None
     compiled.prepare(
@@ -278,12 +277,12 @@ def _nothing_seen(q: Tensor, dtype: torch.dtype) -> State:
     return out.to(dtype), lse
 
 
-def _check_options(options: Options) -> None:
-    if options.softcap is not None:
+def _check_settings(call: AttentionCall) -> None:
+    if call.softcap is not None:
         raise UnsupportedError("the hopper kernel knows no softcap", next_step="use the triton kernel")
-    if not options.scale > 0:
+    if not call.scale > 0:
         raise UnsupportedError(
-            "the hopper kernel needs a positive scale", got=options.scale, next_step="use the triton kernel"
+            "the hopper kernel needs a positive scale", got=call.scale, next_step="use the triton kernel"
         )
 
 
@@ -292,26 +291,26 @@ def _check_last_stride(name: str, x: Tensor) -> None:
         raise UnsupportedError(f"the last stride of {name} must be 1", got=x.stride(), next_step="make it contiguous")
 
 
-def _declined(problem: KernelProblem) -> str:
-    """Why it cannot serve a problem; "" if it can."""
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {problem.dtype}"
-    if problem.head_dim not in FORWARD:
-        return f"it takes head sizes {sorted(FORWARD)}, not {problem.head_dim}"
-    if problem.value_dim != problem.head_dim:
-        return f"it needs value heads as large as query heads, not {problem.value_dim} and {problem.head_dim}"
-    if problem.softcap:
+def _declined(call: AttentionCall) -> str:
+    """Return why the kernel cannot serve a call; "" if it can."""
+    if call.dtype not in ("bfloat16", "float16"):
+        return f"it takes bfloat16 and float16, not {call.dtype}"
+    if call.head_dim not in FORWARD:
+        return f"it takes head sizes {sorted(FORWARD)}, not {call.head_dim}"
+    if call.value_dim != call.head_dim:
+        return f"it needs value heads as large as query heads, not {call.value_dim} and {call.head_dim}"
+    if call.softcap is not None:
         return "it knows no softcap"
-    if not problem.positive_scale:
+    if not call.positive_scale:
         return "it needs a positive scale"
-    if reason := _triton_reason() or _device_reason(problem.device):
+    if reason := _triton_reason() or _device_reason(call.device):
         return reason
-    return "its backward adds dq in any order; it serves deterministic=False only" if problem.deterministic else ""
+    return "its backward adds dq in any order; it serves deterministic=False only" if call.deterministic else ""
 
 
 @cache
 def _triton_reason() -> str:
-    """Why the installed Triton cannot be used; "" if it can."""
+    """Return why the installed Triton cannot be used; "" if it can."""
     try:
         text = version("triton")
     except PackageNotFoundError:
@@ -325,7 +324,7 @@ def _triton_reason() -> str:
 
 @cache
 def _device_reason(device: str) -> str:
-    """Why a device cannot run it; "" if it can."""
+    """Return why a device cannot run the kernel; "" if it can."""
     if torch.device(device).type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return f"it runs on NVIDIA GPUs, not on {device}"
     major, minor = torch.cuda.get_device_capability(device)

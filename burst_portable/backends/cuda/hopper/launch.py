@@ -28,7 +28,7 @@ from burst_portable.backends.cuda.hopper.configs import (
     writing_cuts,
 )
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.operator_kernel import in_steps
+from burst_portable.kernels.operator_kernel import align_rows
 from burst_portable.kernels.triton.arguments import ALWAYS, Address, name_compile_errors
 from burst_portable.planning.tiles import Tiles
 
@@ -138,7 +138,7 @@ class Descriptors:
         found = self._kept.get((x.data_ptr(), x.shape, x.stride(), x.dtype, rows, columns))
         if found is not None:
             return x, found
-        x = in_steps(x)
+        x = align_rows(x)
         return x, self.rows(name, x, rows, columns)
 
     def vector(self, x: Tensor, rows: int) -> Described:
@@ -242,9 +242,9 @@ class LaunchTables:
         self._made: OrderedDict[Hashable, Any] = OrderedDict()
 
     def forward(
-        self, q: Tensor, k: Tensor, tiles: Tiles, *, every_block: bool, makes_way: bool = False
+        self, q: Tensor, k: Tensor, tiles: Tiles, *, every_block: bool, yields: bool = False
     ) -> OnDevice[ForwardConfig]:
-        """See `configs.forward_cut`, and `configs.turns` for `makes_way`."""
+        """See `configs.forward_cut`, and `configs.turns` for `yields`."""
 
         def made() -> OnDevice[ForwardConfig]:
             batch, rows, heads, dim = q.shape
@@ -252,12 +252,12 @@ class LaunchTables:
             cut, table = forward_cut(tiles, rows, dim, batch * heads, at_once, every_block=every_block)
             items = table.blocks * batch * heads
             side_by_side = _side_by_side(heads, group, k.shape[1] * dim * 4)
-            in_a_row = turns(table, dim, batch * heads, at_once) if makes_way else 0
+            in_a_row = turns(table, dim, batch * heads, at_once) if yields else 0
             programs = -(-items // in_a_row) if in_a_row else min(items, at_once)
             told = (items, in_a_row, heads, group, table.blocks, side_by_side)
             return OnDevice(cut, _sent(table, q.device), (programs, 1, 1), told)
 
-        return self._kept(("forward", tiles, q.shape, k.shape, every_block, makes_way, q.device), made)
+        return self._kept(("forward", tiles, q.shape, k.shape, every_block, yields, q.device), made)
 
     def adding(self, q: Tensor, k: Tensor, tiles: Tiles) -> OnDevice[BackwardCut]:
         """See `configs.adding_cut`."""

@@ -21,10 +21,11 @@ from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.backends.registry import choose_kernel
 from burst_portable.errors import UnsupportedError
-from burst_portable.kernels.base import KernelProblem, LazyKernel, Options, attend_whole, gradients
+from burst_portable.kernels.base import BackwardInputs, LazyKernel
 from burst_portable.planning.tiles import Tile, Tiles
 from burst_portable.runtime.prepare import plan_for_kernel
 from burst_portable.strategies.planner import plan
+from tests.support.calls import kernel_call, settings
 from tests.support.emulated_operators import flash_4_package
 from tests.support.emulator.hopper import EmulatedKernels, emulate
 from tests.support.emulator.machine import Machine
@@ -34,7 +35,7 @@ from tests.support.hopper_cases import ORACLE, gap, tiles_of, wide
 PAIR = "hopper+flash-attn-4"
 LEAST = flash4.LEAST
 BACKWARD_30 = "backward (30, 0)"
-USUAL = KernelProblem(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, value_dim=128, deterministic=False)
+USUAL = kernel_call(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, value_dim=128, deterministic=False)
 
 
 @pytest.fixture(autouse=True)
@@ -133,11 +134,13 @@ def test_gradients_of_a_window_in_other_memory(called):
     """The package reads rows in steps of 16 bytes alone, and the LSE as one piece: the stand-in refuses others."""
     dout, q, k, v = inputs(90, 90, (2, 2), 128, "cpu")
     kernel, tiles = kernel_of()[0], tiles_of("window:30", 90)
-    out, lse = attend_whole(kernel, q, k, v, tiles, OPTIONS)
-    usual = gradients(kernel, dout, q, k, v, out, lse, tiles, OPTIONS)
+    out, lse = kernel.forward_single_call(q, k, v, tiles, OPTIONS)
+    usual = kernel.backward_single_call(BackwardInputs(dout, q, k, v, lse, out), tiles, OPTIONS)
     odd = torch.nn.functional.pad(dout, (1, 0))[..., 1:]
     across = lse.transpose(1, 2).contiguous().transpose(1, 2)
-    for mine, good in zip(gradients(kernel, odd, q, k, v, out, across, tiles, OPTIONS), usual, strict=True):
+    for mine, good in zip(
+        kernel.backward_single_call(BackwardInputs(odd, q, k, v, across, out), tiles, OPTIONS), usual, strict=True
+    ):
         assert torch.equal(mine, good)
     assert called == [BACKWARD_30] * 2
 
@@ -201,9 +204,11 @@ def test_steps_of_a_ring_are_ours(called, dim):
     out, lse = kernel.attend(q, k[:, 40:], v[:, 40:], box(70, 30), OPTIONS, state=(out, lse))
     assert gap(out, ORACLE.attend(*wide(q, k, v), box(70, 70), OPTIONS)[0]) < 6e-3
     into = tuple(torch.full_like(x, 0.25, dtype=torch.float32) for x in (q, k, v))
-    kernel.attend_backward(dout, q, k, v, lse, box(70, 70), OPTIONS, out=out, into=into)
+    kernel.attend_backward(BackwardInputs(dout, q, k, v, lse, out=out), box(70, 70), OPTIONS, into=into)
     exact = tuple(torch.full_like(x, 0.25, dtype=torch.float64) for x in (q, k, v))
-    ORACLE.attend_backward(*wide(dout, q, k, v, lse), box(70, 70), OPTIONS, out=out.double(), into=exact)
+    ORACLE.attend_backward(
+        BackwardInputs(*wide(dout, q, k, v, lse), out=out.double()), box(70, 70), OPTIONS, into=exact
+    )
     for mine, good in zip(into, exact, strict=True):
         assert gap(mine - 0.25, good - 0.25) < 1e-2
     assert called == []
@@ -214,7 +219,7 @@ def test_a_window_s_step_of_a_ring_is_ours(called):
     dout, q, k, v = inputs(70, 70, (2, 2), 128, "cpu", batch=1)
     out, lse = kernel.attend(q, k, v, tiles, OPTIONS)
     into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-    kernel.attend_backward(dout, q, k, v, lse, tiles, OPTIONS, out=out, into=into)
+    kernel.attend_backward(BackwardInputs(dout, q, k, v, lse, out=out), tiles, OPTIONS, into=into)
     assert called == []
 
 
@@ -245,7 +250,7 @@ def test_auto_does_without_the_package(monkeypatch):
 
 
 def test_auto_does_without_a_broken_package():
-    broken = LazyKernel("flash-attn-4", "nowhere", "Kernel", needs="torch")
+    broken = LazyKernel("flash-attn-4", "nowhere:Kernel", needs="torch")
     support = HopperFlash4Kernel(broken).supports(USUAL)
     assert not support.ok
     assert "torch is broken: it fails to import" in support.reason
@@ -260,21 +265,21 @@ def test_a_package_that_is_not_asked_where_ours_declines(monkeypatch):
 @pytest.mark.parametrize(("dim", "tiles"), [(64, causal(9)), (128, tiles_of("window:3", 9))], ids=["causal", "window"])
 @pytest.mark.parametrize("options", [{"deterministic": True}, {"softcap": 20.0}, {"scale": -1.0}])
 def test_options_that_it_declines_are_refused_as_by_ours(called, options, dim, tiles):
-    options = Options(**{"scale": 0.1, "deterministic": False, **options})
+    options = settings(**{"scale": 0.1, "deterministic": False, **options})
     dout, q, k, v = inputs(9, 9, (1, 1), dim, "cpu")
     if not options.deterministic:
         with pytest.raises(UnsupportedError, match="hopper kernel"):
-            attend_whole(kernel_of()[0], q, k, v, tiles, options)
+            kernel_of()[0].forward_single_call(q, k, v, tiles, options)
     with pytest.raises(UnsupportedError, match="hopper kernel"):
-        gradients(kernel_of()[0], dout, q, k, v, q, torch.zeros(2, 1, 9), tiles, options)
+        kernel_of()[0].backward_single_call(BackwardInputs(dout, q, k, v, torch.zeros(2, 1, 9), q), tiles, options)
     assert called == []
 
 
 def test_an_empty_batch(called):
     dout, q, k, v = (x[:0] for x in inputs(9, 9, (1, 1), 64, "cpu"))
-    out, lse = attend_whole(kernel_of()[0], q, k, v, causal(9), OPTIONS)
+    out, lse = kernel_of()[0].forward_single_call(q, k, v, causal(9), OPTIONS)
     assert (out.shape, lse.shape) == ((0, 9, 1, 64), (0, 1, 9))
-    made = gradients(kernel_of()[0], dout, q, k, v, out, lse, causal(9), OPTIONS)
+    made = kernel_of()[0].backward_single_call(BackwardInputs(dout, q, k, v, lse, out), causal(9), OPTIONS)
     assert [x.shape for x in made] == [q.shape] * 3
     assert called == []
 

@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 from burst_portable.backends.cuda.hopper import backward, configs, kernel, launch
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
 from burst_portable.backends.cuda.hopper.kernel import _triton_reason
-from burst_portable.kernels.base import LEAST_SCALE, Options
+from burst_portable.kernels.base import BackwardInputs
+from burst_portable.planning.call import LEAST_SCALE
 from burst_portable.planning.tiles import Tile, Tiles
 from tests.support import hopper_cases
 from tests.support.hopper_cases import (
@@ -47,6 +48,7 @@ from tests.support.hopper_cases import (
 if _triton_reason():
     pytest.skip(_triton_reason(), allow_module_level=True)
 
+from tests.support.calls import settings
 from tests.support.emulator.hopper import EmulatedKernels, emulate
 from tests.support.emulator.machine import Machine
 
@@ -120,16 +122,16 @@ def test_queries_and_keys_of_other_lengths(dim, machine):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_least_scale_that_it_is_asked_for(dtype, machine):
     """It multiplies weights by the scale in bfloat16, and divides LSE by it: below 1e-36 gradients would be 0."""
-    options = Options(LEAST_SCALE, deterministic=False)
+    options = settings(LEAST_SCALE, deterministic=False)
     assert options.positive_scale
     assert not replace(options, scale=0.9 * LEAST_SCALE).positive_scale
     q, k, v = inputs(1, 200, 1, 1, 64, dtype)
     dout, tiles = randn(1, 200, 1, 64, dtype=dtype, seed=7), tiles_of("causal", 200)
     out, lse = ORACLE.attend(*wide(q, k, v), tiles, options)
     exact = tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
-    ORACLE.attend_backward(*wide(dout, q, k, v), lse, tiles, options, out=out, into=exact)
+    ORACLE.attend_backward(BackwardInputs(*wide(dout, q, k, v), lse, out=out), tiles, options, into=exact)
     into = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-    KERNEL.attend_backward(dout, q, k, v, lse.float(), tiles, options, out=out.to(dtype), into=into)
+    KERNEL.attend_backward(BackwardInputs(dout, q, k, v, lse.float(), out=out.to(dtype)), tiles, options, into=into)
     for found, right, times in zip(into, exact, (LEAST_SCALE, LEAST_SCALE, 1.0), strict=True):
         assert gap(found.double() / times, right / times) < TOLERANCE[dtype][2]
 
@@ -148,7 +150,7 @@ def test_programs_that_make_way(room, programs, machine, monkeypatch):
     making_way(monkeypatch, room)
     q, k, v = inputs(1, 600, 3, 1, 64)  # 15 items, of 45 key blocks half as wide
     tiles = tiles_of("causal", 600)
-    table = KERNEL._tables.forward(q, k, tiles, every_block=True, makes_way=True)
+    table = KERNEL._tables.forward(q, k, tiles, every_block=True, yields=True)
     assert table.grid == (programs, 1, 1)
     compare_making_way(q, k, v, tiles)
 
@@ -166,7 +168,7 @@ def test_rows_that_are_merged(dim, machine):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_state_is_merged_in_place(dim, machine):
-    length, options = 500, Options(scale=0.1)
+    length, options = 500, settings(scale=0.1)
     q, k, v = inputs(1, length, 2, 1, dim)
     tiles = tiles_of("causal", length)
     exact = ORACLE.attend(*wide(q, k, v), tiles, options)
@@ -186,7 +188,7 @@ def test_state_is_merged_in_place(dim, machine):
 def test_blocks_that_start_with_documents(mask, dim, machine):
     """Where a block stops short, the rows that follow are another's: nothing is written there, into a state neither."""
     q, k, v = inputs(1, 770, 2, 1, dim)
-    tiles, options = tiles_of(mask, 770), Options(scale=dim**-0.5, deterministic=False)
+    tiles, options = tiles_of(mask, 770), settings(scale=dim**-0.5, deterministic=False)
     compare(q, k, v, tiles)
     out, lse = KERNEL.attend(q, k, v, tiles, options, state=fresh_state(q))
     exact = ORACLE.attend(*wide(q, k, v), tiles, options)
@@ -310,7 +312,7 @@ def caught(work, kernels_on, monkeypatch):
 
 def forward(merge):
     q, k, v = inputs(1, 600, 3, 1, 64)
-    tiles, options = tiles_of("causal", 600), Options(scale=0.125)
+    tiles, options = tiles_of("causal", 600), settings(scale=0.125)
     out, lse = KERNEL.attend(q, k, v, tiles, options, state=fresh_state(q) if merge else None)
     exact = ORACLE.attend(*wide(q, k, v), tiles, options)
     assert gap(out, exact[0]) < 6e-3

@@ -12,6 +12,7 @@ if _triton_reason():
 
 from backends.cuda import aot
 from burst_portable.backends.cuda.hopper.configs import FORWARD, TALL
+from tests.support.calls import kernel_call
 
 # Scratch of the backward lies in its masked branch and in what runs once an item; its full blocks reload a few
 # addresses. More than this says that something began to spill in the loop.
@@ -96,8 +97,6 @@ def test_a_slot_released_before_all_warps_have_read_it():
 def test_reasons_without_a_device():
     import torch
 
-    from burst_portable.kernels.base import KernelProblem
-
     kernel = HopperKernel()
     good = {"dtype": torch.bfloat16, "device": "cpu", "heads": 2, "kv_heads": 1, "head_dim": 128, "value_dim": 128}
     for change, words in (
@@ -105,8 +104,8 @@ def test_reasons_without_a_device():
         ({"dtype": torch.float32}, "bfloat16 and float16"),
         ({"head_dim": 96, "value_dim": 96}, "head sizes"),
         ({"value_dim": 64}, "value heads"),
-        ({"softcap": True}, "softcap"),
+        ({"softcap": 30.0}, "softcap"),
     ):
-        support = kernel.supports(KernelProblem(**{**good, **change}))
+        support = kernel.supports(kernel_call(**{**good, **change}))
         assert not support.ok
         assert words in support.reason

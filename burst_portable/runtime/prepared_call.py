@@ -1,0 +1,149 @@
+"""Define `PreparedCall`, what one call of `attention` runs, with `Executor`, which runs it, and `Observer`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from burst_portable.backends.base import Backend
+from burst_portable.comm.agreement import CallSignature
+from burst_portable.comm.base import Handle, Transport
+from burst_portable.kernels.base import Kernel
+from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.plans import Plan
+from burst_portable.planning.routes import Move
+from burst_portable.planning.schedule import Compute
+
+if TYPE_CHECKING:
+    from burst_portable.mesh import Mesh
+
+_NOTHING = nullcontext()
+Sent = tuple[Move, Tensor]
+"""A message: what the plan says of it, and its buffer."""
+
+
+class Observer:
+    """Watches a pass. This one does nothing; the profiler derives from it."""
+
+    def computes(self, compute: Compute, like: Tensor, *, backward: bool) -> AbstractContextManager[object]:
+        """Return a context around one launch of the kernel.
+
+        Args:
+            compute: What the plan computes in this launch.
+            like: A tensor of the launch: its device, and the dtype of q, k and v.
+            backward: Whether the launch is of a backward pass.
+        """
+        return _NOTHING
+
+    def copies(self, device: torch.device, step: int, *, backward: bool) -> AbstractContextManager[object]:
+        """Return a context around copies and additions outside of kernels: messages, and gradients that arrived."""
+        return _NOTHING
+
+    def posts(self, sends: Sequence[Sent], receives: Sequence[Sent], step: int, *, backward: bool) -> Posting:
+        """Return a context around the start of one step's messages."""
+        return NOT_WATCHED
+
+
+class Posting:
+    """A context around the start of one step's messages. This one does nothing."""
+
+    def __enter__(self) -> Posting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Record nothing."""
+
+    def wrap(self, leaving: list[Handle], arriving: list[Handle]) -> tuple[list[Handle], list[Handle]]:
+        """Return the handles of the sends and of the receives, in order."""
+        return leaving, arriving
+
+
+NOT_WATCHED = Posting()
+NO_OBSERVER = Observer()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """Everything about one call of `attention` except its tensors. A mesh remembers it.
+
+    Attributes:
+        call: What is meant.
+        plan: The complete schedule.
+        backend: The backend of the tensors' device.
+        kernel: What computes.
+        transport: What moves blocks.
+        executor: What runs the plan.
+        agreement: What all ranks must state alike before the forward and before the backward pass.
+        inboxes: Bytes per rank, forward and backward: see `planning.messages.Inboxes`.
+        places: Where messages lie in inboxes, if senders write there.
+        yields: Whether kernels should make room for kernels that move messages.
+        by_out: Whether the backward kernel is given out in place of delta.
+        with_lse: Whether the caller asked for LSE, which a head-parallel plan then sends back.
+        reasons: Why this kernel was chosen, in words.
+        observer: The profiler, if one is installed.
+    """
+
+    call: AttentionCall
+    plan: Plan
+    backend: Backend
+    kernel: Kernel
+    transport: Transport
+    executor: Executor
+    agreement: tuple[CallSignature, CallSignature]
+    inboxes: tuple[int, int] = (0, 0)
+    places: Mapping[Move, int] = field(default_factory=dict)
+    yields: bool = False
+    by_out: bool = False
+    with_lse: bool = True
+    reason: str = ""
+    observer: Observer = NO_OBSERVER
+
+
+class Executor(ABC):
+    """Runs the passes of a plan on one rank. It holds no state."""
+
+    @abstractmethod
+    def forward(
+        self, prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, keep: bool
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        """Run a forward pass, which the caller begins and ends.
+
+        Args:
+            prepared: The call.
+            q: Queries of this rank's tokens, of shape [B, S, Hq, D].
+            k: Keys of shape [B, S, Hkv, D].
+            v: Values of shape [B, S, Hkv, Dv].
+            sinks: Logits of shape [Hq], or None.
+            keep: Whether a backward pass may follow.
+
+        Returns:
+            out of shape [B, S, Hq, Dv] in the dtype of q; LSE of shape [B, Hq, S] in the accumulation dtype, or None if
+            the caller did not ask for it; what `backward` needs besides the sinks.
+        """
+
+    @abstractmethod
+    def backward(
+        self, prepared: PreparedCall, saved: Sequence[Tensor], sinks: Tensor | None, dout: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Run a backward pass, which the caller begins and ends.
+
+        Args:
+            prepared: The call.
+            saved: What `forward` returned.
+            sinks: Logits of shape [Hq], or None.
+            dout: Gradient of out; None if this rank's result was not used.
+
+        Returns:
+            (dq, dk, dv, dsinks).
+        """
+
+
+installed: ContextVar[Callable[[PreparedCall, Mesh], PreparedCall] | None] = ContextVar("installed", default=None)
+"""If set, replaces the observer, kernel or transport of each call before its forward pass. Backward keeps them."""

@@ -1,0 +1,44 @@
+"""Make the `AttentionCall` that a kernel is given, from settings or sizes alone."""
+
+from __future__ import annotations
+
+import torch
+
+from burst_portable.layout import make_layout
+from burst_portable.mask import Mask
+from burst_portable.planning.call import AttentionCall
+
+
+def settings(scale: float = 1.0, softcap: float | None = None, deterministic: bool = True) -> AttentionCall:
+    """Return a call with these settings. A kernel takes sizes from its tensors, so here they are all 1."""
+    layout = make_layout("contiguous", 1, 1)
+    return AttentionCall(Mask.full(), layout, 1, 1, 1, 1, scale=scale, softcap=softcap, deterministic=deterministic)
+
+
+def kernel_call(
+    dtype: torch.dtype,
+    device: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    deterministic: bool = True,
+) -> AttentionCall:
+    """Return a call with the sizes of one rank, as `Kernel.supports` is given."""
+    return AttentionCall(
+        Mask.full(),
+        make_layout("contiguous", 1, 1),
+        heads,
+        kv_heads,
+        head_dim,
+        value_dim,
+        itemsize=dtype.itemsize,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device,
+        scale=scale,
+        softcap=softcap,
+        deterministic=deterministic,
+    )

@@ -1,0 +1,38 @@
+"""Put an observer, a kernel or a transport into the calls of attention that a test makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from burst_portable.comm.base import Transport
+from burst_portable.kernels.base import Kernel
+from burst_portable.runtime.prepared_call import Observer, PreparedCall, installed
+
+
+@contextmanager
+def calls_with(
+    *,
+    observer: Callable[[PreparedCall], Observer] | None = None,
+    kernel: Callable[[Kernel], Kernel] | None = None,
+    transport: Callable[[Transport], Transport] | None = None,
+) -> Iterator[None]:
+    """Replace parts of each call whose forward pass begins inside; each argument makes the new part of the old one."""
+
+    def change(prepared: PreparedCall, _: object) -> PreparedCall:
+        parts: dict[str, Any] = {}
+        if observer is not None:
+            parts["observer"] = observer(prepared)
+        if kernel is not None:
+            parts["kernel"] = kernel(prepared.kernel)
+        if transport is not None:
+            parts["transport"] = transport(prepared.transport)
+        return replace(prepared, **parts)
+
+    token = installed.set(change)
+    try:
+        yield
+    finally:
+        installed.reset(token)
