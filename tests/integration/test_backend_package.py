@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from burst_portable.config import environment_of_children
+from tests.support.plugins import pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "backend_package"
@@ -20,16 +21,7 @@ EXAMPLE = ROOT / "examples" / "backend_package"
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
     """Variables of a process that has the package installed."""
-    site = tmp_path_factory.mktemp("site")
-    source = tmp_path_factory.mktemp("source") / "package"
-    source.mkdir()
-    for file in (f for f in EXAMPLE.rglob("*") if f.is_file() and f.suffix in (".py", ".toml")):
-        (source / file.relative_to(EXAMPLE)).parent.mkdir(parents=True, exist_ok=True)
-        (source / file.relative_to(EXAMPLE)).write_bytes(file.read_bytes())
-    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet"]
-    pip = [sys.executable, "-m", "pip", "install", *offline, "--target", str(site), str(source)]
-    done = subprocess.run(pip, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    site = pip_install(EXAMPLE, tmp_path_factory.mktemp("example"))
     return environment_of_children(PYTHONPATH=f"{site}:{ROOT}")
 
 

@@ -1,0 +1,73 @@
+"""All-gather of K and V (Llama 3, arXiv 2407.21783, section 3.3.2): one launch over all remote keys that a rank sees.
+
+::
+
+    forward                                  backward
+    ask for all K, V that q sees             ask for all K, V that q sees
+    out, LSE <- attend(q, local K, V)        dq, dK, dV <- attend_backward(q, local K, V, dO, LSE)
+    out, LSE <- merge(attend(q, K, V))       dq, dK, dV += attend_backward(q, K, V, dO, LSE)
+                                             send each part of dK, dV to its owner, who adds it up
+
+A rank receives only the rows that its queries see, and sends back only their gradients. It holds all of them at once:
+more memory than a ring, but two launches however many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.plans import Plan
+from burst_portable.planning.routes import Needs
+from burst_portable.strategies.base import Machine, Strategy, ring_plan, travel_narrow
+from burst_portable.strategies.options import GRADIENTS, GradientWidth, option
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The route: every block leaves its owner at step 0, in which a rank computes its own, and is needed at step 1."""
+
+    ranks: int
+    name: str = "all_gather"
+    phrase: str = "all at once from their owners"
+    trims: bool = True
+    before: float = 1.0
+
+    def step(self, owner: int, rank: int) -> int:
+        return int(owner != rank)
+
+    def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
+        return (owner, 0) if needs(owner, rank) else None
+
+    def targets(self, owner: int, rank: int) -> Iterator[int]:
+        if owner == rank:
+            yield from ((rank + distance) % self.ranks for distance in range(1, self.ranks))
+
+    def departure(self, needs: Needs, owner: int, rank: int) -> int:
+        return owner
+
+    def feeder(self, owner: int, rank: int) -> int | None:
+        return None
+
+    def patience(self, source: int, target: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class AllGatherStrategy(Strategy):
+    """K and V are gathered in both passes; dK and dV are reduced at their owners."""
+
+    name = "all_gather"
+    title = "every rank gets all K and V that its queries see, at once; backward, dK and dV go home"
+
+    gradients: GradientWidth = option(GRADIENTS)
+
+    def plan(self, call: AttentionCall) -> Plan:
+        narrow = travel_narrow(call, self.gradients)
+        return ring_plan(call, self.name, side="kv", path=Gather(call.ranks), narrow=narrow)
+
+    @classmethod
+    def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+        if machine.can_hold_all(call):
+            yield "all_gather", cls()

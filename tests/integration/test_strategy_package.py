@@ -1,0 +1,73 @@
+"""The example of a strategy in a package of its own: installed as pip installs it, with no other line changed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from burst_portable.config import environment_of_children
+from tests.support.plugins import pip_install
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "strategy_package"
+CALL = ("--seq-len", "4096", "--ranks", "4", "--heads", "8")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Variables of a process that has the package installed."""
+    site = pip_install(EXAMPLE, tmp_path_factory.mktemp("example"))
+    return environment_of_children(PYTHONPATH=f"{site}:{ROOT}")
+
+
+def run(environment, *arguments):
+    """Run a module from the repository's folder, so that the installed package is found and not the example's."""
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+
+
+def test_plan_lists_and_plans_the_strategy(environment):
+    shown = run(environment, "burst_portable", "plan", "--help").stdout
+    assert "all_gather" in shown
+    planned = run(environment, "burst_portable", "plan", *CALL, "--strategy", "all_gather", "--json")
+    facts = json.loads(planned.stdout)
+    assert facts["strategy"] == "all_gather"
+    assert facts["check"]["ok"]
+    assert facts["passes"]["backward"]["moves"] == "all_gather"
+    every = json.loads(run(environment, "burst_portable", "plan", *CALL, "--strategy", "all", "--json").stdout)
+    assert "all_gather" in {one["label"] for one in every["strategies"]}
+
+
+@pytest.mark.slow
+def test_attention_auto_explain_and_profile_know_the_strategy(environment):
+    done = run(environment, "tests.support.installed_strategy")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert "all_gather " in facts["reason"]
+    assert "all_gather" in facts["explained"]
+    assert set(facts["profiled"]) == {"all_gather"}
+    assert facts["wrong"] == []
+
+
+@pytest.mark.slow
+def test_conform_tries_the_strategy(environment, tmp_path):
+    report = tmp_path / "report.json"
+    options = ["--backend", "cpu", "--strategy", "all_gather", "--quick", "--ranks", "4", "--json", str(report)]
+    done = run(environment, "burst_portable", "conform", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = json.loads(report.read_text())
+    assert facts["ok"]
+    assert facts["only"] == ["strategy all_gather"]
+    assert {result["check"] for result in facts["results"]} == {"attention", "blind"}
+    assert all("strategy=all_gather" in result["name"] for result in facts["results"])
+
+
+@pytest.mark.slow
+def test_the_package_passes_its_own_tests(environment):
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(EXAMPLE), "-c", "/dev/null", str(EXAMPLE / "tests")]
+    done = run(environment, "pytest", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
