@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from backends.cuda import descriptors as matrix_descriptors
 from burst_portable.backends.cuda.hopper.configs import BACKWARD, FORWARD, TALL, ForwardConfig
-from burst_portable.kernels.triton import descriptors as matrix_descriptors
 from burst_portable.kernels.triton.arguments import ALWAYS
 
 SHARED_LIMIT = 227 * 1024

@@ -14,7 +14,7 @@ from burst_portable.utils.text import bytes_text
 if TYPE_CHECKING:
     from burst_portable.kernels.triton.machine_code import Allowed, Record
 
-SCHEMA = "burst_portable.kernels/1"
+SCHEMA = "burst_portable.kernels/2"
 _BLOCKS = 14  # characters: half of their description, which takes two lines in a narrow terminal
 STEP = 16  # elements: kernels are compiled for contiguous tensors whose strides are multiples of it
 

@@ -15,7 +15,7 @@ from burst_portable.kernels.triton.machine_code import KERNELS
 def test_json_of_one_chip(capsys):
     assert kernels(["gfx942"], [64], "-") == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["schema"] == "burst_portable.kernels/1"
+    assert told["schema"] == "burst_portable.kernels/2"
     assert {row["kernel"] for row in told["kernels"]} == set(KERNELS)
     for row in told["kernels"]:
         assert row["instruction"].startswith("v_mfma")

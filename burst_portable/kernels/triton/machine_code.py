@@ -27,7 +27,6 @@ from triton.compiler.compiler import make_backend
 
 from burst_portable.errors import format_error, unknown_name
 from burst_portable.kernels.triton import backward, forward
-from burst_portable.kernels.triton import descriptors as matrix_descriptors
 from burst_portable.kernels.triton.arguments import ALWAYS, padded
 from burst_portable.kernels.triton.tuning import HALF, Blocks, choose
 
@@ -115,7 +114,6 @@ class Record:
 
     `occupancy` is programs per multiprocessor on NVIDIA's chips, waves a SIMD on AMD's. `registers` are a thread's,
     on AMD's chips vector registers with `accumulators` apart. `scratch` is bytes per thread of spilled memory.
-    `descriptors` are wgmma's that may be wrong, see `matrix_descriptors`.
     """
 
     target: str
@@ -130,7 +128,6 @@ class Record:
     occupancy: int = 0
     instruction: str = ""
     warnings: tuple[str, ...] = ()
-    descriptors: tuple[str, ...] = ()
     error: str = ""
 
 
@@ -151,8 +148,7 @@ def problems(record: Record) -> list[str]:
         found.append(f"{record.shared} bytes of shared memory, and the chip has {chip.shared}")
     if record.scratch > (allowed := allowed_scratch(record)):
         found.append(f"{record.scratch} bytes of scratch memory, {allowed} allowed")
-    found += [f"ptxas: {warning}" for warning in record.warnings]
-    return found + list(record.descriptors)
+    return found + [f"ptxas: {warning}" for warning in record.warnings]
 
 
 def kernel_table(
@@ -312,14 +308,12 @@ def _read_nvidia(compiled: Any, said: str, target: str) -> dict[str, Any]:
     threads = metadata.num_warps * 32
     by_registers = _REGISTERS // max(1, -(-registers // 8) * 8 * threads)
     by_shared = chip.shared_of_unit // (metadata.shared + KIB)
-    instruction = _instruction(target, compiled.asm["ptx"])
     return {
         "registers": registers,
         "scratch": max(_first(r"STACK:(\d+)", usage), _first(r"(\d+) bytes spill stores", said)),
         "occupancy": min(by_registers, by_shared, 2048 // threads),
-        "instruction": instruction,
+        "instruction": _instruction(target, compiled.asm["ptx"]),
         "warnings": tuple(sorted(set(_SERIALISED.findall(said)))),
-        "descriptors": matrix_descriptors.check(compiled.asm["cubin"]) if instruction.startswith("wgmma") else (),
     }
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from burst_portable.kernels.triton import descriptors as matrix_descriptors
 from burst_portable.kernels.triton import forward
 from burst_portable.kernels.triton.arguments import ALWAYS, Address, name_compile_errors
 from burst_portable.kernels.triton.arguments import padded as padded
@@ -71,16 +70,10 @@ class Launch:
         configuration = f"{self._tail}, {self._options}"
         step = "pass another tuning to TritonKernel, or name another kernel"
         with name_compile_errors(self._kernel, self._what, configuration, step):
-            compiled = self._compile(arguments, self._options)
-            if matrix_descriptors.faults(compiled):  # two warps multiply by mma.sync, which knows no descriptors
-                compiled = self._compile(arguments, {**self._options, "num_warps": 2})
+            compiled = self._kernel.warmup(*arguments, *self._tail, grid=(self.programs,), **self._options)
             ready: Callable[..., object] = compiled[(self.programs, 1, 1)]
             ready(*arguments, *self._tail)
         return ready
-
-    def _compile(self, arguments: tuple[object, ...], options: dict[str, Any]) -> Any:
-        """Triton's compiled kernel, which has not run."""
-        return self._kernel.warmup(*arguments, *self._tail, grid=(self.programs,), **options)
 
     def described(self, name: str, x: Tensor) -> TensorDescriptor:
         """A hardware descriptor of [B, S, H, D], or of [B, H, S], for blocks of `columns` rows."""

@@ -38,6 +38,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
 _LONG_STRIDE = 1 << 23  # with longer strides, 32 bits cannot count the elements of a block's rows
 _DELTA_ROWS = 64
+_PTXAS_12_8 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 
 
 class TritonKernel(Kernel):
@@ -234,6 +235,7 @@ class TritonKernel(Kernel):
         tuning = self._tuning(q, v)
         choices = _first((merge and tuning.resumed) or tuning.forward, k, v)
         blocks, table = _table(tiles, q.shape[1], k.shape[1], choices, not merge)
+        blocks = self._without_wgmma(blocks, q, v, out)
         flags = {
             "PRESCALE": call.softcap is None and not call.positive_scale,
             "MERGE": merge,
@@ -241,6 +243,16 @@ class TritonKernel(Kernel):
         }
         sizes = (*strides(q, k, v, out), *number_strides(lse), q.shape[1])
         return self._launch(forward.attend_kernel, blocks, table, call, (q, k, v, out), q.shape[2], sizes, **flags)
+
+    def _without_wgmma(self, blocks: Blocks, q: Tensor, v: Tensor, out: Tensor) -> Blocks:
+        """Return blocks for two warps, which multiply by mma.sync, if wgmma's operands may have wrong addresses.
+
+        ptxas 12.8, of Triton before 3.8, makes them for sm_90 if values are smaller than heads and are loaded by
+        pointers in a pipelined loop (backends/cuda/descriptors.py). TF32 with results in float64 was not examined.
+        """
+        smaller = _PTXAS_12_8 and v.shape[-1] < q.shape[-1] and blocks.stages > 1 and not blocks.tma
+        unknown = self._precision == "tf32" and out.dtype == torch.float64 and blocks.rows >= 64
+        return replace(blocks, warps=2) if architecture() == "sm_90" and (smaller or unknown) else blocks
 
     def _keys(self, tiles: Tiles, call: AttentionCall, tensors: tuple[Tensor, ...], *, add: bool) -> Launch:
         q, k, v, dout, lse, delta, dk, dv = tensors

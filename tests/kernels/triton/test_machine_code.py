@@ -56,7 +56,6 @@ GOOD = Record("sm_90", "forward", 128, "128x64", 1.0, registers=200, shared=1024
         (Record("sm_90", "queries", 64, "", scratch=32, instruction="x"), "32 bytes of scratch memory, 24 allowed"),
         (Record("gfx90a", "forward", 128, "", shared=65 * 1024, instruction="x"), "shared memory"),
         (Record("sm_90", "keys", 64, "", warnings=("C7510 serialized",), instruction="x"), "C7510"),
-        (Record("sm_90", "keys", 64, "", descriptors=("UR4 comes from",), instruction="x"), "UR4 comes from"),
     ],
 )
 def test_problems_are_found(record: Record, says: str) -> None:

@@ -1,4 +1,4 @@
-"""A guard on machine code: where an sm_90 matrix product may take its operands' addresses from the wrong path.
+"""Search machine code for sm_90 matrix products that may take their operands' addresses from the wrong path.
 
 A wgmma product (HGMMA in machine code) reads where its operands lie in shared memory, their matrix descriptors, from
 uniform registers: `gdesc[UR4]` is UR4 to UR7. ptxas 12.8 was seen to write the descriptor that two loops share ahead
@@ -15,10 +15,10 @@ of the first loop only::
       |
     loop 2: HGMMA gdesc[UR4]      <- the base of shared memory, where loop 1 was jumped around
 
-The PTX was right; results were wrong without a warning, or an address lay outside memory. So it was with the portable
-forward kernel where values are smaller than heads and come by pointers. `suspicious` follows each
-descriptor back through moves, additions and masks, and tells of every register on the way that may have been written
-last in several places, or in none.
+The PTX was right; results were wrong without a warning, or an address lay outside memory. This happened to the
+portable forward kernel if values are smaller than heads and are loaded by pointers; `triton_kernel` compiles it for
+two warps there. `suspicious` follows each descriptor back through moves, additions and masks, and reports every
+register on the way that may have been written last in several places, or in none.
 
 A value that waited in an ordinary register or in local memory and came back is the same value. What a loop's counter
 decides comes through other instructions (ULEA, UIMAD), and the search ends before them, at the shift that makes an
@@ -28,16 +28,12 @@ good paths are told of too, and a person has to look.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import subprocess
 import tempfile
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 START = -1
 """Stands among indices for the start of the program, where no register has a value."""
@@ -165,8 +161,6 @@ def _words(name: str) -> int:
 
 
 _PASSED_ON = ("UIADD3", "ULOP3", "USGXT")  # instructions that make a descriptor from another uniform register
-_RULES = b"1"  # to be changed with `suspicious`: findings in the cache were made by these rules
-_KEPT = "matrix_descriptors.json"
 _NOT_FOLLOWED = ("CALL", "RET", "JMP", "JMX")
 
 
@@ -176,29 +170,6 @@ class Origin:
 
     index: int
     register: str
-
-
-def faults(compiled: Any, tool: Path | None = None) -> tuple[str, ...]:
-    """`check` of a kernel that Triton compiled and that is about to run; nothing but for sm_90.
-
-    The answer lies in Triton's cache from then on. Where there is no nvdisasm, that is warned of. `tool` is the path of
-    nvdisasm. Default: `disassembler()`.
-    """
-    from triton.runtime.cache import get_cache_manager
-
-    cubin, ptx = compiled.asm.get("cubin"), compiled.asm.get("ptx", "wgmma")
-    if cubin is None or compiled.metadata.target.arch != 90 or "wgmma" not in ptx:
-        return ()
-    tool = disassembler() if tool is None else tool
-    if not tool.exists():
-        warnings.warn(_unchecked(tool), RuntimeWarning, stacklevel=2)
-        return ()
-    cache = get_cache_manager(hashlib.sha256(_RULES + cubin).hexdigest())
-    if kept := cache.get_file(_KEPT):
-        return tuple(json.loads(Path(kept).read_text(encoding="utf-8")))
-    found = check(cubin, tool)
-    cache.put(json.dumps(found), _KEPT, binary=False)
-    return found
 
 
 def disassembler() -> Path:
