@@ -77,14 +77,14 @@ class Session:
         if self._tracer is not None:
             self._tracer.start()
         self._opener, self._outer = current_thread(), installed.get()
-        self._token = installed.set(self._wrap)
+        self._token = installed.set(self.observe)
         self._since = time.perf_counter_ns()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._token is None:
             raise InputError("this profiling session is not open")
-        if installed.get() != self._wrap:
+        if installed.get() != self.observe:
             raise InputError(
                 "this profiling session is not the one that was opened last in this thread",
                 next_step="close those first that were opened after it, in the thread that opened them",
@@ -97,7 +97,7 @@ class Session:
         if self._tracer is not None:
             self._tracer.stop()
 
-    def _wrap(self, prepared: PreparedCall, mesh: Mesh) -> PreparedCall:
+    def observe(self, prepared: PreparedCall, mesh: Mesh) -> PreparedCall:
         """Return the call, recorded. Inside another session that one records as well."""
         if self._outer:
             prepared = self._outer(prepared, mesh)

@@ -58,7 +58,7 @@ class Reshard:
         self.rows = tuple(layout.count(self.first + place) for place in range(self.size))
         self.starts = _starts(self.rows)
         self._order = tuple((self.place + distance) % self.size for distance in range(1, self.size + 1))
-        self.to_ranks, self.to_plan = _orders(layout, plan.forward.call.layout, node, device)
+        self.to_ranks, self.to_plan = row_orders(layout, plan.forward.call.layout, node, device)
         self._at = 0  # of the next exchange, in every rank's inbox
         self._begun = False
 
@@ -80,7 +80,7 @@ class Reshard:
         whole = inbox.view(like.dtype).view(self.starts[-1], -1)
         there, here = _parts_to_heads(self._order, self.first, self.rows, row, at)
         leaving: list[Parts | Strips] = []
-        if self.transport.supports_strided_sends and all(_can_be_picked(x) for x, _ in parts):
+        if self.transport.supports_strided_sends and all(can_be_picked(x) for x, _ in parts):
             at += self.starts[self.place] * row  # this rank's rows are behind those of ranks before it
             for (x, heads), field in zip(parts, fields, strict=True):
                 strips = _strips(self._order, self.first, x.shape, x.stride(), x.itemsize, heads, at, row)
@@ -225,9 +225,12 @@ def _parts_to_heads(order: tuple[int, ...], first: int, rows: tuple[int, ...], r
     return there, tuple(Part(first + p, starts[p] * row, starts[p + 1] * row, at + starts[p] * row) for p in order)
 
 
-def _can_be_picked(x: Tensor) -> bool:
-    """Whether a copy engine can send it: heads of a row form one line, lines do not overlap (as they do in an expanded
-    tensor) and are not too far apart, and the batch is small."""
+def can_be_picked(x: Tensor) -> bool:
+    """Return whether a copy engine can send a tensor.
+
+    The heads of a row form one line, lines do not overlap (as they do in an expanded tensor) and are not too far apart,
+    and the batch is small.
+    """
     batch, rows, heads, dim = x.shape
     lines = x.stride(3) == 1 and (x.stride(2) == dim or heads == 1)
     return lines and batch <= PICKED_BATCHES and (rows == 1 or heads * dim <= x.stride(1) <= _APART // x.itemsize)
@@ -329,8 +332,8 @@ class _Order:
 
 
 @lru_cache(maxsize=64)
-def _orders(layout: Layout, within: Layout, node: int, device: torch.device) -> tuple[_Order | None, _Order | None]:
-    """(from the plan's order of rows to the order of ranks, and back); (None, None) if they are the same.
+def row_orders(layout: Layout, within: Layout, node: int, device: torch.device) -> tuple[_Order | None, _Order | None]:
+    """Return the orders from the plan's rows to those of the ranks, and back; (None, None) if they are the same.
 
     Args:
         layout, within: who holds which rows before the reshard, and after it, when a member has the rows of its node.

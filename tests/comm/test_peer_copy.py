@@ -29,7 +29,7 @@ from burst_portable.errors import CommunicationError, DeadlineError, InputError,
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.messages import inboxes
 from burst_portable.planning.rates import Rates
-from burst_portable.runtime.head_parallel import _can_be_picked
+from burst_portable.runtime.head_parallel import can_be_picked
 from tests.support.attention_cases import expected, make_inputs, on_one_rank
 from tests.support.thread_peers import ThreadPeers, World, run_peers
 
@@ -397,4 +397,4 @@ def test_rows_that_engines_could_not_copy(rows):
 )
 def test_what_is_picked_up_where_it_lies(shape, strides, can):
     """Lines as `comm.base.Strip` wants them, and few."""
-    assert _can_be_picked(torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")) == can
+    assert can_be_picked(torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")) == can

@@ -259,7 +259,7 @@ def idle_forgotten(monkeypatch):
 
 def bits_changed(monkeypatch):
     """A recorded kernel rounds once more."""
-    once = Session._wrap
+    once = Session.observe
 
     class Rounding(WrappedKernel):
         def attend(self, *args, **options):
@@ -270,7 +270,7 @@ def bits_changed(monkeypatch):
         prepared = once(self, prepared, mesh)
         return replace(prepared, kernel=Rounding(prepared.kernel))
 
-    monkeypatch.setattr(Session, "_wrap", wrap)
+    monkeypatch.setattr(Session, "observe", wrap)
 
 
 PROFILER = {

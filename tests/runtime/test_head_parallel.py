@@ -22,7 +22,7 @@ from burst_portable.planning.plans import can_group, head_groups
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.tiles import find_tiles
 from burst_portable.planning.verify import verify
-from burst_portable.runtime.head_parallel import _orders
+from burst_portable.runtime.head_parallel import row_orders
 from burst_portable.runtime.prepare import Request, choose, describe
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.registry import make_strategy
@@ -264,7 +264,7 @@ def test_orders_of_rows(layout):
     """There and back, by runs where they are few and by indices where they are many."""
     mask = Mask.documents(tuple(range(0, 1001, 100)))
     where, one = make_layout(layout, 1000, 4, mask), make_layout("contiguous", 1000, 1)
-    to_ranks, to_plan = _orders(where, one, 0, torch.device("cpu"))
+    to_ranks, to_plan = row_orders(where, one, 0, torch.device("cpu"))
     natural = torch.arange(1000)
     by_rank = torch.tensor([p for rank in range(4) for p in where.positions(rank)])
     if layout == "contiguous":
@@ -272,7 +272,7 @@ def test_orders_of_rows(layout):
     else:
         assert torch.equal(to_ranks(natural), by_rank)
         assert torch.equal(to_plan(by_rank), natural)
-    assert _orders(where, where.joined(), 0, torch.device("cpu")) == (None, None)
+    assert row_orders(where, where.joined(), 0, torch.device("cpu")) == (None, None)
 
 
 class RoundsWhole(ReferenceKernel):

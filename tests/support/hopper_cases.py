@@ -45,36 +45,41 @@ def fresh_state(q):
     return finished(empty_state(q, q.shape[-1]), q.dtype)
 
 
+def new_kernel(monkeypatch):
+    """Compare a kernel that has no launch tables yet, because tables depend on the settings that a test changes."""
+    monkeypatch.setattr(f"{__name__}.KERNEL", type(KERNEL)())
+
+
 def tall_where_it_can(monkeypatch):
     """Forward passes at head size 64 are cut as those of long rows, however short they are."""
     monkeypatch.setattr(configs, "TALL_BLOCKS", 0)
     monkeypatch.setattr(configs, "TALL_ITEMS", 0)
-    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
+    new_kernel(monkeypatch)
 
 
 def one_program_for_all_heads_of_a_key(monkeypatch):
     """Backward passes are cut as where there are many programs, however few there are."""
     monkeypatch.setattr(configs, "LATE", 0)
-    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
+    new_kernel(monkeypatch)
 
 
 def long_blocks_where_they_can(monkeypatch):
     """Key blocks that more queries see than others do are served apart, however short the sequence is."""
     monkeypatch.setattr(block_tables, "SHORT", 0)
-    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
+    new_kernel(monkeypatch)
 
 
 def small_l2(monkeypatch):
     """Boxes of four key blocks and more are walked from other blocks on, as those that the L2 does not hold."""
     monkeypatch.setattr(block_tables, "ABREAST", 2)
     monkeypatch.setattr(configs, "blocks_per_mebibyte", lambda keys, dim: 1)
-    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
+    new_kernel(monkeypatch)
 
 
 def making_way(monkeypatch, room):
     """Programs that make way end after about so many key blocks of heads of 128."""
     monkeypatch.setattr(configs, "ROOM", room)
-    monkeypatch.setattr(KERNEL, "_tables", LaunchTables())
+    new_kernel(monkeypatch)
 
 
 def seen_by_all(first, last):
@@ -86,7 +91,7 @@ def seen_by_all(first, last):
 
 def served_apart(q, k, tiles):
     """[start, stop) of the keys that `gradients` serves by a launch of their own; None if there is none."""
-    cuts = [table.cut for table in KERNEL._tables.writing(q, k, tiles)]
+    cuts = [table.cut for table in LaunchTables().writing(q, k, tiles)]
     return cuts[1].keys if len(cuts) > 1 else None
 
 

@@ -34,11 +34,11 @@ def declined(call: AttentionCall) -> str:
         return reason
     if call.deterministic:
         return "nobody promises that its backward adds in the same order every time; it serves deterministic=False only"
-    return _device_reason(call.device)
+    return device_reason(call.device)
 
 
 @lru_cache(maxsize=8)
-def _device_reason(device: str) -> str:
+def device_reason(device: str) -> str:
     """Return why a device is not served: each must be a chip for which AMD's libraries have code."""
     if torch.version.hip is None or device != "cuda":
         return f"it runs on AMD GPUs with torch for ROCm, not on {device}"

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from burst_portable.backends.cuda.driver import Described, KernelDriver, pack_described, packing, ready
-from burst_portable.backends.cuda.hopper.kernel import _triton_reason
+from burst_portable.backends.cuda.hopper.kernel import triton_reason
 from burst_portable.errors import DeviceError, UnsupportedError
 
-if _triton_reason():
-    pytest.skip(_triton_reason(), allow_module_level=True)
+if triton_reason():
+    pytest.skip(triton_reason(), allow_module_level=True)
 
 from backends.cuda import aot
 from burst_portable.backends.cuda.hopper import launch

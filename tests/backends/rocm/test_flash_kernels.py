@@ -23,7 +23,7 @@ from tests.support.calls import kernel_call
 @pytest.fixture
 def on_a_chip(monkeypatch):
     """As on a gfx942, but for the operators."""
-    monkeypatch.setattr(flash_kernels, "_device_reason", lambda device: "")
+    monkeypatch.setattr(flash_kernels, "device_reason", lambda device: "")
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
 
 
@@ -175,12 +175,12 @@ def test_declines_chips_that_the_libraries_are_not_built_for(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.2.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: type("", (), {"gcnArchName": chips[i]}))
-    flash_kernels._device_reason.cache_clear()
+    flash_kernels.device_reason.cache_clear()
     assert "not for gfx1100" in flash_kernels.declined(problem())
     chips[1] = "gfx90a:sramecc+:xnack-"
-    flash_kernels._device_reason.cache_clear()
+    flash_kernels.device_reason.cache_clear()
     assert flash_kernels.declined(problem()) == ""
-    flash_kernels._device_reason.cache_clear()
+    flash_kernels.device_reason.cache_clear()
 
 
 def test_a_torch_without_flash_attention_declines(on_a_chip, monkeypatch):

@@ -303,13 +303,13 @@ def _declined(call: AttentionCall) -> str:
         return "it knows no softcap"
     if not call.positive_scale:
         return "it needs a positive scale"
-    if reason := _triton_reason() or _device_reason(call.device):
+    if reason := triton_reason() or device_reason(call.device):
         return reason
     return "its backward adds dq in any order; it serves deterministic=False only" if call.deterministic else ""
 
 
 @cache
-def _triton_reason() -> str:
+def triton_reason() -> str:
     """Return why the installed Triton cannot be used; "" if it can."""
     try:
         text = version("triton")
@@ -323,7 +323,7 @@ def _triton_reason() -> str:
 
 
 @cache
-def _device_reason(device: str) -> str:
+def device_reason(device: str) -> str:
     """Return why a device cannot run the kernel; "" if it can."""
     if torch.device(device).type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return f"it runs on NVIDIA GPUs, not on {device}"

@@ -42,8 +42,8 @@ USUAL = kernel_call(torch.bfloat16, "cuda", heads=4, kv_heads=2, head_dim=128, v
 def on_hopper(monkeypatch):
     """As on an H100, but for the kernels."""
     emulate(monkeypatch, EmulatedKernels(Machine(1, 0.5)))
-    monkeypatch.setattr(hopper_kernel, "_triton_reason", lambda: "")
-    monkeypatch.setattr(hopper_kernel, "_device_reason", lambda device: "")
+    monkeypatch.setattr(hopper_kernel, "triton_reason", lambda: "")
+    monkeypatch.setattr(hopper_kernel, "device_reason", lambda device: "")
     monkeypatch.setattr(library_kernels, "capabilities", lambda: ((9, 0),))
     monkeypatch.setattr(flash4, "LEAST", 0)
 
@@ -258,7 +258,7 @@ def test_auto_does_without_a_broken_package():
 
 def test_a_package_that_is_not_asked_where_ours_declines(monkeypatch):
     """Its import takes seconds, and may fail."""
-    monkeypatch.setattr(hopper_kernel, "_device_reason", lambda device: "it runs on sm_90, not on sm_80")
+    monkeypatch.setattr(hopper_kernel, "device_reason", lambda device: "it runs on sm_90, not on sm_80")
     assert "sm_80" in HopperFlash4Kernel(None).supports(USUAL).reason
 
 

@@ -15,7 +15,8 @@ import torch
 pytest.importorskip("triton")
 from burst_portable.backends.cuda.hopper import backward, configs, kernel, launch
 from burst_portable.backends.cuda.hopper import forward as hopper_forward
-from burst_portable.backends.cuda.hopper.kernel import _triton_reason
+from burst_portable.backends.cuda.hopper.kernel import triton_reason
+from burst_portable.backends.cuda.hopper.launch import LaunchTables
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.planning.call import LEAST_SCALE
 from burst_portable.planning.tiles import Tile, Tiles
@@ -45,8 +46,8 @@ from tests.support.hopper_cases import (
     wide,
 )
 
-if _triton_reason():
-    pytest.skip(_triton_reason(), allow_module_level=True)
+if triton_reason():
+    pytest.skip(triton_reason(), allow_module_level=True)
 
 from tests.support.calls import settings
 from tests.support.emulator.hopper import EmulatedKernels, emulate
@@ -150,7 +151,7 @@ def test_programs_that_make_way(room, programs, machine, monkeypatch):
     making_way(monkeypatch, room)
     q, k, v = inputs(1, 600, 3, 1, 64)  # 15 items, of 45 key blocks half as wide
     tiles = tiles_of("causal", 600)
-    table = KERNEL._tables.forward(q, k, tiles, every_block=True, yields=True)
+    table = LaunchTables().forward(q, k, tiles, every_block=True, yields=True)
     assert table.grid == (programs, 1, 1)
     compare_making_way(q, k, v, tiles)
 

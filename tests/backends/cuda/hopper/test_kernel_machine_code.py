@@ -4,11 +4,11 @@ from importlib.metadata import version
 
 import pytest
 
-from burst_portable.backends.cuda.hopper.kernel import HopperKernel, _triton_reason
+from burst_portable.backends.cuda.hopper.kernel import HopperKernel, triton_reason
 
 pytest.importorskip("triton")
-if _triton_reason():
-    pytest.skip(_triton_reason(), allow_module_level=True)
+if triton_reason():
+    pytest.skip(triton_reason(), allow_module_level=True)
 
 from backends.cuda import aot
 from burst_portable.backends.cuda.hopper.configs import FORWARD, TALL
