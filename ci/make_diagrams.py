@@ -2,6 +2,8 @@
 
     PYTHONPATH=. python ci/make_diagrams.py [--check]
 
+call.svg has the functions that a call of `attention` passes, and those that it passes only the first time.
+
 layers.svg has the folders and modules at the root of the package, in the layers that pyproject.toml declares, and the
 imports between them. An import that follows from others is left out: if a imports b and b imports c, no arrow leads
 from a to c. With --check nothing is written, and the exit code is 1 if a file differs from what would be written.
@@ -9,6 +11,7 @@ from a to c. With --check nothing is written, and the exit code is 1 if a file d
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -22,6 +25,7 @@ STYLE = """
   text { font: 14px system-ui, sans-serif; fill: #1b2430; text-anchor: middle }
   .soft { fill: #5b6775; font-size: 13px } .start { text-anchor: start }
   .back { fill: #fff } .box { fill: #e9edf2; stroke: #9aa7b5 } .pure { fill: #d9efe3; stroke: #1f9d63 }
+  .frame { fill: none; stroke: #9aa7b5; stroke-dasharray: 5 4 }
   .line { stroke: #5b6775; stroke-width: 1.4; fill: none } .tip { fill: #5b6775 }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6ebf1 } .soft { fill: #9aa7b5 } .back { fill: #0d1117 }
@@ -31,13 +35,69 @@ STYLE = """
 """
 WIDTH, HEIGHT, ROW, COLUMN, LEFT, TOP = 104, 30, 54, 150, 120, 74  # pixels: a box, and the distances between centers
 
-# Where a name stands, in columns. Chosen so that no arrow crosses a box, which `check_crossings` makes sure of.
+# The column of each name, chosen so that no arrow crosses a box (see `check_crossings`).
 COLUMNS = {
     "cli": 1.6, "conformance": 1.45, "integrations": 3.7, "measuring": 0.0, "profiling": 1.3, "nn": 2.1, "api": 1.9,
     "sharding": 3.2, "gradients": 4.1, "runtime": 1.3, "mesh": 0.7, "backends": 1.1, "kernels": 1.5, "strategies": 2.5,
     "comm": 0.7, "planning": 2.2, "numerics": 1.4, "layout": 2.2, "mask": 2.2, "config": -0.3, "utils": 0.8,
     "errors": 1.4,
 }  # fmt: skip
+
+# call.svg: (x, y) of a box's center, its two lines, and the (file, name) in it that must exist.
+BOXES: dict[str, tuple[float, float, str, str, list[tuple[str, str]]]] = {
+    "attention": (170, 50, "attention(q, k, v, mask=, ...)", "api.py", [("api.py", "attention")]),
+    "prepare": (170, 136, "prepare", "runtime/prepare.py", [("runtime/prepare.py", "prepare")]),
+    "run": (170, 222, "run", "runtime/autograd.py", [("runtime/autograd.py", "run")]),
+    "forward": (170, 308, "Attention.forward", "runtime/autograd.py", [("runtime/autograd.py", "Attention")]),
+    "executor": (
+        170, 394, "executor.forward", "runtime/executor.py or head_parallel.py",
+        [("runtime/executor.py", "StepExecutor"), ("runtime/head_parallel.py", "HeadExecutor")],
+    ),
+    "kernel": (
+        170, 480, "kernel.attend", "kernels/ or backends/VENDOR/",
+        [("kernels/base.py", "attend")],
+    ),
+    "launch": (170, 566, "launch", "Triton, Gluon, or an operator of torch", []),
+    "describe": (
+        480, 50, "describe: AttentionCall", "planning/call.py",
+        [("runtime/prepare.py", "describe"), ("planning/call.py", "AttentionCall")],
+    ),
+    "plan": (
+        720, 50, "strategy.plan: Plan", "strategies/, planning/",
+        [("strategies/base.py", "plan"), ("planning/plans.py", "Plan")],
+    ),
+    "choose": (
+        480, 136, "choose_kernel: Kernel", "backends/registry.py",
+        [("backends/registry.py", "choose_kernel"), ("kernels/base.py", "Kernel")],
+    ),
+    "transport": (
+        720, 136, "mesh.transport_for: Transport", "mesh.py, comm/",
+        [("mesh.py", "transport_for"), ("comm/base.py", "Transport")],
+    ),
+    "messages": (
+        480, 480, "transport.post, exchange", "comm/, between the steps of a plan",
+        [("comm/base.py", "post"), ("comm/base.py", "exchange")],
+    ),
+    "backward": (790, 308, "Attention.backward", "runtime/autograd.py", [("runtime/autograd.py", "backward")]),
+    "executor back": (
+        790, 394, "executor.backward", "runtime/executor.py or head_parallel.py",
+        [("runtime/prepared_call.py", "backward")],
+    ),
+    "kernel back": (
+        790, 480, "kernel.attend_backward", "kernels/ or backends/VENDOR/",
+        [("kernels/base.py", "attend_backward")],
+    ),
+    "launch back": (790, 566, "launch", "Triton, Gluon, or an operator of torch", []),
+}  # fmt: skip
+ARROWS = [
+    ("attention", "prepare", "Request"), ("prepare", "run", "PreparedCall"), ("run", "forward", ""),
+    ("forward", "executor", "PreparedCall, q, k, v"), ("executor", "kernel", "tiles of a step"),
+    ("kernel", "launch", ""),
+    ("executor", "messages", ""), ("executor back", "messages", ""), ("prepare", "describe", ""),
+    ("backward", "executor back", "saved tensors, dout"), ("executor back", "kernel back", "tiles of a step"),
+    ("kernel back", "launch back", ""),
+]  # fmt: skip
+FRAME = (360.0, 12.0, 482.0, 162.0)  # x, y, width and height around what is prepared once
 
 Edges = dict[str, set[str]]
 Point = tuple[float, float]
@@ -148,7 +208,42 @@ def draw_layers() -> str:
     return picture("The folders of burst_portable and their imports, from high to low", width, height, parts)
 
 
-DIAGRAMS = {"layers.svg": draw_layers}
+def check_names() -> None:
+    """Raise `SystemExit` if a function or class that call.svg names does not exist."""
+    for *_, names in BOXES.values():
+        for file, name in names:
+            path = ROOT / PACKAGE / file
+            if not path.is_file() or not re.search(rf"^ *(def|class) {name}\b", path.read_text("utf-8"), re.MULTILINE):
+                raise SystemExit(f"call.svg names {name} of {file}, which does not exist; change BOXES")
+
+
+def draw_call() -> str:
+    """Return call.svg."""
+    check_names()
+    x, y, width, height = FRAME
+    parts = [
+        f'<rect class="frame" x="{x}" y="{y}" width="{width}" height="{height}" rx="8"/>',
+        f'<text class="soft start" x="{x + 12}" y="{y + height + 18}">'
+        "only the first time; the mesh remembers the result as a PreparedCall</text>",
+    ]
+    for a, b, label in ARROWS:
+        (x1, y1, *_), (x2, y2, *_) = BOXES[a], BOXES[b]
+        if a == "prepare" and b == "describe":
+            parts += arrow((x1 + 140, y1), (x - 2, y1))
+            continue
+        side = 90 if x2 > x1 else -90 if x2 < x1 else 0
+        parts += arrow((x1 + side, y1 + 24), (x2 - side / 2, y2 - 25))
+        parts.append(f'<text class="soft start" x="{x1 + 10}" y="{(y1 + y2) / 2 + 5}">{label}</text>' if label else "")
+    for middle_x, middle_y, first, second, _ in BOXES.values():
+        wide = 280 if middle_y > 200 or middle_x < 300 else 222
+        shape = f'x="{middle_x - wide / 2}" y="{middle_y - 24}" width="{wide}" height="48" rx="5"'
+        parts.append(f'<rect class="box" {shape}/>')
+        parts.append(f'<text x="{middle_x}" y="{middle_y - 4}">{first}</text>')
+        parts.append(f'<text class="soft" x="{middle_x}" y="{middle_y + 15}">{second}</text>')
+    return picture("The way of one call, from attention to the kernel launch", 980, 606, [one for one in parts if one])
+
+
+DIAGRAMS = {"call.svg": draw_call, "layers.svg": draw_layers}
 
 
 def main() -> int:
