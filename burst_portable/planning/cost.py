@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from burst_portable.layout import Layout
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.messages import exchanges, row_size
+from burst_portable.planning.messages import exchanges, local_block_size, row_size
 from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.routes import Move, to_pack
@@ -61,6 +61,16 @@ def added_bytes(arrivals: Iterable[Move], size: Size, *, narrow: bool) -> int:
 def made_bytes(result_sends: Iterable[Move], size: Size, *, narrow: bool) -> int:
     """For gradients of foreign blocks, beyond what a kernel does for gradients of a rank's own block."""
     return (_NARROW_MADE if narrow else _MADE) * sum([size(m) for m in result_sends])
+
+
+def joined_bytes(pass_plan: PassPlan, pass_name: PassName, rank: int) -> int:
+    """Return the bytes for a rank's own block in a launch with blocks that arrived: copied, its gradients added."""
+    copied = _COPIED * local_block_size(pass_plan, rank)
+    if pass_name == "forward":
+        return copied
+    call, layout = pass_plan.call, pass_plan.call.k_layout if pass_plan.side == "kv" else pass_plan.call.layout
+    sums = layout.count(rank // pass_plan.stride) * row_size(call, pass_plan.side, result=True)
+    return copied + _ADDED * sums
 
 
 class Traits(Protocol):
@@ -410,6 +420,8 @@ def _walk(line: _Timeline, pass_plan: PassPlan, pass_name: PassName, rank: int, 
         line.read_and_write(packed_bytes(step.sends, size, rank, packed))
         line.receive(step.receives, size)
         line.read_and_write(made_bytes(step.result_sends, size, narrow=narrow))
+        if step.joins_local:
+            line.read_and_write(joined_bytes(pass_plan, pass_name, rank))
         if step.compute:
             line.launch(_work(pass_plan.call, pass_name, step.compute, rates) / kept)
             line.read_and_write(merged_bytes(pass_plan, pass_name, step.compute, rates, first=not launched))

@@ -76,6 +76,13 @@ def row_size(call: AttentionCall, side: Side, *, result: bool, narrow: bool = Fa
     return sum(field.size(call.batch) for field in fields(call, side, result=result, narrow=narrow))
 
 
+def local_block_size(pass_plan: PassPlan, rank: int) -> int:
+    """Return the bytes of a rank's own block of the side that travels, laid out as a message."""
+    call, member = pass_plan.call, rank // pass_plan.stride
+    layout = call.k_layout if pass_plan.side == "kv" else call.layout
+    return layout.count(member) * row_size(call, pass_plan.side, result=False, narrow=pass_plan.narrow)
+
+
 def needed_together(moves: Iterable[Move]) -> Iterator[list[Move]]:
     """The receives of one step, grouped by the later step that needs them: each group arrives in one buffer."""
     return (list(group) for _, group in groupby(moves, lambda m: m.needed))
@@ -155,10 +162,12 @@ def inboxes(plan: Plan, rank: int) -> Inboxes:
 def _places(pass_plan: PassPlan, target: int, start: int) -> tuple[dict[Move, int], int]:
     """The place of every message that comes to a rank, from `start` on, and where the last one ends.
 
-    Inputs come first: a block that travels in both passes is the same `Move` in both, so it has one place.
+    Inputs come first: a block that travels in both passes is the same `Move` in both, so it has one place. The rank's
+    own block has a place behind those with which a launch takes it.
     """
     steps = pass_plan.steps_of(target)
     inputs, results = ([step.receives for step in steps], [step.result_receives for step in steps])
+    joined = {step.index: local_block_size(pass_plan, target) for step in steps if step.joins_local}
     places: dict[Move, int] = {}
     end = start
     for moves in chain.from_iterable(map(needed_together, (*inputs, *results))):
@@ -166,6 +175,8 @@ def _places(pass_plan: PassPlan, target: int, start: int) -> tuple[dict[Move, in
         for move in moves:
             places[move] = end
             end += message_size(pass_plan.call, move, narrow=pass_plan.narrow)
+        if not moves[0].result:
+            end += joined.get(moves[0].needed, 0)
     return places, end
 
 

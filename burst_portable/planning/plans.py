@@ -174,12 +174,13 @@ class PassPlan:
         """The steps of one member. From here down, `rank` is a member's number."""
         inputs = list(self._inputs(rank))
         owners: dict[int, list[int]] = defaultdict(list)  # by step, of the blocks that it computes with
-        for owner in range(self.call.ranks):
+        for owner in (*range(rank), *range(rank + 1, self.call.ranks), rank):  # see `Compute`
             if self._needs(owner, rank):
                 owners[self.route.step(owner, rank)].append(owner)
         computes = {step: self._compute(tuple(ranks), rank) for step, ranks in owners.items()}
         last = self.route.step(rank, rank)
-        if last in computes and len(computes) > 1 and (parts := divided(computes[last], self.route.before)):
+        may_divide = last in computes and len(computes) > 1 and len(computes[last].blocks) == 1
+        if may_divide and (parts := divided(computes[last], self.route.before)):
             computes[0], computes[last] = parts
         return scheduled(rank, inputs, computes, list(self._results(rank)))
 

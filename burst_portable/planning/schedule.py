@@ -25,7 +25,7 @@ class BlockTiles(NamedTuple):
 class Compute:
     """One kernel launch: a rank's own block of one side with one or several blocks of the other.
 
-    Several blocks lie one after the other in memory, in the order of their owners here.
+    Several blocks lie one after the other in memory, in the order of their owners here: the rank's own is the last.
     """
 
     q_owners: tuple[int, ...]
@@ -105,6 +105,11 @@ class Step:
     result_sends: tuple[Move, ...] = ()
     result_receives: tuple[Move, ...] = ()
     released: tuple[int, ...] = ()
+
+    @property
+    def joins_local(self) -> bool:
+        """Whether it computes with the rank's own block together with blocks that arrive: after them, in one launch."""
+        return self.compute is not None and len(self.compute.blocks) > len(self.arrivals) > 0
 
     @property
     def has_moves(self) -> bool:

@@ -22,7 +22,7 @@ from burst_portable.comm.base import Handle, Message
 from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, as_kernels_take
 from burst_portable.numerics import State, accumulation_dtype, as_dtype, empty_state
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.messages import Field, fields, message_size, needed_together
+from burst_portable.planning.messages import Field, fields, local_block_size, message_size, needed_together, row_size
 from burst_portable.planning.routes import Move, holder, to_pack
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.tiles import Tiles
@@ -227,6 +227,9 @@ class _Blocks:
         self._packed: dict[tuple[int, int], Tensor] = {}  # by rows: messages of our own block
         self._leaving: list[tuple[int, Handle, Tensor]] = []  # (step that needs it where it goes, handle, message)
         self._step = 0
+        joining = [step.index for step in self.pass_plan.steps_of(self.rank) if step.joins_local]
+        self._local = local_block_size(self.pass_plan, self.rank) if joining else 0
+        self._joining = frozenset(joining)
 
     def begin(self, step: Step) -> None:
         """Wait for what this step needs; send what leaves, and post receives for later steps."""
@@ -240,7 +243,12 @@ class _Blocks:
         """The tensors of the travelling side that a step computes with."""
         if not step.arrivals:
             return self._own
-        views = self.views(step.arrivals, self._inbox_of[step.index])
+        inbox = self._inbox_of[step.index]
+        if step.joins_local:
+            with self.copying():
+                for view, tensor in zip(self.views(step.arrivals, inbox[-self._local :]), self._own, strict=True):
+                    wide_copy.copy(tensor, view)
+        views = self.views(step.arrivals, inbox)
         return tuple(x if x.dim() == 4 else x.contiguous() for x in views)  # kernels take LSE and delta in one piece
 
     def moving(self, step: int) -> bool:
@@ -304,21 +312,24 @@ class _Blocks:
         """Moves that are needed together, each with its part of one buffer for all of them."""
         sizes = [self.size(move) for move in moves]
         first = moves[0]
-        inbox = self.transport.inbox(sum(sizes), self.device, first.source, self._places.get(first))
+        # Behind blocks with which a launch takes the rank's own, there is room for that.
+        room = [self._local] if not first.result and first.needed in self._joining else []
+        inbox = self.transport.inbox(sum(sizes) + sum(room), self.device, first.source, self._places.get(first))
         if not first.result:
             self._inbox_of[first.needed] = inbox
-        yield from zip(moves, torch.split(inbox, sizes) if len(sizes) > 1 else (inbox,), strict=True)
+        parts = torch.split(inbox, sizes + room) if len(sizes + room) > 1 else (inbox,)
+        yield from zip(moves, parts, strict=False)
 
     def views(self, moves: Sequence[Move], buffer: Tensor, *, wide: bool = False) -> Views:
-        """The fields of messages that lie one after the other in a buffer, each field as one tensor over all rows.
+        """The fields of messages like these that fill a buffer, each field as one tensor over all rows.
 
         wide: whether gradients are in the accumulation dtype although they travel narrow.
         """
         call, first = self.pass_plan.call, moves[0]
         held = fields(call, first.side, result=first.result, narrow=self.pass_plan.narrow and not wide)
-        rows = sum(m.rows[1] - m.rows[0] for m in moves)
-        starts = accumulate((field.size(call.batch) for field in held), initial=0)
-        return tuple(_view(f, buffer, at, rows, call.batch, self.dtype) for f, at in zip(held, starts, strict=False))
+        *starts, row = accumulate((field.size(call.batch) for field in held), initial=0)
+        rows = buffer.numel() // row
+        return tuple(_view(f, buffer, at, rows, call.batch, self.dtype) for f, at in zip(held, starts, strict=True))
 
     def _pack(self, sends: Iterable[Move]) -> None:
         """Pack the rows of our own block that leave, each once: rows within others are part of their message."""
@@ -345,6 +356,7 @@ class _Results:
     def __init__(self, blocks: _Blocks, own: Views) -> None:
         self._blocks, self._own = blocks, own
         self._made: dict[int, Tensor] = {}  # by owner: sums that have not left
+        self._joined: Views = ()  # sums of our own block that a launch made together with others
         results = [m for step in blocks.pass_plan.steps_of(blocks.rank) for m in step.result_sends]
         self._sends = {m.owner: m for m in results}
 
@@ -353,15 +365,25 @@ class _Results:
         if not step.arrivals:
             return self._own
         moves = [self._sends[move.owner] for move in step.arrivals]
-        sizes = [message_size(self._blocks.pass_plan.call, move, narrow=False) for move in moves]
+        call = self._blocks.pass_plan.call
+        sizes = [message_size(call, move, narrow=False) for move in moves]
+        if step.joins_local:
+            sizes.append(self._own[0].shape[1] * row_size(call, moves[0].side, result=True))
         sums = self._blocks.buffer(sum(sizes))
         with self._blocks.copying():
             sums.zero_()
-        self._made.update(zip((move.owner for move in moves), torch.split(sums, sizes), strict=True))
+        parts = torch.split(sums, sizes)
+        self._made.update(zip((move.owner for move in moves), parts, strict=False))
+        self._joined = self._blocks.views(moves, parts[-1], wide=True) if step.joins_local else ()
         return self._blocks.views(moves, sums, wide=True)
 
     def end(self, step: Step) -> None:
-        """Add gradients that arrived, and send on those that are complete here."""
+        """Add gradients that arrived, and those of our own block; send on those that are complete here."""
+        if self._joined:
+            with self._blocks.copying():
+                for total, contribution in zip(self._own, self._joined, strict=True):
+                    total += contribution
+            self._joined = ()
         for move in step.result_arrivals:
             self._add(move)
         sends = [(m, self._outgoing(m)) for m in step.result_sends]

@@ -1,15 +1,14 @@
-"""All-gather of K and V (Llama 3, arXiv 2407.21783, section 3.3.2): one launch over all remote keys that a rank sees.
+"""All-gather of K and V (Llama 3, arXiv 2407.21783, section 3.3.2): one launch over all keys that a rank sees.
 
 ::
 
     forward                                  backward
-    ask for all K, V that q sees             ask for all K, V that q sees
-    out, LSE <- attend(q, local K, V)        dq, dK, dV <- attend_backward(q, local K, V, dO, LSE)
-    out, LSE <- merge(attend(q, K, V))       dq, dK, dV += attend_backward(q, K, V, dO, LSE)
+    K, V <- all K, V that q sees             K, V <- all K, V that q sees
+    out, LSE <- attend(q, K, V)              dq, dK, dV <- attend_backward(q, K, V, dO, LSE)
                                              send each part of dK, dV to its owner, who adds it up
 
 A rank receives only the rows that its queries see, and sends back only their gradients. It holds all of them at once:
-more memory than a ring, but two launches however many ranks there are.
+more memory than a ring, and nothing to hide messages behind, but one launch and no merge.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from burst_portable.strategies.options import GRADIENTS, GradientWidth, option
 
 @dataclass(frozen=True)
 class Gather:
-    """The route: every block leaves its owner at step 0, in which a rank computes its own, and is needed at step 1."""
+    """The route: every block leaves its owner at step 0 and is computed with at step 1, as the local block is."""
 
     ranks: int
     name: str = "all_gather"
     phrase: str = "all at once from their owners"
     trims: bool = True
-    before: float = 1.0
+    before: float = 0.0
 
     def step(self, owner: int, rank: int) -> int:
-        return int(owner != rank)
+        return 1
 
     def arrival(self, needs: Needs, owner: int, rank: int) -> tuple[int, int] | None:
         return (owner, 0) if needs(owner, rank) else None
@@ -59,7 +58,7 @@ class AllGatherStrategy(Strategy):
     """K and V are gathered in both passes; dK and dV are reduced at their owners."""
 
     name = "all_gather"
-    title = "every rank gets all K and V that its queries see, at once; backward, dK and dV go home"
+    title = "every rank gets all K and V that its queries see, for one launch; backward, dK and dV go home"
 
     gradients: GradientWidth = option(GRADIENTS)
 

@@ -1,0 +1,85 @@
+"""Launches that take a rank's own block together with blocks that arrived: against attention in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import burst_portable as bp
+from burst_portable.conformance.cases import Case
+from burst_portable.conformance.oracle import judge
+from burst_portable.planning.plans import Plan
+from burst_portable.planning.routes import Side
+from burst_portable.planning.verify import verify
+from burst_portable.strategies.base import Strategy, ring_plan
+from examples.strategy_package.their_strategy.all_gather import Gather
+from tests.support.attention_cases import expected, make_inputs, on_one_rank
+from tests.support.thread_peers import World, run_peers
+
+
+@dataclass(frozen=True)
+class Joined(Strategy):
+    """Gathers K and V forward, and either side backward."""
+
+    name = "joined"
+    title = "all blocks in one launch"
+
+    side: Side = "kv"
+    narrow: bool = False
+
+    def plan(self, call):
+        return ring_plan(call, self.name, side=self.side, path=Gather(call.ranks), narrow=self.narrow)
+
+
+@dataclass(frozen=True)
+class JoinedCase(Case):
+    chosen: Strategy = Joined()  # frozen
+
+    def make_strategy(self):
+        return self.chosen
+
+
+def launches(plan: Plan) -> set[tuple[int, ...]]:
+    steps = [step for _, part in plan.passes() for rank in range(plan.call.ranks) for step in part.steps_of(rank)]
+    return {len(step.compute.blocks) for step in steps if step.compute}
+
+
+@pytest.mark.parametrize("side", ["kv", "q"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "custom"])
+def test_joined_launch_equals_float64(mask, layout, side):
+    for ranks in (1, 2, 4):
+        case = JoinedCase(mask, layout, ranks=ranks, dtype=torch.float64, chosen=Joined(side))
+        plan = case.make_strategy().plan(case.make_call())
+        assert verify(plan) == []
+        if mask == "full":
+            assert launches(plan) == {ranks}
+        x = make_inputs(case)
+        for answer in bp.run_local(ranks, lambda mesh, c=case, x=x: on_one_rank(mesh, c, x)):
+            assert judge(answer, *expected(case, x), case.dtype) == {}
+
+
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
+def test_joined_launch_serves_narrow_gradients_and_16_bits(kernel):
+    case = JoinedCase("causal", ranks=3, dtype=torch.bfloat16, sinks=True, chosen=Joined(narrow=True))
+    x = make_inputs(case)
+    answers = bp.run_local(3, lambda mesh: on_one_rank(mesh, case, x, kernel))
+    wrong = judge(answers[0], *expected(case, x), case.dtype)
+    assert set(wrong) <= {"dk", "dv"}  # rounded on their way home
+    wide = replace(case, chosen=Joined())
+    answers = bp.run_local(3, lambda mesh: on_one_rank(mesh, wide, x, kernel))
+    assert judge(answers[0], *expected(wide, x), wide.dtype) == {}
+
+
+@pytest.mark.parametrize("side", ["kv", "q"])
+def test_joined_launch_has_its_place_in_the_inbox_of_a_peer(side):
+    """Other ranks write behind it and in front of it, and passes of different sizes follow each other."""
+    cases = [JoinedCase(mask, ranks=4, chosen=Joined(side)) for mask in ("full", "documents", "window", "full")]
+
+    def work(mesh):
+        return [on_one_rank(mesh, case, make_inputs(case)) for case in cases]
+
+    for case, *answers in zip(cases, *run_peers(World(4, delay=0.002), work), strict=True):
+        assert all(judge(answer, *expected(case, make_inputs(case)), case.dtype) == {} for answer in answers)
