@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from burst_portable.errors import BackendUnavailableError, UnsupportedError, format_error, in_a_line, unknown_name
 from burst_portable.planning.call import AttentionCall, KernelTraits
-from burst_portable.planning.rates import rate_flags, read_rates
+from burst_portable.planning.rates import read_rates
 
 if TYPE_CHECKING:  # what is known can be listed, in a help text for one, without torch
     from burst_portable.backends.base import Backend, Probe, Rates
@@ -219,12 +219,12 @@ def rates_of(
 
     Raises `InputError` for a file that cannot be used.
     """
-    name, how = kernel.name if kernel else "", rate_flags(kernel.traits if kernel else KernelTraits())
+    name, traits = (kernel.name, kernel.traits) if kernel else ("", KernelTraits())
     if file:
         found = read_rates(file).rates_for(ranks, name, dtype, head_dim)
-        found = replace(found, **how) if kernel else found
+        found = replace(found, kernel=traits) if kernel else found
     else:
-        found = replace(backend.measured_rates(ranks, name) or backend.capabilities.rates, **how)
+        found = replace(backend.measured_rates(ranks, name) or backend.capabilities.rates, kernel=traits)
     return found.where_messages_go_first() if high_priority else found
 
 

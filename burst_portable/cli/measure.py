@@ -228,11 +228,13 @@ def _value(name: str, value: Any) -> str:
     if name == "long":
         rows, share = value
         return f"{percent(share)} from {rows:,} rows on" if rows else "as few rows"
+    if name == "kernel":
+        return ", ".join(trait for trait, declared in value.items() if declared) or "none"
     if name == "block":
         return f"{value} x {value}" if value > 1 else "exact pairs"
     if name == "node":
         return f"of {value} ranks" if value else "one"
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+    return str(value)
 
 
 def _rate(gbps: float) -> str:

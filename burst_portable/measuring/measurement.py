@@ -37,7 +37,7 @@ from burst_portable.measuring.timing import (
 from burst_portable.mesh import Mesh
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import PASSES
-from burst_portable.planning.rates import SCHEMA, Curve, as_json, rate_flags
+from burst_portable.planning.rates import SCHEMA, Curve, as_json
 from burst_portable.utils.text import bytes_text, seconds_text
 from burst_portable.utils.torch_modes import own_precision
 
@@ -195,7 +195,7 @@ class _Measurement:
             "dtype": call.dtype,
             "lengths": list(self._lengths()),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "rates": as_json(replace(before, **rate_flags(self.kernel.traits), **values)),
+            "rates": as_json(replace(before, kernel=self.kernel.traits, **values)),
             "methods": {name: self._method(name, before).as_json() for name in as_json(before)},
         }
 
@@ -204,7 +204,7 @@ class _Measurement:
         found = self.found.get(name)
         if found and found.value is not None:
             return found
-        if name in rate_flags(self.kernel.traits):
+        if name == "kernel":
             return Measured(None, f"what the kernel {self.kernel.name} says of itself", is_measured=False)
         alone = self.mesh.size == 1 and name in _OF_LINKS
         why = found.method if found else "one rank has no links" if alone else "not measured"

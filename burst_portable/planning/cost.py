@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from burst_portable.layout import Layout
-from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.call import AttentionCall, KernelTraits
 from burst_portable.planning.messages import exchanges, local_block_size, row_size
 from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
 from burst_portable.planning.rates import Rates
@@ -73,40 +73,26 @@ def joined_bytes(pass_plan: PassPlan, pass_name: PassName, rank: int) -> int:
     return copied + _ADDED * sums
 
 
-class Traits(Protocol):
-    """The fields of `rates.Rates` that a kernel says of itself: how its results are merged and gradients added up."""
-
-    @property
-    def in_pieces(self) -> bool: ...
-
-    @property
-    def merged_once(self) -> bool: ...
-
-    @property
-    def writes_gradients(self) -> bool: ...
-
-    @property
-    def faster_squares(self) -> bool: ...
-
-
-def merged_bytes(pass_plan: PassPlan, pass_name: PassName, compute: Compute, how: Traits, *, first: bool) -> int:
+def merged_bytes(
+    pass_plan: PassPlan, pass_name: PassName, compute: Compute, traits: KernelTraits, *, first: bool
+) -> int:
     """For merging the results of a launch into those of earlier launches; `first`: there were none."""
     call = pass_plan.call
     rows, tallest = compute.heights
     d, dv, batch = call.head_dim, call.value_dim, call.batch
     if pass_name == "forward":
-        if how.in_pieces:  # each piece is merged; the first, where it has all rows, is kept as it is
-            bytes_each = _PIECE_MERGED_ONCE if how.merged_once else _PIECE_MERGED
+        if traits.splits_tiles:  # each piece is merged; the first, where it has all rows, is kept as it is
+            bytes_each = _PIECE_MERGED_ONCE if traits.single_pass_merge else _PIECE_MERGED
             return bytes_each * (rows - first * tallest) * call.heads * dv * batch
         return 0 if first else _RUNNING * tallest * call.heads * dv * batch
-    if not how.in_pieces:
+    if not traits.splits_tiles:
         return 0
     started = _PIECE_STARTED * tallest if pass_plan.side == "q" else 0  # else out is at hand
     queries = started * dv + _PIECE_ADDED * rows * d
     return batch * (queries * call.heads + _PIECE_ADDED * compute.columns * call.kv_heads * (d + dv))
 
 
-def summed_bytes(pass_plan: PassPlan, pass_name: PassName, rank: int, how: Traits) -> int:
+def summed_bytes(pass_plan: PassPlan, pass_name: PassName, rank: int, traits: KernelTraits) -> int:
     """For the gradients of a rank's own rows, of one group of heads; the forward pass has none."""
     if pass_name == "forward":
         return 0
@@ -114,13 +100,13 @@ def summed_bytes(pass_plan: PassPlan, pass_name: PassName, rank: int, how: Trait
     queries = p.layout.count(member) * p.heads * p.head_dim
     keys = p.k_layout.count(member) * p.kv_heads * (p.head_dim + p.value_dim)
     if pass_plan.alone(rank):  # see `kernels.base`
-        if how.in_pieces:
+        if traits.splits_tiles:
             return 0
-        keys = 0 if how.writes_gradients else keys
+        keys = 0 if traits.writes_gradients else keys
     return _SUMMED * p.batch * (queries + keys)
 
 
-def comes_in_order(plan: Plan, *, in_pieces: bool = False, faster_squares: bool = False) -> bool:
+def comes_in_order(plan: Plan, traits: KernelTraits) -> bool:
     """Whether a head shard is computed as it arrives, rank after rank; else its rows are put in natural order first.
 
     It is if that order is the natural one. It also is if ranks hold few segments and the kernel takes any tiles in one
@@ -131,8 +117,8 @@ def comes_in_order(plan: Plan, *, in_pieces: bool = False, faster_squares: bool 
     plan: one whose head shards are in natural order.
     """
     trims = any(part.trims for _, part in plan.passes())
-    square = faster_squares and _is_square(plan)
-    return _in_order(plan.call.layout, plan.head_parallel_size, in_pieces or trims or square)
+    square = traits.prefers_square and _is_square(plan)
+    return _in_order(plan.call.layout, plan.head_parallel_size, traits.splits_tiles or trims or square)
 
 
 def _is_square(plan: Plan) -> bool:
@@ -145,10 +131,10 @@ def _is_square(plan: Plan) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _in_order(layout: Layout, inner: int, in_pieces: bool) -> bool:
+def _in_order(layout: Layout, inner: int, few_tiles: bool) -> bool:
     """Between nodes, segments with steps stay as they arrive: see `Layout.sorted`. Several steps cannot meet."""
     one_step = len({s.step for shard in layout.shards for s in shard}) == 1
-    if one_step and not in_pieces and max(map(len, layout.shards)) <= _SEGMENTS:
+    if one_step and not few_tiles and max(map(len, layout.shards)) <= _SEGMENTS:
         return True
     if inner == layout.ranks and any(s.step > 1 for shard in layout.shards for s in shard):
         return False
@@ -171,7 +157,9 @@ class Resharded(NamedTuple):
     home: int
 
 
-def resharded_bytes(plan: Plan, pass_name: PassName, rank: int, how: Traits, *, picks: bool) -> list[Resharded]:
+def resharded_bytes(
+    plan: Plan, pass_name: PassName, rank: int, traits: KernelTraits, *, picks: bool
+) -> list[Resharded]:
     """For taking a rank's tensors to head shards and back, for each group of heads.
 
     `picks`: the transport sends rows from where they lie, unless the batch is large, into inboxes that the next
@@ -183,7 +171,7 @@ def resharded_bytes(plan: Plan, pass_name: PassName, rank: int, how: Traits, *, 
         p.layout.count(rank) * plan.head_parallel_size,
         plan.forward.call.layout.count(rank // plan.head_parallel_size),
     )
-    as_it_comes = comes_in_order(plan, in_pieces=how.in_pieces, faster_squares=how.faster_squares)
+    as_it_comes = comes_in_order(plan, traits)
     groups = []
     for there, back in exchanges(plan, pass_name):
         coming, leaving = (sum(field.bytes(p.batch) for field in fields) for fields in (there, back))
@@ -305,7 +293,7 @@ def rank_seconds(plan: Plan, pass_name: PassName, rank: int, rates: Rates) -> fl
 
 def _work(call: AttentionCall, pass_name: PassName, compute: Compute, rates: Rates) -> float:
     """Seconds of one launch; a kernel that calls an operator on pieces makes at least one call for each tile."""
-    calls = compute.count if rates.in_pieces else 1
+    calls = compute.count if rates.kernel.splits_tiles else 1
     flops = pass_flops(call, pass_name, compute.visited(rates.block))
     rows, share = rates.long
     slow = pass_name == "forward" and call.k_layout.length >= rows * call.ranks
@@ -424,12 +412,12 @@ def _walk(line: _Timeline, pass_plan: PassPlan, pass_name: PassName, rank: int, 
             line.read_and_write(joined_bytes(pass_plan, pass_name, rank))
         if step.compute:
             line.launch(_work(pass_plan.call, pass_name, step.compute, rates) / kept)
-            line.read_and_write(merged_bytes(pass_plan, pass_name, step.compute, rates, first=not launched))
+            line.read_and_write(merged_bytes(pass_plan, pass_name, step.compute, rates.kernel, first=not launched))
             launched = True
         line.wait(step.result_arrivals)
         line.read_and_write(added_bytes(step.result_arrivals, size, narrow=narrow))
         line.receive(step.result_receives, size)
-    line.read_and_write(summed_bytes(pass_plan, pass_name, rank, rates))
+    line.read_and_write(summed_bytes(pass_plan, pass_name, rank, rates.kernel))
 
 
 def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, rates: Rates) -> float:
@@ -438,7 +426,7 @@ def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, 
     moving = _exchanges(reshard_bytes(plan, pass_name, rank), plan, rank, rates)
     line = _Timeline(plan.direct, pass_name, rates)
     picks = plan.direct and bool(rates.direct)
-    passes = resharded_bytes(plan, pass_name, rank, rates, picks=picks)
+    passes = resharded_bytes(plan, pass_name, rank, rates.kernel, picks=picks)
     arrivals, homes = [], []
     for (there, _), traffic in zip(moving, passes, strict=True):
         line.read_and_write(traffic.packed)
@@ -450,7 +438,7 @@ def _by_groups(plan: Plan, pass_plan: PassPlan, pass_name: PassName, rank: int, 
             _walk(line, pass_plan, pass_name, rank, rates)
         else:
             line.launch(work)
-            line.read_and_write(summed_bytes(pass_plan, pass_name, rank, rates))
+            line.read_and_write(summed_bytes(pass_plan, pass_name, rank, rates.kernel))
         homes.append(line.exchange(back))
     line.read_and_write(sum(traffic.kept for traffic in passes))
     for at, traffic in zip(homes, passes, strict=True):

@@ -79,10 +79,7 @@ class Rates:
         memory: GB/s at which blocks are packed, merged and added up outside of kernels; 0: that is not priced.
         backward_in_turn: the share of the backward rate that remains if a pass has several launches.
         long: (rows, share): the share of the forward rate that remains if a rank holds at least this many keys.
-        in_pieces: whether the kernel calls an operator on pieces and merges their results.
-        merged_once: whether it merges each of them in one pass over memory.
-        writes_gradients: whether it writes dK and dV in 16 bits, not added up in float32, where one launch makes them.
-        faster_squares: whether rows of head shards are put in natural order where that makes one box or causal square.
+        kernel: what the local kernel declares about itself; four of its traits are priced (`PRICED`).
         block: rows and columns that a kernel computes at once, including what a mask hides; 1: exact pairs count.
         source: where the numbers come from, in words after "rates": "of an H100", "measured on ...".
         node: ranks per node, where there are several nodes; 0: one node.
@@ -103,10 +100,7 @@ class Rates:
     holds_up: tuple[Share, Share] = (0.0, 0.0)
     holds_up_first: tuple[Share, Share] | None = None
     memory: RateOrZero = 0.0
-    in_pieces: bool = False
-    merged_once: bool = False
-    writes_gradients: bool = False
-    faster_squares: bool = False
+    kernel: KernelTraits = KernelTraits()
     backward_in_turn: Remaining = 1.0
     long: tuple[SizeOrZero, Remaining] = (0, 1.0)
     block: Size = 1
@@ -187,6 +181,8 @@ def _at(curve: Curve, size: float) -> float:
 SCHEMA = "burst_portable.rates/2"
 NEXT_STEP = "`burst-portable measure --json FILE` writes one"
 _LARGEST_FILE = 1 << 20
+PRICED = ("splits_tiles", "single_pass_merge", "writes_gradients", "prefers_square")
+"""The traits of a kernel by which plans are priced, and which a file holds."""
 _WORDS = ("source", "outer_source")  # of `Rates`, which no file holds
 _POINTS = 256  # of a curve
 _LONGEST = 200  # characters of a name
@@ -270,7 +266,8 @@ def read_rates(file: str | Path) -> MeasuredRates:
 
 def as_json(rates: Rates) -> dict[str, Any]:
     """The fields of rates as a file holds them."""
-    return {name: getattr(rates, name) for name in _kinds()}
+    values = {name: getattr(rates, name) for name in _kinds()}
+    return values | {"kernel": {name: getattr(rates.kernel, name) for name in PRICED}}
 
 
 def _wrong(file: str | Path, name: str, got: object, allowed: str) -> InputError:
@@ -299,10 +296,8 @@ def _read(file: str | Path, name: str, value: Any, kind: Any) -> Any:
         return None if value is None else _read(file, name, value, get_args(kind)[0])
     if get_origin(kind) is tuple:
         return _read_tuple(file, name, value, get_args(kind))
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise _wrong(file, name, shown(value), "true or false")
-        return value
+    if kind is KernelTraits:
+        return _read_traits(file, name, value)
     (range_,) = bounds
     found = type(value) is int if kind is int else isinstance(value, int | float) and not isinstance(value, bool)
     if not found or not range_.holds(value):
@@ -323,11 +318,11 @@ def _read_tuple(file: str | Path, name: str, value: Any, kinds: tuple[Any, ...])
     return read
 
 
-def rate_flags(traits: KernelTraits) -> dict[str, Any]:
-    """Return the traits that plans are priced by, under their names in `Rates`."""
-    return {
-        "in_pieces": traits.splits_tiles,
-        "merged_once": traits.single_pass_merge,
-        "writes_gradients": traits.writes_gradients,
-        "faster_squares": traits.prefers_square,
-    }
+def _read_traits(file: str | Path, name: str, value: Any) -> KernelTraits:
+    """Return traits from an object of flags."""
+    if not isinstance(value, dict) or not set(value) <= set(PRICED):
+        raise _wrong(file, name, shown(value), f"an object of {', '.join(PRICED)}")
+    for trait, flag in value.items():
+        if not isinstance(flag, bool):
+            raise _wrong(file, f"{name}.{trait}", shown(flag), "true or false")
+    return KernelTraits(**value)

@@ -250,7 +250,7 @@ def plan_for_kernel(plan: Plan, kernel: Kernel) -> Plan:
     """Return the plan as it suits a kernel: rows of head shards stay as they arrive if it takes any tiles at once."""
     if not plan.heads or kernel.traits.splits_tiles:
         return plan
-    return in_rank_order(plan, faster_squares=kernel.traits.prefers_square)
+    return in_rank_order(plan, kernel.traits)
 
 
 def _strategy(

@@ -141,4 +141,4 @@ def test_a_device_without_the_memory(monkeypatch):
 
 def test_the_kernel_that_is_named():
     facts = measure(bp.Mesh.single(), CPU, SMALL, "reference")
-    assert (facts["kernel"], facts["rates"]["in_pieces"]) == ("reference", False)
+    assert (facts["kernel"], facts["rates"]["kernel"]["splits_tiles"]) == ("reference", False)

@@ -9,6 +9,7 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.mask import Mask, Region
+from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.cost import PICKED_BATCHES, pass_flops, plan_cost, rank_cost
 from burst_portable.planning.rates import Rates
 from burst_portable.strategies.auto import AutoStrategy
@@ -146,6 +147,10 @@ def test_several_messages_at_once():
     assert rank_cost(made, "forward", 0, crossing).seconds == pytest.approx(3.0, rel=1e-3)
 
 
+PIECES = KernelTraits(splits_tiles=True)
+ONE_PASS = KernelTraits(splits_tiles=True, single_pass_merge=True)
+
+
 def test_passes_over_memory_by_hand():
     """Two ranks, 16 rows each of 8 heads of 64, full mask: what is packed, merged, made and added, in bytes."""
     usual = {"seq_len": 32, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
@@ -157,14 +162,14 @@ def test_passes_over_memory_by_hand():
         return pytest.approx(rank_cost(made, pass_name, 0, replace(rates, **changes)).seconds, rel=1e-6)
 
     assert seconds("ring", "forward") == 2 * kv + 8 * row
-    assert seconds("ring", "forward", in_pieces=True) == 2 * kv + 26 * row
-    assert seconds("ring", "forward", in_pieces=True, merged_once=True) == 2 * kv + 10 * row
+    assert seconds("ring", "forward", kernel=PIECES) == 2 * kv + 26 * row
+    assert seconds("ring", "forward", kernel=ONE_PASS) == 2 * kv + 10 * row
     # dK and dV of the other's block, and those of our own that come from it. All three of our own are added up in
     # float32: zeros, and rounding.
     summed = (4 + 4 + 2) * 3 * row
     assert seconds("ring", "backward") == 2 * kv + 3 * 2 * kv + 3 * 2 * kv + summed
-    assert seconds("ring", "backward", writes_gradients=True) == seconds("ring", "backward")
-    assert seconds("ring", "backward", in_pieces=True) == 14 * kv + 2 * 10 * row + 2 * 10 * 2 * row + summed
+    assert seconds("ring", "backward", kernel=KernelTraits(writes_gradients=True)) == seconds("ring", "backward")
+    assert seconds("ring", "backward", kernel=PIECES) == 14 * kv + 2 * 10 * row + 2 * 10 * 2 * row + summed
     # Narrow ones are half as much on their way; added up in float32, they are rounded for it.
     narrow = make_strategy("ring", gradients="narrow")
     made = plan(narrow, ranks=2, **usual)
@@ -174,7 +179,7 @@ def test_passes_over_memory_by_hand():
     # What comes of the queries is no out, so operators on pieces must be made one.
     sums, numbers = 2 * row, 2 * 16 * 8
     assert seconds("burst", "backward") == 2 * (2 * 2 * row + 4 * numbers) + 2 * 3 * 2 * sums + summed
-    assert seconds("burst", "backward", in_pieces=True) == (
+    assert seconds("burst", "backward", kernel=PIECES) == (
         2 * (2 * 2 * row + 4 * numbers) + 2 * 3 * 2 * sums + 2 * (52 + 10 + 20) * row + summed
     )
     assert seconds("ring", "backward", memory=0.0) == pytest.approx(0.0, abs=1e-3)
@@ -183,16 +188,16 @@ def test_passes_over_memory_by_hand():
     # Straight from where they lie; what came does not stay there, so it is copied.
     assert seconds("ulysses", "forward", direct=((1, 1e9),)) == 2 * row * (2 * 3 + 2)
     assert seconds("ulysses", "backward") == 2 * row * (2 + (5 + 2) * 3)
-    assert seconds("ulysses", "backward", writes_gradients=True) == 2 * row * (2 + 5 + 2 * 3)
+    assert seconds("ulysses", "backward", kernel=KernelTraits(writes_gradients=True)) == 2 * row * (2 + 5 + 2 * 3)
     # Operators on pieces want natural order, and give gradients that are handed through.
-    assert seconds("ulysses", "forward", in_pieces=True) == 2 * row * (2 * 3 + 2)
-    assert seconds("ulysses", "backward", in_pieces=True) == 2 * row * (2 + 2 * 3)
-    assert seconds("ulysses", "forward", "zigzag", in_pieces=True) == 2 * row * (4 * 3 + 4)
-    assert seconds("ulysses", "forward", "zigzag", in_pieces=True, direct=((1, 1e9),)) == 2 * row * (2 * 3 + 4)
-    assert seconds("ulysses", "backward", "zigzag", in_pieces=True) == 2 * row * (4 + 4 * 3)
+    assert seconds("ulysses", "forward", kernel=PIECES) == 2 * row * (2 * 3 + 2)
+    assert seconds("ulysses", "backward", kernel=PIECES) == 2 * row * (2 + 2 * 3)
+    assert seconds("ulysses", "forward", "zigzag", kernel=PIECES) == 2 * row * (4 * 3 + 4)
+    assert seconds("ulysses", "forward", "zigzag", kernel=PIECES, direct=((1, 1e9),)) == 2 * row * (2 * 3 + 4)
+    assert seconds("ulysses", "backward", "zigzag", kernel=PIECES) == 2 * row * (4 + 4 * 3)
     assert seconds("ulysses", "forward", "zigzag") == 2 * row * (2 * 3 + 2)
     # Nor does a kernel that is faster on a square want other than that, which this is.
-    assert seconds("ulysses", "forward", "zigzag", faster_squares=True) == 2 * row * (4 * 3 + 4)
+    assert seconds("ulysses", "forward", "zigzag", kernel=KernelTraits(prefers_square=True)) == 2 * row * (4 * 3 + 4)
     # A crowd of batch rows is packed all the same.
     for batch, packed in ((PICKED_BATCHES, 0), (PICKED_BATCHES + 1, 2)):
         made, direct = plan(make_strategy("ulysses"), ranks=2, batch=batch, **usual), replace(rates, direct=((1, 1e9),))

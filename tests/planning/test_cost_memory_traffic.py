@@ -6,11 +6,12 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.layout import Layout, Segment
+from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.cost import comes_in_order, rank_cost, resharded_bytes
 from burst_portable.planning.rates import Rates
 from burst_portable.strategies.registry import make_strategy
 
-PIECES = Rates(1.0, 1.0, in_pieces=True)
+PIECES = KernelTraits(splits_tiles=True)
 USUAL = {"heads": 6, "kv_heads": 6, "head_dim": 64, "mask": "full", "layout": "contiguous"}
 
 
@@ -37,7 +38,7 @@ def test_three_batch_rows_are_three_times_the_bytes(strategy, pass_name, in_piec
         bp.plan(seq_len=64, ranks=2, batch=batch, strategy=strategy, **USUAL | {"heads": 8, "kv_heads": 8})
         for batch in (1, 3)
     )
-    more, less = (seconds(made, pass_name, in_pieces=in_pieces) for made in (thrice, once))
+    more, less = (seconds(made, pass_name, kernel=KernelTraits(splits_tiles=in_pieces)) for made in (thrice, once))
     assert more == pytest.approx(3 * less, rel=1e-6)
 
 
@@ -85,4 +86,4 @@ def test_which_rows_are_computed_in_the_order_of_ranks(layout, options, in_piece
     length = layout.length if isinstance(layout, Layout) else 64
     strategy = make_strategy("usp" if options else "ulysses", **options)
     plan = bp.plan(seq_len=length, ranks=ranks, **USUAL | {"layout": layout}, strategy=strategy)
-    assert (comes_in_order(plan, in_pieces=True) if in_pieces else comes_in_order(plan)) == kept
+    assert comes_in_order(plan, KernelTraits(splits_tiles=in_pieces)) == kept

@@ -11,6 +11,7 @@ import pytest
 
 from burst_portable.config import Config, from_environment
 from burst_portable.errors import InputError
+from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.rates import OUTER_GBPS, SCHEMA, Rates, as_json, read_rates
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.planner import plan
@@ -19,8 +20,9 @@ MIB = 1 << 20
 ALL = Rates(
     tflops=123.5, gbps=20.25, hop_latency=1e-5, launch_latency=2e-5, backward=100.0, backward_launch_latency=3e-5,
     link=((MIB, 10.0), (8 * MIB, 20.25)), direct=((MIB, 30.0),), spread=((MIB, 15.0), (9 * MIB, 25.5)),
-    holds_up=(0.5, 0.25), holds_up_first=(0.25, 0.125), memory=900.0, in_pieces=True, merged_once=True,
-    writes_gradients=True, faster_squares=True, backward_in_turn=0.8,
+    holds_up=(0.5, 0.25), holds_up_first=(0.25, 0.125), memory=900.0,
+    kernel=KernelTraits(splits_tiles=True, single_pass_merge=True, writes_gradients=True, prefers_square=True),
+    backward_in_turn=0.8,
     long=(8192, 0.5), block=64, node=4, outer_gbps=5.5,
 )  # fmt: skip
 ABOUT = {"schema": SCHEMA, "device": "Abacus 9", "ranks": 4, "kernel": "beads", "date": "2026-11-22"}
@@ -141,7 +143,9 @@ WRONG = [
     ("long", [1, 1.5]),
     ("backward_in_turn", 1.5),
     ("backward_in_turn", 0.0),
-    ("in_pieces", 1),
+    ("kernel", {"splits_tiles": 1}),
+    ("kernel", {"rounding": 0.5}),
+    ("kernel", True),
     ("node", -1),
     ("node", 3),
     ("node", 8),

@@ -148,15 +148,15 @@ def test_rows_stay_as_they_come_for_kernels_of_one_launch():
 def test_rows_are_put_in_order_for_kernels_that_are_faster_on_squares(mask, natural, groups):
     strategy = make_strategy("ulysses", groups=groups)
     made = bp.plan(seq_len=64, ranks=2, heads=4, mask=mask, layout="zigzag", strategy=strategy)
-    as_it_comes = in_rank_order(made)
+    as_it_comes = in_rank_order(made, KernelTraits())
     assert as_it_comes is not made
-    assert in_rank_order(made, faster_squares=True) == (made if natural else as_it_comes)
+    assert in_rank_order(made, KernelTraits(prefers_square=True)) == (made if natural else as_it_comes)
 
 
 def test_rows_of_many_segments_are_put_in_order():
     mask = Mask.documents(tuple(range(0, 65, 8)))
     made = bp.plan(seq_len=64, ranks=2, heads=4, mask=mask, layout="document_zigzag", strategy="ulysses")
-    assert in_rank_order(made) is made
+    assert in_rank_order(made, KernelTraits()) is made
 
 
 @pytest.mark.parametrize("kernel", ["reference", "auto"])

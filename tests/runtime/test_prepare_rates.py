@@ -19,7 +19,7 @@ from burst_portable.planning.rates import SCHEMA
 SIZES = {"heads": 8, "kv_heads": 2, "head_dim": 16}
 # A launch costs much, and links nothing: Ulysses has the fewest launches. Slow links: K and V of two heads are less
 # than what Ulysses moves of eight.
-FAST = {"tflops": 1.0, "gbps": 1e5, "launch_latency": 0.1, "hop_latency": 0.0, "in_pieces": True}
+FAST = {"tflops": 1.0, "gbps": 1e5, "launch_latency": 0.1, "hop_latency": 0.0, "kernel": {"splits_tiles": True}}
 SLOW = {**FAST, "gbps": 1e-4, "link": [[1024, 1e-4]], "launch_latency": 0.0}
 
 

@@ -11,6 +11,7 @@ from benchmarks.ring_rows import ROWS
 from burst_portable.backends.cuda.machines import rates_of_machine
 from burst_portable.errors import InputError
 from burst_portable.mask import Mask
+from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.cost import plan_cost
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.verify import verify
@@ -47,7 +48,7 @@ def test_layouts_that_suit_their_masks():
     assert plan().layout.name == "zigzag"  # where all are alike
     assert plan(mask="window:2000").layout.name == "contiguous"  # neighbours alone
     # Operators on pieces want natural order: contiguous needs no pass over memory for it.
-    pieces = plan(rates=replace(H200, in_pieces=True))
+    pieces = plan(rates=replace(H200, kernel=KernelTraits(splits_tiles=True)))
     assert (pieces.strategy, pieces.layout.name) == ("ulysses", "contiguous")
     row = ROWS["128k-documents"]
     assert plan(mask=row.mask, seq_len=row.length).layout.name == "whole_documents"
@@ -88,7 +89,7 @@ def test_what_a_kernel_is_priced_by():
     visited = 128 * 128 * (1 + 2 + sum((1, 2, 3, 4, 5, 6, 7)) + 1)
     for block, pairs in ((1, mask.area(1024)), (128, visited)):
         for in_pieces, calls in ((False, 1), (True, 4)):
-            cost = plan_cost(made, replace(rates, block=block, in_pieces=in_pieces)).per_rank
+            cost = plan_cost(made, replace(rates, block=block, kernel=KernelTraits(splits_tiles=in_pieces))).per_rank
             assert cost["forward"][0].seconds == pytest.approx(3 * calls + pairs * flops)
             assert cost["backward"][0].seconds == pytest.approx(5 * calls + 2.5 * pairs * flops)
             assert cost["forward"][0].flops == 4 * 32 * 128 * mask.area(1024)

@@ -12,6 +12,7 @@ import pytest
 import burst_portable as bp
 from benchmarks.ring_rows import ROWS
 from burst_portable.backends.cuda.machines import rates_of_machine
+from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.cost import plan_cost
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.registry import make_strategy
@@ -106,9 +107,9 @@ def test_what_is_predicted_to_be_fastest_was_fastest(runs, case):
     pieces = kernel in ("cudnn", "flash-attn-4")
     rates = replace(
         rates,
-        in_pieces=pieces,
-        merged_once="merged" in runs,
-        writes_gradients=kernel == "hopper",
+        kernel=KernelTraits(
+            splits_tiles=pieces, single_pass_merge="merged" in runs, writes_gradients=kernel == "hopper"
+        ),
         direct=rates.direct if transport == "peer_copy" else (),
     )
     if runs == "four" and kernel == "hopper":
@@ -143,7 +144,10 @@ def test_more_groups_of_heads_must_save_something(run):
     (one,) = RESULTS.glob(f"ring-h200x2-{run}-2026-*.json")
     results = json.loads(one.read_text())["results"]
     took = {as_auto_says(r)[0]: sum(r["milliseconds"][p] for p in ("forward", "backward")) for r in results}
-    row, rates = ROWS[results[0]["row"]], replace(rates_of_machine("NVIDIA H200", 2), writes_gradients=True)
+    row, rates = (
+        ROWS[results[0]["row"]],
+        replace(rates_of_machine("NVIDIA H200", 2), kernel=KernelTraits(writes_gradients=True)),
+    )
     made = bp.plan(
         seq_len=row.length, ranks=2, heads=row.heads[0], kv_heads=row.heads[1], strategy=AutoStrategy(rates=rates)
     )
@@ -156,7 +160,7 @@ def test_squares_are_had_from_contiguous_rows_for_nothing():
     """Where the mask is causal, Ulysses takes as long on any layout, unless the kernel is faster on squares."""
     rates = rates_of_machine("NVIDIA H200", 2)
     for faster, best in ((False, "zigzag"), (True, "contiguous")):
-        planner = AutoStrategy(rates=replace(rates, faster_squares=faster))
+        planner = AutoStrategy(rates=replace(rates, kernel=KernelTraits(prefers_square=faster)))
         made = plan(planner, 2, seq_len=131072, kv_heads=32, layout="auto")
         assert (made.strategy, made.layout.name) == ("ulysses", best)
 
@@ -189,7 +193,7 @@ def test_auto_on_a_known_machine():
     Where peer copies cannot be had, nothing counts on them.
     """
     assert rates_of_machine("NVIDIA GeForce RTX 9090", 8) is None
-    rates = replace(rates_of_machine("NVIDIA H200", 8), writes_gradients=True)
+    rates = replace(rates_of_machine("NVIDIA H200", 8), kernel=KernelTraits(writes_gradients=True))
     reason = plan(AutoStrategy(rates=rates)).reason
     assert reason.startswith(
         "chose ulysses by predicted time, since ulysses, 2 groups would save under 0.5 %, at rates of hopper on H200"

@@ -9,6 +9,7 @@ import pytest
 import burst_portable as bp
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.layout import Layout, Segment
+from burst_portable.planning.call import KernelTraits
 from burst_portable.planning.cost import rank_cost
 from burst_portable.planning.messages import inboxes
 from burst_portable.planning.plans import Plan
@@ -34,7 +35,7 @@ def test_nodes_of_every_size(inner, options):
         for layout in ("zigzag", "striped", "contiguous"):
             plan = make(inner=inner, mask=mask, layout=layout, kv_heads=12, **options)
             assert verify(plan) == []
-            assert verify(in_rank_order(plan)) == []
+            assert verify(in_rank_order(plan, KernelTraits())) == []
             assert (plan.head_parallel_size, plan.nodes) == (inner, 12 // inner)
 
 
