@@ -221,11 +221,11 @@ def _value(name: str, value: Any) -> str:
         return _rate(value) if value else "not priced"
     if name.endswith("latency"):
         return seconds_text(value)
-    if name in ("holds_up", "holds_up_first"):
-        return f"{percent(value[0])} forward, {percent(value[1])} backward" if value else "as holds_up"
-    if name == "backward_in_turn":
+    if name in ("comm_slowdown", "comm_slowdown_high_priority"):
+        return f"{percent(value[0])} forward, {percent(value[1])} backward" if value else "as comm_slowdown"
+    if name == "multi_launch_efficiency":
         return percent(value)
-    if name == "long":
+    if name == "long_kv_efficiency":
         rows, share = value
         return f"{percent(share)} from {rows:,} rows on" if rows else "as few rows"
     if name == "kernel":

@@ -307,9 +307,9 @@ class _Measurement:
         """Kernels alone, messages alone, both: of either pass."""
         near = Peers.next(self.mesh.rank, self.mesh.size, self.node)
         data = torch.ones(self.sizes.beside, dtype=torch.uint8, device=self.device)
-        name = "holds_up_first" if self.transport.high_priority else "holds_up"
+        name = "comm_slowdown_high_priority" if self.transport.high_priority else "comm_slowdown"
         known = rates_of(self.backend, self.mesh.size, self.kernel)
-        before = getattr(known, name) or known.holds_up
+        before = getattr(known, name) or known.comm_slowdown
         shares, tellings = [], []
         for one in PASSES:
             self.told(f"{one} of {self.kernel.name} beside messages")
@@ -320,12 +320,12 @@ class _Measurement:
         forward, backward = (old if share is None else share for old, share in zip(before, shares, strict=True))
         told = "; ".join(tellings)
         self.found[name] = Measured(None if shares == [None, None] else (forward, backward), told)
-        if self.transport.high_priority and not any(known.holds_up):  # else 0 would be said of messages that wait
-            how = "not measured, messages went first; taken from holds_up_first"
-            self.found["holds_up"] = Measured((forward, backward), how, is_measured=False)
+        if self.transport.high_priority and not any(known.comm_slowdown):  # else 0 would be said of messages that wait
+            how = "not measured, messages went first; taken from comm_slowdown_high_priority"
+            self.found["comm_slowdown"] = Measured((forward, backward), how, is_measured=False)
 
 
-_OF_LINKS = ("gbps", "hop_latency", "link", "direct", "spread", "holds_up", "holds_up_first")
+_OF_LINKS = ("gbps", "hop_latency", "link", "direct", "spread", "comm_slowdown", "comm_slowdown_high_priority")
 
 
 def held_up(

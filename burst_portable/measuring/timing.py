@@ -50,7 +50,7 @@ def share_held_up(kernel: float, messages: float, both: float) -> float | None:
     """The share of their time that messages keep kernels waiting which run beside them, from seconds of each alone and
     of both together; None where messages take longer than the kernels, which then may or may not be why both do.
 
-    That of `planning.rates.Rates.holds_up`: both take kernel + share * messages.
+    That of `planning.rates.Rates.comm_slowdown`: both take kernel + share * messages.
     """
     if messages > kernel:
         return None

@@ -295,7 +295,7 @@ def _work(call: AttentionCall, pass_name: PassName, compute: Compute, rates: Rat
     """Seconds of one launch; a kernel that calls an operator on pieces makes at least one call for each tile."""
     calls = compute.count if rates.kernel.splits_tiles else 1
     flops = pass_flops(call, pass_name, compute.visited(rates.block))
-    rows, share = rates.long
+    rows, share = rates.long_kv_efficiency
     slow = pass_name == "forward" and call.k_layout.length >= rows * call.ranks
     return rates.compute(flops, pass_name, calls) / (share if slow else 1.0)
 
@@ -338,7 +338,7 @@ class _Timeline:
 
     def __init__(self, direct: bool, pass_name: PassName, rates: Rates) -> None:
         self._direct, self._rates = direct, rates
-        self._held_up = 0.0 if direct and rates.direct else rates.holds_up[pass_name == "backward"]
+        self._held_up = 0.0 if direct and rates.direct else rates.comm_slowdown[pass_name == "backward"]
         self._kernels = 0.0
         self._links = {False: 0.0, True: 0.0}
         self._arrives: dict[Move, float] = {}
@@ -387,7 +387,7 @@ class _Timeline:
 def _in_turn(steps: Sequence[Step], pass_name: PassName, rates: Rates) -> float:
     """Return the share of the kernel's rate that remains if a pass has several launches."""
     several = sum(step.compute is not None for step in steps) > 1
-    return rates.backward_in_turn if several and pass_name == "backward" else 1.0
+    return rates.multi_launch_efficiency if several and pass_name == "backward" else 1.0
 
 
 @lru_cache(maxsize=512)

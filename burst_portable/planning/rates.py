@@ -73,12 +73,14 @@ class Rates:
             if there is none.
         spread: the curve of messages to and from several ranks at once over the plain transport, by their total
             bytes.
-        holds_up: (forward, backward) the share of a message's time by which it delays a kernel beside it: 0 if the
+        comm_slowdown: (forward, backward) the share of a message's time by which it delays a kernel beside it: 0 if the
             message takes nothing that kernels need, 1 if they take turns. For the plain transport.
-        holds_up_first: the same if its messages go first (`comm.base.Transport.high_priority`); None: no different.
+        comm_slowdown_high_priority: the same if its messages go first (`comm.base.Transport.high_priority`); None: as
+            `comm_slowdown`.
         memory: GB/s at which blocks are packed, merged and added up outside of kernels; 0: that is not priced.
-        backward_in_turn: the share of the backward rate that remains if a pass has several launches.
-        long: (rows, share): the share of the forward rate that remains if a rank holds at least this many keys.
+        multi_launch_efficiency: the share of the backward rate that remains if a pass has several launches.
+        long_kv_efficiency: (rows, share): the share of the forward rate that remains if a rank holds at least this many
+            keys.
         kernel: what the local kernel declares about itself; four of its traits are priced (`PRICED`).
         block: rows and columns that a kernel computes at once, including what a mask hides; 1: exact pairs count.
         source: where the numbers come from, in words after "rates": "of an H100", "measured on ...".
@@ -97,12 +99,12 @@ class Rates:
     link: Curve = ()
     direct: Curve = ()
     spread: Curve = ()
-    holds_up: tuple[Share, Share] = (0.0, 0.0)
-    holds_up_first: tuple[Share, Share] | None = None
+    comm_slowdown: tuple[Share, Share] = (0.0, 0.0)
+    comm_slowdown_high_priority: tuple[Share, Share] | None = None
     memory: RateOrZero = 0.0
     kernel: KernelTraits = KernelTraits()
-    backward_in_turn: Remaining = 1.0
-    long: tuple[SizeOrZero, Remaining] = (0, 1.0)
+    multi_launch_efficiency: Remaining = 1.0
+    long_kv_efficiency: tuple[SizeOrZero, Remaining] = (0, 1.0)
     block: Size = 1
     source: str = ""
     node: SizeOrZero = 0
@@ -131,8 +133,9 @@ class Rates:
         return f"{self.outer_origin} {self.outer_gbps:.4g} GB/s between nodes of {self.node}".lstrip()
 
     def where_messages_go_first(self) -> Rates:
-        """The rates over a transport whose messages go first."""
-        return self if self.holds_up_first is None else replace(self, holds_up=self.holds_up_first)
+        """Return the rates over a transport whose messages go first."""
+        first = self.comm_slowdown_high_priority
+        return self if first is None else replace(self, comm_slowdown=first)
 
     def apart(self, rank: int, other: int) -> bool:
         """Whether two ranks are on different nodes."""

@@ -42,7 +42,7 @@ class Machine:
     @property
     def hides_exchanges(self) -> bool:
         """Whether an exchange between all ranks is worth dividing, so that kernels compute beside its parts."""
-        return bool(self.rates.direct) or bool(self.rates.link and self.rates.holds_up[0] < _LITTLE)
+        return bool(self.rates.direct) or bool(self.rates.link and self.rates.comm_slowdown[0] < _LITTLE)
 
 
 @dataclass(frozen=True)

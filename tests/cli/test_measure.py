@@ -105,11 +105,11 @@ def test_a_machine_that_was_busy_is_told_of(capsys):
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("holds_up_first", None, "as holds_up"),
-        ("holds_up_first", [0.25, 0.5], "25.0 % forward, 50.0 % backward"),
-        ("backward_in_turn", 0.98, "98.0 %"),
-        ("long", [0, 1.0], "as few rows"),
-        ("long", [131072, 0.9], "90.0 % from 131,072 rows on"),
+        ("comm_slowdown_high_priority", None, "as comm_slowdown"),
+        ("comm_slowdown_high_priority", [0.25, 0.5], "25.0 % forward, 50.0 % backward"),
+        ("multi_launch_efficiency", 0.98, "98.0 %"),
+        ("long_kv_efficiency", [0, 1.0], "as few rows"),
+        ("long_kv_efficiency", [131072, 0.9], "90.0 % from 131,072 rows on"),
         ("block", 1, "exact pairs"),
         ("block", 128, "128 x 128"),
         ("node", 0, "one"),

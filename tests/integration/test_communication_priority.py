@@ -95,23 +95,25 @@ def test_one_rank_makes_no_way():
 
 
 def test_rates():
-    rates = Rates(tflops=1.0, gbps=1.0, holds_up=(0.9, 0.3), holds_up_first=(0.1, 0.2))
-    assert rates.where_messages_go_first() == replace(rates, holds_up=(0.1, 0.2))
-    known = replace(rates, holds_up_first=None)
+    rates = Rates(tflops=1.0, gbps=1.0, comm_slowdown=(0.9, 0.3), comm_slowdown_high_priority=(0.1, 0.2))
+    assert rates.where_messages_go_first() == replace(rates, comm_slowdown=(0.1, 0.2))
+    known = replace(rates, comm_slowdown_high_priority=None)
     assert known.where_messages_go_first() == known
     hopper, other = (rates_of_machine("NVIDIA H200", 2, kernel) for kernel in ("hopper", "reference"))
-    assert hopper.holds_up_first[0] < hopper.holds_up[0]
-    assert other.holds_up_first is None  # what was not measured is taken to wait
+    assert hopper.comm_slowdown_high_priority[0] < hopper.comm_slowdown[0]
+    assert other.comm_slowdown_high_priority is None  # what was not measured is taken to wait
 
 
 @pytest.mark.parametrize("first", [False, True])
 def test_auto_prices_what_its_transport_does(first, monkeypatch):
-    measured = Rates(tflops=1.0, gbps=1.0, holds_up=(0.9, 0.3), holds_up_first=(0.1, 0.2))
+    measured = Rates(tflops=1.0, gbps=1.0, comm_slowdown=(0.9, 0.3), comm_slowdown_high_priority=(0.1, 0.2))
     monkeypatch.setattr(CpuBackend, "measured_rates", lambda *_: measured)
 
     def work(mesh):
         mesh.transport("cpu").high_priority = first
-        return strategy_on(mesh, "auto", "cpu", heads=8, kv_heads=8, head_dim=16, dtype=torch.float32).rates.holds_up
+        return strategy_on(
+            mesh, "auto", "cpu", heads=8, kv_heads=8, head_dim=16, dtype=torch.float32
+        ).rates.comm_slowdown
 
     assert bp.run_local(2, work) == [(0.1, 0.2) if first else (0.9, 0.3)] * 2
 
@@ -129,21 +131,21 @@ def test_groups_of_heads_are_considered_where_they_travel_beside_the_kernel(firs
 
 @pytest.mark.parametrize("options", [None, "some"])
 def test_run_predicts_with_what_its_groups_do(options, monkeypatch):
-    measured = Rates(tflops=1.0, gbps=1.0, holds_up=(0.9, 0.3), holds_up_first=(0.1, 0.2))
+    measured = Rates(tflops=1.0, gbps=1.0, comm_slowdown=(0.9, 0.3), comm_slowdown_high_priority=(0.1, 0.2))
     monkeypatch.setattr(CpuBackend, "measured_rates", lambda *_: measured)
     monkeypatch.setattr(CpuBackend, "group_options", lambda *_: options)
     found = rates_of_run(load("cpu"), 2, "", "float32", 16)
-    assert found.holds_up == ((0.1, 0.2) if options else (0.9, 0.3))
+    assert found.comm_slowdown == ((0.1, 0.2) if options else (0.9, 0.3))
 
 
 def test_the_rates_of_no_kernel_yet_are_those_of_the_first():
     """As `run` asks: which kernel computes is not known before there are tensors."""
     unknown, hopper = (rates_of_machine("NVIDIA H200", 2, kernel) for kernel in ("", "hopper"))
-    assert unknown.where_messages_go_first().holds_up == hopper.holds_up_first
+    assert unknown.where_messages_go_first().comm_slowdown == hopper.comm_slowdown_high_priority
 
 
 def test_a_profile_predicts_with_what_its_transport_does(monkeypatch):
-    slow = Rates(tflops=1e-3, gbps=1e-3, holds_up=(0.9, 0.9), holds_up_first=(0.0, 0.0))
+    slow = Rates(tflops=1e-3, gbps=1e-3, comm_slowdown=(0.9, 0.9), comm_slowdown_high_priority=(0.0, 0.0))
     monkeypatch.setattr(CpuBackend, "measured_rates", lambda *_: slow)
     facts = PlanFacts(bp.plan(seq_len=4096, ranks=2, heads=2, head_dim=16, strategy="ring"), 0)
     first, last = (

@@ -35,8 +35,8 @@ def test_what_cannot_be_told_is_kept(monkeypatch):
         return measure(mesh, CPU, SMALL, "auto")
 
     facts = bp.run_local(2, work)[0]
-    assert facts["rates"]["holds_up"] == rates_of(load("cpu"), 2).holds_up
-    how = facts["methods"]["holds_up"]
+    assert facts["rates"]["comm_slowdown"] == rates_of(load("cpu"), 2).comm_slowdown
+    how = facts["methods"]["comm_slowdown"]
     assert not how["measured"]
     assert how["method"].startswith("forward: planted; backward: planted")
     assert "kept as it was: the guess of the backend cpu" in how["method"]
@@ -46,7 +46,7 @@ def test_what_cannot_be_told_is_kept(monkeypatch):
 def test_where_messages_go_first_those_that_wait_are_not_said_to_hold_up_nothing(known, monkeypatch):
     """Where the backend knows nothing of them; what it knows stays."""
     monkeypatch.setattr(measurement, "held_up", lambda *_: (0.25, "planted"))
-    before = Rates(tflops=1.0, gbps=1.0, holds_up=known)
+    before = Rates(tflops=1.0, gbps=1.0, comm_slowdown=known)
     monkeypatch.setattr(type(load("cpu")), "measured_rates", lambda *_: before, raising=False)
 
     def work(mesh):
@@ -54,11 +54,11 @@ def test_where_messages_go_first_those_that_wait_are_not_said_to_hold_up_nothing
         return measure(mesh, CPU, SMALL, "auto")
 
     facts = bp.run_local(2, work)[0]
-    assert facts["rates"]["holds_up_first"] == (0.25, 0.25)
-    assert facts["methods"]["holds_up_first"]["measured"]
-    assert facts["rates"]["holds_up"] == (known if any(known) else (0.25, 0.25))
-    assert not facts["methods"]["holds_up"]["measured"]
-    assert ("taken from holds_up_first" in facts["methods"]["holds_up"]["method"]) is not any(known)
+    assert facts["rates"]["comm_slowdown_high_priority"] == (0.25, 0.25)
+    assert facts["methods"]["comm_slowdown_high_priority"]["measured"]
+    assert facts["rates"]["comm_slowdown"] == (known if any(known) else (0.25, 0.25))
+    assert not facts["methods"]["comm_slowdown"]["measured"]
+    assert ("taken from comm_slowdown_high_priority" in facts["methods"]["comm_slowdown"]["method"]) is not any(known)
 
 
 def test_how_far_rounds_differ():
@@ -89,20 +89,22 @@ def test_all_of_it_over_threads(tmp_path, ranks, inner):
     path.write_text(json.dumps(facts))
     found = read_rates(path)
     assert (found.ranks, found.kernel) == (ranks, "cpu_flash")
-    assert as_json(found.rates) == facts["rates"] | {
-        name: tuple(map(tuple, facts["rates"][name])) for name in ("link", "direct", "spread")
-    } | {"holds_up": tuple(facts["rates"]["holds_up"]), "long": tuple(facts["rates"]["long"])}
+    pairs = {name: tuple(facts["rates"][name]) for name in ("comm_slowdown", "long_kv_efficiency")}
+    curves = {name: tuple(map(tuple, facts["rates"][name])) for name in ("link", "direct", "spread")}
+    assert as_json(found.rates) == facts["rates"] | pairs | curves
     assert set(facts["methods"]) == set(facts["rates"])
     measured = {name for name, how in facts["methods"].items() if how["measured"]}
     alone = {"tflops", "launch_latency", "backward", "backward_launch_latency", "memory"}
-    of_links = {"gbps", "hop_latency", "link", "direct", "spread", "holds_up"}
-    if "too soon to tell" in facts["methods"]["holds_up"]["method"]:  # kernels this small may be shorter than a message
-        measured.add("holds_up")
+    of_links = {"gbps", "hop_latency", "link", "direct", "spread", "comm_slowdown"}
+    if (
+        "too soon to tell" in facts["methods"]["comm_slowdown"]["method"]
+    ):  # kernels this small may be shorter than a message
+        measured.add("comm_slowdown")
     assert measured == alone | (of_links if ranks > 1 else set()) | ({"node", "outer_gbps"} if inner else set())
     assert [size for size, _ in found.rates.link] == ([1 << 16, 1 << 20, 8 << 20] if ranks > 1 else [])
     assert len(found.rates.spread) == (3 if ranks == 3 else 0)  # two ranks, or two a node: the other is the next
     assert found.rates.node == (inner or 0)
-    assert all(0 <= share <= 1 for share in found.rates.holds_up)
+    assert all(0 <= share <= 1 for share in found.rates.comm_slowdown)
     guess = rates_of(load("cpu"), ranks)
     if ranks == 1:
         kept = "one rank has no links; kept as it was: the guess of the backend cpu"

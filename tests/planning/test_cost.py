@@ -81,7 +81,7 @@ def test_several_backward_launches_take_longer_than_one():
         made = plan(make_strategy(strategy), ranks=2, **usual)
         for pass_name in ("forward", "backward"):
             before = rank_cost(made, pass_name, 0, near)
-            turns = rank_cost(made, pass_name, 0, replace(near, backward_in_turn=0.5))
+            turns = rank_cost(made, pass_name, 0, replace(near, multi_launch_efficiency=0.5))
             kept = share if pass_name == "backward" else 1.0
             assert turns.compute_seconds == pytest.approx(before.compute_seconds / kept)
             assert turns.seconds == pytest.approx(before.seconds / kept)
@@ -93,7 +93,7 @@ def test_blocks_of_many_keys(rows, ranks, share):
     usual = {"seq_len": 64, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
     for strategy, kept in (("ring", share), ("ulysses", 0.5)):
         made, near = plan(make_strategy(strategy), ranks=ranks, **usual), Rates(1e-6, 1e9, 0.0, 0.0)
-        long = replace(near, long=(rows, 0.5))
+        long = replace(near, long_kv_efficiency=(rows, 0.5))
         forward, backward = (
             rank_cost(made, name, 0, near).compute_seconds / rank_cost(made, name, 0, long).compute_seconds
             for name in ("forward", "backward")
@@ -108,10 +108,10 @@ def test_messages_that_hold_kernels_up():
     size = rank_cost(made, "forward", 0, Rates(1, 1)).received
     rates = Rates(flops / 1e12, size / 3e9, 0.0, 0.0)
     for share, seconds in ((0.0, 4.0), (0.5, 4.0), (1.0, 5.0)):  # at half speed it ends before the message comes
-        found = rank_cost(made, "forward", 0, replace(rates, holds_up=(share, 0.0)))
+        found = rank_cost(made, "forward", 0, replace(rates, comm_slowdown=(share, 0.0)))
         assert found.seconds == pytest.approx(seconds, rel=1e-6)
         assert found.compute_seconds == pytest.approx(2.0)
-    short = replace(rates, gbps=2 * size / 1e9, holds_up=(0.5, 0.0))  # half a second, half of it lost
+    short = replace(rates, gbps=2 * size / 1e9, comm_slowdown=(0.5, 0.0))  # half a second, half of it lost
     assert rank_cost(made, "forward", 0, short).seconds == pytest.approx(2.25)
     fetched = bp.plan(seq_len=64, ranks=2, heads=8, head_dim=64, mask="full", layout="contiguous",
                       strategy=make_strategy("ring", moves="fetch"))  # fmt: skip
@@ -123,7 +123,7 @@ def test_messages_that_hold_kernels_up():
     # Of two blocks that take a second each, the second slows two steps of half a second down for as long as they run.
     three = bp.plan(seq_len=96, ranks=3, heads=8, head_dim=64, mask="full", layout="contiguous",
                     strategy=make_strategy("ring", moves="fetch", ahead=2))  # fmt: skip
-    both = replace(rates, tflops=2 * rates.tflops, gbps=size / 1e9, holds_up=(0.5, 0.0))
+    both = replace(rates, tflops=2 * rates.tflops, gbps=size / 1e9, comm_slowdown=(0.5, 0.0))
     assert rank_cost(three, "forward", 0, both).seconds == pytest.approx(2.5)
 
 

@@ -68,7 +68,7 @@ def test_messages_that_hold_groups_of_heads_up():
     """
     made = ulysses(2, 64, kv_heads=2, groups=2)
     flops, size = 4 * 64 * 64 * 2 * 64, 32 * 2 * 64 * 2
-    rates = Rates(flops / 3e12, size / 1e9, 0.0, 0.0, holds_up=(0.0, 0.5))
+    rates = Rates(flops / 3e12, size / 1e9, 0.0, 0.0, comm_slowdown=(0.0, 0.5))
     assert rank_cost(made, "backward", 0, rates).seconds == pytest.approx(1 + 8 + 8 + 2)
 
 

@@ -23,10 +23,10 @@ _H200 = {
     **_H100,  # the same chip with more memory, and the kernels on four of them at work
     # Several backward launches took 1 to 4 % longer than those of Ulysses, besides what else is predicted of both, on
     # four GPUs.
-    "hopper": Rates(640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, backward_in_turn=0.98),
+    "hopper": Rates(640.0, 150.0, 20e-6, 60e-6, 580.0, 130e-6, multi_launch_efficiency=0.98),
     # Over 131,072 keys it reached 510 to 550 forward, in a ring's steps over 32,768 each 500 to 600, on two and on four
     # (ring-h200x4-lines-cudnn-2026-11-22.json, ring-h200x2-cudnn-2026-11-22.json).
-    "cudnn": Rates(585.0, 150.0, 20e-6, 80e-6, 515.0, 180e-6, long=(1 << 17, 0.9)),
+    "cudnn": Rates(585.0, 150.0, 20e-6, 80e-6, 515.0, 180e-6, long_kv_efficiency=(1 << 17, 0.9)),
 }
 # On two GPUs less: ring-h200x2-engines-2026-11-22.json, ring-h200x2-fair{,-long}-2026-11-23.json.
 _IN_TURN_OF_TWO = 0.99
@@ -70,12 +70,12 @@ def rates_of_machine(name: str, ranks: int, kernel: str = "hopper") -> Rates | N
         return replace(rates, source=f"{source} one H100")
     return replace(
         rates,
-        backward_in_turn=_IN_TURN_OF_TWO if ranks == 2 else rates.backward_in_turn,
+        multi_launch_efficiency=_IN_TURN_OF_TWO if ranks == 2 else rates.multi_launch_efficiency,
         link=_by_ranks(_NCCL, ranks),
         spread=_NCCL_SPREAD if ranks > 2 else (),
         direct=_by_ranks(_PEER_COPY, ranks),
-        holds_up=_NCCL_HOLDS_UP,
-        holds_up_first=_NCCL_HOLDS_UP_FIRST.get(kernel or "hopper"),
+        comm_slowdown=_NCCL_HOLDS_UP,
+        comm_slowdown_high_priority=_NCCL_HOLDS_UP_FIRST.get(kernel or "hopper"),
         memory=_MEMORY,
         source=f"{source} H200 and their links",
     )
