@@ -239,6 +239,11 @@ def _is_wide(x: Tensor) -> bool:
     """Whether it can be viewed as elements of 8 bytes."""
     if x.dim() == 0 or x.stride(-1) != 1:
         return False
-    count = 8 // x.itemsize
     # Memory of other packages need not be aligned to 8 bytes, which a GPU requires of such elements.
-    return x.data_ptr() % 8 == 0 and not any(n % count for n in (*x.stride()[:-1], x.shape[-1], x.storage_offset()))
+    if x.data_ptr() % 8:
+        return False
+    count = 8 // x.itemsize
+    for number in (*x.stride()[:-1], x.shape[-1], x.storage_offset()):  # noqa: SIM110  (a generator takes thrice as long)
+        if number % count:
+            return False
+    return True

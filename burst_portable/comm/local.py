@@ -162,8 +162,11 @@ class LocalTransport(Transport):
         def end(transfer: Transfer) -> Handle:
             return _End(self.fabric, transfer, self.rank, label)
 
-        incoming = [end(self.fabric.post(m.peer, self.rank, m.buffer, sends=False)) for m in receives]
-        outgoing = [end(self.fabric.post(self.rank, m.peer, m.buffer, sends=True)) for m in sends]
+        incoming, outgoing = [], []
+        for m in receives:
+            incoming.append(end(self.fabric.post(m.peer, self.rank, m.buffer, sends=False)))
+        for m in sends:
+            outgoing.append(end(self.fabric.post(self.rank, m.peer, m.buffer, sends=True)))
         return outgoing, incoming
 
 

@@ -85,7 +85,7 @@ def run_rank(subject: Subject, case: Case, x: Inputs, transport: Transport, devi
     said = call_signature({"case": case.spec()})
     agreement = (said.of_pass("forward"), said.of_pass("backward"))
     mesh = Mesh(transport.rank, transport.size, lambda _: transport)
-    made = PreparedCall(plan.call, plan, subject.backend, kernel, transport, executor_of(plan), agreement)
+    made = PreparedCall.of(plan, subject.backend, kernel, transport, executor_of(plan), agreement)
     prepared = observed(made, mesh)  # as in a call: a profiling session records it
     rows = torch.tensor(plan.call.layout.positions(transport.rank))
     q, k, v = (in_memory(t[:, rows], case.memory, device) for t in (x.q, x.k, x.v))

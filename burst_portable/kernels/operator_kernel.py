@@ -125,6 +125,20 @@ class OperatorKernel(Kernel, Generic[C]):
             self.merge((state[0][:, rows], state[1][:, :, rows]), out, lse)
         return empty_state(q, v.shape[-1]) if state is None else state
 
+    def forward_single_call(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields: bool = False
+    ) -> State:
+        """Return the operator's own result, if one operator call covers everything."""
+        parts = self._cached_calls.get(tiles) or self.operator_calls(tiles)
+        if len(parts) > 1 or not parts:
+            return self.attend(q, k, v, tiles, call)
+        part, length = parts[0], q.shape[1]
+        if part.rows != slice(0, length) or part.columns != slice(0, k.shape[1]):
+            return self.attend(q, k, v, tiles, call)
+        queries, keys, values = self.prepare_operands(q.dtype, q, k, v)
+        out, lse = self.run_forward(queries, keys, values, part, call.scale)
+        return out, lse.contiguous()
+
     def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
         dout, q, k, v, lse, out, delta = x
         dtype, scale = q.dtype, call.scale

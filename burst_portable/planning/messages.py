@@ -23,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from typing import NamedTuple
 
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import PASSES, PassName, PassPlan, Plan
-from burst_portable.planning.routes import Move, Side
+from burst_portable.planning.routes import Move, Side, holder, to_pack
+from burst_portable.planning.schedule import Step
 
 ALIGNMENT = 16
 """Bytes: every field of a row starts at a multiple of it, since kernels load straight from the message."""
@@ -84,8 +85,146 @@ def local_block_size(pass_plan: PassPlan, rank: int) -> int:
 
 
 def needed_together(moves: Iterable[Move]) -> Iterator[list[Move]]:
-    """The receives of one step, grouped by the later step that needs them: each group arrives in one buffer."""
+    """Group the receives of one step by the later step that needs them: each group arrives in one buffer."""
     return (list(group) for _, group in groupby(moves, lambda m: m.needed))
+
+
+class RowLayout(NamedTuple):
+    """How one row of a message lies in memory.
+
+    Attributes:
+        size: Bytes from one row to the next.
+        fields: The fields of a row, each with the byte at which it begins.
+    """
+
+    size: int
+    fields: tuple[tuple[Field, int], ...]
+
+
+class Arrivals(NamedTuple):
+    """Messages that are needed by the same step, and arrive in one buffer.
+
+    Attributes:
+        moves: The messages, in the order in which they lie in the buffer.
+        sizes: Bytes of each message, and of the room behind them for the local block if one launch takes it with them.
+    """
+
+    moves: tuple[Move, ...]
+    sizes: tuple[int, ...]
+
+
+class StepMessages(NamedTuple):
+    """The messages of one `Step`, with their sizes.
+
+    Attributes:
+        packs: Rows [start, stop) of the local block to pack at this step, and bytes of the packed buffer.
+        sends: Messages that leave. Each has the packed rows that contain it and its bytes [start, stop) there; the rows
+            are None for a block that is forwarded as it arrived.
+        receives: Blocks that arrive for later steps.
+        local: Bytes of the local block, if the launch takes it together with blocks that arrived; else 0.
+        sums: Sizes in bytes of the gradient sums of the blocks of this step, in the accumulation dtype.
+        result_sends: Gradients that leave, with their bytes.
+        result_receives: Gradients that arrive for later steps.
+    """
+
+    packs: tuple[tuple[tuple[int, int], int], ...]
+    sends: tuple[tuple[Move, tuple[int, int] | None, int, int], ...]
+    receives: tuple[Arrivals, ...]
+    local: int
+    sums: tuple[int, ...]
+    result_sends: tuple[tuple[Move, int], ...]
+    result_receives: tuple[Arrivals, ...]
+
+
+class PassMessages:
+    """The messages of one rank in one pass. Made when a call is prepared.
+
+    Attributes:
+        inputs: Row layout of a block.
+        results: Row layout of gradients, as they travel.
+        sums: Row layout of gradients, as they are summed.
+        steps: For each step of the rank, the step and its messages.
+        launches: Number of steps that compute.
+    """
+
+    def __init__(self, pass_plan: PassPlan, rank: int) -> None:
+        call, side, narrow = pass_plan.call, pass_plan.side, pass_plan.narrow
+        self.inputs = row_layout(call, side, result=False)
+        self.results = row_layout(call, side, result=True, narrow=narrow)
+        self.sums = row_layout(call, side, result=True)
+        steps = pass_plan.steps_of(rank)
+        result_rows = {move.owner: _rows(move) for step in steps for move in step.result_sends}
+        local = local_block_size(pass_plan, rank)
+        result_rows[rank] = local // self.inputs.size
+        room = {step.index: local for step in steps if step.joins_local}
+        packed: list[tuple[int, int]] = []
+        self.steps = tuple((step, self._of_step(step, rank, packed, result_rows, room)) for step in steps)
+        self.launches = sum(step.compute is not None for step in steps)
+
+    def _of_step(
+        self,
+        step: Step,
+        rank: int,
+        packed: list[tuple[int, int]],
+        result_rows: dict[int, int],
+        room: dict[int, int],
+    ) -> StepMessages:
+        """Return the messages of a step.
+
+        Args:
+            step: The step.
+            rank: Number of the rank.
+            packed: Rows that were packed before; those of this step are added.
+            result_rows: By owner, the rows of its gradients that are summed here.
+            room: By step, the bytes of the local block if the launch of that step takes it with received blocks.
+        """
+        fresh = [move.rows for move in to_pack((m for m in step.sends if m.owner == rank), packed)]
+        packed += fresh
+        row = self.inputs.size
+        return StepMessages(
+            packs=tuple((rows, (rows[1] - rows[0]) * row) for rows in fresh),
+            sends=tuple(self._leaving(move, rank, packed) for move in step.sends),
+            receives=_arrivals(step.receives, row, room),
+            local=room.get(step.index, 0),
+            sums=tuple(
+                result_rows.get(owner, 0) * self.sums.size
+                for owner in (*(move.owner for move in step.arrivals), *([rank] if step.index in room else []))
+            ),
+            result_sends=tuple((move, _rows(move) * self.results.size) for move in step.result_sends),
+            result_receives=_arrivals(step.result_receives, self.results.size, {}),
+        )
+
+    def _leaving(
+        self, move: Move, rank: int, packed: list[tuple[int, int]]
+    ) -> tuple[Move, tuple[int, int] | None, int, int]:
+        if move.owner != rank:
+            return move, None, 0, 0
+        rows = holder(move.rows, packed)
+        assert rows is not None, "what leaves is packed"
+        start = (move.rows[0] - rows[0]) * self.inputs.size
+        return move, rows, start, start + _rows(move) * self.inputs.size
+
+
+def row_layout(call: AttentionCall, side: Side, *, result: bool, narrow: bool = False) -> RowLayout:
+    """Return how a row of a block lies in a message."""
+    found = fields(call, side, result=result, narrow=narrow)
+    *starts, size = accumulate((field.size(call.batch) for field in found), initial=0)
+    return RowLayout(size, tuple(zip(found, starts, strict=True)))
+
+
+def _arrivals(moves: Iterable[Move], row: int, room: dict[int, int]) -> tuple[Arrivals, ...]:
+    """Return receives by the step that needs them. `row`: bytes of a row; `room`: see `PassMessages._of_step`."""
+    found = []
+    for group in needed_together(moves):
+        sizes = [_rows(move) * row for move in group]
+        if behind := room.get(group[0].needed, 0):
+            sizes.append(behind)
+        found.append(Arrivals(tuple(group), tuple(sizes)))
+    return tuple(found)
+
+
+def _rows(move: Move) -> int:
+    return move.rows[1] - move.rows[0]
 
 
 class Exchange(NamedTuple):

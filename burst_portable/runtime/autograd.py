@@ -34,7 +34,8 @@ def run(
             result: tuple[Tensor, Tensor | None] = Attention.apply(q, k, v, sinks, prepared)  # type: ignore[no-untyped-call]
             return result
         out, lse, _ = prepared.executor.forward(prepared, q, k, v, sinks, keep=False)
-        prepared.transport.end()
+        if prepared.transport.size > 1:
+            prepared.transport.end()
         return out, lse
 
 
@@ -48,7 +49,8 @@ class Attention(torch.autograd.Function):
         out, lse, saved = prepared.executor.forward(prepared, q, k, v, sinks, keep=True)
         ctx.save_for_backward(*saved, sinks)
         ctx.prepared, ctx.number = prepared, prepared.transport.state.passes
-        prepared.transport.end()
+        if prepared.transport.size > 1:
+            prepared.transport.end()
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
@@ -73,19 +75,18 @@ def run_backward(
         saved: What `Executor.forward` returned, and the sinks.
         dout: Gradient of out; None if this rank's result was not used.
     """
-    *tensors, sinks = map(_as_saved, saved)
+    tensors: list[Any] = []
+    for x in saved:  # hooks on saved tensors may change strides, which kernels do not take
+        if x is not None and (type(x) is not Tensor or not x.is_contiguous()):
+            x = as_kernels_take(x) if x.dim() == 4 else x.contiguous()  # LSE in one piece
+        tensors.append(x)
+    sinks = tensors.pop()
     with own_precision(tensors[0].device):
         begin(prepared, tensors[0].device, forward_pass=number)
         gradients = prepared.executor.backward(prepared, tensors, sinks, dout)
-        prepared.transport.end()
+        if prepared.transport.size > 1:
+            prepared.transport.end()
     return gradients
-
-
-def _as_saved(x: Any) -> Any:
-    """Return a saved tensor, or None, with strides that kernels take: hooks on saved tensors may change them."""
-    if x is None:
-        return None
-    return as_kernels_take(x) if x.dim() == 4 else x.contiguous()  # LSE in one piece
 
 
 def _refuse_twice(prepared: PreparedCall) -> NoReturn:

@@ -9,21 +9,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from burst_portable import numerics
-from burst_portable import numerics as wide_copy
 from burst_portable.comm.base import Handle, Message
 from burst_portable.kernels.base import BackwardInputs, Gradients, Kernel, as_kernels_take
 from burst_portable.numerics import State, accumulation_dtype, as_dtype, empty_state
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.messages import Field, fields, local_block_size, message_size, needed_together, row_size
-from burst_portable.planning.routes import Move, holder, to_pack
+from burst_portable.planning.messages import Arrivals, RowLayout, StepMessages
+from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.tiles import Tiles
 from burst_portable.runtime.prepared_call import Executor, PreparedCall
@@ -39,9 +37,12 @@ class StepExecutor(Executor):
         self, prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, keep: bool
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
         out, lse = forward_rows(prepared, q, k, v, sinks)
-        out = as_dtype(out, q.dtype)
-        if keep:  # some kernels return views, which torch refuses to change in place
-            out, lse = (x.detach() if x._is_view() else x for x in (out, lse))
+        if out.dtype is not q.dtype:
+            out = out.to(q.dtype)
+        if keep and out._is_view():  # which torch refuses to change in place
+            out = out.detach()
+        if keep and lse._is_view():
+            lse = lse.detach()
         return out, lse if prepared.with_lse else None, (q, k, v, out, lse)
 
     def backward(
@@ -69,15 +70,16 @@ def forward_rows(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks:
     Returns:
         out of shape [B, S, Hq, Dv] in the dtype of q or wider; LSE of shape [B, Hq, S] in the accumulation dtype.
     """
-    compute = prepared.plan.forward.alone(prepared.transport.rank) if sinks is None else None
-    if compute:
+    compute = prepared.single[0]
+    if compute is not None and sinks is None:
         with prepared.observer.computes(compute, q, backward=False):
             state = prepared.kernel.forward_single_call(q, k, v, compute.tiles, prepared.call, yields=prepared.yields)
     else:
         state = _forward_steps(prepared, q, k, v, rounds=sinks is None)  # sinks are merged before out is rounded
     if sinks is not None:
         numerics.add_sinks(state, sinks)
-    return state[0], as_dtype(state[1], accumulation_dtype(q.dtype))
+    out, lse = state
+    return out, lse if lse.dtype is torch.float32 else as_dtype(lse, accumulation_dtype(q.dtype))
 
 
 def backward_rows(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
@@ -87,8 +89,8 @@ def backward_rows(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
         prepared: The call.
         x: Tensors of the rows at hand, with `out`, and with `delta` if it has been computed already.
     """
-    compute = prepared.plan.backward.alone(prepared.transport.rank)
-    if compute:
+    compute = prepared.single[1]
+    if compute is not None:
         with prepared.observer.computes(compute, x.q, backward=True):
             return prepared.kernel.backward_single_call(x._replace(delta=None), compute.tiles, prepared.call)
     if prepared.by_out:
@@ -107,17 +109,17 @@ def _forward_steps(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, r
         several, and few rows are merged    rows that are complete after the first are rounded  attend_first, attend
         several                             none: all are merged in the wider dtype             attend
     """
-    kernel, call, pass_plan, rank = prepared.kernel, prepared.call, prepared.plan.forward, prepared.transport.rank
-    steps = pass_plan.steps_of(rank)
-    once = rounds and sum(step.compute is not None for step in steps) == 1
-    merged = pass_plan.merged_rows(rank) if rounds and kernel.traits.writes_into else None
+    kernel, call, messages = prepared.kernel, prepared.call, prepared.messages[0]
+    once = rounds and messages.launches == 1
+    merges_few = rounds and kernel.traits.writes_into
+    merged = prepared.plan.forward.merged_rows(prepared.transport.rank) if merges_few else None
     first = None if merged is None else (merged, q.new_empty((*q.shape[:3], v.shape[-1])))
     blocks = _Blocks(prepared, (k, v), q.dtype, backward=False)
     state: State | None = None
-    for step in steps:
-        blocks.begin(step)
+    for step, step_messages in messages.steps:
+        blocks.begin(step, step_messages)
         if step.compute:
-            keys, values = blocks.use(step)
+            keys, values = blocks.use(step, step_messages)
             tiles, yields = step.compute.tiles, prepared.yields and blocks.moving(step.index)
             with prepared.observer.computes(step.compute, q, backward=False):
                 if once:
@@ -132,8 +134,8 @@ def _forward_steps(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, r
         return empty_state(q, v.shape[-1])
     if first is None:
         return state
-    merged, out = first
-    rows_of(out, merged).copy_(rows_of(state[0], merged))
+    rows, out = first
+    rows_of(out, rows).copy_(rows_of(state[0], rows))
     return out, state[1]
 
 
@@ -185,10 +187,10 @@ def _backward_steps(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
     own_block, own_gradients = ((x.k, x.v), (dk, dv)) if travels_kv else (_travelling(x), (dq,))
     blocks = _Blocks(prepared, own_block, x.q.dtype, backward=True)
     results = _Results(blocks, own_gradients)
-    for step in pass_plan.steps_of(prepared.transport.rank):
-        blocks.begin(step)
+    for step, step_messages in prepared.messages[1].steps:
+        blocks.begin(step, step_messages)
         if compute := step.compute:
-            block, sums = blocks.use(step), results.accumulators(step)
+            block, sums = blocks.use(step, step_messages), results.accumulators(step, step_messages)
             if travels_kv:
                 (k, v), (dk_sum, dv_sum) = block, sums
                 inputs, into = x._replace(k=k, v=v), (dq, dk_sum, dv_sum)
@@ -197,7 +199,7 @@ def _backward_steps(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
                 inputs, into = x._replace(dout=dout, q=q, lse=lse, delta=delta), (dq_sum, dk, dv)
             with prepared.observer.computes(compute, x.k, backward=True):
                 kernel.attend_backward(inputs, compute.tiles, call, into=into)
-        results.end(step)
+        results.end(step, step_messages)
         blocks.end(step)
     results.finish()
     blocks.finish()
@@ -211,84 +213,91 @@ def _travelling(x: BackwardInputs) -> Views:
 
 
 class _Blocks:
-    """The blocks of one pass: this rank's own, and foreign ones that are here or on their way.
+    """The blocks of one pass: the local one, and remote ones that have arrived or are in flight.
 
     Blocks that one step needs arrive in one buffer, one after the other, so that the kernel reads them as one.
     """
 
     def __init__(self, prepared: PreparedCall, own: Views, dtype: torch.dtype, *, backward: bool) -> None:
-        self.pass_plan = prepared.plan.backward if backward else prepared.plan.forward
-        self.rank, self.transport, self.backward = prepared.transport.rank, prepared.transport, backward
-        self._places, self._observer = prepared.places, prepared.observer
+        self.transport, self.rank, self.backward = prepared.transport, prepared.transport.rank, backward
+        self.messages, self.batch = prepared.messages[backward], prepared.call.batch
+        self._offsets, self.observer = prepared.places, prepared.observer
         self._own, self.dtype, self.device = own, dtype, own[0].device
         self._arriving: dict[Move, tuple[Handle, Tensor]] = {}
         self._held: dict[int, Tensor] = {}
         self._inbox_of: dict[int, Tensor] = {}  # by step: the buffer of all blocks that it needs
-        self._packed: dict[tuple[int, int], Tensor] = {}  # by rows: messages of our own block
+        self._packed: dict[tuple[int, int], Tensor] = {}  # by rows: messages of the local block
         self._leaving: list[tuple[int, Handle, Tensor]] = []  # (step that needs it where it goes, handle, message)
-        self._step = 0
-        joining = [step.index for step in self.pass_plan.steps_of(self.rank) if step.joins_local]
-        self._local = local_block_size(self.pass_plan, self.rank) if joining else 0
-        self._joining = frozenset(joining)
+        self.step = 0
 
-    def begin(self, step: Step) -> None:
-        """Wait for what this step needs; send what leaves, and post receives for later steps."""
-        self._step = step.index
+    def begin(self, step: Step, messages: StepMessages) -> None:
+        """Wait for what this step needs. Send what leaves, and post receives for later steps."""
+        self.step = step.index
         for move in step.arrivals:
             self._held[move.owner] = self.take(move)
-        self._pack(m for m in step.sends if m.owner == self.rank)
-        self.post([(m, self._outgoing(m)) for m in step.sends], step.receives, step.index)
+        for rows, size in messages.packs:
+            self._pack(rows, size)
+        sends = []
+        for move, packed, start, stop in messages.sends:
+            sends.append((move, self._held[move.owner] if packed is None else self._packed[packed][start:stop]))
+        if sends or messages.receives:
+            self.post(sends, messages.receives)
 
-    def use(self, step: Step) -> Views:
-        """The tensors of the travelling side that a step computes with."""
+    def use(self, step: Step, messages: StepMessages) -> Views:
+        """Return the tensors of the travelling side that a step computes with."""
         if not step.arrivals:
             return self._own
         inbox = self._inbox_of[step.index]
-        if step.joins_local:
-            with self.copying():
-                for view, tensor in zip(self.views(step.arrivals, inbox[-self._local :]), self._own, strict=True):
-                    wide_copy.copy(tensor, view)
-        views = self.views(step.arrivals, inbox)
-        return tuple(x if x.dim() == 4 else x.contiguous() for x in views)  # kernels take LSE and delta in one piece
+        if messages.local:
+            self._copy_local(inbox[-messages.local :])
+        views = self.views(self.messages.inputs, inbox)
+        # Kernels take LSE and delta in one piece.
+        return views if len(views) == 2 else (*views[:2], *(x.contiguous() for x in views[2:]))
 
     def moving(self, step: int) -> bool:
-        """Whether messages that later steps need are under way beside this step."""
+        """Return whether messages that later steps need are in flight during this step."""
         return bool(self._arriving) or any(needed > step for needed, _, _ in self._leaving)
 
     def end(self, step: Step) -> None:
         """Release blocks that no later step uses, and messages that their receivers have needed by now."""
-        self._wait_until_left(step.index)
+        if self._leaving:
+            self._wait_until_left(step.index)
         self._inbox_of.pop(step.index, None)
         for owner in step.released:
             del self._held[owner]
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
-        self._wait_until_left(max((needed for needed, _, _ in self._leaving), default=0))
+        if self._leaving:
+            self._wait_until_left(max(needed for needed, _, _ in self._leaving))
         assert not self._held, "the plan releases every block"
         assert not self._arriving, "the plan waits for every move"
 
-    def post(self, sends: list[tuple[Move, Tensor]], receives: Sequence[Move], step: int) -> None:
-        """Start moves."""
-        if not sends and not receives:
-            return
-        incoming = [pair for moves in needed_together(receives) for pair in self._inboxes(moves)]
-        out = [Message(buffer, move.target, self._places.get(move)) for move, buffer in sends]
-        back = [Message(buffer, move.source, self._places.get(move)) for move, buffer in incoming]
-        with self._observer.posts(sends, incoming, step, backward=self.backward) as posting:
-            label = f"{'backward' if self.backward else 'forward'} step {step}"
+    def post(self, sends: list[tuple[Move, Tensor]], receives: Sequence[Arrivals]) -> None:
+        """Start the messages of one step."""
+        incoming: list[tuple[Move, Tensor]] = []
+        for arrivals in receives:
+            incoming += self._inbox(arrivals)
+        offsets = self._offsets
+        out = [Message(buffer, move.target, offsets.get(move)) for move, buffer in sends]
+        back = [Message(buffer, move.source, offsets.get(move)) for move, buffer in incoming]
+        with self.observer.posts(sends, incoming, self.step, backward=self.backward) as posting:
+            label = f"{'backward' if self.backward else 'forward'} step {self.step}"
             leaving, arriving = self.transport.post(out, back, label)
         leaving, arriving = posting.wrap(leaving, arriving)
-        self._leaving += [(m.needed, handle, buffer) for handle, (m, buffer) in zip(leaving, sends, strict=True)]
+        for handle, (move, buffer) in zip(leaving, sends, strict=True):
+            self._leaving.append((move.needed, handle, buffer))
         for handle, (move, buffer) in zip(arriving, incoming, strict=True):
             self._arriving[move] = handle, buffer
 
     def _wait_until_left(self, step: int) -> None:
-        """Wait for messages that their receivers need by this step; later ones may be crossing to another node."""
-        for needed, handle, _ in self._leaving:
+        """Wait for messages that their receivers need by this step. Later ones may be crossing to another node."""
+        left, self._leaving = self._leaving, []
+        for needed, handle, buffer in left:
             if needed <= step:
                 handle.wait()
-        self._leaving = [one for one in self._leaving if one[0] > step]
+            else:
+                self._leaving.append((needed, handle, buffer))
 
     def take(self, move: Move) -> Tensor:
         """Wait for the message of a move that has been posted."""
@@ -296,122 +305,112 @@ class _Blocks:
         handle.wait()
         return buffer
 
-    def copying(self) -> AbstractContextManager[object]:
-        """A context around the copies of a step, for the profiler."""
-        return self._observer.copies(self.device, self._step, backward=self.backward)
+    def copies(self) -> AbstractContextManager[object]:
+        """Return a context around the copies of a step, for the profiler."""
+        return self.observer.copies(self.device, self.step, backward=self.backward)
 
     def buffer(self, size: int) -> Tensor:
-        """An empty buffer for messages."""
+        """Return an empty buffer for messages."""
         return self.transport.buffer(size, self.device)
 
-    def size(self, move: Move) -> int:
-        """Bytes of a move."""
-        return message_size(self.pass_plan.call, move, narrow=self.pass_plan.narrow)
-
-    def _inboxes(self, moves: list[Move]) -> Iterator[tuple[Move, Tensor]]:
-        """Moves that are needed together, each with its part of one buffer for all of them."""
-        sizes = [self.size(move) for move in moves]
+    def _inbox(self, arrivals: Arrivals) -> Iterable[tuple[Move, Tensor]]:
+        """Return moves that are needed together, each with its part of one buffer for all of them."""
+        moves, sizes = arrivals
         first = moves[0]
-        # Behind blocks with which a launch takes the rank's own, there is room for that.
-        room = [self._local] if not first.result and first.needed in self._joining else []
-        inbox = self.transport.inbox(sum(sizes) + sum(room), self.device, first.source, self._places.get(first))
+        inbox = self.transport.inbox(sum(sizes), self.device, first.source, self._offsets.get(first))
         if not first.result:
             self._inbox_of[first.needed] = inbox
-        parts = torch.split(inbox, sizes + room) if len(sizes + room) > 1 else (inbox,)
-        yield from zip(moves, parts, strict=False)
+        return zip(moves, torch.split(inbox, list(sizes)) if len(sizes) > 1 else (inbox,), strict=False)
 
-    def views(self, moves: Sequence[Move], buffer: Tensor, *, wide: bool = False) -> Views:
-        """The fields of messages like these that fill a buffer, each field as one tensor over all rows.
+    def views(self, layout: RowLayout, buffer: Tensor) -> Views:
+        """Return the fields of messages that lie one after the other in a buffer, each over all rows.
 
-        wide: whether gradients are in the accumulation dtype although they travel narrow.
+        A field is [B, rows, H, D], or [B, H, rows] if it holds one number per row and head.
         """
-        call, first = self.pass_plan.call, moves[0]
-        held = fields(call, first.side, result=first.result, narrow=self.pass_plan.narrow and not wide)
-        *starts, row = accumulate((field.size(call.batch) for field in held), initial=0)
-        rows = buffer.numel() // row
-        return tuple(_view(f, buffer, at, rows, call.batch, self.dtype) for f, at in zip(held, starts, strict=True))
+        views, batch, dtype = [], self.batch, self.dtype
+        rows = buffer.numel() // layout.size
+        for field, start in layout.fields:
+            numbers = buffer.view(dtype if field.itemsize == dtype.itemsize else accumulation_dtype(dtype))
+            row, first = layout.size // field.itemsize, numbers.storage_offset() + start // field.itemsize
+            heads, dim = field.heads, field.dim
+            if dim is None:
+                views.append(numbers.as_strided((batch, heads, rows), (heads, 1, row), first))
+            else:
+                views.append(numbers.as_strided((batch, rows, heads, dim), (heads * dim, row, dim, 1), first))
+        return tuple(views)
 
-    def _pack(self, sends: Iterable[Move]) -> None:
-        """Pack the rows of our own block that leave, each once: rows within others are part of their message."""
-        for move in to_pack(sends, self._packed):
-            self._packed[move.rows] = buffer = self.buffer(self.size(move))
-            with self.copying():
-                for view, tensor in zip(self.views([move], buffer), self._own, strict=True):
-                    wide_copy.copy(rows_of(tensor, move.rows), view)
+    def _pack(self, rows: tuple[int, int], size: int) -> None:
+        """Pack rows of the local block that leave. Each row is packed once: a message may be part of another one."""
+        self._packed[rows] = buffer = self.buffer(size)
+        with self.copies():
+            for view, tensor in zip(self.views(self.messages.inputs, buffer), self._own, strict=True):
+                numerics.copy(rows_of(tensor, rows), view)
 
-    def _outgoing(self, move: Move) -> Tensor:
-        """The message of a block that leaves: a foreign block as it arrived, or packed rows of our own."""
-        if move.owner != self.rank:
-            return self._held[move.owner]
-        rows = holder(move.rows, self._packed)
-        assert rows is not None, "what leaves is packed"
-        size = self.size(move)
-        start = size // (move.rows[1] - move.rows[0]) * (move.rows[0] - rows[0])
-        return self._packed[rows][start : start + size]
+    def _copy_local(self, buffer: Tensor) -> None:
+        """Copy the local block behind the blocks with which one launch takes it."""
+        with self.copies():
+            for view, tensor in zip(self.views(self.messages.inputs, buffer), self._own, strict=True):
+                numerics.copy(tensor, view)
 
 
 class _Results:
-    """Gradients of the travelling side: of our own block, and of foreign blocks until they are sent home."""
+    """Gradients of the travelling side: of the local block, and of remote blocks until they are sent on."""
 
     def __init__(self, blocks: _Blocks, own: Views) -> None:
         self._blocks, self._own = blocks, own
         self._made: dict[int, Tensor] = {}  # by owner: sums that have not left
-        self._joined: Views = ()  # sums of our own block that a launch made together with others
-        results = [m for step in blocks.pass_plan.steps_of(blocks.rank) for m in step.result_sends]
-        self._sends = {m.owner: m for m in results}
+        self._narrow = blocks.messages.results.size != blocks.messages.sums.size
+        self._joined: Views = ()  # sums of the local block that a launch made together with others
 
-    def accumulators(self, step: Step) -> Views:
-        """The buffers to which the kernel adds a step's gradients: our own sums, or fresh zeros for foreign blocks."""
+    def accumulators(self, step: Step, messages: StepMessages) -> Views:
+        """Return the buffers to which the kernel adds: the local sums, or fresh zeros for remote blocks."""
         if not step.arrivals:
             return self._own
-        moves = [self._sends[move.owner] for move in step.arrivals]
-        call = self._blocks.pass_plan.call
-        sizes = [message_size(call, move, narrow=False) for move in moves]
-        if step.joins_local:
-            sizes.append(self._own[0].shape[1] * row_size(call, moves[0].side, result=True))
-        sums = self._blocks.buffer(sum(sizes))
-        with self._blocks.copying():
+        sums = self._blocks.buffer(sum(messages.sums))
+        with self._blocks.copies():
             sums.zero_()
-        parts = torch.split(sums, sizes)
-        self._made.update(zip((move.owner for move in moves), parts, strict=False))
-        self._joined = self._blocks.views(moves, parts[-1], wide=True) if step.joins_local else ()
-        return self._blocks.views(moves, sums, wide=True)
+        layout, parts = self._blocks.messages.sums, torch.split(sums, list(messages.sums))
+        self._made.update(zip((move.owner for move in step.arrivals), parts, strict=False))
+        self._joined = self._blocks.views(layout, parts[-1]) if messages.local else ()
+        return self._blocks.views(layout, sums)
 
-    def end(self, step: Step) -> None:
-        """Add gradients that arrived, and those of our own block; send on those that are complete here."""
+    def end(self, step: Step, messages: StepMessages) -> None:
+        """Add gradients that arrived, and those of the local block. Send on those that are complete here."""
         if self._joined:
-            with self._blocks.copying():
+            with self._blocks.copies():
                 for total, contribution in zip(self._own, self._joined, strict=True):
                     total += contribution
             self._joined = ()
         for move in step.result_arrivals:
             self._add(move)
-        sends = [(m, self._outgoing(m)) for m in step.result_sends]
-        self._blocks.post(sends, step.result_receives, step.index)
+        sends = [(move, self._outgoing(move, size)) for move, size in messages.result_sends]
+        if sends or messages.result_receives:
+            self._blocks.post(sends, messages.result_receives)
 
     def finish(self) -> None:
-        assert not self._made, "every gradient of a foreign block has left"
+        """Check that no gradient is left."""
+        assert not self._made, "every gradient of a remote block has left"
 
-    def _outgoing(self, move: Move) -> Tensor:
-        """The message of gradients that leave: the buffer of sums itself, or a rounded copy if they travel narrow."""
-        made = self._made.pop(move.owner)
-        if not self._blocks.pass_plan.narrow:
+    def _outgoing(self, move: Move, size: int) -> Tensor:
+        """Return the message of gradients that leave: the sums themselves, or a rounded copy if they travel narrow."""
+        blocks, made = self._blocks, self._made.pop(move.owner)
+        if not self._narrow:
             return made
-        message = self._blocks.buffer(self._blocks.size(move))
-        wide = self._blocks.views([move], made, wide=True)
-        with self._blocks.copying():
-            for rounded, total in zip(self._blocks.views([move], message), wide, strict=True):
+        message, wide = blocks.buffer(size), blocks.views(blocks.messages.sums, made)
+        with blocks.copies():
+            for rounded, total in zip(blocks.views(blocks.messages.results, message), wide, strict=True):
                 rounded.copy_(total)
         return message
 
     def _add(self, move: Move) -> None:
-        """Add gradients that arrived to those of the same block here: our own, or some that are sent on."""
-        came = self._blocks.views([move], self._blocks.take(move))
-        if move.owner == self._blocks.rank:
+        """Add gradients that arrived to those of the same block here: the local one, or one that is sent on."""
+        blocks = self._blocks
+        came = blocks.views(blocks.messages.results, blocks.take(move))
+        if move.owner == blocks.rank:
             mine = tuple(rows_of(x, move.rows) for x in self._own)
         else:
-            mine = self._blocks.views([self._sends[move.owner]], self._made[move.owner], wide=True)
-        with self._blocks.copying():
+            mine = blocks.views(blocks.messages.sums, self._made[move.owner])
+        with blocks.copies():
             for total, contribution in zip(mine, came, strict=True):
                 total += contribution
 
@@ -419,17 +418,3 @@ class _Results:
 def rows_of(tensor: Tensor, rows: tuple[int, int]) -> Tensor:
     """Rows [start, stop) of ``[B, S, H, D]``, or of ``[B, H, S]``."""
     return tensor[:, rows[0] : rows[1]] if tensor.dim() == 4 else tensor[:, :, rows[0] : rows[1]]
-
-
-def _view(field: Field, buffer: Tensor, start: int, rows: int, batch: int, dtype: torch.dtype) -> Tensor:
-    """A view of a field that starts `start` bytes into each row of a message: ``[B, rows, H, D]`` or ``[B, H, rows]``.
-
-    `dtype`: of the inputs.
-    """
-    kind = dtype if field.itemsize == dtype.itemsize else accumulation_dtype(dtype)
-    numbers = buffer.view(kind)
-    row, first = numbers.numel() // rows, numbers.storage_offset() + start // field.itemsize
-    heads, dim = field.heads, field.dim
-    if dim is None:
-        return numbers.as_strided((batch, heads, rows), (heads, 1, row), first)
-    return numbers.as_strided((batch, rows, heads, dim), (heads * dim, row, dim, 1), first)

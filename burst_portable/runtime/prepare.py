@@ -12,6 +12,7 @@ from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from burst_portable.backends.base import Backend
 from burst_portable.backends.registry import choose_kernel, rates_of
@@ -131,7 +132,8 @@ def prepare(
     Raises what `attention` raises before a byte is sent, and tells the other ranks.
     """
     try:
-        check_no_transforms(q, k, v, sinks)
+        if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or forward_ad._current_level >= 0:
+            check_no_transforms(q, k, v, sinks)
         request = request.checked()
         q, k, v = as_autocast_would(q, k, v)
         prepared = mesh.remembered(_key(request, q, k, v, sinks), lambda: _prepare(q, k, v, sinks, mesh, request))
@@ -150,9 +152,11 @@ def prepare(
 def _key(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Hashable:
     """Return everything a call depends on: a call with an equal key runs like the remembered one, unchecked."""
     try:
+        inference = q.is_inference() or k.is_inference() or v.is_inference()
+        inference = inference or (sinks is not None and sinks.is_inference())
         return (
             request,
-            not_to_be_kept(q, k, v, sinks),
+            not_to_be_kept(q, k, v, sinks) if inference else (),
             type(q), q.shape, q.dtype, q.device, q.layout,
             type(k), k.shape, k.dtype, k.device, k.layout,
             type(v), v.shape, v.dtype, v.device, v.layout,
@@ -224,8 +228,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
         transport, _ = mesh.transport_for(call.device, direct=plan.direct)
     stated = _call_signature(plan, backend, kernel, transport, with_lse=request.return_lse)
     inbox = inboxes(plan, mesh.rank) if transport.direct else Inboxes()
-    return PreparedCall(
-        call,
+    return PreparedCall.of(
         plan,
         backend,
         kernel,

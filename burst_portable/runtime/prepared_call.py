@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from burst_portable.comm.agreement import CallSignature
 from burst_portable.comm.base import Handle, Transport
 from burst_portable.kernels.base import Kernel
 from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.messages import PassMessages
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Compute
@@ -81,12 +82,14 @@ class PreparedCall:
         transport: What moves blocks.
         executor: What runs the plan.
         agreement: What all ranks must state alike before the forward and before the backward pass.
+        single: What this rank computes, forward and backward, if a pass is one launch without messages; else None.
+        messages: The steps of this rank and their messages, forward and backward.
         inboxes: Bytes per rank, forward and backward: see `planning.messages.Inboxes`.
         places: Where messages lie in inboxes, if senders write there.
         yields: Whether kernels should make room for kernels that move messages.
         by_out: Whether the backward kernel is given out in place of delta.
         with_lse: Whether the caller asked for LSE, which a head-parallel plan then sends back.
-        reasons: Why this kernel was chosen, in words.
+        reason: Why this kernel was chosen, in words.
         observer: The profiler, if one is installed.
     """
 
@@ -97,6 +100,8 @@ class PreparedCall:
     transport: Transport
     executor: Executor
     agreement: tuple[CallSignature, CallSignature]
+    single: tuple[Compute | None, Compute | None]
+    messages: tuple[PassMessages, PassMessages]
     inboxes: tuple[int, int] = (0, 0)
     places: Mapping[Move, int] = field(default_factory=dict)
     yields: bool = False
@@ -104,6 +109,23 @@ class PreparedCall:
     with_lse: bool = True
     reason: str = ""
     observer: Observer = NO_OBSERVER
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        backend: Backend,
+        kernel: Kernel,
+        transport: Transport,
+        executor: Executor,
+        agreement: tuple[CallSignature, CallSignature],
+        **options: Any,
+    ) -> PreparedCall:
+        """Return the prepared call of a plan; `options` are the attributes that have a default."""
+        rank, forward, backward = transport.rank, plan.forward, plan.backward
+        single = (forward.alone(rank), backward.alone(rank))
+        messages = (PassMessages(forward, rank), PassMessages(backward, rank))
+        return cls(plan.call, plan, backend, kernel, transport, executor, agreement, single, messages, **options)
 
 
 class Executor(ABC):

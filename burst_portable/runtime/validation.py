@@ -156,8 +156,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, same_rows: bool = True) ->
 
 def not_to_be_kept(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[str, ...]:
     """Names of the tensors that backward needs and autograd refuses to keep: those made under inference_mode."""
-    if not (q.is_inference() or k.is_inference() or v.is_inference() or (sinks is not None and sinks.is_inference())):
-        return ()  # checked in every call, so the common case must be quick
     tensors = {"q": q, "k": k, "v": v} if sinks is None else {"q": q, "k": k, "v": v, "sinks": sinks}
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors.values()):
         return ()
