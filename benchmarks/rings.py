@@ -112,14 +112,21 @@ def ours(strategy: str, transport: str, *, sent: bool = True) -> Contestant:
 
 
 def strategy_named(text: str) -> Any:
-    """``ring+fetch`` -> RingStrategy(moves="fetch"); ``ulysses+2`` -> UlyssesStrategy(groups=2)."""
+    """``ring+fetch`` -> RingStrategy(moves="fetch"); ``ulysses+2`` -> UlyssesStrategy(head_groups=2)."""
     name, _, how = text.partition("+")
-    options: dict[str, dict[str, Any]] = {"": {}, "fetch": {"moves": "fetch"}, "ahead": {"moves": "fetch", "ahead": 64}}
-    options["together"] = {"moves": "fetch", "ahead": 64, "together": 64}
+    options: dict[str, dict[str, Any]] = {
+        "": {},
+        "fetch": {"moves": "fetch"},
+        "ahead": {"moves": "fetch", "prefetch_steps": 64},
+    }
+    options["together"] = {"moves": "fetch", "prefetch_steps": 64, "blocks_per_launch": 64}
     for own in ("last", "divided"):
-        options |= {f"{one}+{own}": {**options[one], "own": own} for one in ("ahead", "together")}
-    options["ahead+last+narrow"] = {**options["ahead+last"], "gradients": "narrow"}
-    chosen = {"groups": int(how)} if how.isdecimal() else options[how]
+        options |= {
+            f"{one}+{own}": {**options[one], "local_block_order": "split" if own == "divided" else own}
+            for one in ("ahead", "together")
+        }
+    options["ahead+last+narrow"] = {**options["ahead+last"], "gradient_comm_dtype": "input"}
+    chosen = {"head_groups": int(how)} if how.isdecimal() else options[how]
     return "auto" if name == "auto" else make_strategy(name, **chosen)
 
 

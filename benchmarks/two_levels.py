@@ -58,7 +58,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "usp, Q travels": {"travels": "q"},
     "ring": {},
     "ring, fetched": {"moves": "fetch"},
-    "ring, all ahead": {"moves": "fetch", "ahead": 64},
+    "ring, all ahead": {"moves": "fetch", "prefetch_steps": 64},
 }
 QUICK = ("double_ring", "ring", "ring, fetched")
 SIMULATED = ((262144, 64), (1048576, 64), (1048576, 1024), (8388608, 1024))  # tokens, ranks

@@ -22,8 +22,6 @@ from burst_portable.planning.tiles import BlockPairs
 
 Side = Literal["kv", "q"]
 """Which side of the attention travels."""
-Own = Literal["first", "last", "divided"]
-"""When a rank computes with its own block: before all others, after them, or a part before and the rest after."""
 
 
 class Move(NamedTuple):

@@ -12,8 +12,8 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.messages import row_size
 from burst_portable.planning.plans import Plan, make_pass_plan
 from burst_portable.planning.rates import Rates
-from burst_portable.planning.routes import Fetch, Own, Ring, Route, Side
-from burst_portable.strategies.options import GradientWidth, Moves, check_options
+from burst_portable.planning.routes import Fetch, Ring, Route, Side
+from burst_portable.strategies.options import GradientCommDtype, LocalBlockOrder, Moves, check_options
 from burst_portable.utils.values import divisors
 
 _AT_ONCE = 16  # ranks, at most, whose blocks may all be held at once
@@ -105,28 +105,28 @@ def node_size(ranks: int, fits: Callable[[int], bool] = lambda inner: True) -> i
     return max((i for i in divisors(ranks) if i <= min(ranks // 2, 8) and fits(i)), default=1)
 
 
-def travel_narrow(call: AttentionCall, gradients: GradientWidth) -> bool:
+def travel_narrow(call: AttentionCall, gradient_comm_dtype: GradientCommDtype) -> bool:
     """Return whether gradients travel in fewer bytes than they are summed in. Those of 32-bit inputs never do."""
-    return gradients == "narrow" and call.itemsize < 4
+    return gradient_comm_dtype == "input" and call.itemsize < 4
 
 
-def share_before(call: AttentionCall, own: Own, side: Side, *, narrow: bool) -> float:
+def share_before(call: AttentionCall, order: LocalBlockOrder, side: Side, *, narrow: bool) -> float:
     """Return the fraction of the local block that is computed before all remote blocks: 1 for "first", 0 for "last".
 
-    For "divided", it is block bytes / (block + gradient bytes), so that each part overlaps the transfer of its size.
+    For "split", it is block bytes / (block + gradient bytes), so that each part overlaps the transfer of its size.
     """
-    if own != "divided":
-        return float(own == "first")
+    if order != "split":
+        return float(order == "first")
     block, gradients = (row_size(call, side, result=result, narrow=narrow) for result in (False, True))
     return block / (block + gradients)
 
 
-def route(ranks: int, moves: Moves, ahead: int = 1, together: int = 1, before: float = 1.0) -> Route:
-    """Return the route for a way of moving. `ahead`, `together` and `before` are for `routes.Fetch`."""
+def route(ranks: int, moves: Moves, prefetch_steps: int = 1, blocks_per_launch: int = 1, before: float = 1.0) -> Route:
+    """Return the route for a way of moving. The others are for `routes.Fetch`."""
     if moves == "fetch":
         others = max(1, ranks - 1)
-        together = min(together, others)
-        return Fetch(ranks, min(ahead, -(-others // together)), together, before)
+        together = min(blocks_per_launch, others)
+        return Fetch(ranks, min(prefetch_steps, -(-others // together)), together, before)
     return Ring(ranks)
 
 

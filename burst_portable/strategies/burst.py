@@ -20,7 +20,15 @@ from dataclasses import dataclass
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.strategies.base import Machine, Strategy, ring_plan, route, travel_narrow
-from burst_portable.strategies.options import AHEAD, GRADIENTS, MOVES, TOGETHER, GradientWidth, Moves, option
+from burst_portable.strategies.options import (
+    BLOCKS_PER_LAUNCH,
+    GRADIENT_COMM_DTYPE,
+    MOVES,
+    PREFETCH_STEPS,
+    GradientCommDtype,
+    Moves,
+    option,
+)
 
 
 @dataclass(frozen=True)
@@ -32,13 +40,13 @@ class BurstStrategy(Strategy):
     suggested = ("burst", "burst+fetch")
 
     moves: Moves = option(MOVES)
-    ahead: int = option(AHEAD)
-    together: int = option(TOGETHER)
-    gradients: GradientWidth = option(GRADIENTS)
+    prefetch_steps: int = option(PREFETCH_STEPS)
+    blocks_per_launch: int = option(BLOCKS_PER_LAUNCH)
+    gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
-        path = route(call.ranks, self.moves, self.ahead, self.together)
-        return ring_plan(call, self.name, side="q", path=path, narrow=travel_narrow(call, self.gradients))
+        path = route(call.ranks, self.moves, self.prefetch_steps, self.blocks_per_launch)
+        return ring_plan(call, self.name, side="q", path=path, narrow=travel_narrow(call, self.gradient_comm_dtype))
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
@@ -46,13 +54,13 @@ class BurstStrategy(Strategy):
         yield "burst+fetch", cls("fetch")
         if machine.can_hold_all(call):
             n = call.ranks
-            yield "burst+fetch, all ahead", cls("fetch", ahead=n)
-            yield "burst+fetch, all together", cls("fetch", ahead=n, together=n)
+            yield "burst+fetch, all ahead", cls("fetch", prefetch_steps=n)
+            yield "burst+fetch, all together", cls("fetch", prefetch_steps=n, blocks_per_launch=n)
 
     @classmethod
     def trials(cls) -> Mapping[str, Strategy]:
         return {
             "burst": cls(),
             "burst+fetch": cls("fetch"),
-            "burst+together": cls("fetch", ahead=64, together=64),
+            "burst+together": cls("fetch", prefetch_steps=64, blocks_per_launch=64),
         }

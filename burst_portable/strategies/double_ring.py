@@ -29,7 +29,7 @@ from burst_portable.planning.messages import row_size
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import Needs, Side
 from burst_portable.strategies.base import Machine, Strategy, node_size, ring_plan, travel_narrow
-from burst_portable.strategies.options import GRADIENTS, INNER, TRAVELS, GradientWidth, option
+from burst_portable.strategies.options import GRADIENT_COMM_DTYPE, INNER, TRAVELS, GradientCommDtype, option
 from burst_portable.utils.values import check_divides
 
 
@@ -42,10 +42,10 @@ class DoubleRingStrategy(Strategy):
 
     inner: int | None = option(INNER)
     travels: Side = option(TRAVELS)
-    gradients: GradientWidth = option(GRADIENTS)
+    gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
-        narrow = travel_narrow(call, self.gradients)
+        narrow = travel_narrow(call, self.gradient_comm_dtype)
         inner, note = self.inner, ""
         if inner is None:
             inner = node_size(call.ranks)

@@ -3,7 +3,7 @@
 An option is a field of a strategy's dataclass::
 
     moves: Moves = option(MOVES)
-    ahead: int = option(AHEAD)
+    prefetch_steps: int = option(PREFETCH_STEPS)
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 Moves = Literal["neighbour", "fetch"]
 """How blocks travel: from neighbor to neighbor, or straight from their owners."""
-GradientWidth = Literal["wide", "narrow"]
-"""How gradients travel: as they are added up (wide: float32 for 16-bit inputs), or rounded to the inputs' dtype."""
+GradientCommDtype = Literal["float32", "input"]
+"""How gradients of 16-bit inputs travel: in float32, as they are added up, or rounded to the dtype of the inputs."""
+LocalBlockOrder = Literal["first", "last", "split"]
+"""When a rank computes with its own block: before all others, after them, or a part before and the rest after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,25 +100,25 @@ MOVES = Option(
     flag=True,
     help="neighbour (from rank to rank) or fetch (straight from the owner).",
 )
-AHEAD = Option(1, "a number of steps", help="Steps before it is needed that a block is fetched.")
-TOGETHER = Option(
+PREFETCH_STEPS = Option(1, "a number of steps", help="Steps before it is needed that a block is fetched.")
+BLOCKS_PER_LAUNCH = Option(
     1,
     "a number of blocks",
     needs=(*_FETCHED, "blocks from a neighbour come one by one"),
     help="Fetched blocks per launch.",
 )
-OWN = Option(
+LOCAL_BLOCK_ORDER = Option(
     "first",
-    "place of the own block",
-    choices=("first", "last", "divided"),
+    "order of the local block",
+    choices=("first", "last", "split"),
     needs=(*_FETCHED, "a block that is handed on begins with its owner"),
     help="When backward computes with the local block: first hides the block that comes, last gradients.",
 )
-GRADIENTS = Option(
-    "wide",
-    "way for gradients to travel",
-    choices=("wide", "narrow"),
-    help="wide (as they are added up) or narrow (in the dtype of the inputs).",
+GRADIENT_COMM_DTYPE = Option(
+    "float32",
+    "dtype for gradients to travel in",
+    choices=("float32", "input"),
+    help="float32 (as gradients are added up) or input (rounded to the dtype of the inputs).",
 )
 TRAVELS = Option(
     "q", "travelling side", choices=("kv", "q"), flag=True, help="kv or q, what goes round in the backward pass."

@@ -13,12 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
-from burst_portable.planning.routes import Own
 from burst_portable.strategies.base import Machine, Strategy, ring_plan, route, share_before, travel_narrow
-from burst_portable.strategies.options import AHEAD, GRADIENTS, MOVES, OWN, TOGETHER, GradientWidth, Moves, option
+from burst_portable.strategies.options import (
+    BLOCKS_PER_LAUNCH,
+    GRADIENT_COMM_DTYPE,
+    LOCAL_BLOCK_ORDER,
+    MOVES,
+    PREFETCH_STEPS,
+    GradientCommDtype,
+    LocalBlockOrder,
+    Moves,
+    option,
+)
 
 
 @dataclass(frozen=True)
@@ -30,38 +40,39 @@ class RingStrategy(Strategy):
     suggested = ("ring", "ring+fetch")
 
     moves: Moves = option(MOVES)
-    ahead: int = option(AHEAD)
-    together: int = option(TOGETHER)
-    own: Own = option(OWN)
-    gradients: GradientWidth = option(GRADIENTS)
+    prefetch_steps: int = option(PREFETCH_STEPS)
+    blocks_per_launch: int = option(BLOCKS_PER_LAUNCH)
+    local_block_order: LocalBlockOrder = option(LOCAL_BLOCK_ORDER)
+    gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
-        narrow = travel_narrow(call, self.gradients)
-        before = share_before(call, self.own, "kv", narrow=narrow)
-        path = route(call.ranks, self.moves, self.ahead, self.together)
-        back = route(call.ranks, self.moves, self.ahead, self.together, before)
+        narrow = travel_narrow(call, self.gradient_comm_dtype)
+        before = share_before(call, self.local_block_order, "kv", narrow=narrow)
+        path = route(call.ranks, self.moves, self.prefetch_steps, self.blocks_per_launch)
+        back = route(call.ranks, self.moves, self.prefetch_steps, self.blocks_per_launch, before)
         return ring_plan(call, self.name, side="kv", path=path, back=back, narrow=narrow)
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
         yield "ring", cls()
         yield "ring+fetch", cls(moves="fetch")
-        yield "ring+fetch, own last", cls(moves="fetch", own="last")
+        yield "ring+fetch, own last", cls(moves="fetch", local_block_order="last")
         if machine.can_hold_all(call):
-            n = call.ranks
-            yield "ring+fetch, all ahead", cls("fetch", ahead=n)
-            yield "ring+fetch, all ahead, own last", cls("fetch", ahead=n, own="last")
-            yield "ring+fetch, all together", cls("fetch", ahead=n, together=n)
-            yield "ring+fetch, all together, own last", cls("fetch", ahead=n, together=n, own="last")
-            yield "ring+fetch, all together, own divided", cls("fetch", ahead=n, together=n, own="divided")
+            ahead = partial(cls, "fetch", prefetch_steps=call.ranks)
+            together = partial(ahead, blocks_per_launch=call.ranks)
+            yield "ring+fetch, all ahead", ahead()
+            yield "ring+fetch, all ahead, own last", ahead(local_block_order="last")
+            yield "ring+fetch, all together", together()
+            yield "ring+fetch, all together, own last", together(local_block_order="last")
+            yield "ring+fetch, all together, own divided", together(local_block_order="split")
 
     @classmethod
     def trials(cls) -> Mapping[str, Strategy]:
         return {
             "ring": cls(),
             "ring+fetch": cls("fetch"),
-            "ring+ahead": cls("fetch", ahead=64),
-            "ring+together": cls("fetch", together=2),
-            "ring+last": cls("fetch", ahead=64, own="last"),
-            "ring+divided": cls("fetch", ahead=64, together=64, own="divided"),
+            "ring+ahead": cls("fetch", prefetch_steps=64),
+            "ring+together": cls("fetch", blocks_per_launch=2),
+            "ring+last": cls("fetch", prefetch_steps=64, local_block_order="last"),
+            "ring+divided": cls("fetch", prefetch_steps=64, blocks_per_launch=64, local_block_order="split"),
         }

@@ -7,7 +7,7 @@
     out <- all-to-all: all heads of some rows
 
 Ranks hold whole K/V heads: their number must be a multiple of the ranks, or divide them (then ranks that share a
-K/V head each get a copy, and its gradients are added up). With `groups`, a rank computes its heads group by group,
+K/V head each get a copy, and its gradients are added up). With `head_groups`, a rank computes its heads group by group,
 while the next group arrives and the previous one leaves.
 """
 
@@ -30,13 +30,15 @@ MOST_GROUPS = 8
 
 @dataclass(frozen=True)
 class UlyssesStrategy(Strategy):
-    """Heads are sharded during the attention; a rank computes its heads in this many `groups`."""
+    """Heads are sharded during the attention; a rank computes its heads in this many `head_groups`."""
 
     name = "ulysses"
     title = "all rows of some heads to each rank, plain attention there, and back"
     suggested = ("ulysses",)
 
-    groups: int = option(Option(1, "a number of groups", most=MOST_GROUPS, help="Groups in which heads are computed."))
+    head_groups: int = option(
+        Option(1, "a number of groups", most=MOST_GROUPS, help="Groups in which heads are computed.")
+    )
 
     def check(self, call: AttentionCall) -> None:
         ranks = call.ranks
@@ -48,10 +50,10 @@ class UlyssesStrategy(Strategy):
                 next_step="use the strategy 'ring' or 'burst', or 'usp', which shares heads out inside nodes",
             )
         heads, kv_heads = heads_each(call.heads, call.kv_heads, ranks)
-        if not can_group(heads, kv_heads, self.groups):
+        if not can_group(heads, kv_heads, self.head_groups):
             allowed = [n for n in range(1, MOST_GROUPS + 1) if can_group(heads, kv_heads, n)]
             raise UnsupportedError(
-                f"ulysses cannot compute these heads in {self.groups} groups",
+                f"ulysses cannot compute these heads in {self.head_groups} groups",
                 got=f"{heads} query and {kv_heads} K/V heads per rank",
                 allowed=f"groups of {', '.join(map(str, allowed))}",
             )
@@ -65,15 +67,15 @@ class UlyssesStrategy(Strategy):
             call,
             layout=contiguous(call.layout.length, 1),
             kv_layout=contiguous(call.k_layout.length, 1),
-            heads=heads // self.groups,
-            kv_heads=max(1, kv_heads // self.groups),
+            heads=heads // self.head_groups,
+            kv_heads=max(1, kv_heads // self.head_groups),
         )
         return Plan(
             call,
             self.name,
             forward=make_pass_plan(whole, "kv", Ring(1), stride=ranks),
             backward=make_pass_plan(whole, "kv", Ring(1), Ring(1), stride=ranks),
-            heads=HeadSplit(ranks, self.groups),
+            heads=HeadSplit(ranks, self.head_groups),
         )
 
     @classmethod
@@ -84,7 +86,7 @@ class UlyssesStrategy(Strategy):
 
     @classmethod
     def trials(cls) -> Mapping[str, Strategy]:
-        return {"ulysses": cls(), "ulysses+groups": cls(groups=2)}
+        return {"ulysses": cls(), "ulysses+groups": cls(head_groups=2)}
 
 
 def possible_groups(call: AttentionCall) -> tuple[int, ...]:

@@ -25,7 +25,15 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import HeadSplit, Plan, heads_each
 from burst_portable.planning.routes import Side
 from burst_portable.strategies.base import Machine, Strategy, node_size, ring_plan, route, travel_narrow
-from burst_portable.strategies.options import GRADIENTS, INNER, MOVES, TRAVELS, GradientWidth, Moves, option
+from burst_portable.strategies.options import (
+    GRADIENT_COMM_DTYPE,
+    INNER,
+    MOVES,
+    TRAVELS,
+    GradientCommDtype,
+    Moves,
+    option,
+)
 from burst_portable.strategies.ulysses import UlyssesStrategy, shares_out
 from burst_portable.utils.values import check_divides, divisors
 
@@ -40,14 +48,14 @@ class UspStrategy(Strategy):
     inner: int | None = option(INNER)
     travels: Side = option(TRAVELS, default="kv")
     moves: Moves = option(MOVES)  # between nodes, as the next
-    gradients: GradientWidth = option(GRADIENTS)
+    gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
         inner, note = self._inner(call)
         nodes = call.ranks // inner
         if nodes == 1 and inner > 1:
             return replace(UlyssesStrategy().plan(call), strategy=self.name, reason=note)
-        narrow = travel_narrow(call, self.gradients)
+        narrow = travel_narrow(call, self.gradient_comm_dtype)
         # After the first all-to-all a rank holds the rows of its node: a call of one rank a node.
         heads, kv_heads = heads_each(call.heads, call.kv_heads, inner)
         between = replace(

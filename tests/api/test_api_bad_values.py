@@ -94,7 +94,7 @@ FUNCTIONS = {
     ),
     "usp": (
         lambda **a: bp.plan(strategy=bp.make_strategy("usp", **a), **PLANNED),
-        {"inner": 2, "travels": "q", "moves": "fetch", "gradients": "wide"},
+        {"inner": 2, "travels": "q", "moves": "fetch", "gradient_comm_dtype": "float32"},
     ),
     "auto": (lambda **a: bp.plan(strategy=bp.make_strategy("auto", **a), **PLANNED), {"inner": 1, "rates": None}),
     "rotate": (rotate, {"x": Q, "where": IDS[0], "theta": 1e4}),

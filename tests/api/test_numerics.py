@@ -120,7 +120,7 @@ def test_rows_are_packed_once(moves, monkeypatch):
     )
     x = torch.randn(1, 64, 2, 8, generator=torch.Generator().manual_seed(0))
     right = bp.attention(x, x, x, mask="causal")
-    strategy = bp.make_strategy("ring", moves=moves, **({"ahead": 4} if moves == "fetch" else {}))
+    strategy = bp.make_strategy("ring", moves=moves, **({"prefetch_steps": 4} if moves == "fetch" else {}))
 
     def work(mesh):
         mine = bp.shard(x, mesh, layout="zigzag")

@@ -129,7 +129,7 @@ class Narrow(Case):
     """The same, its gradients rounded on their way."""
 
     def make_strategy(self):
-        return replace(super().make_strategy(), gradients="narrow")
+        return replace(super().make_strategy(), gradient_comm_dtype="input")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

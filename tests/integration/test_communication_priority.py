@@ -26,7 +26,7 @@ from burst_portable.strategies.auto import AutoStrategy
 from tests.runtime.test_explanation import qkv
 from tests.support.seams import calls_with
 
-GROUPS = bp.make_strategy("ulysses", groups=2)
+GROUPS = bp.make_strategy("ulysses", head_groups=2)
 
 
 class Asked(WrappedKernel):

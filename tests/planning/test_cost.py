@@ -122,7 +122,7 @@ def test_messages_that_hold_kernels_up():
     assert rank_cost(fetched, "forward", 0, short).seconds == pytest.approx(2.25)
     # Of two blocks that take a second each, the second slows two steps of half a second down for as long as they run.
     three = bp.plan(seq_len=96, ranks=3, heads=8, head_dim=64, mask="full", layout="contiguous",
-                    strategy=make_strategy("ring", moves="fetch", ahead=2))  # fmt: skip
+                    strategy=make_strategy("ring", moves="fetch", prefetch_steps=2))  # fmt: skip
     both = replace(rates, tflops=2 * rates.tflops, gbps=size / 1e9, comm_slowdown=(0.5, 0.0))
     assert rank_cost(three, "forward", 0, both).seconds == pytest.approx(2.5)
 
@@ -130,7 +130,7 @@ def test_messages_that_hold_kernels_up():
 def test_several_messages_at_once():
     """Four ranks, full mask, nothing to compute: three blocks one by one, and all at once as fast as two go alone."""
     usual = {"seq_len": 64, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
-    made = plan(make_strategy("ring", moves="fetch", ahead=3, together=3), ranks=4, **usual)
+    made = plan(make_strategy("ring", moves="fetch", prefetch_steps=3, blocks_per_launch=3), ranks=4, **usual)
     size = rank_cost(made, "forward", 0, Rates(1, 1)).received
     one = Rates(1e9, 1.0, 0.0, 0.0, link=((1, size / 3e9),))
     assert rank_cost(made, "forward", 0, one).seconds == pytest.approx(3.0, rel=1e-3)
@@ -140,7 +140,7 @@ def test_several_messages_at_once():
         (2, 1.0),
         (3, 4.0),
     ):  # one message alone goes as fast as any other; two together are slow here
-        few = plan(make_strategy("ring", moves="fetch", ahead=2, together=2), ranks=ranks,
+        few = plan(make_strategy("ring", moves="fetch", prefetch_steps=2, blocks_per_launch=2), ranks=ranks,
                    **usual | {"seq_len": 16 * ranks})  # fmt: skip
         assert rank_cost(few, "forward", 0, many).seconds == pytest.approx(seconds, rel=1e-3)
     crossing = replace(many, node=1, hop_latency=1.0)  # one after the other, each a second
@@ -171,7 +171,7 @@ def test_passes_over_memory_by_hand():
     assert seconds("ring", "backward", kernel=KernelTraits(writes_gradients=True)) == seconds("ring", "backward")
     assert seconds("ring", "backward", kernel=PIECES) == 14 * kv + 2 * 10 * row + 2 * 10 * 2 * row + summed
     # Narrow ones are half as much on their way; added up in float32, they are rounded for it.
-    narrow = make_strategy("ring", gradients="narrow")
+    narrow = make_strategy("ring", gradient_comm_dtype="input")
     made = plan(narrow, ranks=2, **usual)
     assert rank_cost(made, "backward", 0, rates).seconds == pytest.approx(
         2 * kv + (6 + 3) * kv + 5 * kv + summed, rel=1e-6
@@ -220,7 +220,7 @@ def test_bytes_by_hand():
     assert (backward.sent, backward.hops) == (3 * (q + dq), 6)
     ring = rank_cost(make_plan(Mask.full(), strategy="ring"), "backward", 1, Rates(1, 1))
     assert ring.sent == 3 * (kv + 2 * kv)
-    narrow = [make_plan(Mask.full(), strategy=name, gradients="narrow") for name in ("ring", "burst")]
+    narrow = [make_plan(Mask.full(), strategy=name, gradient_comm_dtype="input") for name in ("ring", "burst")]
     sent = [rank_cost(made, "backward", 1, Rates(1, 1)).sent for made in narrow]
     assert sent == [3 * (kv + kv), 3 * (q + dq // 2)]
 

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def ulysses(ranks, seq_len, heads=8, kv_heads=8, head_dim=64, groups=1):
-    strategy = make_strategy("ulysses", groups=groups)
+    strategy = make_strategy("ulysses", head_groups=groups)
     return bp.plan(
         seq_len=seq_len, ranks=ranks, heads=heads, kv_heads=kv_heads, head_dim=head_dim, mask="full",
         layout="contiguous", strategy=strategy,

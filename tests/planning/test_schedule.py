@@ -96,14 +96,14 @@ def test_few_rows_are_not_worth_a_launch():
 
 def test_the_own_block_last_by_hand():
     """Rank 0 of 4, full mask, backward: gradients of the last foreign block leave while the own one is computed."""
-    options = {"mask": Mask.full(), "layout": "contiguous", "moves": "fetch", "ahead": 3}
-    first, last = (make_plan(own=own, **options) for own in ("first", "last"))
+    options = {"mask": Mask.full(), "layout": "contiguous", "moves": "fetch", "prefetch_steps": 3}
+    first, last = (make_plan(local_block_order=own, **options) for own in ("first", "last"))
     assert first.forward == last.forward
     steps = last.backward.steps_of(0)
     assert [s.compute.k_owners if s.compute else None for s in steps] == [None, (3,), (2,), (1,), (0,)]
     assert [[m.owner for m in s.result_sends] for s in steps] == [[], [3], [2], [1], []]
     assert [[m.source for m in s.result_arrivals] for s in steps] == [[], [], [1], [2], [3]]
-    together = make_plan(own="last", together=3, **options).backward.steps_of(0)
+    together = make_plan(local_block_order="last", blocks_per_launch=3, **options).backward.steps_of(0)
     assert [s.compute.k_owners if s.compute else None for s in together] == [None, (1, 2, 3), (0,)]
     # A step computes for a second, K and V take half of one to come, dK and dV a whole one to leave.
     size = rank_cost(first, "forward", 0, Rates(1, 1)).received / 3
@@ -115,7 +115,7 @@ def test_the_own_block_last_by_hand():
 def test_the_own_block_divided_by_hand():
     """Rank 0 of 4, full mask, backward: a third of the own block while others come, two while gradients leave."""
     options = {"mask": Mask.full(), "layout": "contiguous", "length": 4 * 1536, "moves": "fetch"}
-    plan = make_plan(own="divided", ahead=3, together=3, **options)
+    plan = make_plan(local_block_order="split", prefetch_steps=3, blocks_per_launch=3, **options)
     assert verify(plan) == []
     steps = plan.backward.steps_of(0)
     assert [s.compute.k_owners for s in steps] == [(0,), (1, 2, 3), (0,)]
@@ -126,7 +126,9 @@ def test_the_own_block_divided_by_hand():
     # A step with a whole block takes a second, K and V of a block a tenth to come, dK and dV a fifth to leave.
     size = rank_cost(plan, "forward", 0, Rates(1, 1)).received / 3
     rates = Rates(10 * 1536 * 1536 * 8 * 64 / 1e12, 10 * size / 1e9, 0.0, 0.0)
-    first, last = (make_plan(own=own, ahead=3, together=3, **options) for own in ("first", "last"))
+    first, last = (
+        make_plan(local_block_order=own, prefetch_steps=3, blocks_per_launch=3, **options) for own in ("first", "last")
+    )
     took = [rank_cost(one, "backward", 0, rates).seconds for one in (first, last, plan)]
     assert took == pytest.approx([4.6, 4.3, 4.0], rel=1e-6)
 
@@ -142,7 +144,7 @@ def test_the_own_block_divided_by_hand():
     ],
 )
 def test_where_the_own_block_is_divided(mask, layout, cuts):
-    plan = make_plan(mask, layout, ranks=3, length=3 * 1536, moves="fetch", own="divided")
+    plan = make_plan(mask, layout, ranks=3, length=3 * 1536, moves="fetch", local_block_order="split")
     assert verify(plan) == []
     found = []
     for rank in range(3):
@@ -153,7 +155,7 @@ def test_where_the_own_block_is_divided(mask, layout, cuts):
 
 
 def test_rows_that_two_parts_have_in_common_are_found():
-    plan = make_plan(Mask.full(), "contiguous", length=4 * 1536, moves="fetch", own="divided")
+    plan = make_plan(Mask.full(), "contiguous", length=4 * 1536, moves="fetch", local_block_order="split")
     steps = plan.backward.steps_of(1)
     upper = steps[0].compute
     wrong = dataclasses.replace(steps[-1], compute=upper)  # the same rows again, and as many never
@@ -162,8 +164,8 @@ def test_rows_that_two_parts_have_in_common_are_found():
 
 
 def test_blocks_of_few_rows_are_not_divided():
-    plan = make_plan(Mask.causal(), "zigzag", ranks=4, length=64, moves="fetch", own="divided")
-    last = make_plan(Mask.full(), "contiguous", ranks=4, length=4 * 128, moves="fetch", own="divided")
+    plan = make_plan(Mask.causal(), "zigzag", ranks=4, length=64, moves="fetch", local_block_order="split")
+    last = make_plan(Mask.full(), "contiguous", ranks=4, length=4 * 128, moves="fetch", local_block_order="split")
     assert verify(plan) == verify(last) == []
     assert [s.compute.k_owners for s in last.backward.steps_of(0) if s.compute][-1] == (0,)
     assert sum(s.compute.k_owners == (0,) for s in last.backward.steps_of(0) if s.compute) == 1

@@ -91,9 +91,9 @@ def test_queries_are_read_in_their_message_but_for_lse_and_delta():
 
 
 @pytest.mark.parametrize("strategy", ["ring", "burst"])
-@pytest.mark.parametrize("gradients", ["wide", "narrow"])
+@pytest.mark.parametrize("gradients", ["float32", "input"])
 def test_gradients_are_added_up_wide_however_they_travel(strategy, gradients):
-    noted = attend(3, bp.make_strategy(strategy, gradients=gradients), torch.bfloat16)
+    noted = attend(3, bp.make_strategy(strategy, gradient_comm_dtype=gradients), torch.bfloat16)
     assert noted.dtypes == {torch.float32}
 
 

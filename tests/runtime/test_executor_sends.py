@@ -86,8 +86,9 @@ def test_ranks_that_are_done_wait_for_what_others_still_take():
 @pytest.mark.parametrize(
     "strategy",
     [
-        *("ring", "burst", "double_ring", bp.make_strategy("ring", moves="fetch", own="last")),
-        bp.make_strategy("ring", moves="fetch", ahead=2),  # causal, rank 0 is done before any of its two is needed
+        *("ring", "burst", "double_ring", bp.make_strategy("ring", moves="fetch", local_block_order="last")),
+        # Causal: rank 0 is done before any of its two is needed.
+        bp.make_strategy("ring", moves="fetch", prefetch_steps=2),
     ],
     ids=str,
 )

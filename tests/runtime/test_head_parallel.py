@@ -146,7 +146,7 @@ def test_rows_stay_as_they_come_for_kernels_of_one_launch():
 )
 @pytest.mark.parametrize("groups", [1, 2])
 def test_rows_are_put_in_order_for_kernels_that_are_faster_on_squares(mask, natural, groups):
-    strategy = make_strategy("ulysses", groups=groups)
+    strategy = make_strategy("ulysses", head_groups=groups)
     made = bp.plan(seq_len=64, ranks=2, heads=4, mask=mask, layout="zigzag", strategy=strategy)
     as_it_comes = in_rank_order(made, KernelTraits())
     assert as_it_comes is not made
@@ -192,12 +192,12 @@ def test_groups(heads, kv_heads, groups, keys, shared):
 
 def test_groups_that_cannot_be():
     assert not can_group(6, 3, 2)  # three heads would read one K/V head and a half
-    with pytest.raises(InputError, match="groups is not a number of groups; got 0"):
-        bp.make_strategy("ulysses", groups=0)
+    with pytest.raises(InputError, match="head_groups is not a number of groups; got 0"):
+        bp.make_strategy("ulysses", head_groups=0)
     with pytest.raises(
         UnsupportedError, match="in 2 groups; got 6 query and 3 K/V heads per rank; allowed: groups of 1"
     ):
-        bp.plan(seq_len=64, ranks=2, heads=12, kv_heads=6, strategy=bp.make_strategy("ulysses", groups=2))
+        bp.plan(seq_len=64, ranks=2, heads=12, kv_heads=6, strategy=bp.make_strategy("ulysses", head_groups=2))
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "ulysses+groups"])
@@ -229,7 +229,7 @@ def test_groups_hide_what_moves():
     rates = Rates(tflops=400.0, gbps=100.0, hop_latency=0.0, launch_latency=0.0, direct=((1, 100.0),))
     size = {"seq_len": 32768, "ranks": 4, "heads": 32, "kv_heads": 16}
     one, two, four = (
-        plan_cost(bp.plan(strategy=bp.make_strategy("ulysses", groups=n), **size), rates).per_rank["forward"][0]
+        plan_cost(bp.plan(strategy=bp.make_strategy("ulysses", head_groups=n), **size), rates).per_rank["forward"][0]
         for n in (1, 2, 4)
     )
     assert one.seconds == pytest.approx(one.compute_seconds + one.link_seconds)
@@ -309,7 +309,7 @@ def test_kernels_may_move_only_what_has_no_kernel_beside_it():
 
         transport.exchange = noted
         q, k, v = (torch.ones(1, 3, 4, 8, requires_grad=True) for _ in "qkv")
-        bp.attention(q, k, v, mesh=mesh, strategy=bp.make_strategy("ulysses", groups=groups)).sum().backward()
+        bp.attention(q, k, v, mesh=mesh, strategy=bp.make_strategy("ulysses", head_groups=groups)).sum().backward()
         return told
 
     one = [("to heads", True), ("to sequence", True)]

@@ -247,7 +247,9 @@ def test_named_without_nodes_it_takes_the_mesh_s(strategy):
 def test_explain_tells_both_ways():
     def work(mesh):
         q, k = torch.empty(1, 4, 4, 8), torch.empty(1, 4, 2, 8)
-        return bp.explain(q, k, k, mesh=mesh, strategy=bp.make_strategy("usp", inner=2, gradients="narrow")).moves
+        return bp.explain(
+            q, k, k, mesh=mesh, strategy=bp.make_strategy("usp", inner=2, gradient_comm_dtype="input")
+        ).moves
 
     told = bp.run_local(4, work)[0]
     assert told["forward"].endswith("between nodes K and V travel (all_to_all, ring, nodes of 2 ranks)")

@@ -34,12 +34,12 @@ def called(label: str, ranks: int, node: int) -> object:
     """The strategy that a label means, by its words."""
     words = {
         "fetch": {"moves": "fetch"},
-        "all ahead": {"ahead": ranks},
-        "all together": {"ahead": ranks, "together": ranks},
-        "own last": {"own": "last"},
-        "own divided": {"own": "divided"},
-        "2 groups": {"groups": 2},
-        "4 groups": {"groups": 4},
+        "all ahead": {"prefetch_steps": ranks},
+        "all together": {"prefetch_steps": ranks, "blocks_per_launch": ranks},
+        "own last": {"local_block_order": "last"},
+        "own divided": {"local_block_order": "split"},
+        "2 groups": {"head_groups": 2},
+        "4 groups": {"head_groups": 4},
         "kv": {"travels": "kv"},
         "q": {"travels": "q"},
     }

@@ -16,7 +16,7 @@ from tests.support.plugins import install
 THEIRS = """
 from dataclasses import dataclass
 from burst_portable.strategies.base import Strategy
-from burst_portable.strategies.options import AHEAD, option
+from burst_portable.strategies.options import PREFETCH_STEPS, option
 from burst_portable.strategies.ring import RingStrategy
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ def test_strategy_of_passes_ranks_per_node_on_to_those_that_have_it():
 
 
 def test_options_are_checked_together():
-    with pytest.raises(InputError, match=r'begins with its owner; got own=.last.; moves="fetch"'):
-        RingStrategy(own="last")
-    with pytest.raises(InputError, match="come one by one; got together=2"):
-        RingStrategy(together=2)
-    assert RingStrategy("fetch", together=2).together == 2
+    with pytest.raises(InputError, match=r'begins with its owner; got local_block_order=.last.; moves="fetch"'):
+        RingStrategy(local_block_order="last")
+    with pytest.raises(InputError, match="come one by one; got blocks_per_launch=2"):
+        RingStrategy(blocks_per_launch=2)
+    assert RingStrategy("fetch", blocks_per_launch=2).blocks_per_launch == 2

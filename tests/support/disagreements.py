@@ -46,7 +46,7 @@ DISAGREEMENTS: dict[str, tuple[dict, str]] = {
     "strategy": ({"strategy": "burst"}, "strategy: ring by ring with kv backward"),
     "moves": ({"strategy": bp.make_strategy("ring", moves="fetch")}, "by fetch"),
     "gradients": (
-        {"strategy": bp.make_strategy("ring", gradients="narrow"), "dtype": torch.bfloat16},
+        {"strategy": bp.make_strategy("ring", gradient_comm_dtype="input"), "dtype": torch.bfloat16},
         "narrow gradients on rank 1",
     ),
     "layout": ({"layout": "striped"}, "layout: zigzag on rank 0, 2 but striped on rank 1"),

@@ -20,7 +20,7 @@ from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import Needs
 from burst_portable.strategies.base import Machine, Strategy, ring_plan, travel_narrow
-from burst_portable.strategies.options import GRADIENTS, GradientWidth, option
+from burst_portable.strategies.options import GRADIENT_COMM_DTYPE, GradientCommDtype, option
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class AllGatherStrategy(Strategy):
     name = "all_gather"
     title = "every rank gets all K and V that its queries see, for one launch; backward, dK and dV go home"
 
-    gradients: GradientWidth = option(GRADIENTS)
+    gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
-        narrow = travel_narrow(call, self.gradients)
+        narrow = travel_narrow(call, self.gradient_comm_dtype)
         return ring_plan(call, self.name, side="kv", path=Gather(call.ranks), narrow=narrow)
 
     @classmethod
