@@ -8,7 +8,7 @@ time; it knows no contention and no slow neighbour, so it ranks plans rather tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import inf
@@ -119,6 +119,18 @@ def comes_in_order(plan: Plan, traits: KernelTraits) -> bool:
     trims = any(part.trims for _, part in plan.passes())
     square = traits.prefers_square and _is_square(plan)
     return _in_order(plan.call.layout, plan.head_parallel_size, traits.splits_tiles or trims or square)
+
+
+def in_rank_order(plan: Plan, traits: KernelTraits) -> Plan:
+    """Return the plan with rows of head shards left as they arrive, rank after rank.
+
+    It stays as it is if that would make too many tiles, or if the kernel prefers a square that the natural order makes.
+    """
+    if not comes_in_order(plan, traits):
+        return plan
+    queries, keys = (layout.joined(plan.head_parallel_size) for layout in (plan.call.layout, plan.call.k_layout))
+    joined = replace(plan.forward.call, layout=queries, kv_layout=keys)
+    return replace(plan, forward=replace(plan.forward, call=joined), backward=replace(plan.backward, call=joined))
 
 
 def _is_square(plan: Plan) -> bool:

@@ -9,7 +9,7 @@
 To heads: for a group of heads a rank gets one message from every other rank, with the rows of all tensors side by side.
 The sender packs each tensor in one copy, or sends it from where it lies (`Transport.supports_strided_sends`). What
 arrives lies rank after rank, and is used in place if the plan takes rows in that order
-(`strategies.ulysses.in_rank_order`).
+(`planning.cost.in_rank_order`).
 
 Back: one message per tensor, sent as the kernel left it if its rows already lie in the order of ranks; the receiver
 puts the ranks' heads together in one copy. Every exchange runs in the background until it is waited for.

@@ -24,6 +24,7 @@ from burst_portable.layout import Layout, contiguous
 from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.call import AttentionCall
+from burst_portable.planning.cost import in_rank_order
 from burst_portable.planning.messages import Inboxes, inboxes
 from burst_portable.planning.plans import Plan
 from burst_portable.runtime.executor import StepExecutor
@@ -49,7 +50,6 @@ from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.base import Strategy
 from burst_portable.strategies.planner import call_of_sizes, layout_of, mask_of, planned, planned_for
 from burst_portable.strategies.registry import strategy_of
-from burst_portable.strategies.ulysses import in_rank_order
 from burst_portable.utils.torch_modes import as_autocast_would
 from burst_portable.utils.values import size
 

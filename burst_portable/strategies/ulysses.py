@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 
 from burst_portable.errors import UnsupportedError
 from burst_portable.layout import contiguous
-from burst_portable.planning.call import AttentionCall, KernelTraits
-from burst_portable.planning.cost import comes_in_order
+from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.plans import HeadSplit, Plan, can_group, can_share, heads_each, make_pass_plan
 from burst_portable.planning.routes import Ring
 from burst_portable.strategies.base import Machine, Strategy
@@ -100,15 +99,3 @@ def possible_groups(call: AttentionCall) -> tuple[int, ...]:
 def shares_out(call: AttentionCall, ranks: int) -> bool:
     """Whether this many ranks can divide the heads of a call among them."""
     return can_share(call.heads, call.kv_heads, ranks)
-
-
-def in_rank_order(plan: Plan, traits: KernelTraits) -> Plan:
-    """The plan with rows of head shards left as they arrive, rank after rank, unless that makes too many tiles.
-
-    traits: of the kernel; nor where it prefers a square and the natural order makes one.
-    """
-    if not comes_in_order(plan, traits):
-        return plan
-    queries, keys = (layout.joined(plan.head_parallel_size) for layout in (plan.call.layout, plan.call.k_layout))
-    joined = replace(plan.forward.call, layout=queries, kv_layout=keys)
-    return replace(plan, forward=replace(plan.forward, call=joined), backward=replace(plan.backward, call=joined))

@@ -17,7 +17,7 @@ from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.layout import Layout, Segment, make_layout
 from burst_portable.mask import Mask
 from burst_portable.planning.call import AttentionCall, KernelTraits
-from burst_portable.planning.cost import plan_cost, reshard_bytes
+from burst_portable.planning.cost import in_rank_order, plan_cost, reshard_bytes
 from burst_portable.planning.plans import can_group, head_groups
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.tiles import find_tiles
@@ -26,7 +26,6 @@ from burst_portable.runtime.head_parallel import row_orders
 from burst_portable.runtime.prepare import Request, choose, describe
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.registry import make_strategy
-from burst_portable.strategies.ulysses import in_rank_order
 from tests.support.attention_cases import expected, make_inputs, on_one_rank, sent_and_planned
 from tests.support.seams import calls_with
 from tests.support.thread_peers import World, run_peers

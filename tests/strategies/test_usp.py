@@ -10,7 +10,7 @@ import burst_portable as bp
 from burst_portable.errors import InputError, UnsupportedError
 from burst_portable.layout import Layout, Segment
 from burst_portable.planning.call import KernelTraits
-from burst_portable.planning.cost import rank_cost
+from burst_portable.planning.cost import in_rank_order, rank_cost
 from burst_portable.planning.messages import inboxes
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.rates import Rates
@@ -18,7 +18,6 @@ from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
 from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.strategies.registry import make_strategy
-from burst_portable.strategies.ulysses import in_rank_order
 
 
 def make(ranks=12, inner=3, length=96, heads=12, kv_heads=6, mask="causal", layout="zigzag", **options) -> Plan:
