@@ -93,7 +93,7 @@ def reference(task: Task) -> dict[str, Tensor]:
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for h in range(q.shape[1]):
         at = h // task.group
-        s = (q[:, h] @ k[:, at].mT) * task.options.scale
+        s = (q[:, h] @ k[:, at].mT) * task.call.scale
         s.masked_fill_(~keep, -torch.inf)
         lse[:, h] = torch.logsumexp(s, -1)
         p = s.sub_(lse[:, h].unsqueeze(-1)).exp_().nan_to_num_(0.0)  # a row that sees nothing
@@ -102,8 +102,8 @@ def reference(task: Task) -> dict[str, Tensor]:
         ds = dout[:, h] @ v[:, at].mT
         ds.sub_((dout[:, h] * out[:, h]).sum(-1, keepdim=True)).mul_(p)
         del s, p
-        dq[:, h] = ds @ k[:, at] * task.options.scale
-        dk[:, at] += ds.mT @ q[:, h] * task.options.scale
+        dq[:, h] = ds @ k[:, at] * task.call.scale
+        dk[:, at] += ds.mT @ q[:, h] * task.call.scale
         del ds
     for name, x in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv)):
         result[name] = x.transpose(1, 2)
