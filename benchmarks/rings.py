@@ -112,14 +112,14 @@ def ours(strategy: str, transport: str, *, sent: bool = True) -> Contestant:
 
 
 def strategy_named(text: str) -> Any:
-    """``ring+fetch`` -> RingStrategy(moves="fetch"); ``ulysses+2`` -> UlyssesStrategy(head_groups=2)."""
+    """``ring+fetch`` -> RingStrategy(transfer="direct"); ``ulysses+2`` -> UlyssesStrategy(head_groups=2)."""
     name, _, how = text.partition("+")
     options: dict[str, dict[str, Any]] = {
         "": {},
-        "fetch": {"moves": "fetch"},
-        "ahead": {"moves": "fetch", "prefetch_steps": 64},
+        "fetch": {"transfer": "direct"},
+        "ahead": {"transfer": "direct", "prefetch_steps": 64},
     }
-    options["together"] = {"moves": "fetch", "prefetch_steps": 64, "blocks_per_launch": 64}
+    options["together"] = {"transfer": "direct", "prefetch_steps": 64, "blocks_per_launch": 64}
     for own in ("last", "divided"):
         options |= {
             f"{one}+{own}": {**options[one], "local_block_order": "split" if own == "divided" else own}

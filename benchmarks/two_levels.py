@@ -52,13 +52,13 @@ from burst_portable.strategies.registry import make_strategy
 
 PASSES = ("forward", "backward")
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "double_ring": {"travels": "kv"},
-    "double_ring, Q travels": {"travels": "q"},
+    "double_ring": {"backward_circulates": "kv"},
+    "double_ring, Q travels": {"backward_circulates": "q"},
     "usp": {},
-    "usp, Q travels": {"travels": "q"},
+    "usp, Q travels": {"backward_circulates": "q"},
     "ring": {},
-    "ring, fetched": {"moves": "fetch"},
-    "ring, all ahead": {"moves": "fetch", "prefetch_steps": 64},
+    "ring, fetched": {"transfer": "direct"},
+    "ring, all ahead": {"transfer": "direct", "prefetch_steps": 64},
 }
 QUICK = ("double_ring", "ring", "ring, fetched")
 SIMULATED = ((262144, 64), (1048576, 64), (1048576, 1024), (8388608, 1024))  # tokens, ranks

@@ -49,6 +49,11 @@ LAYOUT = (
 INNER = "Ranks a node, if there are several nodes; unless given, auto leaves out the strategies for them."
 
 
+def flag(option: str) -> str:
+    """Return the flag of an option of a strategy."""
+    return f"--{option.replace('_', '-')}"
+
+
 def _those_with(option: str) -> list[str]:
     """Return the names of the strategies that have an option."""
     return [name for name, strategy in classes().items() if any(one.name == option for one in fields(strategy))]
@@ -113,7 +118,7 @@ def asked_strategy(name: str, inner: int | None, options: Mapping[str, object], 
     for option, value in typed.items():
         if name in known() and not has_option(name, option):
             raise InputError(
-                f"the strategy {name!r} takes no --{option}",
+                f"the strategy {name!r} takes no {flag(option)}",
                 got=shown(value),
                 next_step=f"leave it out, or ask for --strategy {' or '.join(_those_with(option))}",
             )

@@ -15,6 +15,7 @@ from burst_portable.cli.options import (
     METAVAR,
     STRATEGY,
     asked_strategy,
+    flag,
     tokens,
     with_strategy_flags,
 )
@@ -114,7 +115,7 @@ def plan(
     rates = rates.with_nodes(inner or 0, outer_gbps)
     everything = strategy == ALL
     if everything and options:
-        got = ", ".join(f"--{name} {value}" for name, value in options.items())
+        got = ", ".join(f"{flag(name)} {value}" for name, value in options.items())
         raise InputError("--strategy all takes no options of a strategy", got=got, next_step="name one strategy")
     named = "auto" if everything else strategy
     planner = asked_strategy(named, inner if _has_nodes(named) else None, options, rates)

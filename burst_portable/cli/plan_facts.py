@@ -1,7 +1,7 @@
 """What `burst-portable plan` tells, as plain data: its JSON, and what its tables are made from. Needs no torch.
 
 ==================  ==========================================================================================
-schema              "burst_portable.plan/1"; a change that breaks readers counts it up
+schema              "burst_portable.plan/2"; a change that breaks readers counts it up
 problem             the sizes that were asked for; mask and layout by name; `area`: (query, key) pairs per head;
                     `blind_rows`: tokens that see nothing
 strategy, reason    what plans, and why where it was chosen
@@ -40,7 +40,7 @@ from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Step
 from burst_portable.planning.verify import verify
 
-SCHEMA = "burst_portable.plan/1"
+SCHEMA = "burst_portable.plan/2"
 ALL_RANKS = 64
 """Up to this many ranks are costed one by one, of more a sample: all would cost ranks² blocks."""
 

@@ -5,7 +5,7 @@ with dO, LSE and delta). At step s, a rank computes with one foreign block, or s
 block gets to each rank that needs it, and how the gradients that were made of it get home::
 
     ring     0 -> 1 -> 2 -> 3           a block goes from neighbour to neighbour, its gradients follow it
-    fetch    0 -> 1, 0 -> 2, 0 -> 3     each block straight from its owner, its gradients straight home; several may
+    direct   0 -> 1, 0 -> 2, 0 -> 3     each block straight from its owner, its gradients straight home; several may
                                         come together, for one launch
 
 A strategy may bring its own route. A block is sent only to ranks that need it under the mask; where that breaks a
@@ -172,7 +172,7 @@ class Fetch:
     ahead: int
     together: int
     before: float
-    name: str = "fetch"
+    name: str = "direct"
     phrase: str = "from their owners"
     trims: bool = True
 

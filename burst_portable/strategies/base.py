@@ -13,7 +13,7 @@ from burst_portable.planning.messages import row_size
 from burst_portable.planning.plans import Plan, make_pass_plan
 from burst_portable.planning.rates import Rates
 from burst_portable.planning.routes import Fetch, Ring, Route, Side
-from burst_portable.strategies.options import GradientCommDtype, LocalBlockOrder, Moves, check_options
+from burst_portable.strategies.options import GradientCommDtype, LocalBlockOrder, Transfer, check_options
 from burst_portable.utils.values import divisors
 
 _AT_ONCE = 16  # ranks, at most, whose blocks may all be held at once
@@ -90,7 +90,7 @@ class Strategy(ABC):
         return mask
 
     def as_code(self) -> str:
-        """Return how a program writes this strategy: ``strategy='ring'``, or ``RingStrategy(moves='fetch')``."""
+        """Return how a program writes this strategy: ``strategy='ring'``, or ``RingStrategy(transfer='direct')``."""
         given = ((one.name, getattr(self, one.name), one.default) for one in fields(self))
         changed = ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)
         return f"{type(self).__name__}({changed})" if changed else f"strategy={self.name!r}"
@@ -121,9 +121,11 @@ def share_before(call: AttentionCall, order: LocalBlockOrder, side: Side, *, nar
     return block / (block + gradients)
 
 
-def route(ranks: int, moves: Moves, prefetch_steps: int = 1, blocks_per_launch: int = 1, before: float = 1.0) -> Route:
-    """Return the route for a way of moving. The others are for `routes.Fetch`."""
-    if moves == "fetch":
+def route(
+    ranks: int, transfer: Transfer, prefetch_steps: int = 1, blocks_per_launch: int = 1, before: float = 1.0
+) -> Route:
+    """Return the route for a way to transfer blocks. The others are for `routes.Fetch`."""
+    if transfer == "direct":
         others = max(1, ranks - 1)
         together = min(blocks_per_launch, others)
         return Fetch(ranks, min(prefetch_steps, -(-others // together)), together, before)

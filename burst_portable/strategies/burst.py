@@ -23,10 +23,10 @@ from burst_portable.strategies.base import Machine, Strategy, ring_plan, route, 
 from burst_portable.strategies.options import (
     BLOCKS_PER_LAUNCH,
     GRADIENT_COMM_DTYPE,
-    MOVES,
     PREFETCH_STEPS,
+    TRANSFER,
     GradientCommDtype,
-    Moves,
+    Transfer,
     option,
 )
 
@@ -39,28 +39,28 @@ class BurstStrategy(Strategy):
     title = "K and V go round; backward, Q, dO, LSE and delta, and dQ after them"
     suggested = ("burst", "burst+fetch")
 
-    moves: Moves = option(MOVES)
+    transfer: Transfer = option(TRANSFER)
     prefetch_steps: int = option(PREFETCH_STEPS)
     blocks_per_launch: int = option(BLOCKS_PER_LAUNCH)
     gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
-        path = route(call.ranks, self.moves, self.prefetch_steps, self.blocks_per_launch)
+        path = route(call.ranks, self.transfer, self.prefetch_steps, self.blocks_per_launch)
         return ring_plan(call, self.name, side="q", path=path, narrow=travel_narrow(call, self.gradient_comm_dtype))
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
         yield "burst", cls()
-        yield "burst+fetch", cls("fetch")
+        yield "burst+fetch", cls("direct")
         if machine.can_hold_all(call):
             n = call.ranks
-            yield "burst+fetch, all ahead", cls("fetch", prefetch_steps=n)
-            yield "burst+fetch, all together", cls("fetch", prefetch_steps=n, blocks_per_launch=n)
+            yield "burst+fetch, all ahead", cls("direct", prefetch_steps=n)
+            yield "burst+fetch, all together", cls("direct", prefetch_steps=n, blocks_per_launch=n)
 
     @classmethod
     def trials(cls) -> Mapping[str, Strategy]:
         return {
             "burst": cls(),
-            "burst+fetch": cls("fetch"),
-            "burst+together": cls("fetch", prefetch_steps=64, blocks_per_launch=64),
+            "burst+fetch": cls("direct"),
+            "burst+together": cls("direct", prefetch_steps=64, blocks_per_launch=64),
         }

@@ -29,7 +29,7 @@ from burst_portable.planning.messages import row_size
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import Needs, Side
 from burst_portable.strategies.base import Machine, Strategy, node_size, ring_plan, travel_narrow
-from burst_portable.strategies.options import GRADIENT_COMM_DTYPE, INNER, TRAVELS, GradientCommDtype, option
+from burst_portable.strategies.options import BACKWARD_CIRCULATES, GRADIENT_COMM_DTYPE, INNER, GradientCommDtype, option
 from burst_portable.utils.values import check_divides
 
 
@@ -41,7 +41,7 @@ class DoubleRingStrategy(Strategy):
     title = "as ring or burst, round rings inside nodes and a ring over the nodes"
 
     inner: int | None = option(INNER)
-    travels: Side = option(TRAVELS)
+    backward_circulates: Side = option(BACKWARD_CIRCULATES)
     gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
@@ -52,18 +52,18 @@ class DoubleRingStrategy(Strategy):
             note = f"inner rings of {inner}: no node size was given"
         check_divides(inner, call.ranks)
         path = DoubleRing(call.ranks, inner, first=inner)
-        back = replace(path, first=_first_steps(call, self.travels, inner, narrow=narrow))
-        return ring_plan(call, self.name, side=self.travels, path=path, back=back, note=note, narrow=narrow)
+        back = replace(path, first=_first_steps(call, self.backward_circulates, inner, narrow=narrow))
+        return ring_plan(call, self.name, side=self.backward_circulates, path=path, back=back, note=note, narrow=narrow)
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
         if machine.ranks_per_node is not None and machine.ranks_per_node > 1:
             yield "double_ring", cls(machine.ranks_per_node)
-            yield "double_ring+kv", cls(machine.ranks_per_node, travels="kv")
+            yield "double_ring+kv", cls(machine.ranks_per_node, backward_circulates="kv")
 
     @classmethod
     def trials(cls) -> Mapping[str, Strategy]:
-        return {"double_ring": cls(), "double_ring+kv": cls(travels="kv")}
+        return {"double_ring": cls(), "double_ring+kv": cls(backward_circulates="kv")}
 
 
 def _first_steps(call: AttentionCall, side: Side, inner: int, *, narrow: bool) -> int:

@@ -2,7 +2,7 @@
 
 An option is a field of a strategy's dataclass::
 
-    moves: Moves = option(MOVES)
+    transfer: Transfer = option(TRANSFER)
     prefetch_steps: int = option(PREFETCH_STEPS)
 """
 
@@ -17,7 +17,7 @@ from burst_portable.errors import InputError, shown, unknown_name
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Moves = Literal["neighbour", "fetch"]
+Transfer = Literal["ring", "direct"]
 """How blocks travel: from neighbor to neighbor, or straight from their owners."""
 GradientCommDtype = Literal["float32", "input"]
 """How gradients of 16-bit inputs travel: in float32, as they are added up, or rounded to the dtype of the inputs."""
@@ -91,27 +91,27 @@ def check_options(strategy: DataclassInstance) -> None:
             raise InputError(reason, got=f"{name}={value!r}", next_step=next_step)
 
 
-_FETCHED = ("moves", "fetch")
+_DIRECT = ("transfer", "direct")
 # Those that several strategies have.
-MOVES = Option(
-    "neighbour",
-    "way of moving",
-    choices=("neighbour", "fetch"),
+TRANSFER = Option(
+    "ring",
+    "way to transfer blocks",
+    choices=("ring", "direct"),
     flag=True,
-    help="neighbour (from rank to rank) or fetch (straight from the owner).",
+    help="ring (from rank to rank) or direct (straight from the owner).",
 )
 PREFETCH_STEPS = Option(1, "a number of steps", help="Steps before it is needed that a block is fetched.")
 BLOCKS_PER_LAUNCH = Option(
     1,
     "a number of blocks",
-    needs=(*_FETCHED, "blocks from a neighbour come one by one"),
+    needs=(*_DIRECT, "blocks from a neighbour come one by one"),
     help="Fetched blocks per launch.",
 )
 LOCAL_BLOCK_ORDER = Option(
     "first",
     "order of the local block",
     choices=("first", "last", "split"),
-    needs=(*_FETCHED, "a block that is handed on begins with its owner"),
+    needs=(*_DIRECT, "a block that is handed on begins with its owner"),
     help="When backward computes with the local block: first hides the block that comes, last gradients.",
 )
 GRADIENT_COMM_DTYPE = Option(
@@ -120,7 +120,7 @@ GRADIENT_COMM_DTYPE = Option(
     choices=("float32", "input"),
     help="float32 (as gradients are added up) or input (rounded to the dtype of the inputs).",
 )
-TRAVELS = Option(
-    "q", "travelling side", choices=("kv", "q"), flag=True, help="kv or q, what goes round in the backward pass."
+BACKWARD_CIRCULATES = Option(
+    "q", "side to circulate", choices=("kv", "q"), flag=True, help="kv or q, what goes round in the backward pass."
 )
 INNER = Option(None, "a size", help="Ranks per node.")

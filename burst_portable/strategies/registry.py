@@ -95,7 +95,7 @@ def make_strategy(name: str, **options: object) -> Strategy:
         raise InputError(
             "a strategy's options are not part of its name",
             got=shown(name),
-            next_step=f'make_strategy("{base}", moves="fetch", ...), or --strategy {base} --moves fetch',
+            next_step=f'make_strategy("{base}", transfer="direct", ...), or --strategy {base} --transfer direct',
         )
     cls = load(name)
     given = {key: value for key, value in options.items() if value is not None}

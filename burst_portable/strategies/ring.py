@@ -22,11 +22,11 @@ from burst_portable.strategies.options import (
     BLOCKS_PER_LAUNCH,
     GRADIENT_COMM_DTYPE,
     LOCAL_BLOCK_ORDER,
-    MOVES,
     PREFETCH_STEPS,
+    TRANSFER,
     GradientCommDtype,
     LocalBlockOrder,
-    Moves,
+    Transfer,
     option,
 )
 
@@ -39,7 +39,7 @@ class RingStrategy(Strategy):
     title = "K and V go round; backward, dK and dV after them"
     suggested = ("ring", "ring+fetch")
 
-    moves: Moves = option(MOVES)
+    transfer: Transfer = option(TRANSFER)
     prefetch_steps: int = option(PREFETCH_STEPS)
     blocks_per_launch: int = option(BLOCKS_PER_LAUNCH)
     local_block_order: LocalBlockOrder = option(LOCAL_BLOCK_ORDER)
@@ -48,17 +48,17 @@ class RingStrategy(Strategy):
     def plan(self, call: AttentionCall) -> Plan:
         narrow = travel_narrow(call, self.gradient_comm_dtype)
         before = share_before(call, self.local_block_order, "kv", narrow=narrow)
-        path = route(call.ranks, self.moves, self.prefetch_steps, self.blocks_per_launch)
-        back = route(call.ranks, self.moves, self.prefetch_steps, self.blocks_per_launch, before)
+        path = route(call.ranks, self.transfer, self.prefetch_steps, self.blocks_per_launch)
+        back = route(call.ranks, self.transfer, self.prefetch_steps, self.blocks_per_launch, before)
         return ring_plan(call, self.name, side="kv", path=path, back=back, narrow=narrow)
 
     @classmethod
     def candidates(cls, call: AttentionCall, machine: Machine) -> Iterator[tuple[str, Strategy]]:
         yield "ring", cls()
-        yield "ring+fetch", cls(moves="fetch")
-        yield "ring+fetch, own last", cls(moves="fetch", local_block_order="last")
+        yield "ring+fetch", cls(transfer="direct")
+        yield "ring+fetch, own last", cls(transfer="direct", local_block_order="last")
         if machine.can_hold_all(call):
-            ahead = partial(cls, "fetch", prefetch_steps=call.ranks)
+            ahead = partial(cls, "direct", prefetch_steps=call.ranks)
             together = partial(ahead, blocks_per_launch=call.ranks)
             yield "ring+fetch, all ahead", ahead()
             yield "ring+fetch, all ahead, own last", ahead(local_block_order="last")
@@ -70,9 +70,9 @@ class RingStrategy(Strategy):
     def trials(cls) -> Mapping[str, Strategy]:
         return {
             "ring": cls(),
-            "ring+fetch": cls("fetch"),
-            "ring+ahead": cls("fetch", prefetch_steps=64),
-            "ring+together": cls("fetch", blocks_per_launch=2),
-            "ring+last": cls("fetch", prefetch_steps=64, local_block_order="last"),
-            "ring+divided": cls("fetch", prefetch_steps=64, blocks_per_launch=64, local_block_order="split"),
+            "ring+fetch": cls("direct"),
+            "ring+ahead": cls("direct", prefetch_steps=64),
+            "ring+together": cls("direct", blocks_per_launch=2),
+            "ring+last": cls("direct", prefetch_steps=64, local_block_order="last"),
+            "ring+divided": cls("direct", prefetch_steps=64, blocks_per_launch=64, local_block_order="split"),
         }

@@ -26,12 +26,12 @@ from burst_portable.planning.plans import HeadSplit, Plan, heads_each
 from burst_portable.planning.routes import Side
 from burst_portable.strategies.base import Machine, Strategy, node_size, ring_plan, route, travel_narrow
 from burst_portable.strategies.options import (
+    BACKWARD_CIRCULATES,
     GRADIENT_COMM_DTYPE,
     INNER,
-    MOVES,
-    TRAVELS,
+    TRANSFER,
     GradientCommDtype,
-    Moves,
+    Transfer,
     option,
 )
 from burst_portable.strategies.ulysses import UlyssesStrategy, shares_out
@@ -46,8 +46,8 @@ class UspStrategy(Strategy):
     title = "all rows of the node of some heads to each rank, a ring over the nodes, and back"
 
     inner: int | None = option(INNER)
-    travels: Side = option(TRAVELS, default="kv")
-    moves: Moves = option(MOVES)  # between nodes, as the next
+    backward_circulates: Side = option(BACKWARD_CIRCULATES, default="kv")
+    transfer: Transfer = option(TRANSFER)  # between nodes, as the next
     gradient_comm_dtype: GradientCommDtype = option(GRADIENT_COMM_DTYPE)
 
     def plan(self, call: AttentionCall) -> Plan:
@@ -65,8 +65,10 @@ class UspStrategy(Strategy):
             heads=heads,
             kv_heads=kv_heads,
         )
-        path = route(nodes, self.moves)
-        ring = ring_plan(between, self.name, side=self.travels, path=path, note=note, stride=inner, narrow=narrow)
+        path = route(nodes, self.transfer)
+        ring = ring_plan(
+            between, self.name, side=self.backward_circulates, path=path, note=note, stride=inner, narrow=narrow
+        )
         return replace(ring, call=call, heads=HeadSplit(inner) if inner > 1 else None)
 
     @classmethod
@@ -80,12 +82,12 @@ class UspStrategy(Strategy):
         if inner < call.ranks and call.ranks % inner == 0:
             part = "" if inner == node else f" in {inner}"
             yield f"usp{part}", cls(inner)
-            yield f"usp{part}+q", cls(inner, travels="q")
-            yield f"usp{part}+fetch", cls(inner, moves="fetch")
+            yield f"usp{part}+q", cls(inner, backward_circulates="q")
+            yield f"usp{part}+fetch", cls(inner, transfer="direct")
 
     @classmethod
     def trials(cls) -> Mapping[str, Strategy]:
-        return {"usp": cls(), "usp+fetch": cls(travels="q", moves="fetch")}
+        return {"usp": cls(), "usp+fetch": cls(backward_circulates="q", transfer="direct")}
 
     def _inner(self, call: AttentionCall) -> tuple[int, str]:
         """(ranks per node, a note if they were not given). Raises if the ranks or heads do not fit what was given."""

@@ -87,14 +87,14 @@ FUNCTIONS = {
         {"ranks": 2, "deadline": 5.0, "inner": 1, "backend": "cpu"},
     ),
     "make_layout": (bp.make_layout, {"name": "zigzag", "length": 16, "ranks": 2, "mask": None}),
-    "ring": (lambda **a: bp.plan(strategy=bp.make_strategy("ring", **a), **PLANNED), {"moves": "fetch"}),
+    "ring": (lambda **a: bp.plan(strategy=bp.make_strategy("ring", **a), **PLANNED), {"transfer": "direct"}),
     "double_ring": (
         lambda **a: bp.plan(strategy=bp.make_strategy(**a), **PLANNED),
-        {"name": "double_ring", "inner": 1, "travels": "q"},
+        {"name": "double_ring", "inner": 1, "backward_circulates": "q"},
     ),
     "usp": (
         lambda **a: bp.plan(strategy=bp.make_strategy("usp", **a), **PLANNED),
-        {"inner": 2, "travels": "q", "moves": "fetch", "gradient_comm_dtype": "float32"},
+        {"inner": 2, "backward_circulates": "q", "transfer": "direct", "gradient_comm_dtype": "float32"},
     ),
     "auto": (lambda **a: bp.plan(strategy=bp.make_strategy("auto", **a), **PLANNED), {"inner": 1, "rates": None}),
     "rotate": (rotate, {"x": Q, "where": IDS[0], "theta": 1e4}),

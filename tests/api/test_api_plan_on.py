@@ -95,7 +95,7 @@ def test_what_is_refused(change, error, told):
     [
         pytest.param("ring", marks=pytest.mark.full),
         pytest.param("ulysses", marks=pytest.mark.full),
-        bp.make_strategy("ring", moves="fetch", prefetch_steps=4, blocks_per_launch=4),
+        bp.make_strategy("ring", transfer="direct", prefetch_steps=4, blocks_per_launch=4),
     ],
 )
 def test_long_and_short_documents_dealt_out(strategy):

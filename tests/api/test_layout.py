@@ -71,7 +71,7 @@ def test_whole_documents_are_even_and_little_is_sent(ranks, seed):
     for name in OF_DOCUMENTS:
         where = make_layout(name, ends[-1], ranks, mask)
         problem = AttentionCall(mask, where, 32, 8, 128, 128)
-        plan = RingStrategy(moves="fetch").plan(problem)
+        plan = RingStrategy(transfer="direct").plan(problem)
         sent[name] = plan_cost(plan, Rates(600.0, 300.0)).sent
         pairs = [sum(s.compute.tiles.area for s in plan.forward.steps_of(r) if s.compute) for r in range(ranks)]
         assert sum(pairs) == mask.area(ends[-1])

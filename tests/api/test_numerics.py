@@ -110,7 +110,7 @@ def test_other_dtypes_are_converted():
     assert (target == 1.5).all()
 
 
-@pytest.mark.parametrize("moves", ["fetch", "neighbour"])
+@pytest.mark.parametrize("moves", ["direct", "ring"])
 def test_rows_are_packed_once(moves, monkeypatch):
     """Of a causal zigzag some ranks need a whole block and others half of it: that is a part of the same message."""
     copied = []
@@ -120,7 +120,7 @@ def test_rows_are_packed_once(moves, monkeypatch):
     )
     x = torch.randn(1, 64, 2, 8, generator=torch.Generator().manual_seed(0))
     right = bp.attention(x, x, x, mask="causal")
-    strategy = bp.make_strategy("ring", moves=moves, **({"prefetch_steps": 4} if moves == "fetch" else {}))
+    strategy = bp.make_strategy("ring", transfer=moves, **({"prefetch_steps": 4} if moves == "direct" else {}))
 
     def work(mesh):
         mine = bp.shard(x, mesh, layout="zigzag")

@@ -29,12 +29,12 @@ def refused(capsys, *arguments: str, code: int = 2, commands=None) -> str:
     ("arguments", "said"),
     [
         (("--strategy", "rng"), ["unknown strategy", "'rng'", "double_ring", "did you mean 'ring'"]),
-        (("--strategy", "ring+fetch"), ["not part of its name", "--strategy ring --moves fetch"]),
+        (("--strategy", "ring+fetch"), ["not part of its name", "--strategy ring --transfer direct"]),
         (("--layout", "zigzig"), ["unknown layout", "contiguous", "did you mean 'zigzag'"]),
         (("--mask", "casual"), ["unknown mask", "sink", "did you mean 'causal'"]),
         (("--dtype", "float23"), ["unknown dtype", "bfloat16", "did you mean 'float"]),
-        (("--strategy", "ring", "--moves", "fech"), ["unknown way of moving", "did you mean 'fetch'"]),
-        (("--strategy", "double_ring", "--travels", "v"), ["unknown travelling side", "kv, q"]),
+        (("--strategy", "ring", "--transfer", "dirct"), ["unknown way to transfer blocks", "did you mean 'direct'"]),
+        (("--strategy", "double_ring", "--backward-circulates", "v"), ["unknown side to circulate", "kv, q"]),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
@@ -77,8 +77,14 @@ def test_zero_and_negative_numbers(capsys, option, value):
             ("--strategy", "usp", "--inner", "2", "--heads", "3"),
             ["cannot share these heads out in a node", "3 query", "inner=2", "inner of 1 on 2 ranks", "'double_ring'"],
         ),
-        (("--strategy", "auto", "--moves", "fetch"), ["'auto' takes no --moves", "--strategy ring or burst or usp"]),
-        (("--strategy", "ulysses", "--travels", "kv"), ["'ulysses' takes no --travels", "--strategy double_ring"]),
+        (
+            ("--strategy", "auto", "--transfer", "direct"),
+            ["'auto' takes no --transfer", "--strategy ring or burst or usp"],
+        ),
+        (
+            ("--strategy", "ulysses", "--backward-circulates", "kv"),
+            ["'ulysses' takes no --backward-circulates", "--strategy double_ring"],
+        ),
         (("--strategy", "ring", "--outer-gbps", "50"), ["--outer-gbps is between nodes", "--inner"]),
         (("out.json",), ["unexpected extra argument", "out.json"]),
         (("--json", "/no/such/folder/plan.json"), ["--json cannot be written", "No such file"]),

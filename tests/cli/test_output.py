@@ -56,7 +56,7 @@ def test_a_narrow_table_cuts_neither_names_nor_numbers():
 def test_json_is_alone_on_standard_output(capsys, value):
     assert main([*PLAN, *value]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["schema"] == "burst_portable.plan/1"
+    assert json.loads(captured.out)["schema"] == "burst_portable.plan/2"
     assert captured.err == ""
 
 

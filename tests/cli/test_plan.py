@@ -200,7 +200,7 @@ def test_json_goes_to_a_file_beside_the_tables(capsys, tmp_path):
     assert main(["plan", *TINY, "--json", str(file)]) == 0
     out = capsys.readouterr().out
     facts = json.loads(file.read_text())
-    assert facts["schema"] == "burst_portable.plan/1"
+    assert facts["schema"] == "burst_portable.plan/2"
     assert "score matrix" in out
     assert "predicted efficiency" in out
 

@@ -52,5 +52,5 @@ def test_plan_all_takes_layout_and_nodes(capsys):
 
 
 def test_plan_all_refuses_options_of_one_strategy(capsys):
-    assert main([*CALL, "--moves", "fetch"]) == 2
-    assert "takes no options of a strategy; got --moves fetch" in capsys.readouterr().err
+    assert main([*CALL, "--transfer", "direct"]) == 2
+    assert "takes no options of a strategy; got --transfer direct" in capsys.readouterr().err

@@ -96,7 +96,7 @@ def test_a_call_after_an_error_in_a_pass(strategy, recorded):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ring", "burst", "double_ring", "usp", bp.make_strategy("ring", moves="fetch")], ids=str
+    "strategy", ["ring", "burst", "double_ring", "usp", bp.make_strategy("ring", transfer="direct")], ids=str
 )
 def test_segments_that_cannot_meet_are_found_before_the_pass(strategy):
     """Ranks 2 and 3 hold every second row, and see keys of rank 1, which holds each of its own. The next call works."""

@@ -58,7 +58,7 @@ def test_nothing_waits_for_another_node_before_the_round_is_over(travels, first)
 
     Backward so many steps of the own node's round are first, by the bytes of float32, and the others last.
     """
-    strategy = make_strategy("double_ring", inner=NODE, travels=travels)
+    strategy = make_strategy("double_ring", inner=NODE, backward_circulates=travels)
 
     def work(mesh):
         transport = Watched(mesh.transport("cpu"))
@@ -89,7 +89,7 @@ def test_plans_give_gradients_between_nodes_a_whole_round(travels, first):
         kv_heads=2,
         head_dim=8,
         mask="full",
-        strategy=make_strategy("double_ring", inner=NODE, travels=travels),
+        strategy=make_strategy("double_ring", inner=NODE, backward_circulates=travels),
     )
     moves = [
         m for rank in range(RANKS) for s in plan.backward.steps_of(rank) for m in (*s.receives, *s.result_receives)

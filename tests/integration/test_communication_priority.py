@@ -50,7 +50,7 @@ class Asked(WrappedKernel):
     ("strategy", "steps"),
     [
         ("ring", [True, True, True, False]),
-        (bp.make_strategy("ring", moves="fetch"), [True, True, True, False]),
+        (bp.make_strategy("ring", transfer="direct"), [True, True, True, False]),
         ("double_ring", [True, True, True, False]),
         (GROUPS, [True, True]),
         ("ulysses", [False]),

@@ -57,7 +57,7 @@ def test_the_double_ring_hides_the_network():
     usual = {"ranks": 32, "seq_len": 131072}
     seconds = {
         name: plan_cost(plan(make_strategy(name, **options), **usual), rates).seconds
-        for name, options in (("ring", {}), ("burst", {}), ("double_ring", {"inner": 8, "travels": "kv"}))
+        for name, options in (("ring", {}), ("burst", {}), ("double_ring", {"inner": 8, "backward_circulates": "kv"}))
     }
     assert seconds["double_ring"] < 0.8 * seconds["ring"] < seconds["burst"]
     reason = plan(AutoStrategy(inner=8, rates=replace(rates, node=0)), **usual).reason
@@ -114,7 +114,7 @@ def test_messages_that_hold_kernels_up():
     short = replace(rates, gbps=2 * size / 1e9, comm_slowdown=(0.5, 0.0))  # half a second, half of it lost
     assert rank_cost(made, "forward", 0, short).seconds == pytest.approx(2.25)
     fetched = bp.plan(seq_len=64, ranks=2, heads=8, head_dim=64, mask="full", layout="contiguous",
-                      strategy=make_strategy("ring", moves="fetch"))  # fmt: skip
+                      strategy=make_strategy("ring", transfer="direct"))  # fmt: skip
     free = replace(short, direct=((1, short.gbps),))
     assert rank_cost(fetched, "forward", 0, free).seconds == pytest.approx(2.0)
     # What is handed on is not direct, and without a transport of the backend's own nothing is.
@@ -122,7 +122,7 @@ def test_messages_that_hold_kernels_up():
     assert rank_cost(fetched, "forward", 0, short).seconds == pytest.approx(2.25)
     # Of two blocks that take a second each, the second slows two steps of half a second down for as long as they run.
     three = bp.plan(seq_len=96, ranks=3, heads=8, head_dim=64, mask="full", layout="contiguous",
-                    strategy=make_strategy("ring", moves="fetch", prefetch_steps=2))  # fmt: skip
+                    strategy=make_strategy("ring", transfer="direct", prefetch_steps=2))  # fmt: skip
     both = replace(rates, tflops=2 * rates.tflops, gbps=size / 1e9, comm_slowdown=(0.5, 0.0))
     assert rank_cost(three, "forward", 0, both).seconds == pytest.approx(2.5)
 
@@ -130,7 +130,7 @@ def test_messages_that_hold_kernels_up():
 def test_several_messages_at_once():
     """Four ranks, full mask, nothing to compute: three blocks one by one, and all at once as fast as two go alone."""
     usual = {"seq_len": 64, "heads": 8, "kv_heads": 8, "head_dim": 64, "mask": "full", "layout": "contiguous"}
-    made = plan(make_strategy("ring", moves="fetch", prefetch_steps=3, blocks_per_launch=3), ranks=4, **usual)
+    made = plan(make_strategy("ring", transfer="direct", prefetch_steps=3, blocks_per_launch=3), ranks=4, **usual)
     size = rank_cost(made, "forward", 0, Rates(1, 1)).received
     one = Rates(1e9, 1.0, 0.0, 0.0, link=((1, size / 3e9),))
     assert rank_cost(made, "forward", 0, one).seconds == pytest.approx(3.0, rel=1e-3)
@@ -140,7 +140,7 @@ def test_several_messages_at_once():
         (2, 1.0),
         (3, 4.0),
     ):  # one message alone goes as fast as any other; two together are slow here
-        few = plan(make_strategy("ring", moves="fetch", prefetch_steps=2, blocks_per_launch=2), ranks=ranks,
+        few = plan(make_strategy("ring", transfer="direct", prefetch_steps=2, blocks_per_launch=2), ranks=ranks,
                    **usual | {"seq_len": 16 * ranks})  # fmt: skip
         assert rank_cost(few, "forward", 0, many).seconds == pytest.approx(seconds, rel=1e-3)
     crossing = replace(many, node=1, hop_latency=1.0)  # one after the other, each a second

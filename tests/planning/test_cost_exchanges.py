@@ -83,10 +83,10 @@ def test_only_where_all_goes_straight_nothing_is_packed():
     """Two nodes of two, backward: dO is picked from where it lies if blocks between nodes go straight, too."""
     rates = Rates(1e9, 1e9, 0.0, 0.0, memory=1e-9)
     packed = 2 * 32 * 4 * 64 * 2
-    for moves, saved in (("neighbour", 0), ("fetch", packed)):
+    for moves, saved in (("ring", 0), ("direct", packed)):
         made = bp.plan(
             seq_len=64 * 2, ranks=4, heads=8, kv_heads=8, head_dim=64, mask="full", layout="contiguous",
-            strategy=make_strategy("usp", inner=2, moves=moves),
+            strategy=make_strategy("usp", inner=2, transfer=moves),
         )  # fmt: skip
         plain, direct = (
             rank_cost(made, "backward", 0, replace(rates, direct=curve)).seconds for curve in ((), ((1, 1e9),))

@@ -20,10 +20,10 @@ def seconds(made, pass_name, rank=0, **changes):
     return rank_cost(made, pass_name, rank, Rates(1e9, 1e9, 0.0, 0.0, memory=1e-9, **changes)).seconds
 
 
-@pytest.mark.parametrize("moves", ["neighbour", "fetch"])
+@pytest.mark.parametrize("moves", ["ring", "direct"])
 def test_a_block_is_packed_once_by_its_owner(moves):
     """Rank 2 of three: on a ring it hands on a block of more rows as it came; to fetch, two ask for the same rows."""
-    made = bp.plan(seq_len=50, ranks=3, **USUAL, strategy=make_strategy("ring", moves=moves))
+    made = bp.plan(seq_len=50, ranks=3, **USUAL, strategy=make_strategy("ring", transfer=moves))
     assert [made.layout.count(rank) for rank in range(3)] == [17, 17, 16]
     row = 16 * 6 * 64  # numbers of a tensor of rank 2; out is merged twice
     assert seconds(made, "forward", 2) == pytest.approx(2 * (2 * row * 2) + 2 * 8 * row, rel=1e-6)
@@ -76,7 +76,7 @@ PARTLY = Layout("partly", 12, ((Segment(0, 4, 2),), (Segment(1, 4, 2), Segment(8
         (PARTLY, {}, True, False),
         (MANY, {}, False, False),  # of one rank
         ("zigzag", {"inner": 2}, False, True),
-        ("zigzag", {"inner": 2, "moves": "fetch"}, False, False),  # in natural order more rows can be left out
+        ("zigzag", {"inner": 2, "transfer": "direct"}, False, False),  # in natural order more rows can be left out
         ("striped", {"inner": 2}, True, True),  # a node's rows are interleaved with those of others anyway
     ],
     ids=str,

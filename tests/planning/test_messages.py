@@ -17,7 +17,7 @@ def test_fields_of_a_message_are_aligned():
 
 def test_blocks_together_are_one_launch_and_one_piece_of_the_inbox():
     """Five ranks, two blocks a launch: rank 3's own, then those of 1 and 2, then those of 0 and 4."""
-    plan = make_plan(Mask.full(), "contiguous", ranks=5, length=60, moves="fetch", blocks_per_launch=2)
+    plan = make_plan(Mask.full(), "contiguous", ranks=5, length=60, transfer="direct", blocks_per_launch=2)
     steps = plan.forward.steps_of(3)
     assert [s.compute.k_owners for s in steps] == [(3,), (1, 2), (0, 4)]
     assert [s.compute.tiles.area for s in steps] == [144, 288, 288]
@@ -29,7 +29,7 @@ def test_blocks_together_are_one_launch_and_one_piece_of_the_inbox():
         theirs = inboxes(plan, rank).places
         assert all(theirs[m] == places[m] for m in theirs.keys() & places.keys())
     causal = make_plan(
-        Mask.causal(), "zigzag", "burst", ranks=8, length=160, moves="fetch", prefetch_steps=8, blocks_per_launch=8
+        Mask.causal(), "zigzag", "burst", ranks=8, length=160, transfer="direct", prefetch_steps=8, blocks_per_launch=8
     )
     assert [s.compute.label for s in causal.forward.steps_of(2)] == ["q2 x kv2", "q2 x kv0+1+3+4+5+6+7"]
     assert verify(causal) == []

@@ -29,7 +29,7 @@ def test_only_ranks_that_need_a_block_get_it():
 
 
 def test_fetching_takes_only_the_rows_that_are_seen():
-    plan = make_plan(Mask.window(3), "contiguous", "ring", ranks=4, length=64, moves="fetch")
+    plan = make_plan(Mask.window(3), "contiguous", "ring", ranks=4, length=64, transfer="direct")
     (move,) = [m for s in plan.forward.steps_of(2) for m in s.receives]
     assert move.rows == (13, 16)
     whole = make_plan(Mask.window(3), "contiguous", "ring", ranks=4, length=64)

@@ -96,7 +96,7 @@ def test_few_rows_are_not_worth_a_launch():
 
 def test_the_own_block_last_by_hand():
     """Rank 0 of 4, full mask, backward: gradients of the last foreign block leave while the own one is computed."""
-    options = {"mask": Mask.full(), "layout": "contiguous", "moves": "fetch", "prefetch_steps": 3}
+    options = {"mask": Mask.full(), "layout": "contiguous", "transfer": "direct", "prefetch_steps": 3}
     first, last = (make_plan(local_block_order=own, **options) for own in ("first", "last"))
     assert first.forward == last.forward
     steps = last.backward.steps_of(0)
@@ -114,7 +114,7 @@ def test_the_own_block_last_by_hand():
 
 def test_the_own_block_divided_by_hand():
     """Rank 0 of 4, full mask, backward: a third of the own block while others come, two while gradients leave."""
-    options = {"mask": Mask.full(), "layout": "contiguous", "length": 4 * 1536, "moves": "fetch"}
+    options = {"mask": Mask.full(), "layout": "contiguous", "length": 4 * 1536, "transfer": "direct"}
     plan = make_plan(local_block_order="split", prefetch_steps=3, blocks_per_launch=3, **options)
     assert verify(plan) == []
     steps = plan.backward.steps_of(0)
@@ -144,7 +144,7 @@ def test_the_own_block_divided_by_hand():
     ],
 )
 def test_where_the_own_block_is_divided(mask, layout, cuts):
-    plan = make_plan(mask, layout, ranks=3, length=3 * 1536, moves="fetch", local_block_order="split")
+    plan = make_plan(mask, layout, ranks=3, length=3 * 1536, transfer="direct", local_block_order="split")
     assert verify(plan) == []
     found = []
     for rank in range(3):
@@ -155,7 +155,7 @@ def test_where_the_own_block_is_divided(mask, layout, cuts):
 
 
 def test_rows_that_two_parts_have_in_common_are_found():
-    plan = make_plan(Mask.full(), "contiguous", length=4 * 1536, moves="fetch", local_block_order="split")
+    plan = make_plan(Mask.full(), "contiguous", length=4 * 1536, transfer="direct", local_block_order="split")
     steps = plan.backward.steps_of(1)
     upper = steps[0].compute
     wrong = dataclasses.replace(steps[-1], compute=upper)  # the same rows again, and as many never
@@ -164,8 +164,8 @@ def test_rows_that_two_parts_have_in_common_are_found():
 
 
 def test_blocks_of_few_rows_are_not_divided():
-    plan = make_plan(Mask.causal(), "zigzag", ranks=4, length=64, moves="fetch", local_block_order="split")
-    last = make_plan(Mask.full(), "contiguous", ranks=4, length=4 * 128, moves="fetch", local_block_order="split")
+    plan = make_plan(Mask.causal(), "zigzag", ranks=4, length=64, transfer="direct", local_block_order="split")
+    last = make_plan(Mask.full(), "contiguous", ranks=4, length=4 * 128, transfer="direct", local_block_order="split")
     assert verify(plan) == verify(last) == []
     assert [s.compute.k_owners for s in last.backward.steps_of(0) if s.compute][-1] == (0,)
     assert sum(s.compute.k_owners == (0,) for s in last.backward.steps_of(0) if s.compute) == 1

@@ -86,9 +86,9 @@ def test_ranks_that_are_done_wait_for_what_others_still_take():
 @pytest.mark.parametrize(
     "strategy",
     [
-        *("ring", "burst", "double_ring", bp.make_strategy("ring", moves="fetch", local_block_order="last")),
+        *("ring", "burst", "double_ring", bp.make_strategy("ring", transfer="direct", local_block_order="last")),
         # Causal: rank 0 is done before any of its two is needed.
-        bp.make_strategy("ring", moves="fetch", prefetch_steps=2),
+        bp.make_strategy("ring", transfer="direct", prefetch_steps=2),
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ def qkv(rows=16, heads=4, kv_heads=2):
     return [torch.randn(1, rows, h, 8) for h in (heads, kv_heads, kv_heads)]
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ring", "burst", "ulysses", bp.make_strategy("ring", moves="fetch")])
+@pytest.mark.parametrize("strategy", ["auto", "ring", "burst", "ulysses", bp.make_strategy("ring", transfer="direct")])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "layout": "striped"}, {"kernel": "reference"}])
 def test_what_is_told_is_what_runs(strategy, options):
     def work(mesh):

@@ -33,15 +33,15 @@ def problem(
 def called(label: str, ranks: int, node: int) -> object:
     """The strategy that a label means, by its words."""
     words = {
-        "fetch": {"moves": "fetch"},
+        "fetch": {"transfer": "direct"},
         "all ahead": {"prefetch_steps": ranks},
         "all together": {"prefetch_steps": ranks, "blocks_per_launch": ranks},
         "own last": {"local_block_order": "last"},
         "own divided": {"local_block_order": "split"},
         "2 groups": {"head_groups": 2},
         "4 groups": {"head_groups": 4},
-        "kv": {"travels": "kv"},
-        "q": {"travels": "q"},
+        "kv": {"backward_circulates": "kv"},
+        "q": {"backward_circulates": "q"},
     }
     first, *more = label.split(", ")
     name, *how = first.split("+")

@@ -181,7 +181,7 @@ def test_half_a_million_tokens_on_two():
 def test_more_ahead_is_never_predicted_slower_and_costs_memory():
     rates = rates_of_machine("NVIDIA H200", 8)
     for name in ("ring", "burst"):
-        one, more = (plan_cost(plan(make_strategy(name, moves="fetch", prefetch_steps=n)), rates) for n in (1, 7))
+        one, more = (plan_cost(plan(make_strategy(name, transfer="direct", prefetch_steps=n)), rates) for n in (1, 7))
         assert more.seconds <= one.seconds
         assert more.sent == one.sent
         assert more.per_rank["forward"][0].blocks_held > one.per_rank["forward"][0].blocks_held

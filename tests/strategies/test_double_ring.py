@@ -18,7 +18,7 @@ from tests.support.plans import make_plan
 @pytest.mark.parametrize("travels", ["kv", "q"])
 def test_double_rings_of_every_shape(inner, travels):
     for mask in (Mask.causal(), Mask.full(), Mask.window(9), Mask.documents((0, 7, 30, 96))):
-        plan = make_plan(mask, ranks=12, length=96, strategy="double_ring", inner=inner, travels=travels)
+        plan = make_plan(mask, ranks=12, length=96, strategy="double_ring", inner=inner, backward_circulates=travels)
         assert verify(plan) == []
 
 
@@ -31,7 +31,7 @@ def test_a_double_ring_sends_the_next_node_s_block_first():
 
 def test_the_own_node_s_round_is_divided_by_hand():
     """Rank 0 of two nodes of 4, full mask, backward, K and V travel: dK and dV have twice the bytes of K and V."""
-    plan = make_plan(Mask.full(), "contiguous", "double_ring", ranks=8, inner=4, travels="kv")
+    plan = make_plan(Mask.full(), "contiguous", "double_ring", ranks=8, inner=4, backward_circulates="kv")
     steps = plan.backward.steps_of(0)
     assert [s.compute.k_owners[0] for s in steps if s.compute] == [0, 4, 7, 6, 5, 3, 2, 1]
     assert [[(m.owner, m.source) for m in s.receives] for s in steps][:8] == [
@@ -51,7 +51,7 @@ def test_the_own_node_s_round_is_divided_by_hand():
 )
 def test_steps_before_other_nodes_by_bytes(inner, travels, first):
     """K and V are a third of the bytes that cross backward; Q, dO, LSE and delta a little over half."""
-    plan = make_plan(Mask.causal(), ranks=16, strategy="double_ring", inner=inner, travels=travels)
+    plan = make_plan(Mask.causal(), ranks=16, strategy="double_ring", inner=inner, backward_circulates=travels)
     assert (plan.forward.route.first, plan.backward.route.first) == (inner, first)
     whole = dataclasses.replace(plan.backward.route, first=inner)
     undivided = dataclasses.replace(plan, backward=make_pass_plan(plan.call, travels, whole, whole))

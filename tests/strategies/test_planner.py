@@ -37,8 +37,8 @@ def test_what_does_not_go_together_is_refused(options, error, message):
 
 WRONG = {
     "inner": (2.0, "inner is not a size; got 2.0"),
-    "travels": ("k", "travelling side"),
-    "moves": ("teleport", "fetch, neighbour"),
+    "backward_circulates": ("k", "side to circulate"),
+    "transfer": ("teleport", "direct, ring"),
     "prefetch_steps": (0, "prefetch_steps is not a number of steps; got 0"),
     "blocks_per_launch": (0, "blocks_per_launch is not a number of blocks; got 0"),
     "local_block_order": ("middle", "first, last"),

@@ -31,7 +31,7 @@ class Theirs(RingStrategy):
 
     @classmethod
     def trials(cls):
-        return {"theirs": cls(), "theirs+fetch": cls("fetch")}
+        return {"theirs": cls(), "theirs+fetch": cls("direct")}
 
 class NoDataclass(Strategy):
     name = "theirs"
@@ -84,7 +84,7 @@ def test_load_imports_each_of_ours_by_its_name():
 def test_strategy_of_another_package_is_found(package):
     package({"theirs": "their_strategies:Theirs"})
     assert "theirs" in known()
-    assert make_strategy("theirs", moves="fetch").as_code() == "Theirs(moves='fetch')"
+    assert make_strategy("theirs", transfer="direct").as_code() == "Theirs(transfer='direct')"
     plan = bp.plan(seq_len=64, ranks=4, heads=4, strategy="theirs")
     assert plan.strategy == "theirs"
     assert "theirs " in bp.plan(seq_len=64, ranks=4, heads=4).reason  # `auto` has compared it
@@ -137,8 +137,8 @@ def test_strategy_of_passes_ranks_per_node_on_to_those_that_have_it():
 
 
 def test_options_are_checked_together():
-    with pytest.raises(InputError, match=r'begins with its owner; got local_block_order=.last.; moves="fetch"'):
+    with pytest.raises(InputError, match=r'begins with its owner; got local_block_order=.last.; transfer="direct"'):
         RingStrategy(local_block_order="last")
     with pytest.raises(InputError, match="come one by one; got blocks_per_launch=2"):
         RingStrategy(blocks_per_launch=2)
-    assert RingStrategy("fetch", blocks_per_launch=2).blocks_per_launch == 2
+    assert RingStrategy("direct", blocks_per_launch=2).blocks_per_launch == 2

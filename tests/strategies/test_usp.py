@@ -28,7 +28,7 @@ def make(ranks=12, inner=3, length=96, heads=12, kv_heads=6, mask="causal", layo
 
 
 @pytest.mark.parametrize("inner", [1, 2, 3, 4, 6, 12])
-@pytest.mark.parametrize("options", [{}, {"travels": "q"}, {"moves": "fetch"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"backward_circulates": "q"}, {"transfer": "direct"}], ids=str)
 def test_nodes_of_every_size(inner, options):
     for mask in ("causal", "full", "window:9", "documents:0,7,30,96"):
         for layout in ("zigzag", "striped", "contiguous"):
@@ -51,14 +51,14 @@ def test_a_node_by_hand():
     assert [(m.label, m.source, m.target) for m in second.arrivals] == [("kv1", 1, 4)]
 
 
-@pytest.mark.parametrize("moves", ["neighbour", "fetch"])
+@pytest.mark.parametrize("moves", ["ring", "direct"])
 @pytest.mark.parametrize(
     ("ranks", "inner", "as_in"), [(2, 2, "ulysses"), (6, 6, "ulysses"), (6, 1, "ring"), (1, 1, "ring")]
 )
 def test_nodes_that_make_it_another_strategy(ranks, inner, as_in, moves):
     """All ranks in one node: that is Ulysses. One rank a node: a ring."""
-    ours = make(ranks=ranks, inner=inner, moves=moves)
-    strategy = make_strategy("ring", moves=moves) if as_in == "ring" else as_in
+    ours = make(ranks=ranks, inner=inner, transfer=moves)
+    strategy = make_strategy("ring", transfer=moves) if as_in == "ring" else as_in
     other = bp.plan(seq_len=96, ranks=ranks, heads=12, kv_heads=6, head_dim=64, strategy=strategy)
     assert replace(ours, strategy=as_in) == other
 
@@ -166,7 +166,7 @@ def test_fewer_larger_launches():
     ours = rank_cost(make(inner=8, **size), "forward", 0, rates)
     double = bp.plan(
         seq_len=size["length"], ranks=256, heads=32, kv_heads=8, head_dim=64,
-        strategy=make_strategy("double_ring", inner=8, travels="kv"),
+        strategy=make_strategy("double_ring", inner=8, backward_circulates="kv"),
     )  # fmt: skip
     theirs = rank_cost(double, "forward", 0, rates)
     assert (ours.launches, theirs.launches) == (32, 256)
@@ -177,7 +177,7 @@ def test_fewer_larger_launches():
 @pytest.mark.parametrize("kv_heads", [6, 1])  # of one that is shared, gradients are wide: backward needs more room
 def test_places_in_inboxes(kv_heads):
     """What is resharded lies in front; messages behind it, apart, in the same places forward and backward."""
-    plan = make(ranks=6, moves="fetch", mask="full", kv_heads=kv_heads)
+    plan = make(ranks=6, transfer="direct", mask="full", kv_heads=kv_heads)
     assert plan.direct
     assert not make(ranks=6).direct
     found = [inboxes(plan, rank) for rank in range(6)]

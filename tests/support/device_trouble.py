@@ -61,7 +61,9 @@ def attend(mesh: bp.Mesh, mine: list[torch.Tensor], seed: int = 0, strategy: str
     *inputs, dout = mine
     leaves = [x.requires_grad_() for x in inputs]
     groups = 2 if HEADS // mesh.size > 1 else 1
-    options = {"head_groups": groups} if strategy == "ulysses" else {"moves": "fetch", "prefetch_steps": 1 + seed % 3}
+    options = (
+        {"head_groups": groups} if strategy == "ulysses" else {"transfer": "direct", "prefetch_steps": 1 + seed % 3}
+    )
     chosen = make_strategy(strategy, **options)
     out = bp.attention(*leaves, mesh=mesh, strategy=chosen, deterministic=True)
     out.backward(dout)

@@ -44,7 +44,7 @@ DISAGREEMENTS: dict[str, tuple[dict, str]] = {
     "dtype": ({"dtype": torch.bfloat16}, "dtype: float32 on rank 0, 2 but bfloat16 on rank 1"),
     "mask": ({"mask": "full"}, "mask: causal on rank 0, 2 but full on rank 1"),
     "strategy": ({"strategy": "burst"}, "strategy: ring by ring with kv backward"),
-    "moves": ({"strategy": bp.make_strategy("ring", moves="fetch")}, "by fetch"),
+    "moves": ({"strategy": bp.make_strategy("ring", transfer="direct")}, "by direct"),
     "gradients": (
         {"strategy": bp.make_strategy("ring", gradient_comm_dtype="input"), "dtype": torch.bfloat16},
         "narrow gradients on rank 1",

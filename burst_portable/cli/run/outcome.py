@@ -20,7 +20,7 @@ from burst_portable.cli.run.setup import Prepared, utilisation
 from burst_portable.cli.run.train import PHASES, Course, Gradients, Outcome, course_of
 from burst_portable.config import from_environment
 
-SCHEMA = "burst_portable.run/1"
+SCHEMA = "burst_portable.run/2"
 Facts = dict[str, Any]
 T = TypeVar("T")
 

@@ -85,7 +85,7 @@ def _transport(report: Report) -> str:
     if not direct or used == direct:
         return ""
     straight = all(plan.get("direct") for plan in report["plans"])
-    how = "" if straight else ", with blocks straight from their owners (moves='fetch')"
+    how = "" if straight else ", with blocks straight from their owners (transfer='direct')"
     return f"try the transport {direct} (BURST_TRANSPORT={direct}) in place of {used}{how}"
 
 

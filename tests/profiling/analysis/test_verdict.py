@@ -145,11 +145,11 @@ def test_what_a_slow_link_brings_is_told_in_a_unit_that_fits():
 def test_exposed_communication_and_the_side_that_travels_less():
     as_many = bp.plan(strategy="ring", heads=8, kv_heads=8, **SIZES)
     advice = verdict(exposed(as_many), "communication", 300)
-    assert advice.startswith("try BurstStrategy(moves='fetch'), which sends 0.")
+    assert advice.startswith("try BurstStrategy(transfer='direct'), which sends 0.")
     assert "(Q and dO travel backward)" in advice
     few = bp.plan(strategy="burst", heads=8, kv_heads=1, **SIZES)
     advice = verdict(exposed(few), "communication", 300)
-    assert advice.startswith("try RingStrategy(moves='fetch'), which sends 0.")
+    assert advice.startswith("try RingStrategy(transfer='direct'), which sends 0.")
     assert "(K and V travel backward)" in advice
 
 
