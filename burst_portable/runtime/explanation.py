@@ -16,6 +16,7 @@ from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.plans import PASSES, PassName, Plan
 from burst_portable.runtime.prepare import Request, RequestOptions, choose, describe
 from burst_portable.runtime.validation import checked_device
+from burst_portable.strategies.auto import AutoStrategy
 from burst_portable.utils.torch_modes import as_autocast_would
 
 
@@ -100,7 +101,7 @@ def explain(
     q, k, v = as_autocast_would(q, k, v, device_type)
     call = describe(q, k, v, sinks, mesh, request, device_type)
     plan, backend, kernel, why_kernel = choose(call, mesh, request)
-    automatic = "auto" in (request.strategy, getattr(request.strategy, "name", ""))
+    automatic = request.strategy == "auto" or isinstance(request.strategy, AutoStrategy)
     why = filter(None, ("" if automatic else "named", plan.reason))
     return Explanation(
         backend=_backend(backend, mesh, call.device),
