@@ -1,10 +1,10 @@
-"""Runs one rank's steps of a pass, whatever the strategy. (`head_parallel` brings resharded heads here, and home.)
+"""Run one rank's steps of a pass, for every strategy. (`head_parallel` exchanges tokens for heads around them.)
 
 ::
 
-    for each step:  what arrives   ->   send on, receive ahead   ->   compute   ->   gradients after their block
+    for each step:  wait for blocks  ->  send, post receives  ->  compute  ->  send gradients after their block
 
-`planning.schedule.Step` says what each step holds, `planning.routes.Move` when a message leaves and when it is needed.
+`planning.schedule.Step` lists what each step does, `planning.messages.StepMessages` the sizes of its messages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from burst_portable.planning.tiles import Tiles
 from burst_portable.runtime.prepared_call import Executor, PreparedCall
 
 Views = tuple[Tensor, ...]
-"""The tensors of a block: (k, v), (q, dO, LSE, delta), or gradients; over messages, or a rank's own."""
+"""The tensors of a block: (k, v), (q, dO, LSE, delta), or gradients. They are views of a message, or local tensors."""
 
 
 class StepExecutor(Executor):

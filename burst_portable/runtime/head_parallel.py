@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from burst_portable import numerics
-from burst_portable import numerics as wide_copy
 from burst_portable.comm.base import Exchange, Part, Parts, Strip, Strips
 from burst_portable.kernels.base import BackwardInputs, arrived
 from burst_portable.layout import Layout, Segment
@@ -63,7 +62,7 @@ class Reshard:
         self._begun = False
 
     @property
-    def lasting(self) -> bool:
+    def persistent(self) -> bool:
         """Whether tensors that arrived stay unchanged after the pass."""
         return self.to_plan is not None or self.transport.persistent_inbox
 
@@ -102,9 +101,9 @@ class Reshard:
             for (x, heads), into in zip(parts, _fields(packed, fields, like.shape[0]), strict=True):
                 owned = _of_owners(x, min(len(packed), x.shape[2]), heads)
                 if len(owned) == len(packed):
-                    wide_copy.copy(owned, into)
+                    numerics.copy(owned, into)
                 else:  # several ranks share an owner's heads
-                    wide_copy.copy(owned.unsqueeze(1), into.view(len(owned), -1, *into.shape[1:]))
+                    numerics.copy(owned.unsqueeze(1), into.view(len(owned), -1, *into.shape[1:]))
         return packed
 
     def to_sequence(self, parts: Sequence[tuple[Tensor, Tensor, Span]], *, alone: bool) -> ToSequence:
@@ -199,7 +198,7 @@ class ToSequence:
                 owners = min(len(pieces), result.shape[2])
                 if owners < len(pieces):  # [ranks, S, B, h, D] -> [heads, S, B, 1, D]
                     pieces = pieces.view(owners, -1, *pieces.shape[1:]).sum(1)
-                wide_copy.copy(pieces, _of_owners(result, owners, heads))
+                numerics.copy(pieces, _of_owners(result, owners, heads))
         self._exchange.left()
         self._came.clear()
         self._sends.clear()
@@ -395,7 +394,7 @@ class HeadExecutor(Executor):
             arriving.left()
             if keep:
                 saved.append((queries, keys, values, group_out, group_lse))
-        if keep and not reshard.lasting:  # while the last results leave
+        if keep and not reshard.persistent:  # while the last results leave
             saved = _copied(saved, coming)
         for results in leaving:
             results.wait()

@@ -11,7 +11,6 @@ from burst_portable.conformance.cases import LENGTH
 from burst_portable.errors import DtypeError, InputError, ShapeError
 from burst_portable.kernels.reference import ReferenceKernel
 from burst_portable.planning.tiles import Tile, Tiles
-from burst_portable.runtime import executor
 from tests.support.calls import settings
 from tests.support.local_kernels import inputs
 from tests.support.thread_peers import World, run_peers
@@ -115,9 +114,7 @@ def test_rows_are_packed_once(moves, monkeypatch):
     """Of a causal zigzag some ranks need a whole block and others half of it: that is a part of the same message."""
     copied = []
     real = numerics.copy
-    monkeypatch.setattr(
-        executor.wide_copy, "copy", lambda source, target: (copied.append(source), real(source, target))
-    )
+    monkeypatch.setattr(numerics, "copy", lambda source, target: (copied.append(source), real(source, target)))
     x = torch.randn(1, 64, 2, 8, generator=torch.Generator().manual_seed(0))
     right = bp.attention(x, x, x, mask="causal")
     strategy = bp.make_strategy("ring", transfer=moves, **({"prefetch_steps": 4} if moves == "direct" else {}))
