@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from burst_portable.backends.base import Backend, Probe
-from burst_portable.backends.registry import load
+from burst_portable.backends.selection import load
 
 AXES: dict[str, tuple[object, ...]] = {
     "heads": ("2x1x16x16", "1x1x40x24", "1x1x64x64", "1x1x80x80"),

@@ -36,7 +36,7 @@ import burst_portable as bp
 from benchmarks.ranks import Clock, Guard, join, leave
 from benchmarks.report import setting
 from benchmarks.script import count, end, names
-from burst_portable.backends.registry import for_device
+from burst_portable.backends.selection import for_device
 from burst_portable.cli.run.models import build, outline, quiet, recompute_layers
 from burst_portable.cli.run.outcome import TOLERANCES
 from burst_portable.cli.run.setup import model_flops, utilisation

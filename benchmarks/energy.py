@@ -25,7 +25,7 @@ from benchmarks.providers import PROVIDERS, Calls, Task, make_task
 from benchmarks.report import Result, setting
 from benchmarks.script import accelerator, end, names
 from burst_portable.backends.base import Meter
-from burst_portable.backends.registry import for_device, open_or_reason
+from burst_portable.backends.selection import for_device, open_or_reason
 from burst_portable.errors import BackendUnavailableError
 
 WARM = 0.4  # seconds under load before anything is counted: clocks settle

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import burst_portable as bp
-from burst_portable.backends.registry import for_device
+from burst_portable.backends.selection import for_device
 from burst_portable.comm.local import Fabric, LocalTransport
 from burst_portable.profiling.analysis.analyze import analyze
 from burst_portable.profiling.recorder import Recorder, RecordingObserver

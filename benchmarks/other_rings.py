@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.providers import Absent
 from benchmarks.ranks import Links
 from benchmarks.rings import Calls, Contestant, Gradients, Task, through_autograd
-from burst_portable.backends.registry import choose_kernel, for_device
+from burst_portable.backends.selection import choose_kernel, for_device
 from burst_portable.kernels.base import BackwardInputs
 from burst_portable.kernels.operator_kernel import CausalOperatorKernel
 from burst_portable.layout import Segment

@@ -42,7 +42,7 @@ from benchmarks.ring import STRATEGIES
 from benchmarks.ring_rows import ROWS
 from benchmarks.rings import strategy_named
 from benchmarks.script import count, current_device, end, file, names
-from burst_portable.backends.registry import for_device
+from burst_portable.backends.selection import for_device
 from burst_portable.profiling.analysis.analyze import analyze
 from burst_portable.profiling.analysis.matching import match
 from burst_portable.profiling.intervals import Timeline

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import burst_portable
 from benchmarks.script import accelerator
-from burst_portable.backends.registry import choose_kernel, for_device
+from burst_portable.backends.selection import choose_kernel, for_device
 from burst_portable.kernels.base import BackwardInputs, Kernel
 from burst_portable.layout import Segment
 from burst_portable.mask import Mask, Region

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import burst_portable as bp
-from burst_portable.backends.registry import for_device, group_options_of
+from burst_portable.backends.selection import for_device, group_options_of
 from burst_portable.comm.base import Transport
 from burst_portable.config import Config
 from burst_portable.errors import BurstError, InputError

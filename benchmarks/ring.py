@@ -36,7 +36,7 @@ from benchmarks.ring_report import Measured, print_tables, write
 from benchmarks.ring_rows import QUICK_ROWS, ROWS, Row
 from benchmarks.rings import Calls, Contestant, Task, ours
 from benchmarks.script import current_device, end, names
-from burst_portable.backends.registry import choose_kernel, for_device
+from burst_portable.backends.selection import choose_kernel, for_device
 from burst_portable.conformance.oracle import dense_mask
 from burst_portable.errors import BurstError
 from burst_portable.kernels.base import BackwardInputs

@@ -40,7 +40,7 @@ from benchmarks.ring import ERROR_LIMIT, errors, expected
 from benchmarks.ring_rows import ROWS
 from benchmarks.rings import Calls, Still, Task, through_autograd
 from benchmarks.script import count, end, names
-from burst_portable.backends.registry import choose_kernel, for_device, group_options_of, rates_of
+from burst_portable.backends.selection import choose_kernel, for_device, group_options_of, rates_of
 from burst_portable.comm.base import Handle, Message, Transport
 from burst_portable.comm.two_levels import TwoLevelTransport, with_two_levels
 from burst_portable.errors import InputError

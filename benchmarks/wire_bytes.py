@@ -38,7 +38,7 @@ from benchmarks.rings import Calls, Task, ours, strategy_named
 from benchmarks.script import count, end, file, names
 from benchmarks.wire_report import Measured, Ways, planned, summary, table
 from burst_portable.backends.base import LinkCounters
-from burst_portable.backends.registry import for_device, open_or_reason
+from burst_portable.backends.selection import for_device, open_or_reason
 from burst_portable.comm.base import Transport
 from burst_portable.errors import BackendUnavailableError, BurstError, DeviceError
 from burst_portable.planning.plans import PASSES, Plan

@@ -11,7 +11,7 @@ from typing import Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from burst_portable.backends.registry import choose_kernel, for_device
+from burst_portable.backends.selection import choose_kernel, for_device
 from burst_portable.errors import InputError
 from burst_portable.kernels.base import as_kernels_take
 from burst_portable.layout import Layout

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import for_device, group_options_of, known, runnable
+from burst_portable.backends.selection import for_device, group_options_of, known, runnable
 from burst_portable.comm.agreement import agree, call_signature
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import Fabric, LocalTransport, run_threads

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = "burst_portable"
-SHARED_BACKEND_MODULES = {"__init__.py", "base.py", "registry.py"}
+SHARED_BACKEND_MODULES = {"__init__.py", "base.py", "selection.py"}
 VENDOR_WORDS = {"cpu", "cuda", "hip", "rocm", "npu", "ascend", "xpu", "mps", "nvidia", "amd"}
 VENDOR_FLAGS = {"is_cpu", "is_cuda", "is_npu", "is_xpu", "is_mps"}
 CAPABILITY = "query a capability, not a vendor"

@@ -67,8 +67,8 @@ BOXES: dict[str, tuple[float, float, str, str, list[tuple[str, str]]]] = {
         [("strategies/base.py", "plan"), ("planning/plans.py", "Plan")],
     ),
     "choose": (
-        480, 136, "choose_kernel: Kernel", "backends/registry.py",
-        [("backends/registry.py", "choose_kernel"), ("kernels/base.py", "Kernel")],
+        480, 136, "choose_kernel: Kernel", "backends/selection.py",
+        [("backends/selection.py", "choose_kernel"), ("kernels/base.py", "Kernel")],
     ),
     "transport": (
         720, 136, "mesh.transport_for: Transport", "mesh.py, comm/",

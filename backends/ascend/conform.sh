@@ -16,7 +16,7 @@ for cann in /usr/local/Ascend/ascend-toolkit/set_env.sh "$HOME/Ascend/ascend-too
     fi
 done
 
-reason=$("$python" -c 'from burst_portable.backends.registry import load; print(load("ascend").probe().reason)')
+reason=$("$python" -c 'from burst_portable.backends.selection import load; print(load("ascend").probe().reason)')
 if [ -n "$reason" ]; then
     echo "conform: $reason" >&2
     exit 2

@@ -9,7 +9,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}
 
-look='from burst_portable.backends.registry import load; print(load("rocm").probe().reason)'
+look='from burst_portable.backends.selection import load; print(load("rocm").probe().reason)'
 if ! reason=$("$python" -c "$look" 2>&1) || [ -n "$reason" ]; then
     echo "conform: $python: $(echo "$reason" | tail -n 1)" >&2
     exit 2

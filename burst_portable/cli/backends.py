@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import known, load, probed
+from burst_portable.backends.selection import known, load, probed
 from burst_portable.errors import BackendUnavailableError, unknown_name
 
 

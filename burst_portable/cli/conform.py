@@ -118,7 +118,7 @@ def conform(
 def _of_this_machine() -> str:
     import torch
 
-    from burst_portable.backends.registry import for_device
+    from burst_portable.backends.selection import for_device
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return for_device(accelerator.type if accelerator else torch.empty(0).device.type).name

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_portable import __version__
-from burst_portable.backends.registry import known, load, passed_over, probed
+from burst_portable.backends.selection import known, load, passed_over, probed
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, labelled, table
 from burst_portable.config import Config, from_environment
 from burst_portable.errors import BackendUnavailableError, InputError, unknown_name

@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.text import Text
 
 from burst_portable import __version__
-from burst_portable.backends.registry import known
+from burst_portable.backends.selection import known
 from burst_portable.cli import PROGRAM
-from burst_portable.cli.options import LENGTH, METAVAR, naming_rank, ranks_asked, tokens
+from burst_portable.cli.flags import LENGTH, METAVAR, naming_rank, ranks_asked, tokens
 from burst_portable.cli.output import JSON_HELP, JsonOption, console, table
 from burst_portable.cli.run.job import DTYPES
 from burst_portable.config import Launched, launched
@@ -98,7 +98,7 @@ def _job(
     """All that can be refused is refused here, before a process starts."""
     import torch
 
-    from burst_portable.backends.registry import choose_kernel
+    from burst_portable.backends.selection import choose_kernel
     from burst_portable.cli.backends import choose_backend
     from burst_portable.cli.measure_worker import MeasureJob
     from burst_portable.cli.run.job import check_processes, check_room, cores

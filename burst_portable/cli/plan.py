@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from burst_portable.cli.options import (
+from burst_portable.cli.flags import (
     INNER,
     LAYOUT,
     LENGTH,

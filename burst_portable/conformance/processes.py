@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import group_options_of, known, load
+from burst_portable.backends.selection import group_options_of, known, load
 from burst_portable.comm.base import Transport
 from burst_portable.config import listen_on_loopback
 from burst_portable.conformance.cases import Case

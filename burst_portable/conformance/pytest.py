@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import load, probed
+from burst_portable.backends.selection import load, probed
 from burst_portable.conformance.running import examining
 from burst_portable.conformance.suite import attempt, rerun, shrunk, trials_of
 from burst_portable.conformance.trial import Subject, Trial

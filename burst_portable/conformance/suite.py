@@ -19,7 +19,7 @@ import torch
 
 from burst_portable import __version__
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import choose_kernel, known, load, probed
+from burst_portable.backends.selection import choose_kernel, known, load, probed
 from burst_portable.conformance.cases import Case, strategy_trials
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.processes import carried, deaf_to_interrupts, unpacked

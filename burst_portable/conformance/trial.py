@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import choose_kernel
+from burst_portable.backends.selection import choose_kernel
 from burst_portable.comm.base import Transport
 from burst_portable.comm.local import run_threads
 from burst_portable.conformance.cases import STRATEGIES, Case, strategy_trials

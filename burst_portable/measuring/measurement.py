@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from burst_portable.backends.base import Backend, Rates
-from burst_portable.backends.registry import choose_kernel, rates_of
+from burst_portable.backends.selection import choose_kernel, rates_of
 from burst_portable.comm.base import Transport
 from burst_portable.errors import DeviceError
 from burst_portable.kernels.base import Kernel

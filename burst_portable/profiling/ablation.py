@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burst_portable.backends.registry import for_device
+from burst_portable.backends.selection import for_device
 from burst_portable.comm.agreement import agree_on_call
 from burst_portable.comm.base import Exchange, Handle, Message, Parts, Strips, Transport, WrappedTransport
 from burst_portable.errors import InputError, shown

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_portable.backends.registry import for_device, open_or_reason, rates_of
+from burst_portable.backends.selection import for_device, open_or_reason, rates_of
 from burst_portable.comm.base import Exchange, Handle, Parts, Strips, Transport, WrappedTransport
 from burst_portable.errors import InputError, LayoutError, UnsupportedError
 from burst_portable.layout import NAMES, OF_DOCUMENTS, Layout, make_layout

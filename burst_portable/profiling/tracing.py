@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from burst_portable.backends import base as backends
-from burst_portable.backends.registry import as_kineto, for_device
+from burst_portable.backends.selection import as_kineto, for_device
 from burst_portable.errors import InputError, UnsupportedError, in_a_line
 from burst_portable.profiling.intervals import Timeline, contention, union
 from burst_portable.profiling.records import Place, Table, Traced

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import known, supports_high_priority, unavailable_reason
+from burst_portable.backends.selection import known, supports_high_priority, unavailable_reason
 from burst_portable.kernels.base import Kernel
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.plans import PASSES, PassName, Plan

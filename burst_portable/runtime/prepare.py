@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import choose_kernel, rates_of
+from burst_portable.backends.selection import choose_kernel, rates_of
 from burst_portable.comm.agreement import CallSignature, HashedValue, call_signature, hashed_value
 from burst_portable.comm.base import Transport
 from burst_portable.errors import InputError, shown

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 import burst_portable as bp
 from burst_portable import numerics, run_local
-from burst_portable.backends.registry import choose_kernel, load
+from burst_portable.backends.selection import choose_kernel, load
 from burst_portable.config import Config, from_environment
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import MASKS

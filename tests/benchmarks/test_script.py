@@ -22,7 +22,7 @@ from benchmarks.report import Result, beside, setting
 from benchmarks.script import accelerator, count, current_device, end, file, names
 from burst_portable.backends.base import Backend
 from burst_portable.backends.cpu.backend import CpuBackend
-from burst_portable.backends.registry import for_device
+from burst_portable.backends.selection import for_device
 from burst_portable.errors import BackendUnavailableError, DeadlineError, UnknownNameError
 from burst_portable.layout import Segment
 from burst_portable.planning.tiles import find_tiles

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from burst_portable.backends import registry
+from burst_portable.backends import selection
 from burst_portable.backends.base import Probe
 from burst_portable.cli import doctor, main
 
@@ -23,13 +23,13 @@ def backends(tmp_path, monkeypatch):
         info = tmp_path / f"{name}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{name} = {name}_backend:backend\n")
+        (info / "entry_points.txt").write_text(f"[{selection.GROUP}]\n{name} = {name}_backend:backend\n")
 
     monkeypatch.syspath_prepend(tmp_path)
     yield install
     for module in [name for name in sys.modules if name.endswith("_backend")]:
         del sys.modules[module]
-    registry.load.cache_clear()
+    selection.load.cache_clear()
 
 
 def examined(capsys) -> dict:
@@ -56,7 +56,7 @@ def test_kernels_stand_in_order_with_what_they_serve(capsys):
 
 
 def test_every_known_backend_has_a_row(capsys):
-    assert set(examined(capsys)["backends"]) == set(registry.known())
+    assert set(examined(capsys)["backends"]) == set(selection.known())
 
 
 def test_the_tables_tell_the_same(capsys, monkeypatch):
@@ -72,7 +72,7 @@ def test_the_tables_tell_the_same(capsys, monkeypatch):
 ABSENT = """
 from dataclasses import replace
 from burst_portable.backends.base import Backend, Probe
-from burst_portable.backends.registry import load
+from burst_portable.backends.selection import load
 class Absent(Backend):
     name = "theirs"
     capabilities = load("cpu").capabilities

@@ -17,7 +17,7 @@ import torch
 
 from burst_portable import numerics
 from burst_portable.backends.base import Probe
-from burst_portable.backends.registry import load
+from burst_portable.backends.selection import load
 from burst_portable.conformance import check_backend
 from burst_portable.conformance.checks import CHECKS
 from burst_portable.conformance.report import Report

@@ -7,7 +7,7 @@ import torch
 
 from burst_portable.backends.cuda.backend import CudaBackend
 from burst_portable.backends.cuda.hopper import flash4
-from burst_portable.backends.registry import choose_kernel
+from burst_portable.backends.selection import choose_kernel
 from burst_portable.kernels.base import BackwardInputs
 from tests.support.calls import kernel_call
 from tests.support.flash4_cases import OPTIONS, box, causal, compare_whole, inputs

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.wire_report import Measured, Planned
-from burst_portable.backends.registry import for_device, open_or_reason
+from burst_portable.backends.selection import for_device, open_or_reason
 from tests.support.device_wire_bytes import ROWS, STRATEGIES
 
 pytestmark = [

@@ -14,7 +14,7 @@ import burst_portable as bp
 from burst_portable.backends.cpu.backend import CpuBackend
 from burst_portable.backends.cuda.backend import has_high_priority, high_priority_options
 from burst_portable.backends.cuda.machines import rates_of_machine
-from burst_portable.backends.registry import group_options_of, load
+from burst_portable.backends.selection import group_options_of, load
 from burst_portable.cli.run.job import rates_of_run
 from burst_portable.cli.run.worker import join
 from burst_portable.errors import BackendUnavailableError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import burst_portable as bp
-from burst_portable.backends.registry import load, rates_of
+from burst_portable.backends.selection import load, rates_of
 from burst_portable.config import Config
 from burst_portable.errors import DeviceError
 from burst_portable.measuring import measurement

@@ -11,8 +11,8 @@ import pytest
 
 import burst_portable as bp
 from burst_portable.backends.cuda.nvml import NvmlMeter
-from burst_portable.backends.registry import load, open_or_reason
 from burst_portable.backends.rocm.device import AmdsmiMeter
+from burst_portable.backends.selection import load, open_or_reason
 from burst_portable.errors import BackendUnavailableError
 from burst_portable.profiling.analysis.analyze import analyze
 from burst_portable.profiling.clocks import Sensors, told

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import burst_portable as bp
-from burst_portable.backends.registry import for_device
+from burst_portable.backends.selection import for_device
 from burst_portable.conformance import oracle
 from burst_portable.conformance.cases import LENGTH, MASKS, STRATEGIES, Case
 from burst_portable.conformance.oracle import Answer, judge

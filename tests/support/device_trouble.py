@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import burst_portable as bp
-from burst_portable.backends.registry import for_device
+from burst_portable.backends.selection import for_device
 from burst_portable.config import Config
 from burst_portable.errors import CommunicationError, MismatchError, UnsupportedError
 from burst_portable.strategies.registry import make_strategy

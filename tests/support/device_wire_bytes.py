@@ -19,7 +19,7 @@ from benchmarks.ranks import Links, connect
 from benchmarks.ring_rows import Row
 from benchmarks.wire_bytes import Wire, prepared
 from benchmarks.wire_report import Measured, planned
-from burst_portable.backends.registry import for_device, open_or_reason
+from burst_portable.backends.selection import for_device, open_or_reason
 from burst_portable.comm.base import Transport
 from burst_portable.planning.plans import PASSES
 from tests.support.device_trouble import join

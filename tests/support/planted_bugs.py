@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from burst_portable.backends.base import Backend, Capabilities, Probe
-from burst_portable.backends.registry import load
+from burst_portable.backends.selection import load
 from burst_portable.comm.base import Transport
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import Kernel, LazyKernel

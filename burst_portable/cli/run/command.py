@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from burst_portable.backends.registry import known
+from burst_portable.backends.selection import known
 from burst_portable.cli import PROGRAM
-from burst_portable.cli.options import (
+from burst_portable.cli.flags import (
     INNER,
     LAYOUT,
     LENGTH,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from burst_portable.backends.registry import rates_of, supports_high_priority
+from burst_portable.backends.selection import rates_of, supports_high_priority
 from burst_portable.errors import InputError
 from burst_portable.utils.text import bytes_text
 

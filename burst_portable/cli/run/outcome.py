@@ -13,7 +13,7 @@ import transformers
 
 from burst_portable import __version__
 from burst_portable.backends.base import Backend, Rates
-from burst_portable.backends.registry import load
+from burst_portable.backends.selection import load
 from burst_portable.cli.plan_facts import plan_facts
 from burst_portable.cli.run.job import Job, rates_of_run
 from burst_portable.cli.run.setup import Prepared, utilisation

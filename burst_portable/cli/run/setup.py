@@ -13,7 +13,7 @@ from torch.nn import Embedding
 
 from burst_portable.backends.base import Backend
 from burst_portable.cli.backends import choose_backend
-from burst_portable.cli.options import asked_strategy
+from burst_portable.cli.flags import asked_strategy
 from burst_portable.cli.run.job import DTYPES, Job, check_memory, check_numbers, check_processes, cores, rates_of_run
 from burst_portable.cli.run.models import (
     check_tokens,

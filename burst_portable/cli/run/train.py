@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from burst_portable.backends.registry import load
-from burst_portable.cli.options import asked_strategy
+from burst_portable.backends.selection import load
+from burst_portable.cli.flags import asked_strategy
 from burst_portable.cli.run.job import Job, rates_of_run
 from burst_portable.cli.run.models import batches, build, checkpoint_of, config_of, quiet, recompute_layers, tokens_of
 from burst_portable.gradients import sum_gradients, sum_over_ranks

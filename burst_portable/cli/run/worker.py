@@ -86,7 +86,7 @@ def join(backend: str, rank: int, ranks: int, folder: Path) -> None:
     """The process group of all ranks, which meet in a file of the folder; `DeadlineError` where one is missing."""
     import torch.distributed as dist
 
-    from burst_portable.backends.registry import group_options_of, load
+    from burst_portable.backends.selection import group_options_of, load
     from burst_portable.config import from_environment, listen_on_loopback
 
     serving, deadline = load(backend), from_environment().deadline
@@ -113,7 +113,7 @@ def join_launched(backend: str, place: Launched) -> None:
     """The process group of the ranks that a launcher has started. Raises `DeadlineError` where they do not meet."""
     import torch.distributed as dist
 
-    from burst_portable.backends.registry import group_options_of, load
+    from burst_portable.backends.selection import group_options_of, load
     from burst_portable.config import from_environment
 
     serving, deadline = load(backend), from_environment().deadline

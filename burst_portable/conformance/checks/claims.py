@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from burst_portable.backends.base import Backend
-from burst_portable.backends.registry import choose_kernel
+from burst_portable.backends.selection import choose_kernel
 from burst_portable.conformance.cases import DTYPES, Case
 from burst_portable.conformance.checks.attention import HEAD_SIZES, judged
 from burst_portable.conformance.oracle import make_inputs

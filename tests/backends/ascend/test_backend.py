@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from burst_portable.backends import registry
+from burst_portable.backends import selection
 from burst_portable.errors import UnsupportedError
 
 TORCH = torch.__version__.partition("+")[0]
@@ -37,7 +37,7 @@ def test_what_is_wrong_is_told(tmp_path, monkeypatch, version, source, what, the
         info = tmp_path / f"torch_npu-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch_npu\nVersion: {version}\n")
-    probe = registry.load("ascend").probe()
+    probe = selection.load("ascend").probe()
     sys.modules.pop("torch_npu", None)
     assert not probe.ok
     assert what in probe.reason
@@ -45,13 +45,13 @@ def test_what_is_wrong_is_told(tmp_path, monkeypatch, version, source, what, the
 
 
 def test_it_is_a_reason_for_tensors_that_nobody_takes(monkeypatch):
-    registry.for_device.cache_clear()
-    if registry.load("ascend").probe().ok:
+    selection.for_device.cache_clear()
+    if selection.load("ascend").probe().ok:
         pytest.skip("there are NPUs")
     with pytest.raises(UnsupportedError, match="ascend: the package torch_npu is not installed"):
-        registry.for_device("npu")
+        selection.for_device("npu")
 
 
 def test_importing_the_backend_imports_no_vendor():
-    assert registry.load("ascend").name == "ascend"
+    assert selection.load("ascend").name == "ascend"
     assert "torch_npu" not in sys.modules

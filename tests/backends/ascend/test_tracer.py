@@ -12,7 +12,7 @@ import torch
 
 import burst_portable as bp
 from burst_portable.backends.ascend.tracer import NpuTracer, kineto
-from burst_portable.backends.registry import as_kineto
+from burst_portable.backends.selection import as_kineto
 from burst_portable.cli import main
 from burst_portable.errors import UnsupportedError
 from burst_portable.profiling import tracing
@@ -188,7 +188,7 @@ def test_a_profiler_that_wrote_nothing_is_told_of_when_it_is_asked(npus, monkeyp
 
 
 def test_others_take_torch_s():
-    from burst_portable.backends.registry import load
+    from burst_portable.backends.selection import load
 
     assert all(load(name).tracer() is None for name in ("cpu", "cuda", "rocm"))
     assert isinstance(tracing.tracer_here(), tracing.TorchTracer)

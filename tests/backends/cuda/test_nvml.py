@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from burst_portable.backends import registry
+from burst_portable.backends import selection
 from burst_portable.backends.cuda import nvml
 
 
@@ -20,14 +20,14 @@ def cuda_build(monkeypatch):
 def test_torch_without_cuda_is_told_what_to_install():
     if torch.backends.cuda.is_built():
         pytest.skip("this torch is built for CUDA")
-    found = registry.load("cuda").probe()
+    found = selection.load("cuda").probe()
     assert not found.ok
     assert found.reason == "this torch is built without CUDA; install a CUDA build of torch"
 
 
 def test_a_torch_that_is_too_old(cuda_build, installed):
     installed("torch", "2.6.0+cu124")
-    found = registry.load("cuda").probe()
+    found = selection.load("cuda").probe()
     assert not found.ok
     assert "the package torch is too old; got 2.6.0+cu124; allowed: 2.11 or later" in found.reason
 
@@ -45,14 +45,14 @@ def test_a_driver_that_will_not_do_is_told_in_its_own_words(cuda_build, monkeypa
         raise RuntimeError(said)
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    reason = registry.load("cuda").probe().reason
+    reason = selection.load("cuda").probe().reason
     told = f"no NVIDIA GPU is visible; got RuntimeError: {' '.join(said.split())}; look at nvidia-smi"
     assert told in reason
 
 
 def test_a_driver_that_shows_no_device(cuda_build, monkeypatch):
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    assert "shows no device; look at nvidia-smi and CUDA_VISIBLE_DEVICES" in registry.load("cuda").probe().reason
+    assert "shows no device; look at nvidia-smi and CUDA_VISIBLE_DEVICES" in selection.load("cuda").probe().reason
 
 
 NVML = {

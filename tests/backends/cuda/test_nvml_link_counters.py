@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from burst_portable.backends import registry
+from burst_portable.backends import selection
 from burst_portable.backends.cuda.nvml import NvlinkCounters
 from burst_portable.errors import BackendUnavailableError
 
@@ -116,14 +116,14 @@ def test_the_backend_offers_them(nvml, monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=["none", "1234"][index])
     )
-    cuda = registry.load("cuda")
-    found = registry.open_or_reason(cuda.link_counters, 1)
+    cuda = selection.load("cuda")
+    found = selection.open_or_reason(cuda.link_counters, 1)
     assert found.read()[1] == 18 * 1024
     found.close()
     nvml.up = []
-    assert "no NVLink that is up" in registry.open_or_reason(cuda.link_counters, 1)
+    assert "no NVLink that is up" in selection.open_or_reason(cuda.link_counters, 1)
 
 
 def test_a_backend_that_counts_nothing():
-    told = registry.open_or_reason(registry.load("cpu").link_counters, 0)
+    told = selection.open_or_reason(selection.load("cpu").link_counters, 0)
     assert told == "the backend 'cpu' does not count what crosses links between devices"

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from burst_portable.backends import registry
+from burst_portable.backends import selection
 from burst_portable.backends.rocm import device as probe
 from burst_portable.backends.rocm.backend import RocmBackend
 from burst_portable.errors import UnsupportedError
@@ -37,34 +37,34 @@ def hip_build(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: chip)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 7), raising=False)
-    registry.for_device.cache_clear()
+    selection.for_device.cache_clear()
     yield
-    registry.for_device.cache_clear()
+    selection.for_device.cache_clear()
 
 
 def test_torch_without_rocm_is_told_what_to_install():
-    found = registry.load("rocm").probe()
+    found = selection.load("rocm").probe()
     assert not found.ok
     assert f"this torch ({torch.__version__}) is not built for ROCm" in found.reason
     assert "PyTorch's own package index" in found.reason
 
 
 def test_each_refuses_the_build_of_the_other(hip_build):
-    refused = registry.load("cuda").probe()
+    refused = selection.load("cuda").probe()
     assert not refused.ok
     assert "built for ROCm; use the backend 'rocm'" in refused.reason
-    assert registry.for_device("cuda").name == "rocm"
+    assert selection.for_device("cuda").name == "rocm"
 
 
 def test_no_gpu_is_told_where_to_look(hip_build, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "HIP_VISIBLE_DEVICES" in registry.load("rocm").probe().reason
+    assert "HIP_VISIBLE_DEVICES" in selection.load("rocm").probe().reason
     with pytest.raises(UnsupportedError, match=r"built for ROCm.*no AMD GPU is visible"):
-        registry.for_device("cuda")
+        selection.for_device("cuda")
 
 
 def test_facts(hip_build):
-    found = registry.load("rocm").probe()
+    found = selection.load("rocm").probe()
     assert found.ok
     assert [one["architecture"] for one in found.facts["devices"]] == ["gfx942", "gfx942"]
     assert found.facts["devices"][0]["memory_gib"] == 192.0
@@ -73,7 +73,7 @@ def test_facts(hip_build):
 
 
 def test_capabilities_are_those_of_torch_for_rocm():
-    backend = registry.load("rocm")
+    backend = selection.load("rocm")
     assert (backend.capabilities.device_type, backend.capabilities.process_group) == ("cuda", "nccl")
     assert backend.capabilities.streams
     assert [kernel.name for kernel in backend.kernels()] == ["triton", "aiter", "flash", "reference"]
@@ -152,7 +152,7 @@ def test_what_is_wrong_with_amdsmi_is_told_in_three_ways(installed, version, wha
 
 def test_a_torch_that_is_too_old(hip_build, installed):
     installed("torch", "2.6.0+rocm6.2.4")
-    found = registry.load("rocm").probe()
+    found = selection.load("rocm").probe()
     assert not found.ok
     assert "the package torch is too old; got 2.6.0+rocm6.2.4; allowed: 2.11 or later" in found.reason
 
@@ -163,7 +163,7 @@ def test_a_driver_that_does_not_start_is_told_in_its_own_words(hip_build, monkey
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
-    reason = registry.load("rocm").probe().reason
+    reason = selection.load("rocm").probe().reason
     assert "no AMD GPU is visible; got RuntimeError: No HIP GPUs are available; look at rocminfo" in reason
 
 
@@ -188,7 +188,7 @@ def test_a_triton_that_will_not_do_is_a_reason(monkeypatch, version, what, then)
 
 def test_looking_imports_nothing_of_the_vendor():
     code = (
-        "import sys\nfrom burst_portable.backends.registry import load\nload('rocm').probe()\n"
+        "import sys\nfrom burst_portable.backends.selection import load\nload('rocm').probe()\n"
         "sys.exit(', '.join({'triton', 'aiter', 'amdsmi', 'pynvml'}.intersection(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ import torch
 import burst_portable as bp
 from burst_portable.backends.base import Backend, Peaks
 from burst_portable.backends.cpu.backend import CpuBackend
-from burst_portable.backends.registry import load
+from burst_portable.backends.selection import load
 from burst_portable.config import Config
 from burst_portable.planning.cost import pass_memory
 from burst_portable.planning.rates import SCHEMA

@@ -19,7 +19,7 @@ from burst_portable.backends.cuda.hopper import kernel as hopper_kernel
 from burst_portable.backends.cuda.hopper.flash4 import HopperFlash4Kernel
 from burst_portable.backends.cuda.hopper.kernel import HopperKernel
 from burst_portable.backends.cuda.machines import rates_of_machine
-from burst_portable.backends.registry import choose_kernel
+from burst_portable.backends.selection import choose_kernel
 from burst_portable.errors import UnsupportedError
 from burst_portable.kernels.base import BackwardInputs, LazyKernel
 from burst_portable.planning.tiles import Tile, Tiles

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import burst_portable
-from burst_portable.backends import registry
+from burst_portable.backends import selection
 from burst_portable.backends.base import package_error
 from burst_portable.cli import doctor
 from burst_portable.cli.backends import choose_backend
@@ -24,7 +24,7 @@ from tests.support.calls import kernel_call
 def installed(tmp_path, monkeypatch):
     """Puts a package with an entry point on the path, as pip would: its module's source -> its backend's name."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    caches = registry.load, registry.for_device
+    caches = selection.load, selection.for_device
     for cache in caches:
         cache.cache_clear()
 
@@ -35,7 +35,7 @@ def installed(tmp_path, monkeypatch):
         info = tmp_path / f"{package}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{name} = {target}\n")
+        (info / "entry_points.txt").write_text(f"[{selection.GROUP}]\n{name} = {target}\n")
         return name
 
     yield install
@@ -102,7 +102,7 @@ WRONG = {
 def test_what_is_wrong_is_told(installed, source, what, then):
     name = installed(source)
     with pytest.raises(BackendUnavailableError) as caught:
-        registry.load(name)
+        selection.load(name)
     message = str(caught.value)
     assert "'theirs' (from their_backend:backend)" in message
     assert what in message
@@ -112,13 +112,13 @@ def test_what_is_wrong_is_told(installed, source, what, then):
 @pytest.mark.parametrize("source", ["1 / 0\n", "import their_vendor\n"])
 def test_a_broken_one_is_in_nobodys_way_until_it_is_named(installed, source):
     installed(source)
-    assert registry.for_device("cpu").name == "cpu"
+    assert selection.for_device("cpu").name == "cpu"
 
 
 def test_and_is_a_reason_where_no_other_serves_the_device(installed):
     installed("import their_vendor\n")
-    with pytest.raises(registry.UnsupportedError, match="needs their_vendor, which is absent"):
-        registry.for_device("their_device")
+    with pytest.raises(selection.UnsupportedError, match="needs their_vendor, which is absent"):
+        selection.for_device("their_device")
 
 
 PROBES = {
@@ -133,7 +133,7 @@ def test_a_probe_that_is_none_is_a_reason_and_in_nobodys_way(installed, answer, 
     """`explain` and `run` ask every backend."""
     installed(BACKEND + f"Theirs.probe = lambda self: {answer}\nbackend = Theirs()\n")
     with pytest.raises(BackendUnavailableError, match=reason):
-        registry.runnable("theirs")
+        selection.runnable("theirs")
     with pytest.raises(BackendUnavailableError, match=reason):
         check_backend("theirs", effort="quick")
     q = torch.empty(1, 8, 2, 16)
@@ -161,13 +161,13 @@ def test_two_packages_of_one_name_are_both_refused(installed):
     installed(BACKEND + "backend = Theirs()\n")
     installed("", target="their_backend:other", package="another_package")
     with pytest.raises(BackendUnavailableError, match="got their_backend:backend, their_backend:other; uninstall"):
-        registry.load("theirs")
+        selection.load("theirs")
 
 
 def test_no_package_takes_the_name_of_one_of_ours(installed):
     installed("1 / 0\n", name="cpu")
-    assert registry.known()["cpu"] == "burst_portable.backends.cpu:backend"
-    (told,) = registry.passed_over()
+    assert selection.known()["cpu"] == "burst_portable.backends.cpu:backend"
+    (told,) = selection.passed_over()
     assert "'cpu' (from their_backend:backend) is not used; got a name that burst_portable has itself" in told
 
 
@@ -242,4 +242,4 @@ def test_a_broken_backend_does_not_end_what_is_chosen_for_the_user(installed):
 
 def test_ours_are_the_entry_points_of_the_package():
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["project"]["entry-points"][registry.GROUP] == registry._OURS
+    assert project["project"]["entry-points"][selection.GROUP] == selection._OURS

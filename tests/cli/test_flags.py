@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from burst_portable.cli import main
-from burst_portable.cli.options import tokens
+from burst_portable.cli.flags import tokens
 
 COMMANDS = {"plan": ("--ranks", "2", "--heads", "2"), "run": (), "measure": ()}
 
