@@ -40,20 +40,22 @@ class Local:
         name: Name of the kernel.
         q: Queries of this rank.
         k: Keys of this rank.
-        yields: Whether the kernel makes room for messages, as it does for ours.
+        yields_to_comm: Whether the kernel makes room for messages, as it does for ours.
     """
 
-    def __init__(self, name: str, q: Tensor, k: Tensor, *, yields: bool = False) -> None:
+    def __init__(self, name: str, q: Tensor, k: Tensor, *, yields_to_comm: bool = False) -> None:
         self._call = AttentionCall.of(q, k, k, deterministic=False)
         self.kernel, _ = choose_kernel(for_device(q.device.type), self._call, name)
         self.operator = self.kernel if isinstance(self.kernel, CausalOperatorKernel) else None
-        self._yields = yields
+        self._yields_to_comm = yields_to_comm
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
         if self.operator is not None and isinstance(seen, bool):
             return self.operator.operate(q, k, v, seen, scale)
         tiles = _tiles(q, k, seen)
-        out, lse = self.kernel.forward_single_call(q, k, v, tiles, self._scaled(scale), yields=self._yields)
+        out, lse = self.kernel.forward_single_call(
+            q, k, v, tiles, self._scaled(scale), yields_to_comm=self._yields_to_comm
+        )
         return as_dtype(out, q.dtype), as_dtype(lse, accumulation_dtype(q.dtype))
 
     def backward(
@@ -166,7 +168,7 @@ def zigzag_ring(task: Task) -> Calls:
     """ring-flash-attn's own code, with our local kernel in place of the flash_attn that it imports."""
     if not _causal(task):
         raise Absent("its zigzag ring is causal")
-    local = Local(task.kernel, task.q, task.k, yields=task.links.high_priority)
+    local = Local(task.kernel, task.q, task.k, yields_to_comm=task.links.high_priority)
     module = _with_kernel("zigzag_ring_flash_attn", _flash_attn(local))
     q, k, v = (x.detach().requires_grad_() for x in (task.q, task.k, task.v))
     call = partial(module.zigzag_ring_flash_attn_func, q, k, v, causal=True, group=task.links.group)
@@ -202,7 +204,7 @@ def llama3(task: Task, *, at_once: bool = False) -> Calls:
         raise Absent("it wants equally many rows on each rank")
     kv_heads = task.k.shape[2] if at_once else 1
     heads = kv_heads * (task.q.shape[2] // task.k.shape[2])
-    local = Local(task.kernel, task.q[:, :, :heads], task.k[:, :, :kv_heads], yields=task.links.high_priority)
+    local = Local(task.kernel, task.q[:, :, :heads], task.k[:, :, :kv_heads], yields_to_comm=task.links.high_priority)
     if local.operator is not None:
         raise Absent(f"the operator {task.kernel} takes no documents here")
     module = _with_kernel("llama3_flash_attn_varlen", _flash_attn_varlen(local))

@@ -1,1 +1,1 @@
-"""Backends, one folder per vendor. `base` defines the contract, `selection` finds and chooses them; see `backends/README.md`."""
+"""Backends, one folder per vendor. `base` is the contract, `selection` finds and chooses; see `backends/README.md`."""

@@ -120,7 +120,7 @@ class Exchange:
         for handle in dict.fromkeys(self._arriving):
             handle.wait()
 
-    def left(self) -> None:
+    def wait_sent(self) -> None:
         """Return when what this rank sends may be changed."""
         for handle in dict.fromkeys(self._leaving):
             handle.wait()
@@ -276,7 +276,7 @@ class Transport(ABC):
         back = [Message(receives[r], r) for r in reversed(self.others) if receives[r].numel()]
         exchange = Exchange(*self.post(out, back, label))
         exchange.wait()
-        exchange.left()
+        exchange.wait_sent()
 
     def all_gather(self, send: Tensor, receives: Sequence[Tensor], label: str = "all_gather") -> None:
         """Receive what rank r sends into receives[r]. Buffers are uint8. Return when all have arrived."""

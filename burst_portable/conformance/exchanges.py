@@ -223,7 +223,7 @@ def _exchanged(transport: Transport, device: torch.device, inner: int, picked: b
     exchange = transport.exchange([leaving], [arriving], "to all ranks at once", alone=alone)
     exchange.copy_own()
     exchange.wait()
-    exchange.left()
+    exchange.wait_sent()
     leaving.buffer.fill_(0)
     came = inbox.clone()
     transport.end()

@@ -83,7 +83,7 @@ class Kernel(ABC):
         call: AttentionCall,
         *,
         state: State | None = None,
-        yields: bool = False,
+        yields_to_comm: bool = False,
     ) -> State:
         """Return (out, lse) of q over the pairs of all tiles.
 
@@ -96,8 +96,8 @@ class Kernel(ABC):
             state: What this kernel returned before for other keys. The result is merged into it, in place if possible.
                 Its dtypes are the accumulation dtype or wider: see `numerics.finished`. Default: rows outside of every
                 tile are 0 and -inf.
-            yields: Whether kernels that move messages may be waiting for room on the device. A kernel whose programs
-                stay until all work is done should end them sooner. No number changes.
+            yields_to_comm: Whether kernels that move messages may be waiting for room on the device. A kernel whose
+                programs stay until all work is done should end them sooner. No number changes.
         """
 
     @abstractmethod
@@ -112,10 +112,10 @@ class Kernel(ABC):
         """
 
     def forward_single_call(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
         """Return (out, lse) of an attention that one launch computes. out may be in the dtype of q."""
-        return self.attend(q, k, v, tiles, call, yields=yields)
+        return self.attend(q, k, v, tiles, call, yields_to_comm=yields_to_comm)
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
         """Return (dq, dk, dv) of such an attention, in new tensors of q's dtype or the accumulation dtype.
@@ -142,7 +142,7 @@ class Kernel(ABC):
         out: Tensor,
         lse: Tensor,
         *,
-        yields: bool = False,
+        yields_to_comm: bool = False,
     ) -> None:
         """Write what `attend` without a state returns. Called only if `traits.writes_into`.
 
@@ -154,7 +154,7 @@ class Kernel(ABC):
             call: The settings.
             out: Result of shape [B, Sq, Hq, Dv], in the dtype of q or the accumulation dtype; last stride 1.
             lse: Result of shape [B, Hq, Sq], in the accumulation dtype; last stride 1.
-            yields: As for `attend`.
+            yields_to_comm: As for `attend`.
         """
         raise NotImplementedError(f"the kernel {self.name!r} does not write into given tensors")
 
@@ -185,17 +185,17 @@ class WrappedKernel(Kernel):
         call: AttentionCall,
         *,
         state: State | None = None,
-        yields: bool = False,
+        yields_to_comm: bool = False,
     ) -> State:
-        return self.inner.attend(q, k, v, tiles, call, state=state, yields=yields)
+        return self.inner.attend(q, k, v, tiles, call, state=state, yields_to_comm=yields_to_comm)
 
     def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
         self.inner.attend_backward(x, tiles, call, into=into)
 
     def forward_single_call(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
-        return self.inner.forward_single_call(q, k, v, tiles, call, yields=yields)
+        return self.inner.forward_single_call(q, k, v, tiles, call, yields_to_comm=yields_to_comm)
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
         return self.inner.backward_single_call(x, tiles, call)
@@ -210,9 +210,9 @@ class WrappedKernel(Kernel):
         out: Tensor,
         lse: Tensor,
         *,
-        yields: bool = False,
+        yields_to_comm: bool = False,
     ) -> None:
-        self.inner.attend_into(q, k, v, tiles, call, out, lse, yields=yields)
+        self.inner.attend_into(q, k, v, tiles, call, out, lse, yields_to_comm=yields_to_comm)
 
     def row_delta(self, dout: Tensor, out: Tensor) -> Tensor:
         return self.inner.row_delta(dout, out)

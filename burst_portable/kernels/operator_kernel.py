@@ -111,7 +111,7 @@ class OperatorKernel(Kernel, Generic[C]):
         call: AttentionCall,
         *,
         state: State | None = None,
-        yields: bool = False,
+        yields_to_comm: bool = False,
     ) -> State:
         length = q.shape[1]
         queries, keys, values = self.prepare_operands(q.dtype, q, k, v)
@@ -126,14 +126,12 @@ class OperatorKernel(Kernel, Generic[C]):
         return empty_state(q, v.shape[-1]) if state is None else state
 
     def forward_single_call(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
         """Return the operator's own result, if one operator call covers everything."""
         parts = self._cached_calls.get(tiles) or self.operator_calls(tiles)
-        if len(parts) > 1 or not parts:
-            return self.attend(q, k, v, tiles, call)
-        part, length = parts[0], q.shape[1]
-        if part.rows != slice(0, length) or part.columns != slice(0, k.shape[1]):
+        part = single_operator_call(parts, q.shape[1], k.shape[1])
+        if part is None:
             return self.attend(q, k, v, tiles, call)
         queries, keys, values = self.prepare_operands(q.dtype, q, k, v)
         out, lse = self.run_forward(queries, keys, values, part, call.scale)

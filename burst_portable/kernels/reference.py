@@ -40,7 +40,7 @@ class ReferenceKernel(Kernel):
         call: AttentionCall,
         *,
         state: State | None = None,
-        yields: bool = False,
+        yields_to_comm: bool = False,
     ) -> State:
         state = empty_state(q, v.shape[-1]) if state is None else state
         for chunk in _row_chunks(tiles, q):

@@ -229,7 +229,7 @@ class _Measurement:
         lengths, seconds, varied = self._lengths(), [], []
         for length in lengths:
             self.told(f"{self.kernel.name}, {length:,} tokens")
-            block = Block(self.kernel, self.call, length, self.device, yields=self.transport.high_priority)
+            block = Block(self.kernel, self.call, length, self.device, yields_to_comm=self.transport.high_priority)
             seconds.append((block.flops, block.seconds(self.clock)))
             varied.append(block.varied)
         names = {"forward": ("tflops", "launch_latency"), "backward": ("backward", "backward_launch_latency")}

@@ -202,7 +202,7 @@ class Block:
     """
 
     def __init__(
-        self, kernel: Kernel, call: AttentionCall, length: int, device: torch.device, *, yields: bool = False
+        self, kernel: Kernel, call: AttentionCall, length: int, device: torch.device, *, yields_to_comm: bool = False
     ) -> None:
         generator, dtype = torch.Generator(device).manual_seed(0), torch_dtype(call)
         q, k, v, dout = (
@@ -227,7 +227,7 @@ class Block:
 
         self.passes: Passes = {"forward": lambda: kernel.attend(q, k, v, tiles, call), "backward": backward}
         self.beside: Passes = {
-            "forward": lambda: kernel.attend(q, k, v, tiles, call, yields=yields),
+            "forward": lambda: kernel.attend(q, k, v, tiles, call, yields_to_comm=yields_to_comm),
             "backward": backward,
         }
         self.varied: dict[PassName, float] = {}

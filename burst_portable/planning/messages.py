@@ -271,52 +271,52 @@ class Inboxes:
 
     Attributes:
         forward, backward: bytes of the largest inbox in that pass, divided by the ranks and rounded up.
-        places: for each message that one rank sends or receives, the byte at which it begins in its receiver's inbox.
+        offsets: for each message that one rank sends or receives, the byte at which it begins in its receiver's inbox.
     """
 
     forward: int = 0
     backward: int = 0
-    places: Mapping[Move, int] = field(default_factory=dict)
+    offsets: Mapping[Move, int] = field(default_factory=dict)
 
 
 def inboxes(plan: Plan, rank: int) -> Inboxes:
     """The inboxes of a plan, as one rank needs them. Blocks that are needed together lie one after the other.
 
-    Tensors of exchanges lie in front of them; `runtime.head_parallel` counts those places.
+    Tensors of exchanges lie in front of them; `runtime.head_parallel` counts those offsets.
     """
     exchanged = [_exchange_inbox(plan, name) for name in PASSES]
-    places: dict[Move, int] = {}
+    offsets: dict[Move, int] = {}
     sizes = []
     for (_, pass_plan), most in zip(plan.passes(), exchanged, strict=True):
         for target in range(plan.call.ranks if plan.nodes > 1 else 0):
             found, end = _places(pass_plan, target, max(exchanged))
             most = max(most, end)
-            for move, place in found.items():
+            for move, offset in found.items():
                 if rank in (target, move.source):
-                    assert places.setdefault(move, place) == place, "one place, forward and backward"
+                    assert offsets.setdefault(move, offset) == offset, "one offset, forward and backward"
         sizes.append(-(-most // plan.call.ranks))
-    return Inboxes(sizes[0], sizes[1], places)
+    return Inboxes(sizes[0], sizes[1], offsets)
 
 
 def _places(pass_plan: PassPlan, target: int, start: int) -> tuple[dict[Move, int], int]:
-    """The place of every message that comes to a rank, from `start` on, and where the last one ends.
+    """Return the offset of every message that comes to a rank, from `start` on, and where the last one ends.
 
     Inputs come first: a block that travels in both passes is the same `Move` in both, so it has one place. The rank's
-    own block has a place behind those with which a launch takes it.
+    own block has an offset behind those with which a launch takes it.
     """
     steps = pass_plan.steps_of(target)
     inputs, results = ([step.receives for step in steps], [step.result_receives for step in steps])
     joined = {step.index: local_block_size(pass_plan, target) for step in steps if step.joins_local}
-    places: dict[Move, int] = {}
+    offsets: dict[Move, int] = {}
     end = start
     for moves in chain.from_iterable(map(needed_together, (*inputs, *results))):
         end = _aligned(end)
         for move in moves:
-            places[move] = end
+            offsets[move] = end
             end += message_size(pass_plan.call, move, narrow=pass_plan.narrow)
         if not moves[0].result:
             end += joined.get(moves[0].needed, 0)
-    return places, end
+    return offsets, end
 
 
 def _exchange_inbox(plan: Plan, pass_name: PassName) -> int:

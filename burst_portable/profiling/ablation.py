@@ -164,7 +164,7 @@ def _timed(step: Callable[[], Any], mesh: Mesh, device: str, off: Sequence[str])
         if "computing" in off:
             prepared = replace(prepared, kernel=_Idle(prepared.kernel))
         if "communication" in off:
-            prepared = replace(prepared, transport=_Silent(prepared.transport), places={})
+            prepared = replace(prepared, transport=_Silent(prepared.transport), offsets={})
         return prepared
 
     streams = for_device(device).capabilities.streams
@@ -244,7 +244,7 @@ class _Idle(WrappedKernel):
         call: AttentionCall,
         *,
         state: State | None = None,
-        yields: bool = False,
+        yields_to_comm: bool = False,
     ) -> State:
         return empty_state(q, v.shape[-1]) if state is None else state
 
@@ -252,7 +252,7 @@ class _Idle(WrappedKernel):
         """Add nothing."""
 
     def forward_single_call(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
         return empty_state(q, v.shape[-1])
 
@@ -269,6 +269,6 @@ class _Idle(WrappedKernel):
         out: Tensor,
         lse: Tensor,
         *,
-        yields: bool = False,
+        yields_to_comm: bool = False,
     ) -> None:
         """Write nothing."""

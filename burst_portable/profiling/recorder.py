@@ -398,8 +398,8 @@ class RecordingExchange(Exchange):
     def wait(self) -> None:
         self._waited(self._inner.wait)
 
-    def left(self) -> None:
-        self._inner.left()
+    def wait_sent(self) -> None:
+        self._inner.wait_sent()
 
 
 class RecordingTransport(WrappedTransport):

@@ -73,9 +73,11 @@ def forward_rows(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, sinks:
     compute = prepared.single[0]
     if compute is not None and sinks is None:
         with prepared.observer.computes(compute, q, backward=False):
-            state = prepared.kernel.forward_single_call(q, k, v, compute.tiles, prepared.call, yields=prepared.yields)
+            state = prepared.kernel.forward_single_call(
+                q, k, v, compute.tiles, prepared.part, yields_to_comm=prepared.yields_to_comm
+            )
     else:
-        state = _forward_steps(prepared, q, k, v, rounds=sinks is None)  # sinks are merged before out is rounded
+        state = _forward_steps(prepared, q, k, v, may_round=sinks is None)  # sinks are merged before
     if sinks is not None:
         numerics.add_sinks(state, sinks)
     out, lse = state
@@ -92,49 +94,49 @@ def backward_rows(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
     compute = prepared.single[1]
     if compute is not None:
         with prepared.observer.computes(compute, x.q, backward=True):
-            return prepared.kernel.backward_single_call(x._replace(delta=None), compute.tiles, prepared.call)
-    if prepared.by_out:
+            return prepared.kernel.backward_single_call(x._replace(delta=None), compute.tiles, prepared.part)
+    if prepared.backward_takes_out:
         return _backward_steps(prepared, x._replace(delta=None))
     assert x.out is not None, "it was kept"
     delta = prepared.kernel.row_delta(x.dout, x.out) if x.delta is None else x.delta
     return _backward_steps(prepared, x._replace(out=None, delta=delta))
 
 
-def _forward_steps(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, rounds: bool) -> State:
+def _forward_steps(prepared: PreparedCall, q: Tensor, k: Tensor, v: Tensor, *, may_round: bool) -> State:
     """Return (out, LSE) of this rank's queries, in the dtypes that the kernel keeps while it merges.
 
-    rounds: Whether out may be in q's dtype. Rows that one step computes are then written in it at once::
+    may_round: Whether out may be in q's dtype. Rows that one step computes are then written in it at once::
 
         one computation                     all rows are rounded                                forward_single_call
         several, and few rows are merged    rows that are complete after the first are rounded  attend_first, attend
         several                             none: all are merged in the wider dtype             attend
     """
-    kernel, call, messages = prepared.kernel, prepared.call, prepared.messages[0]
-    once = rounds and messages.launches == 1
-    merges_few = rounds and kernel.traits.writes_into
+    kernel, call, messages = prepared.kernel, prepared.part, prepared.messages[0]
+    once = may_round and messages.launches == 1
+    merges_few = may_round and kernel.traits.writes_into
     merged = prepared.plan.forward.merged_rows(prepared.transport.rank) if merges_few else None
-    first = None if merged is None else (merged, q.new_empty((*q.shape[:3], v.shape[-1])))
+    rounded = None if merged is None else (merged, q.new_empty((*q.shape[:3], v.shape[-1])))
     blocks = _Blocks(prepared, (k, v), q.dtype, backward=False)
     state: State | None = None
     for step, step_messages in messages.steps:
         blocks.begin(step, step_messages)
         if step.compute:
             keys, values = blocks.use(step, step_messages)
-            tiles, yields = step.compute.tiles, prepared.yields and blocks.moving(step.index)
+            tiles, yields_to_comm = step.compute.tiles, prepared.yields_to_comm and blocks.moving(step.index)
             with prepared.observer.computes(step.compute, q, backward=False):
                 if once:
-                    state = kernel.forward_single_call(q, keys, values, tiles, call, yields=yields)
-                elif state is None and first is not None:
-                    state = attend_first(kernel, q, keys, values, tiles, call, *first, yields=yields)
+                    state = kernel.forward_single_call(q, keys, values, tiles, call, yields_to_comm=yields_to_comm)
+                elif state is None and rounded is not None:
+                    state = attend_first(kernel, q, keys, values, tiles, call, *rounded, yields_to_comm=yields_to_comm)
                 else:
-                    state = kernel.attend(q, keys, values, tiles, call, state=state, yields=yields)
+                    state = kernel.attend(q, keys, values, tiles, call, state=state, yields_to_comm=yields_to_comm)
         blocks.end(step)
     blocks.finish()
     if state is None:
         return empty_state(q, v.shape[-1])
-    if first is None:
+    if rounded is None:
         return state
-    rows, out = first
+    rows, out = rounded
     rows_of(out, rows).copy_(rows_of(state[0], rows))
     return out, state[1]
 
@@ -149,7 +151,7 @@ def attend_first(
     merged: tuple[int, int],
     out: Tensor,
     *,
-    yields: bool = False,
+    yields_to_comm: bool = False,
 ) -> State:
     """Run the first of several launches, of which later ones merge into rows [start, stop) alone.
 
@@ -162,7 +164,7 @@ def attend_first(
         call: The settings.
         merged: These rows.
         out: [B, Sq, Hq, Dv] in the dtype of q; all other rows are written there.
-        yields: As for `Kernel.attend`.
+        yields_to_comm: As for `Kernel.attend`.
 
     Returns:
         The state for later launches: LSE of all rows, out of the merged ones; the rest of it is not set.
@@ -174,13 +176,15 @@ def attend_first(
     for first, past, into in ((0, start, out), (start, stop, wide), (stop, rows, out)):
         if first < past:
             part, some = slice(first, past), tiles.in_rows(first, past)
-            kernel.attend_into(q[:, part], k, v, some, call, into[:, part], lse[:, :, part], yields=yields)
+            kernel.attend_into(
+                q[:, part], k, v, some, call, into[:, part], lse[:, :, part], yields_to_comm=yields_to_comm
+            )
     return wide, lse
 
 
 def _backward_steps(prepared: PreparedCall, x: BackwardInputs) -> Gradients:
     """Return (dq, dk, dv) of this rank's shard, in the accumulation dtype. Where queries travel, delta is given."""
-    kernel, call, pass_plan = prepared.kernel, prepared.call, prepared.plan.backward
+    kernel, call, pass_plan = prepared.kernel, prepared.part, prepared.plan.backward
     own = (x.q, x.k, x.v)
     dq, dk, dv = (torch.zeros(t.shape, dtype=accumulation_dtype(t.dtype), device=t.device) for t in own)
     travels_kv = pass_plan.side == "kv"
@@ -220,8 +224,8 @@ class _Blocks:
 
     def __init__(self, prepared: PreparedCall, own: Views, dtype: torch.dtype, *, backward: bool) -> None:
         self.transport, self.rank, self.backward = prepared.transport, prepared.transport.rank, backward
-        self.messages, self.batch = prepared.messages[backward], prepared.call.batch
-        self._offsets, self.observer = prepared.places, prepared.observer
+        self.messages, self.batch = prepared.messages[backward], prepared.part.batch
+        self._offsets, self.observer = prepared.offsets, prepared.observer
         self._own, self.dtype, self.device = own, dtype, own[0].device
         self._arriving: dict[Move, tuple[Handle, Tensor]] = {}
         self._held: dict[int, Tensor] = {}
@@ -279,11 +283,11 @@ class _Blocks:
         for arrivals in receives:
             incoming += self._inbox(arrivals)
         offsets = self._offsets
-        out = [Message(buffer, move.target, offsets.get(move)) for move, buffer in sends]
-        back = [Message(buffer, move.source, offsets.get(move)) for move, buffer in incoming]
+        outgoing = [Message(buffer, move.target, offsets.get(move)) for move, buffer in sends]
+        expected = [Message(buffer, move.source, offsets.get(move)) for move, buffer in incoming]
         with self.observer.posts(sends, incoming, self.step, backward=self.backward) as posting:
             label = f"{'backward' if self.backward else 'forward'} step {self.step}"
-            leaving, arriving = self.transport.post(out, back, label)
+            leaving, arriving = self.transport.post(outgoing, expected, label)
         leaving, arriving = posting.wrap(leaving, arriving)
         for handle, (move, buffer) in zip(leaving, sends, strict=True):
             self._leaving.append((move.needed, handle, buffer))

@@ -174,9 +174,9 @@ class ToHeads:
         with self._reshard.copying():
             return put(self._came)
 
-    def left(self) -> None:
+    def wait_sent(self) -> None:
         """Release what was sent, once it has left."""
-        self._exchange.left()
+        self._exchange.wait_sent()
         self._sends.clear()
 
 
@@ -199,7 +199,7 @@ class ToSequence:
                 if owners < len(pieces):  # [ranks, S, B, h, D] -> [heads, S, B, 1, D]
                     pieces = pieces.view(owners, -1, *pieces.shape[1:]).sum(1)
                 numerics.copy(pieces, _of_owners(result, owners, heads))
-        self._exchange.left()
+        self._exchange.wait_sent()
         self._came.clear()
         self._sends.clear()
 
@@ -391,7 +391,7 @@ class HeadExecutor(Executor):
             if lse is not None:
                 home.append((group_lse.transpose(1, 2).unsqueeze(-1), lse, group.queries))
             leaving.append(reshard.to_sequence(home, alone=group is groups[-1]))
-            arriving.left()
+            arriving.wait_sent()
             if keep:
                 saved.append((queries, keys, values, group_out, group_lse))
         if keep and not reshard.persistent:  # while the last results leave
@@ -426,7 +426,7 @@ class HeadExecutor(Executor):
             if group.last:
                 home += [(dkv[0], dk, group.keys), (dkv[1], dv, group.keys)]
             leaving.append(reshard.to_sequence(home, alone=group is groups[-1]))
-            arriving.left()
+            arriving.wait_sent()
             if sinks is not None and dsinks is not None:
                 mine = _own_heads(prepared, group)
                 dsinks[mine] = numerics.sinks_gradient(sinks[mine], lse, numerics.row_delta(group_dout, out))
@@ -453,10 +453,10 @@ def _copied(saved: Sequence[Saved], came: Sequence[ToHeads]) -> list[Saved]:
     return [(q, k, v, out, lse) for (q, k, v), (_, _, _, out, lse) in zip(copies, saved, strict=True)]
 
 
-def _with_shared(arrived: Iterable[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _with_shared(received: Iterable[list[Tensor]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """(q, k, v) of each group, as they arrive. K and V that several groups share arrive with the first."""
     pair: list[Tensor] = []
-    for queries, *own in arrived:
+    for queries, *own in received:
         pair = own or pair
         assert pair, "K and V come with the first group that reads them"
         keys, values = pair

@@ -25,7 +25,7 @@ from burst_portable.mask import Mask
 from burst_portable.mesh import Mesh, MeshLike, as_mesh
 from burst_portable.planning.call import AttentionCall
 from burst_portable.planning.cost import in_rank_order
-from burst_portable.planning.messages import Inboxes, inboxes
+from burst_portable.planning.messages import inboxes
 from burst_portable.planning.plans import Plan
 from burst_portable.runtime.executor import StepExecutor
 from burst_portable.runtime.head_parallel import HeadExecutor
@@ -129,7 +129,7 @@ def prepare(
 ) -> tuple[PreparedCall, Tensor, Tensor, Tensor]:
     """Return what a call runs, and q, k and v as its kernel takes them.
 
-    Raises what `attention` raises before a byte is sent, and tells the other ranks.
+    Raises what `attention` raises before a block is sent, and tells the other ranks.
     """
     try:
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or forward_ad._current_level >= 0:
@@ -211,13 +211,13 @@ def choose(call: AttentionCall, mesh: Mesh, request: Request) -> tuple[Plan, Bac
     made = planned(strategy, call)
     kernel, _ = choose_kernel(backend, made.forward.call, name)  # of fewer heads, if the plan is head-parallel
     suited = plan_for_kernel(made, kernel)
-    suited.forward.steps_of(mesh.rank)  # kept; a layout whose segments cannot meet is found here, and not in a pass
+    suited.forward.steps_of(mesh.rank)  # raises if segments of the layout cannot meet: here, and not inside a pass
     why = "the first of the backend's that serves it" if name == "auto" else "named"
     return suited, backend, kernel, "named by the settings (BURST_KERNEL)" if by_setting else why
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, request: Request) -> PreparedCall:
-    """Return what a call runs. Everything that can be refused is refused here, before a byte is sent."""
+    """Return what a call runs. Everything that planning can refuse is refused here, before a block is sent."""
     check_data(mesh, q, k, v)
     call = describe(q, k, v, sinks, mesh, request)
     plan, backend, kernel, why = choose(call, mesh, request)
@@ -227,7 +227,6 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
         plan, backend, kernel, why = choose(call, mesh, request)
         transport, _ = mesh.transport_for(call.device, direct=plan.direct)
     stated = _call_signature(plan, backend, kernel, transport, with_lse=request.return_lse)
-    inbox = inboxes(plan, mesh.rank) if transport.direct else Inboxes()
     return PreparedCall.of(
         plan,
         backend,
@@ -235,10 +234,9 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, 
         transport,
         executor_of(plan),
         agreement=(stated.of_pass("forward"), stated.of_pass("backward")),
-        inboxes=(inbox.forward, inbox.backward),
-        places=inbox.places,
-        yields=transport.high_priority and plan.moves_beside_kernels,
-        by_out=plan.backward.side == "kv" and kernel.traits.splits_tiles,
+        inboxes=inboxes(plan, mesh.rank) if transport.direct else None,
+        yields_to_comm=transport.high_priority and plan.moves_beside_kernels,
+        backward_takes_out=plan.backward.side == "kv" and kernel.traits.splits_tiles,
         with_lse=request.return_lse,
         reason=why,
     )
@@ -266,9 +264,9 @@ def _strategy(
     """
     if not isinstance(asked, str) or asked != "auto":  # an array would be compared element by element
         return strategy_of(asked, mesh.inner)
-    first = mesh.size > 1 and mesh.transport(call.device).high_priority
+    high_priority = mesh.size > 1 and mesh.transport(call.device).high_priority
     file = mesh.config.rates
-    rates = rates_of(backend, mesh.size, kernel(), file, call.dtype, call.head_dim, high_priority=first)
+    rates = rates_of(backend, mesh.size, kernel(), file, call.dtype, call.head_dim, high_priority=high_priority)
     if rates.direct and not mesh.may_be_direct(call.device):
         rates = replace(rates, direct=())
     return AutoStrategy(inner=mesh.inner, rates=rates)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from burst_portable.comm.agreement import CallSignature
 from burst_portable.comm.base import Handle, Transport
 from burst_portable.kernels.base import Kernel
 from burst_portable.planning.call import AttentionCall
-from burst_portable.planning.messages import PassMessages
+from burst_portable.planning.messages import Inboxes, PassMessages
 from burst_portable.planning.plans import Plan
 from burst_portable.planning.routes import Move
 from burst_portable.planning.schedule import Compute
@@ -75,7 +75,7 @@ class PreparedCall:
     """Everything about one call of `attention` except its tensors. A mesh remembers it.
 
     Attributes:
-        call: What is meant.
+        part: What a kernel is given: the call of one rank's heads. `plan.call` is the whole call.
         plan: The complete schedule.
         backend: The backend of the tensors' device.
         kernel: What computes.
@@ -85,15 +85,15 @@ class PreparedCall:
         single: What this rank computes, forward and backward, if a pass is one launch without messages; else None.
         messages: The steps of this rank and their messages, forward and backward.
         inboxes: Bytes per rank, forward and backward: see `planning.messages.Inboxes`.
-        places: Where messages lie in inboxes, if senders write there.
-        yields: Whether kernels should make room for kernels that move messages.
-        by_out: Whether the backward kernel is given out in place of delta.
+        offsets: Byte at which each message begins in its receiver's inbox, if senders write there.
+        yields_to_comm: Whether kernels should make room for kernels that move messages.
+        backward_takes_out: Whether the backward kernel is given out in place of delta.
         with_lse: Whether the caller asked for LSE, which a head-parallel plan then sends back.
         reason: Why this kernel was chosen, in words.
         observer: The profiler, if one is installed.
     """
 
-    call: AttentionCall
+    part: AttentionCall
     plan: Plan
     backend: Backend
     kernel: Kernel
@@ -103,9 +103,9 @@ class PreparedCall:
     single: tuple[Compute | None, Compute | None]
     messages: tuple[PassMessages, PassMessages]
     inboxes: tuple[int, int] = (0, 0)
-    places: Mapping[Move, int] = field(default_factory=dict)
-    yields: bool = False
-    by_out: bool = False
+    offsets: Mapping[Move, int] = field(default_factory=dict)
+    yields_to_comm: bool = False
+    backward_takes_out: bool = False
     with_lse: bool = True
     reason: str = ""
     observer: Observer = NO_OBSERVER
@@ -119,13 +119,33 @@ class PreparedCall:
         transport: Transport,
         executor: Executor,
         agreement: tuple[CallSignature, CallSignature],
-        **options: Any,
+        *,
+        inboxes: Inboxes | None = None,
+        yields_to_comm: bool = False,
+        backward_takes_out: bool = False,
+        with_lse: bool = True,
+        reason: str = "",
     ) -> PreparedCall:
-        """Return the prepared call of a plan; `options` are the attributes that have a default."""
+        """Return the prepared call of a plan. The other arguments are the attributes of that name."""
         rank, forward, backward = transport.rank, plan.forward, plan.backward
-        single = (forward.alone(rank), backward.alone(rank))
-        messages = (PassMessages(forward, rank), PassMessages(backward, rank))
-        return cls(plan.call, plan, backend, kernel, transport, executor, agreement, single, messages, **options)
+        inboxes = Inboxes() if inboxes is None else inboxes
+        return cls(
+            forward.call,
+            plan,
+            backend,
+            kernel,
+            transport,
+            executor,
+            agreement,
+            single=(forward.alone(rank), backward.alone(rank)),
+            messages=(PassMessages(forward, rank), PassMessages(backward, rank)),
+            inboxes=(inboxes.forward, inboxes.backward),
+            offsets=inboxes.offsets,
+            yields_to_comm=yields_to_comm,
+            backward_takes_out=backward_takes_out,
+            with_lse=with_lse,
+            reason=reason,
+        )
 
 
 class Executor(ABC):

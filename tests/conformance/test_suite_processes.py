@@ -21,7 +21,7 @@ from tests.support.planted_bugs import Around, Planted
 class DiesOfSoftcap(Around):
     """As a kernel's driver may, it takes the process with it."""
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         if call.softcap is not None:
             os._exit(7)
         return super().attend(q, k, v, tiles, call, state=state)
@@ -30,7 +30,7 @@ class DiesOfSoftcap(Around):
 class HangsInSoftcap(Around):
     """As a kernel does that waits for a flag which nobody sets."""
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         if call.softcap is not None:
             time.sleep(1000)
         return super().attend(q, k, v, tiles, call, state=state)
@@ -43,7 +43,7 @@ class FailsForGood(Around):
         super().__init__(kernel)
         self.broken = False
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         self.broken |= call.softcap is not None
         if self.broken:
             raise RuntimeError("the device is gone")

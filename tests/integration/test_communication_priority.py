@@ -36,13 +36,13 @@ class Asked(WrappedKernel):
         super().__init__(inner)
         self._seen = seen
 
-    def attend(self, *args, yields=False, **options):
-        self._seen.append(yields)
-        return super().attend(*args, yields=yields, **options)
+    def attend(self, *args, yields_to_comm=False, **options):
+        self._seen.append(yields_to_comm)
+        return super().attend(*args, yields_to_comm=yields_to_comm, **options)
 
-    def forward_single_call(self, *args, yields=False):
-        self._seen.append(yields)
-        return super().forward_single_call(*args, yields=yields)
+    def forward_single_call(self, *args, yields_to_comm=False):
+        self._seen.append(yields_to_comm)
+        return super().forward_single_call(*args, yields_to_comm=yields_to_comm)
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -89,7 +89,7 @@ def test_one_rank_makes_no_way():
         mesh.transport("cpu").high_priority = True
         bp.attention(*qkv(), mesh=mesh)
         (call,) = mesh._calls.values()
-        return call.yields
+        return call.yields_to_comm
 
     assert bp.run_local(1, work) == [False]
 

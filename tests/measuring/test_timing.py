@@ -91,7 +91,7 @@ def test_the_kernel_of_a_block_by_exact_area():
         def supports(self, call):
             return Support(True)
 
-        def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+        def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
             assert state is None
             machine.now += 2e-3 + 4 * tiles.area * 2 * 4 / 1e9
             return torch.zeros(q.shape), torch.zeros(q.shape[0], q.shape[2], q.shape[1])

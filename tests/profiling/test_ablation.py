@@ -37,11 +37,14 @@ class Late:
 
 
 def slow_down(monkeypatch, *places: str) -> None:
-    attend, post = CpuFlashKernel.attend, LocalTransport.post
+    post = LocalTransport.post
 
-    def slow_attend(self, *arguments, **options):
-        time.sleep(SLOW_KERNEL)
-        return attend(self, *arguments, **options)
+    def slow(attend):
+        def slow_attend(self, *arguments, **options):
+            time.sleep(SLOW_KERNEL)
+            return attend(self, *arguments, **options)
+
+        return slow_attend
 
     def slow_post(self, sends, receives, label=""):
         leaving, arriving = post(self, sends, receives, label)
@@ -49,7 +52,8 @@ def slow_down(monkeypatch, *places: str) -> None:
         return leaving, [Late(h) for h in arriving] if late else arriving
 
     if "kernel" in places:
-        monkeypatch.setattr(CpuFlashKernel, "attend", slow_attend)
+        for method in ("attend", "forward_single_call"):
+            monkeypatch.setattr(CpuFlashKernel, method, slow(getattr(CpuFlashKernel, method)))
     if "link" in places:
         monkeypatch.setattr(LocalTransport, "post", slow_post)
 

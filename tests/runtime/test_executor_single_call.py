@@ -22,7 +22,7 @@ def asked(monkeypatch):
     """Which methods for attention as a whole the reference kernel is asked for; it has them here, and gives 16 bits."""
     names = []
 
-    def forward_single_call(self, *arguments, yields):
+    def forward_single_call(self, *arguments, yields_to_comm):
         names.append("forward_single_call")
         out, lse = self.attend(*arguments)
         return out.bfloat16(), lse
@@ -98,7 +98,7 @@ def test_rows_that_one_step_completes_are_written_once(monkeypatch):
     monkeypatch.setattr(schedule, "ROWS_WORTH_A_LAUNCH", 1)
     written = []
 
-    def attend_into(self, q, k, v, tiles, call, out, lse, *, yields):
+    def attend_into(self, q, k, v, tiles, call, out, lse, *, yields_to_comm):
         written.append((out.dtype, out.shape[1]))
         made, made_lse = self.attend(q, k, v, tiles, call)
         out.copy_(made)

@@ -277,7 +277,7 @@ def test_orders_of_rows(layout):
 class RoundsWhole(ReferenceKernel):
     """As kernels of devices do: out in q's dtype where one call is all of it."""
 
-    def forward_single_call(self, q, k, v, tiles, call, *, yields=False):
+    def forward_single_call(self, q, k, v, tiles, call, *, yields_to_comm=False):
         out, lse = self.attend(q, k, v, tiles, call)
         return out.to(q.dtype), lse
 

@@ -184,12 +184,12 @@ def test_places_in_inboxes(kv_heads):
     assert len({(one.forward, one.backward) for one in found}) == 1
     lone = inboxes(make(ranks=3, length=48, mask="full", kv_heads=kv_heads), 0)
     for rank, one in enumerate(found):
-        assert all(rank in (move.source, move.target) for move in one.places)
-        mine = [place for move, place in one.places.items() if move.target == rank]
+        assert all(rank in (move.source, move.target) for move in one.offsets)
+        mine = [place for move, place in one.offsets.items() if move.target == rank]
         assert len(mine) == len(set(mine)) == 2  # K and V in both passes, and dK and dV
         assert min(mine) >= 3 * max(lone.forward, lone.backward)
         assert max(mine) < 6 * one.backward
-        assert all(other.places.get(move, place) == place for other in found for move, place in one.places.items())
+        assert all(other.offsets.get(move, place) == place for other in found for move, place in one.offsets.items())
 
 
 def test_room_for_what_is_resharded_by_hand():

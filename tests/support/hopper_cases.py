@@ -112,7 +112,7 @@ def compare_making_way(q, k, v, tiles):
     options = settings(scale=1 / math.sqrt(q.shape[-1]))
     for state in (lambda: None, lambda: KERNEL.attend(q, k, v, tiles, options)):
         stays = KERNEL.attend(q, k, v, tiles, options, state=state())
-        yielding = KERNEL.attend(q, k, v, tiles, options, state=state(), yields=True)
+        yielding = KERNEL.attend(q, k, v, tiles, options, state=state(), yields_to_comm=True)
         assert all(map(torch.equal, stays, yielding))
 
 

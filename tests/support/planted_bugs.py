@@ -31,7 +31,7 @@ class Around(Kernel):
     def supports(self, call: Any) -> Any:
         return self.kernel.supports(call)
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         return self.kernel.load().attend(q, k, v, tiles, call, state=state)
 
     def attend_backward(self, x, tiles, call, *, into):
@@ -47,14 +47,14 @@ def changed_state(state: State, *, out: Tensor | None = None, lse: Tensor | None
 class WrongScale(Around):
     """1/D in place of 1/sqrt(D)."""
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         return super().attend(q, k, v, tiles, replace(call, scale=call.scale**2), state=state)
 
 
 class OwnScale(Around):
     """1/sqrt(D), forward and backward, whatever scale is given."""
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         return super().attend(q, k, v, tiles, replace(call, scale=q.shape[-1] ** -0.5), state=state)
 
     def attend_backward(self, x, tiles, call, *, into):
@@ -70,7 +70,7 @@ class OtherTiles(Around):
     def _changed(self, tiles: Tiles) -> Tiles:
         return Tiles(t for t in map(self.changed, tiles) if t is not None)
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         return super().attend(q, k, v, self._changed(tiles), call, state=state)
 
     def attend_backward(self, x, tiles, call, *, into):
@@ -97,7 +97,7 @@ class FewBlocks(OtherTiles):
 class FewHeads(Around):
     """Of many heads, those past the first 32 are left at 0."""
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         state = super().attend(q, k, v, tiles, call, state=state)
         return changed_state(state, out=torch.cat([state[0][:, :, :32], torch.zeros_like(state[0][:, :, 32:])], 2))
 
@@ -105,7 +105,7 @@ class FewHeads(Around):
 class FewSequences(FewHeads):
     """The same of a batch, past the first 8."""
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         state = Around.attend(self, q, k, v, tiles, call, state=state)
         return changed_state(state, out=torch.cat([state[0][:8], torch.zeros_like(state[0][8:])]))
 
@@ -136,7 +136,7 @@ class StaleKeys(Around):
 class Base2(Around):
     """LSE as a logarithm to base 2; the kernel understands itself."""
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         state = None if state is None else changed_state(state, lse=state[1] * math.log(2))
         state = super().attend(q, k, v, tiles, call, state=state)
         return changed_state(state, lse=state[1] / math.log(2))
@@ -147,7 +147,7 @@ class EmptyRows(Around):
 
     value = 0.0
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         state = super().attend(q, k, v, tiles, call, state=state)
         return changed_state(state, lse=torch.where(state[1] == -math.inf, self.value, state[1]))
 
@@ -161,7 +161,7 @@ class EmptyRowsInfinite(EmptyRows):
 class SixteenBits(Around):
     """Sums in bfloat16: the running out, and the gradients."""
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         state = super().attend(q, k, v, tiles, call, state=state)
         return changed_state(state, out=state[0].bfloat16().to(state[0].dtype))
 
@@ -174,7 +174,7 @@ class SixteenBits(Around):
 class SixteenBitsOf16(SixteenBits):
     """The same where inputs have 16 bits, and right elsewhere: one rounding is hidden, thirty are not."""
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         way = SixteenBits if q.dtype.itemsize == 2 else Around
         return way.attend(self, q, k, v, tiles, call, state=state)
 
@@ -195,7 +195,7 @@ class Coarse(Around):
             for x in tensors
         )
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         return super().attend(*self._rounded(q, k, v), tiles, call, state=state)
 
     def attend_backward(self, x, tiles, call, *, into):
@@ -234,7 +234,7 @@ class WritesInParts(Around):
 
     traits = KernelTraits(writes_into=True)
 
-    def attend_into(self, q, k, v, tiles, call, out, lse, *, yields=False):
+    def attend_into(self, q, k, v, tiles, call, out, lse, *, yields_to_comm=False):
         for told, made in zip((out, lse), self.attend(q, k, v, tiles, call), strict=True):
             told.copy_(made)
 
@@ -242,7 +242,7 @@ class WritesInParts(Around):
 class WritesItsLseElsewhere(WritesInParts):
     """Of parts of the rows, LSE goes to the first rows of all."""
 
-    def attend_into(self, q, k, v, tiles, call, out, lse, *, yields=False):
+    def attend_into(self, q, k, v, tiles, call, out, lse, *, yields_to_comm=False):
         start = lse.as_strided(lse.shape, lse.stride(), 0)
         super().attend_into(q, k, v, tiles, call, out, start)
 
@@ -259,7 +259,7 @@ class Overwrites(Around):
 class ForgetsRows(Around):
     """Rows outside every tile are left as memory was."""
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         state = super().attend(q, k, v, tiles, call, state=state)
         blind = (state[1] == -math.inf).transpose(1, 2).unsqueeze(-1)
         return changed_state(state, out=torch.where(blind, torch.empty_like(state[0]), state[0]))
@@ -270,7 +270,7 @@ class SinksEveryHop(Around):
 
     calls = threading.local()
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         self.calls.count = 1 if state is None else self.calls.count + 1
         return super().attend(q, k, v, tiles, call, state=state)
 
@@ -322,7 +322,7 @@ class FewSizes(Around):
 class Unsteady(Around):
     """Other bits every time."""
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         state = super().attend(q, k, v, tiles, call, state=state)
         return changed_state(state, out=state[0] * (1 + float(torch.rand(())) * 4e-7))
 
@@ -330,7 +330,7 @@ class Unsteady(Around):
 class SideStream(Around):
     """On a stream of its own, which neither waits for the current one nor is waited for. For devices with streams."""
 
-    def attend(self, q, k, v, tiles, call, *, state=None, yields=False):
+    def attend(self, q, k, v, tiles, call, *, state=None, yields_to_comm=False):
         with torch.Stream(q.device):
             return super().attend(q, k, v, tiles, call, state=state)
 

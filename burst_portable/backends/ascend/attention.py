@@ -186,7 +186,7 @@ class FusionKernel(Kernel):
         call: AttentionCall,
         *,
         state: State | None = None,
-        yields: bool = False,
+        yields_to_comm: bool = False,
     ) -> State:
         if state is None:
             empty = Compensated.empty(q, v.shape[-1])

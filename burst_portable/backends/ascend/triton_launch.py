@@ -119,7 +119,7 @@ class AscendTritonKernel(Kernel):
         call: AttentionCall,
         *,
         state: State | None = None,
-        yields: bool = False,
+        yields_to_comm: bool = False,
     ) -> State:
         if q.dtype == torch.float32 and (state is None or isinstance(state, Compensated)):
             return _compensated(state, self._attend(q, k, v, tiles, call, None))

@@ -154,7 +154,7 @@ class Flash4Kernel(AcceleratorKernel):
         return dq, dk, dv
 
     def forward_single_call(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
         """Compute a causal window in one call."""
         window = self._window(q, k, tiles)

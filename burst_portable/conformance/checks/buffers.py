@@ -91,10 +91,10 @@ class LateInputs(WrappedKernel):
         call: AttentionCall,
         *,
         state: State | None = None,
-        yields: bool = False,
+        yields_to_comm: bool = False,
     ) -> State:
         q, k, v = self._late(q, k, v)
-        return super().attend(q, k, v, tiles, call, state=state, yields=yields)
+        return super().attend(q, k, v, tiles, call, state=state, yields_to_comm=yields_to_comm)
 
     def attend_backward(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall, *, into: Gradients) -> None:
         dout, q, k, v, lse = self._late(x.dout, x.q, x.k, x.v, x.lse)

@@ -87,13 +87,13 @@ class TritonKernel(Kernel):
         call: AttentionCall,
         *,
         state: State | None = None,
-        yields: bool = False,
+        yields_to_comm: bool = False,
     ) -> State:
         out, lse = _new_state(q, v.shape[-1], running_dtype(q.dtype)) if state is None else state
         return self._attend(q, k, v, out, lse, tiles, call, merge=state is not None)
 
     def forward_single_call(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
         """Return out in the dtype of q, and LSE in float32."""
         return self._attend(q, k, v, *_new_state(q, v.shape[-1], q.dtype), tiles, call, merge=False)

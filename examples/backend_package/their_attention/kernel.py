@@ -34,7 +34,7 @@ class TheirKernel(Kernel):
         call: AttentionCall,
         *,
         state: State | None = None,
-        yields: bool = False,
+        yields_to_comm: bool = False,
     ) -> State:
         """Compute each tile by itself and merge it into the running state: 0 and -inf where nothing is visible."""
         state = numerics.empty_state(q, v.shape[-1]) if state is None else state

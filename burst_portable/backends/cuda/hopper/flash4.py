@@ -67,12 +67,12 @@ class HopperFlash4Kernel(HopperKernel):
             return Support(False, str(error))
 
     def forward_single_call(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
         """Return out in the dtype of q."""
         if _allowed(q, tiles, call) and _faster_forward(q, k, tiles):
             return self._flash.load().forward_single_call(q, k, v, tiles, call)
-        return super().forward_single_call(q, k, v, tiles, call, yields=yields)
+        return super().forward_single_call(q, k, v, tiles, call, yields_to_comm=yields_to_comm)
 
     def backward_single_call(self, x: BackwardInputs, tiles: Tiles, call: AttentionCall) -> Gradients:
         """Return gradients in 16 bits if flash-attn-4 computes them."""

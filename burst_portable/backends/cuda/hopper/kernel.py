@@ -61,7 +61,7 @@ class HopperKernel(Kernel):
         call: AttentionCall,
         *,
         state: State | None = None,
-        yields: bool = False,
+        yields_to_comm: bool = False,
         out_dtype: torch.dtype = torch.float32,
     ) -> State:
         """Return (out, lse) in float32. Without `state`, `out_dtype` may be the dtype of q, which saves a cast."""
@@ -76,7 +76,7 @@ class HopperKernel(Kernel):
             out = torch.empty(batch, rows, heads, dim, dtype=out_dtype, device=q.device)
             lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
             state = (out, lse)
-        self._launch_forward(q, k, v, tiles, call, *state, fresh=fresh, yields=yields)
+        self._launch_forward(q, k, v, tiles, call, *state, fresh=fresh, yields_to_comm=yields_to_comm)
         return state
 
     def _launch_forward(
@@ -90,12 +90,12 @@ class HopperKernel(Kernel):
         lse: Tensor,
         *,
         fresh: bool,
-        yields: bool,
+        yields_to_comm: bool,
     ) -> None:
         """Write out and LSE of all rows, or merge into those that tiles name."""
         rows, dim = q.shape[1], q.shape[3]
         _check_last_stride("lse", lse)
-        table = self._tables.forward(q, k, tiles, every_block=fresh, yields=yields)
+        table = self._tables.forward(q, k, tiles, every_block=fresh, yields_to_comm=yields_to_comm)
         config = table.cut
         compiled = compiled_kernels()
         mode = compiled.MERGE_32 if not fresh else compiled.OUT_32 if out.dtype == torch.float32 else compiled.OUT_16
@@ -119,10 +119,10 @@ class HopperKernel(Kernel):
             )  # fmt: skip
 
     def forward_single_call(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, *, yields_to_comm: bool = False
     ) -> State:
         """Return out in the dtype of q."""
-        return self.attend(q, k, v, tiles, call, yields=yields, out_dtype=q.dtype)
+        return self.attend(q, k, v, tiles, call, yields_to_comm=yields_to_comm, out_dtype=q.dtype)
 
     def attend_into(
         self,
@@ -134,11 +134,11 @@ class HopperKernel(Kernel):
         out: Tensor,
         lse: Tensor,
         *,
-        yields: bool = False,
+        yields_to_comm: bool = False,
     ) -> None:
         _check_settings(call)
         if tiles and q.numel():
-            self._launch_forward(q, k, v, tiles, call, out, lse, fresh=True, yields=yields)
+            self._launch_forward(q, k, v, tiles, call, out, lse, fresh=True, yields_to_comm=yields_to_comm)
         else:
             out.zero_()
             lse.fill_(-math.inf)

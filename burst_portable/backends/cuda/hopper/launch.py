@@ -242,9 +242,9 @@ class LaunchTables:
         self._made: OrderedDict[Hashable, Any] = OrderedDict()
 
     def forward(
-        self, q: Tensor, k: Tensor, tiles: Tiles, *, every_block: bool, yields: bool = False
+        self, q: Tensor, k: Tensor, tiles: Tiles, *, every_block: bool, yields_to_comm: bool = False
     ) -> OnDevice[ForwardConfig]:
-        """See `configs.forward_cut`, and `configs.turns` for `yields`."""
+        """See `configs.forward_cut`, and `configs.turns` for `yields_to_comm`."""
 
         def made() -> OnDevice[ForwardConfig]:
             batch, rows, heads, dim = q.shape
@@ -252,12 +252,12 @@ class LaunchTables:
             cut, table = forward_cut(tiles, rows, dim, batch * heads, at_once, every_block=every_block)
             items = table.blocks * batch * heads
             side_by_side = _side_by_side(heads, group, k.shape[1] * dim * 4)
-            in_a_row = turns(table, dim, batch * heads, at_once) if yields else 0
+            in_a_row = turns(table, dim, batch * heads, at_once) if yields_to_comm else 0
             programs = -(-items // in_a_row) if in_a_row else min(items, at_once)
             told = (items, in_a_row, heads, group, table.blocks, side_by_side)
             return OnDevice(cut, _sent(table, q.device), (programs, 1, 1), told)
 
-        return self._kept(("forward", tiles, q.shape, k.shape, every_block, yields, q.device), made)
+        return self._kept(("forward", tiles, q.shape, k.shape, every_block, yields_to_comm, q.device), made)
 
     def adding(self, q: Tensor, k: Tensor, tiles: Tiles) -> OnDevice[BackwardCut]:
         """See `configs.adding_cut`."""

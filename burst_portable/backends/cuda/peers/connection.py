@@ -183,5 +183,5 @@ def _exchanged(
     exchange = transport.exchange([leaving], [arriving], "trying peer copies", alone=alone)
     exchange.copy_own()
     exchange.wait()
-    exchange.left()
+    exchange.wait_sent()
     return {r: inbox[r * _PROOF : r * _PROOF + size] for r in ranks}

@@ -151,7 +151,7 @@ def test_programs_that_make_way(room, programs, machine, monkeypatch):
     making_way(monkeypatch, room)
     q, k, v = inputs(1, 600, 3, 1, 64)  # 15 items, of 45 key blocks half as wide
     tiles = tiles_of("causal", 600)
-    table = LaunchTables().forward(q, k, tiles, every_block=True, yields=True)
+    table = LaunchTables().forward(q, k, tiles, every_block=True, yields_to_comm=True)
     assert table.grid == (programs, 1, 1)
     compare_making_way(q, k, v, tiles)
 

@@ -180,7 +180,7 @@ def test_who_moves_what(machine, pushes, size, alone):
             )
             exchange.copy_own()
             exchange.wait()
-            exchange.left()
+            exchange.wait_sent()
             assert [int(inbox[r * size : (r + 1) * size].unique()) for r in ranks] == [7 + r for r in ranks]
             transport.end()
         return before
